@@ -1,0 +1,1 @@
+"""Stubs generated from proto/ by tools/gen_proto.py; checked in, and compared with proto/ by a test."""

@@ -1,0 +1,351 @@
+from tierd._proto import cache_pb2 as _cache_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("version", "instance", "pid", "uptime_s", "state", "sessions", "leases", "reservations", "blocks", "counters", "notices", "cpu_s")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    instance: str
+    pid: int
+    uptime_s: float
+    state: str
+    sessions: int
+    leases: int
+    reservations: int
+    blocks: int
+    counters: _containers.ScalarMap[str, int]
+    notices: _containers.RepeatedScalarFieldContainer[str]
+    cpu_s: float
+    def __init__(self, version: _Optional[str] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., notices: _Optional[_Iterable[str]] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+
+class TiersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierInfo(_message.Message):
+    __slots__ = ("name", "kind", "capacity_bytes", "used_bytes", "assigned_bytes", "pages_reserved", "pages_ready", "pages_retiring", "pages_pinned", "evictions", "bytes_read", "bytes_written", "place", "mode", "serving", "classes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_READY_FIELD_NUMBER: _ClassVar[int]
+    PAGES_RETIRING_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PINNED_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: _cache_pb2.TierKind
+    capacity_bytes: int
+    used_bytes: int
+    assigned_bytes: int
+    pages_reserved: int
+    pages_ready: int
+    pages_retiring: int
+    pages_pinned: int
+    evictions: int
+    bytes_read: int
+    bytes_written: int
+    place: str
+    mode: str
+    serving: bool
+    classes: _containers.RepeatedCompositeFieldContainer[ClassInfo]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.TierKind, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., assigned_bytes: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_ready: _Optional[int] = ..., pages_retiring: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., place: _Optional[str] = ..., mode: _Optional[str] = ..., serving: bool = ..., classes: _Optional[_Iterable[_Union[ClassInfo, _Mapping]]] = ...) -> None: ...
+
+class ClassInfo(_message.Message):
+    __slots__ = ("class_bytes", "domain", "segments", "pages", "pages_free")
+    CLASS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    class_bytes: int
+    domain: int
+    segments: int
+    pages: int
+    pages_free: int
+    def __init__(self, class_bytes: _Optional[int] = ..., domain: _Optional[int] = ..., segments: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ...) -> None: ...
+
+class TiersReply(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierInfo]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierInfo, _Mapping]]] = ...) -> None: ...
+
+class BlocksRequest(_message.Message):
+    __slots__ = ("tier", "namespace", "has_namespace", "pinned", "hash_prefix", "sort", "limit", "offset")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HAS_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    HASH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SORT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    namespace: int
+    has_namespace: bool
+    pinned: bool
+    hash_prefix: str
+    sort: str
+    limit: int
+    offset: int
+    def __init__(self, tier: _Optional[str] = ..., namespace: _Optional[int] = ..., has_namespace: bool = ..., pinned: bool = ..., hash_prefix: _Optional[str] = ..., sort: _Optional[str] = ..., limit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class BlockInfo(_message.Message):
+    __slots__ = ("hash", "parent", "namespace", "position", "tokens", "bytes", "pins", "hits", "idle_s", "tiers")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    parent: bytes
+    namespace: int
+    position: int
+    tokens: int
+    bytes: int
+    pins: int
+    hits: int
+    idle_s: float
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BlocksReply(_message.Message):
+    __slots__ = ("blocks", "total")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
+    total: int
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("hash",)
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    hash: str
+    def __init__(self, hash: _Optional[str] = ...) -> None: ...
+
+class PageInfo(_message.Message):
+    __slots__ = ("tier", "state", "segment", "slot", "offset", "generation", "pins")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    state: str
+    segment: int
+    slot: int
+    offset: int
+    generation: int
+    pins: int
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., segment: _Optional[int] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ..., generation: _Optional[int] = ..., pins: _Optional[int] = ...) -> None: ...
+
+class InspectReply(_message.Message):
+    __slots__ = ("block", "pages", "children", "digest", "slices")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    block: BlockInfo
+    pages: _containers.RepeatedCompositeFieldContainer[PageInfo]
+    children: _containers.RepeatedScalarFieldContainer[bytes]
+    digest: bytes
+    slices: int
+    def __init__(self, block: _Optional[_Union[BlockInfo, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[PageInfo, _Mapping]]] = ..., children: _Optional[_Iterable[bytes]] = ..., digest: _Optional[bytes] = ..., slices: _Optional[int] = ...) -> None: ...
+
+class SessionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionInfo(_message.Message):
+    __slots__ = ("id", "pid", "uid", "tenant", "name", "sdk", "state", "age_s", "leases", "reservations", "pinned_bytes", "reserved_bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SDK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    pid: int
+    uid: int
+    tenant: str
+    name: str
+    sdk: str
+    state: str
+    age_s: float
+    leases: int
+    reservations: int
+    pinned_bytes: int
+    reserved_bytes: int
+    def __init__(self, id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., tenant: _Optional[str] = ..., name: _Optional[str] = ..., sdk: _Optional[str] = ..., state: _Optional[str] = ..., age_s: _Optional[float] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
+
+class SessionsReply(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ...) -> None: ...
+
+class NamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NamespaceInfo(_message.Message):
+    __slots__ = ("id", "tenant", "epoch", "model", "text", "blocks", "current")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    tenant: str
+    epoch: int
+    model: str
+    text: str
+    blocks: int
+    current: bool
+    def __init__(self, id: _Optional[int] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., blocks: _Optional[int] = ..., current: bool = ...) -> None: ...
+
+class NamespacesReply(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("hashes", "tier")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[str]
+    tier: str
+    def __init__(self, hashes: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class EvictReply(_message.Message):
+    __slots__ = ("blocks", "bytes", "pinned")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    bytes: int
+    pinned: int
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., pinned: _Optional[int] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("hashes", "tier")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[str]
+    tier: str
+    def __init__(self, hashes: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("release", "deadline_s")
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    release: bool
+    deadline_s: float
+    def __init__(self, release: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("leases_left",)
+    LEASES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    leases_left: int
+    def __init__(self, leases_left: _Optional[int] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class FlushReply(_message.Message):
+    __slots__ = ("blocks", "bytes")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    bytes: int
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class BumpEpochRequest(_message.Message):
+    __slots__ = ("model", "namespace")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    namespace: int
+    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[int] = ...) -> None: ...
+
+class BumpEpochReply(_message.Message):
+    __slots__ = ("namespaces", "blocks")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    namespaces: int
+    blocks: int
+    def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class QuiesceRequest(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class QuiesceReply(_message.Message):
+    __slots__ = ("transfers",)
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    transfers: int
+    def __init__(self, transfers: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,162 @@
+"""What a block is: its namespace, its hash in a chain, its size, its slices.
+
+Purpose: the identity and the geometry of content, shared by daemon and SDK. Non-purpose: where a block lies.
+Invariants: a block is named by (namespace, block hash); the hash covers every token before its end, so a prefix of equal
+hashes is a prefix of equal tokens; nothing that changes the bytes of KV is outside the namespace's digest or its rank.
+
+A namespace has one id per rank, `id + rank`; the digest, and so the hashes, are the same for all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.model import HASH_BYTES, PAGE_ALIGN_BYTES, ROOT, SLICE_MAX_BYTES
+from tierd.errors import InvalidArgument
+
+CLASS_STEPS = 8
+"""Size classes in each doubling: at most 1/8 of a page is unused."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The shape behind a block's bytes, for codecs and kernels; zeros mean opaque.
+
+    Bytes of a block of t tokens are layer-major: per layer K then V, each of t * kv_heads * head_dim elements of dtype,
+    in the order that layout names ("NHD": token, head, channel; "HND": head, token, channel).
+    """
+
+    layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    dtype: str = ""
+    layout: str = "NHD"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    """Everything that decides whether two blocks of equal tokens hold equal KV, but tenant and epoch, which the daemon adds.
+
+    block_bytes: length of a full block of one rank. group: attention group of a hybrid model. salt: separates what
+    else equal requests must not share.
+    """
+
+    model: str
+    tokens_per_block: int
+    block_bytes: int
+    weights_digest: str = ""
+    adapter: str = ""
+    group: str = ""
+    salt: str = ""
+    rank_count: int = 1
+    geometry: KVGeometry = KVGeometry()
+
+    def checked(self) -> NamespaceSpec:
+        """The spec itself. Raises InvalidArgument for an impossible one."""
+        for name, value, top in (
+            ("tokens_per_block", self.tokens_per_block, 1 << 20),
+            ("block_bytes", self.block_bytes, 1 << 31),
+            ("rank_count", self.rank_count, 4096),
+        ):
+            if not 1 <= value <= top:
+                raise InvalidArgument(f"namespace.{name}: {value} is outside 1 to {top}; set it from the model's configuration")
+        if not self.model:
+            raise InvalidArgument("namespace.model: empty; name the model")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A registered namespace. id is that of rank 0; ranks follow it. digest (32 bytes) starts every chain of hashes."""
+
+    id: int
+    tenant: str
+    domain: int
+    epoch: int
+    digest: bytes
+    spec: NamespaceSpec
+
+    @property
+    def ids(self) -> range:
+        """The ids of all ranks."""
+        return range(self.id, self.id + self.spec.rank_count)
+
+
+def namespace_digest(spec: NamespaceSpec, *, tenant: str, epoch: int) -> bytes:
+    """SHA-256 over the canonical JSON of every field, tenant and epoch."""
+    text = json.dumps({"tenant": tenant, "epoch": epoch, "spec": asdict(spec)}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def bumped(namespace: Namespace, *, namespace_id: int) -> Namespace:
+    """The namespace in its next epoch, under a new id: nothing stored before can be named any more."""
+    epoch = namespace.epoch + 1
+    digest = namespace_digest(namespace.spec, tenant=namespace.tenant, epoch=epoch)
+    return replace(namespace, id=namespace_id, epoch=epoch, digest=digest)
+
+
+def hash_block(parent: bytes, tokens: NDArray[np.uint32], digest: bytes) -> bytes:
+    """H(namespace digest, parent hash, number of tokens, tokens), SHA-256, 32 bytes."""
+    data = np.ascontiguousarray(tokens, dtype="<u4").tobytes()
+    return hashlib.sha256(b"".join((digest, parent, len(data).to_bytes(8, "little"), data))).digest()
+
+
+def hash_tokens(
+    tokens: Sequence[int] | NDArray[np.integer],
+    *,
+    digest: bytes,
+    tokens_per_block: int,
+    parent: bytes = ROOT,
+    with_tail: bool = False,
+) -> NDArray[np.uint8]:
+    """The chain of block hashes of a sequence: uint8 [blocks, 32]; the short last block only if asked for."""
+    array = np.asarray(tokens, dtype="<u4")
+    if array.ndim != 1:
+        raise InvalidArgument(f"tokens: {array.ndim} dimensions instead of 1; pass one sequence")
+    hashes = bytearray()
+    for start, stop in block_spans(len(array), tokens_per_block, with_tail=with_tail):
+        parent = hash_block(parent, array[start:stop], digest)
+        hashes += parent
+    return np.frombuffer(bytes(hashes), dtype=np.uint8).reshape(-1, HASH_BYTES)
+
+
+def fold_hashes(hashes: Sequence[bytes], *, digest: bytes) -> NDArray[np.uint8]:
+    """An engine's own block hashes, of any length, bound to a namespace: uint8 [blocks, 32]."""
+    folded = b"".join(hashlib.sha256(digest + h).digest() for h in hashes)
+    return np.frombuffer(folded, dtype=np.uint8).reshape(-1, HASH_BYTES)
+
+
+def block_spans(tokens: int, tokens_per_block: int, *, with_tail: bool = False) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each block of a sequence of so many tokens."""
+    full = tokens - tokens % tokens_per_block
+    for start in range(0, full, tokens_per_block):
+        yield start, start + tokens_per_block
+    if with_tail and full < tokens:
+        yield full, tokens
+
+
+def size_class(length: int) -> int:
+    """The page size for a block of so many bytes: a multiple of 4 KiB, at most 1/8 above what 4 KiB pages would take."""
+    units = max(1, -(-length // PAGE_ALIGN_BYTES))
+    step = 1 << max(0, (units - 1).bit_length() - CLASS_STEPS.bit_length())
+    return -(-units // step) * step * PAGE_ALIGN_BYTES
+
+
+def slice_lengths(length: int, layers: int) -> list[int]:
+    """Lengths of a block's slices in bytes, in order: each a layer, or an even piece of one of at most 256 KiB.
+
+    A block whose length is no multiple of its layers, or that has none (opaque), counts as one layer.
+    """
+    if length <= 0:
+        return []
+    layer = length // layers if layers > 0 and length % layers == 0 else length
+    pieces = -(-layer // SLICE_MAX_BYTES)
+    piece = -(-layer // pieces)
+    cut = [piece] * (pieces - 1) + [layer - piece * (pieces - 1)]
+    return cut * (length // layer)

@@ -1,0 +1,80 @@
+"""BlockMeta: the one record that describes a stored block, wherever it is stored.
+
+Used in the host catalogue, the header of an NVMe slot and the journal; `FORMAT.md` beside this file is its description.
+A record is 256 bytes, little-endian, and ends with a checksum over all bytes before it, so that a torn record is
+recognised. The slice table (xxh3-64 per slice, little-endian) is stored beside the record; `digest` is the
+xxh3-128 over that table. The core does no hashing of its own: `seal` and `unsealed` take the checksum function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.model import HASH_BYTES, StructArray
+
+META_BYTES = 256
+META_VERSION = 1
+META_MAGIC = 0x7D5E_71E2
+
+META = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("codec", "<u2"),  # 0: identity
+        ("hash", "u1", (HASH_BYTES,)),
+        ("parent", "u1", (HASH_BYTES,)),
+        ("namespace", "<u4"),
+        ("domain", "<u4"),
+        ("position", "<u4"),  # number of the block in its sequence
+        ("tokens", "<u4"),
+        ("logical_length", "<u4"),  # bytes before encoding
+        ("stored_length", "<u4"),  # bytes as stored
+        ("codec_version", "<u2"),
+        ("slices", "<u2"),  # entries of the slice table
+        ("epoch", "<u4"),
+        ("generation", "<u8"),  # of the page that holds it
+        ("time_ms", "<u8"),  # of the commit, Unix time
+        ("digest", "u1", (16,)),  # xxh3-128 over the slice table
+        ("store", "u1", (16,)),  # id of the arena or store: misdirected records are foreign
+        ("offset", "<u8"),  # of the page in its segment: misplaced records are foreign
+        ("segment", "<u4"),
+        ("encryption", "<u4"),  # reserved, zero
+        ("key_id", "<u8"),  # reserved, zero
+        ("nonce", "u1", (12,)),  # reserved, zero
+        ("tag", "u1", (16,)),  # reserved, zero
+        ("reserved", "u1", (44,)),
+        ("checksum", "<u8"),  # xxh3-64 over all bytes before it
+    ]
+)
+assert META.itemsize == META_BYTES
+
+Checksum = Callable[[bytes], int]
+
+
+def new_meta(count: int) -> StructArray:
+    """So many blank META records with magic and version set."""
+    meta = np.zeros(count, dtype=META)
+    meta["magic"] = META_MAGIC
+    meta["version"] = META_VERSION
+    return meta
+
+
+def seal(meta: StructArray, checksum: Checksum) -> StructArray:
+    """A copy whose checksums hold, ready to be stored."""
+    sealed = np.ascontiguousarray(meta).copy()
+    raw = sealed.view(np.uint8).reshape(len(sealed), META_BYTES)
+    for i, row in enumerate(raw):
+        sealed["checksum"][i] = checksum(row[: META_BYTES - 8].tobytes())
+    return sealed
+
+
+def intact(meta: StructArray, checksum: Checksum) -> NDArray[np.bool_]:
+    """Which records have their magic, a version that this code reads, and a checksum that holds."""
+    good = (meta["magic"] == META_MAGIC) & (meta["version"] == META_VERSION)
+    raw = np.ascontiguousarray(meta).view(np.uint8).reshape(len(meta), META_BYTES)
+    for i in np.flatnonzero(good):
+        good[i] = checksum(raw[i, : META_BYTES - 8].tobytes()) == int(meta["checksum"][i])
+    return np.asarray(good, dtype=np.bool_)

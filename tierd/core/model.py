@@ -1,0 +1,243 @@
+"""The values that cross the seams of tierd: kinds, states, and the dtypes of the arrays that core, mover, tiers and the
+wire exchange.
+
+Purpose: one definition of each. Non-purpose: behaviour. Everything here is pure. All dtypes are little-endian and packed
+without implicit padding, so an array's bytes are the same in memory, on the wire and on disk.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HASH_BYTES = 32
+"""Length of a block hash (SHA-256), bytes."""
+
+PAGE_ALIGN_BYTES = 4096
+"""Extents begin and end on this boundary, as O_DIRECT and mmap want it."""
+
+SLICE_MAX_BYTES = 256 * 1024
+"""Upper bound of a slice, the unit of verification."""
+
+NO_PAGE = -1
+"""In a column of page ids: the block has no page in that tier."""
+
+ROOT = bytes(HASH_BYTES)
+"""The parent hash of a sequence's first block."""
+
+StructArray = NDArray[Any]
+"""A numpy structured array whose dtype the docstring names."""
+
+
+class TierKind(enum.IntEnum):
+    """A medium, near to far. A tier is (kind, index)."""
+
+    DEVICE = 0
+    HOST = 1
+    NVME = 2
+    ARCHIVE = 3
+
+
+class PageState(enum.IntEnum):
+    """free -> reserved -> ready -> retiring -> free; also reserved -> free and retiring -> ready."""
+
+    FREE = 0
+    RESERVED = 1
+    READY = 2
+    RETIRING = 3
+
+
+class BlockStatus(enum.IntEnum):
+    """What became of one block of a batch. Results, not errors."""
+
+    MISS = 0
+    """Held nowhere, or not usable without a block before it that is held nowhere."""
+    READY = 1
+    """Held; the handle beside it is good."""
+    RESERVED = 2
+    """A page is set aside for the caller to write."""
+    EXISTS = 3
+    """Held already; nothing to write."""
+    NO_ROOM = 4
+    """The tier, or the session's share of it, has no page to give now."""
+    REJECTED = 5
+    """Admission declined."""
+    DEFERRED = 6
+    """Admission asks to try again later."""
+    FAILED = 7
+    """A transfer failed; treated as a miss."""
+    CORRUPT = 8
+    """The bytes were not what was committed; quarantined, treated as a miss."""
+    PENDING = 9
+    """On its way to the tier that was asked for."""
+
+
+class Need(enum.IntEnum):
+    """Which of a group's blocks must be there to serve N tokens."""
+
+    PREFIX = 0
+    """Every block that covers tokens [0, N): full attention."""
+    LAST_TOKENS = 1
+    """Every block that covers tokens [max(0, N - need_tokens), N): sliding-window attention."""
+    LAST_STATE = 2
+    """The one block that ends at N: state-space and linear-attention layers."""
+
+
+class Durability(enum.IntEnum):
+    """When a commit is acknowledged."""
+
+    MEMORY = 0
+    """Published in the tier that it was reserved in."""
+    DURABLE = 1
+    """Also written to an NVMe store, data and journal synced."""
+
+
+class Reason(enum.IntEnum):
+    """Why a transfer was made or a page was freed; the names are shown to people."""
+
+    NONE = 0
+    DEMAND = 1
+    PREFETCH = 2
+    DEMOTION = 3
+    DURABLE = 4
+    EVICTED = 5
+    """Chosen by the eviction policy, no copy left below by this step."""
+    DEMOTED = 6
+    """Chosen by the eviction policy; a farther tier holds the block."""
+    ABORTED = 7
+    SESSION_ENDED = 8
+    DUPLICATE = 9
+    """Another writer committed the same block first."""
+    CORRUPTED = 10
+    FAILED = 11
+    EPOCH_BUMPED = 12
+    ADMIN = 13
+    TIER_LOST = 14
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """What the core knows of one tier.
+
+    capacity_bytes: what segments may take in all. segment_bytes: size of each segment; pages never span two.
+    slot_overhead_bytes: bytes before each page that are not the block's (the 4 KiB header of an NVMe slot).
+    writer_owned: a segment has one writing session at a time (memory that clients map).
+    high/low_watermark: shares of capacity_bytes; above high, demotion runs until low.
+    eviction: name of a policy in tierd.policies.eviction.
+    """
+
+    kind: TierKind
+    index: int
+    capacity_bytes: int
+    segment_bytes: int
+    slot_overhead_bytes: int = 0
+    writer_owned: bool = False
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    eviction: str = "lru"
+
+    @property
+    def name(self) -> str:
+        """`host.0`, as people write it."""
+        return f"{self.kind.name.lower()}.{self.index}"
+
+
+UNVERIFIED = 1
+"""Flag of an extent: a client could have changed the page since it was hashed; verify before others see it."""
+
+EXTENT = np.dtype(
+    [
+        ("tier", "<u2"),  # position in the daemon's tier list
+        ("flags", "<u2"),  # UNVERIFIED or 0
+        ("segment", "<u4"),  # id of the segment; never used twice by one instance
+        ("slot", "<u4"),  # number of the page within its segment
+        ("length", "<u4"),  # stored bytes of the block (at most the segment's class)
+        ("offset", "<u8"),  # bytes from the start of the segment
+        ("generation", "<u8"),  # of the page; never used twice by one instance
+        ("page", "<i8"),  # the core's dense id of the page in its tier
+    ]
+)
+"""Where one block lies in one tier: 40 bytes."""
+
+HANDLE = np.dtype(
+    [
+        ("status", "<u2"),  # BlockStatus
+        ("tier", "<u2"),
+        ("segment", "<u4"),
+        ("slot", "<u4"),
+        ("length", "<u4"),
+        ("offset", "<u8"),
+        ("generation", "<u8"),
+        ("tokens", "<u4"),  # tokens that the block covers
+        ("epoch", "<u4"),  # of the block's namespace
+    ]
+)
+"""What a client gets for one block: 40 bytes."""
+
+PUT_BLOCK = np.dtype(
+    [
+        ("hash", "u1", (HASH_BYTES,)),  # all zero in Reserve: a private page, named at Commit
+        ("tokens", "<u4"),
+        ("length", "<u4"),  # bytes
+    ]
+)
+"""One block of a Reserve: 40 bytes."""
+
+COMMIT_BLOCK = np.dtype(
+    [
+        ("hash", "u1", (HASH_BYTES,)),
+        ("parent", "u1", (HASH_BYTES,)),
+        ("index", "<u4"),  # which block of the reservation
+        ("position", "<u4"),  # number of the block in its sequence
+        ("tokens", "<u4"),
+        ("length", "<u4"),  # bytes; at most what was reserved
+    ]
+)
+"""One block of a Commit that names blocks: 80 bytes."""
+
+TRANSFER = np.dtype(
+    [
+        ("id", "<u8"),
+        ("after", "<u8"),  # transfer that fills the source page first; 0: none
+        ("block", "<i8"),
+        ("source", EXTENT),
+        ("target", EXTENT),
+        ("reason", "<u2"),  # Reason
+    ]
+)
+"""One copy, source page to target page."""
+
+FREED = np.dtype(
+    [
+        ("extent", EXTENT),
+        ("namespace", "<u4"),
+        ("reason", "<u2"),  # Reason
+        ("was_ready", "?"),  # a committed block lay there, so tiers and watchers must hear of it
+        ("hash", "u1", (HASH_BYTES,)),
+    ]
+)
+"""A page that has become free."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAssignment:
+    """A segment begins a life: its id, the domain and writer that it belongs to, the class of its pages.
+
+    slot is the place in the tier (0 to capacity_bytes // segment_bytes - 1); replaces is the id that lived there before
+    (None: none yet). With fresh, the old file must not be reused because somebody who may not see or write the
+    new life still maps it: unlink it and make another.
+    """
+
+    tier: int
+    slot: int
+    segment: int
+    domain: int
+    class_bytes: int
+    pages: int
+    writer: int
+    replaces: int | None
+    fresh: bool
