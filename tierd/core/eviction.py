@@ -1,0 +1,60 @@
+"""What the core asks of an eviction policy; the policies themselves are in `tierd.policies.eviction`.
+
+Purpose: the contract, in MUST words. Non-purpose: an algorithm, and what a tier is made of. The core holds one policy object
+per tier and is its only caller. Block ids are dense, so a policy keeps its state in columns indexed by id and grows
+them when it meets a greater id. Every array of ids is int64, without repetition, and ordered from cold to hot: what comes later in
+it counts as used later, even at the same `now`. (The core hands a request's blocks over last to first, so prefixes lose tails first.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.model import TierSpec
+
+Ids = NDArray[np.int64]
+"""Block ids."""
+
+Mask = NDArray[np.bool_]
+
+
+class Eviction(Protocol):
+    """Who leaves a tier first.
+
+    - A block is tracked from `track` to `forget`. The core never tracks a tracked block, and never touches or forgets another.
+    - Equal calls MUST give equal answers: no clock, no randomness but a seed that was given at construction.
+    - `now` never runs backwards; float seconds from any origin.
+    - An id that was forgotten may be given to another block later: `forget` MUST leave nothing that speaks about the old one.
+    """
+
+    def __len__(self) -> int:
+        """How many blocks are tracked."""
+        ...
+
+    def track(self, blocks: Ids, now: float) -> None:
+        """The blocks have come into the tier; that counts as a use."""
+        ...
+
+    def touch(self, blocks: Ids, now: float) -> None:
+        """The blocks were used."""
+        ...
+
+    def forget(self, blocks: Ids) -> None:
+        """The blocks have left the tier, or are on their way out."""
+        ...
+
+    def victims(self, count: int, pinned: Mask) -> Ids | None:
+        """Exactly `count` tracked blocks whose `pinned[id]` is False, coldest first; None if there are not so many.
+
+        A question: it MUST change nothing that a later answer depends on, whatever it answers; the core forgets those that it
+        takes. `pinned` covers every tracked id, is only read, and is only valid during the call.
+        """
+        ...
+
+
+Policies = Callable[[TierSpec], Eviction]
+"""Makes the policy of a tier, by the name in `spec.eviction`."""

@@ -1,0 +1,270 @@
+"""The core's questions and answers as values: what was asked, what was decided, what must now happen outside.
+
+Purpose: the types that cross the face of `Core`, and nothing that decides. Invariants: every array is one that the caller may keep
+(never a view of the core's columns); arrays over blocks have the order of the question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.model import EXTENT, FREED, HASH_BYTES, TRANSFER, Need, SegmentAssignment, StructArray, TierKind
+
+Bools = NDArray[np.bool_]
+Bytes = NDArray[np.uint8]
+Codes = NDArray[np.uint16]
+Ids = NDArray[np.int64]
+Lengths = NDArray[np.uint32]
+TransferIds = NDArray[np.uint64]
+
+
+# -- questions
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuery:
+    """One attention group of a sequence.
+
+    namespaces: one id per rank asked for. hashes: uint8 [blocks, 32], first to last. tokens: covered by all the blocks; if no multiple
+    of tokens_per_block, the last block is short. need_tokens: for Need.LAST_TOKENS.
+    """
+
+    namespaces: tuple[int, ...]
+    hashes: Bytes
+    tokens_per_block: int
+    tokens: int
+    need: Need = Need.PREFIX
+    need_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PutQuery:
+    """Consecutive blocks of one rank to be written. blocks: PUT_BLOCK [n]; a hash of zeros asks for a private page.
+
+    parent: hash of the block before the first (ROOT at the start of a sequence). position: number of the first block.
+    """
+
+    namespace: int
+    parent: bytes
+    position: int
+    blocks: StructArray
+
+
+# -- what must now happen outside
+
+
+@dataclass(slots=True)
+class Plan:
+    """What must now happen outside, decided together. Apply in this order: freed, segments, reserved; then run the transfers.
+
+    freed: FREED, pages that have become free; their contents must not be served any more.
+    segments: lives that begin. reserved: EXTENT, pages newly set aside, with their new generations (stamp them before anything is written).
+    transfers: TRANSFER in the order in which they should start; one with `after` waits for that transfer to succeed (and has
+    FAILED with it). Each must come back through `Core.finish`.
+    waits: uint64 ids of transfers of earlier plans that the asker depends on.
+    A page may be in freed (old generation) and in reserved (new one) of the same plan.
+    """
+
+    freed: StructArray = field(default_factory=lambda: np.zeros(0, FREED))
+    segments: list[SegmentAssignment] = field(default_factory=list)
+    reserved: StructArray = field(default_factory=lambda: np.zeros(0, EXTENT))
+    transfers: StructArray = field(default_factory=lambda: np.zeros(0, TRANSFER))
+    waits: TransferIds = field(default_factory=lambda: np.zeros(0, np.uint64))
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to do and nothing to wait for."""
+        return not (len(self.freed) or self.segments or len(self.reserved) or len(self.transfers) or len(self.waits))
+
+
+# -- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup found.
+
+    tokens: at which every group and rank can be served, from whichever tiers. tier_of: per group int8 [ranks, blocks], position of the nearest
+    serving tier that holds the block, -1 for none. tier_tokens: per tier, tokens of the first group's needed blocks (its first rank) that it is nearest for.
+    """
+
+    tokens: int
+    tier_of: list[NDArray[np.int8]]
+    tier_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Acquisition:
+    """A lease in the making. Run the plan's transfers, await its waits, then `settle` (also with nothing to run).
+
+    lease: 0 if nothing can be served (the plan is then empty, or only what was planned on the way). tokens: servable if every transfer succeeds.
+    tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now.
+    """
+
+    lease: int
+    tokens: int
+    tier_tokens: list[int]
+    plan: Plan
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGroup:
+    """The blocks of one group that a lease holds: numbers first to first + count - 1 of the group's hashes.
+
+    extents: EXTENT [ranks, count]. tokens: uint32 [count]. blocks: int64 [ranks, count], ids.
+    """
+
+    first: int
+    count: int
+    extents: StructArray
+    tokens: Lengths
+    blocks: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a lease holds in the end. tokens == 0: nothing; the lease is gone and needs no release."""
+
+    tokens: int
+    groups: list[ServedGroup]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """reservation: 0 if no page was set aside. statuses: per query uint16 [n] BlockStatus: RESERVED, EXISTS or NO_ROOM.
+
+    extents: per query EXTENT [n]: the reserved page; of a block that EXISTS its nearest page; zeros with page -1 for NO_ROOM. Blocks are counted over
+    all queries in order for COMMIT_BLOCK.index.
+    """
+
+    reservation: int
+    statuses: list[Codes]
+    extents: list[StructArray]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Committing:
+    """Pages between begin_commit and finish_commit: written by the client, being hashed outside.
+
+    They stay reserved whatever happens to the session, until finish_commit. extents: EXTENT [n], length = committed length. metas: META [n] with what
+    the core knows (names, lengths, place, generation); the caller fills in epoch, time_ms, codec and slices before finish_commit, which keeps
+    them. lengths: uint32 [n]. indices: uint32 [n], places in the reservation.
+    """
+
+    id: int
+    session: int
+    reservation: int
+    extents: StructArray
+    metas: StructArray
+    lengths: Lengths
+    indices: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """statuses: uint16 [n] READY, EXISTS or FAILED. extents: EXTENT [n] of the block's page (page -1 where FAILED). blocks: int64 [n], -1 where FAILED.
+
+    lease: 0 unless asked for and something is held.
+    """
+
+    statuses: Codes
+    extents: StructArray
+    blocks: Ids
+    lease: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """lease and reservation: 0 if nothing was taken. pinned, reserved: bool, which of the extents were."""
+
+    lease: int
+    reservation: int
+    pinned: Bools
+    reserved: Bools
+
+
+# -- for people
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStats:
+    """One kind of segment in a tier. Bytes are of a page, slot overhead included."""
+
+    domain: int
+    class_bytes: int
+    segments: int
+    pages: int
+    pages_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier. used_bytes: in pages that are not free, by class; assigned_bytes: in segments that have a class; evictions: pages freed for room."""
+
+    name: str
+    kind: TierKind
+    capacity_bytes: int
+    used_bytes: int
+    assigned_bytes: int
+    pages_free: int
+    pages_reserved: int
+    pages_ready: int
+    pages_retiring: int
+    pages_pinned: int
+    evictions: int
+    serving: bool
+    classes: tuple[ClassStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """One session. pinned_bytes and reserved_bytes: per tier, what counts against its share."""
+
+    session: int
+    domain: int
+    ended: bool
+    leases: int
+    reservations: int
+    pinned_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStats:
+    """Counts over all tiers. transfers: in flight. freed: pages freed so far by reason name."""
+
+    blocks: int
+    sessions: int
+    leases: int
+    reservations: int
+    transfers: int
+    freed: dict[str, int]
+
+
+BLOCK_INFO = np.dtype(
+    [
+        ("block", "<i8"),
+        ("hash", "u1", (HASH_BYTES,)),
+        ("parent", "u1", (HASH_BYTES,)),
+        ("namespace", "<u4"),
+        ("domain", "<u4"),
+        ("position", "<u4"),
+        ("tokens", "<u4"),
+        ("length", "<u4"),  # stored bytes
+        ("pins", "<u4"),  # over all tiers, transfers included
+        ("hits", "<u4"),
+        ("last_used", "<f8"),  # the `now` of the last use
+        ("tiers", "<u8"),  # bit t: tier t holds it
+    ]
+)
+"""One block of a listing."""
+
+PAGE_INFO = np.dtype([("extent", EXTENT), ("state", "<u2"), ("pins", "<u4")])
+"""One page of a block; state is a PageState."""
