@@ -1,0 +1,1 @@
+"""Tiers: they move bytes and never decide. `tier.py` is what the others see of them."""

@@ -1,0 +1,55 @@
+"""Checksums of blocks and records: xxh3-64 for each slice and record, xxh3-128 over a block's slice table.
+
+Purpose: the one place that names the algorithm. Non-purpose: identity (`tierd.core.block` uses SHA-256); these sums catch
+accidents, not attackers. The sums release the interpreter lock on large buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tierd.errors import InvalidArgument
+
+DIGEST_BYTES = 16
+
+Buffer = bytes | bytearray | memoryview | NDArray[Any]
+"""What can be summed: contiguous bytes."""
+
+
+def record_checksum(data: Buffer) -> int:
+    """xxh3-64 of a small record, as `tierd.core.meta.seal` and `intact` want it."""
+    return xxhash.xxh3_64_intdigest(memoryview(data))
+
+
+def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
+    """xxh3-64 of consecutive slices of view: u64 [slices]. lengths: bytes of each slice, in order.
+
+    Raises InvalidArgument when view is shorter than the slices together.
+    """
+    memory = memoryview(view)
+    total = sum(lengths)
+    if memory.nbytes < total:
+        raise InvalidArgument(
+            f"slices: {total} bytes in all, the page has {memory.nbytes}; the length of the block is wrong"
+        )
+    ends = accumulate(lengths)
+    sums = [xxhash.xxh3_64_intdigest(memory[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+    return np.array(sums, dtype="<u8")
+
+
+def table_digest(sums: NDArray[np.uint64]) -> bytes:
+    """xxh3-128 over a slice table (little-endian u64 in order), 16 bytes in canonical order: the block's checksum."""
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(sums, dtype="<u8").tobytes())
+
+
+def verify(view: Buffer, sums: NDArray[np.uint64], lengths: Sequence[int]) -> bool:
+    """Whether the slices of view have exactly these sums. A table or view of the wrong size is not verified."""
+    if len(sums) != len(lengths) or memoryview(view).nbytes < sum(lengths):
+        return False
+    return bool(np.array_equal(slice_sums(view, lengths), sums))

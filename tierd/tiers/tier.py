@@ -1,0 +1,128 @@
+"""What the conductor and the mover see of a tier: Protocols, and the values that come back.
+
+Purpose: one face for every medium. Non-purpose: deciding (that is the core's), hashing of payload (the mover's).
+Invariants: `apply` never waits; nothing is visible to others before `publish` (mapped) or a finished `write` (stored);
+what `open` finds again was published whole.
+
+Two families. A *mapped* tier is memory that clients map: its pages are written in place, then published. A *stored* tier is
+written from and read into pages of a mapped tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.model import SegmentAssignment, StructArray, TierSpec
+
+if TYPE_CHECKING:
+    from tierd.core.plan import Plan
+
+SliceTable = NDArray[np.uint64]
+"""xxh3-64 of each slice of a block, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a tier found of a former life.
+
+    segments: those kept, at their places, with the writer they had. extents EXTENT[n] and metas META[n]: one row per block
+    found intact; page is -1 (the core gives page ids), flags tell what must be verified before others see it.
+    next_segment, next_generation: the first numbers that no former life has used. namespaces: the records given to
+    `keep_namespace`, oldest first.
+    """
+
+    segments: list[SegmentAssignment]
+    extents: StructArray
+    metas: StructArray
+    next_segment: int = 1
+    next_generation: int = 1
+    namespaces: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Of a batch of reads: statuses u2[n] (READY, FAILED, CORRUPT); slices: per block its table, empty unless READY."""
+
+    statuses: NDArray[np.uint16]
+    slices: list[SliceTable]
+
+
+class Descriptor(NamedTuple):
+    """A new file descriptor, which the caller closes, and the length of the file in bytes."""
+
+    fd: int
+    bytes: int
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """One medium. spec: its configuration; position: its place in the tier list; mode: how it is served (e.g. `tmpfs`,
+    `o_direct`); place: where, for people; notices: sentences to be said once at start."""
+
+    spec: TierSpec
+    position: int
+    mode: str
+    place: str
+    notices: list[str]
+
+    async def open(self) -> Recovered:
+        """Take ownership, find what survived, make ready. Raises AlreadyOwned, ConfigError, VersionMismatch, TierFailed."""
+
+    def apply(self, plan: Plan) -> None:
+        """Follow a decision in the step that made it: retract freed pages, begin segments, stamp reserved generations, in
+        this order. Rows of other tiers are passed over. Does not wait and raises nothing for a failing medium: that
+        shows in `prepare` and `write`."""
+
+    async def prepare(self, segments: Sequence[SegmentAssignment]) -> None:
+        """What a segment's beginning needs in time; awaited before a handle to it leaves the daemon, and before it is written.
+        Segments of other tiers are passed over. Raises TierFailed."""
+
+    async def keep_namespace(self, record: bytes) -> None:
+        """Store an opaque record that names a namespace, to be found again by `open`; durable with the next `sync`."""
+
+    async def sync(self) -> None:
+        """Make durable what was written so far. Nothing to do for memory. Raises TierFailed, once and for good."""
+
+    async def close(self, *, release: bool) -> None:
+        """End. With release everything stored is removed; without, it is kept for the next `open`."""
+
+
+@runtime_checkable
+class MappedTier(Tier, Protocol):
+    """Memory that the daemon and its clients map."""
+
+    def view(self, extent: np.void) -> memoryview:
+        """The page of one EXTENT row: class_bytes of uint8, writable. Valid until the page is freed; the memory stays mapped
+        while the view lives. Raises KeyError for a segment that is not there."""
+
+    def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
+        """Make blocks whose bytes are in place known to the next life. EXTENT[n], META[n]; the tier sets the fields that
+        locate and seal a record (store, segment, offset, generation, slices, digest, checksum)."""
+
+    def slices(self, extents: StructArray) -> list[SliceTable | None]:
+        """The slice tables published with these pages; None where none was, or the generation is another."""
+
+    def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
+        """A descriptor of the segment's data file. Raises KeyError, TierFailed."""
+
+    def catalogue_descriptor(self, segment: int) -> Descriptor:
+        """A read-only descriptor of the segment's catalogue. Raises KeyError, TierFailed."""
+
+
+@runtime_checkable
+class StoredTier(Tier, Protocol):
+    """A medium that is read and written in batches."""
+
+    async def read(self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray) -> ReadResult:
+        """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace, generation). Each target is 4 KiB
+        aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller."""
+
+    async def write(
+        self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable], sources: Sequence[memoryview]
+    ) -> NDArray[np.uint16]:
+        """Write blocks whole: u2[n] of READY or FAILED. Arguments as in `read` and `MappedTier.publish`."""
