@@ -1,0 +1,284 @@
+"""The daemon's configuration: read once, at the edge, and checked before anything opens.
+
+Purpose: TOML in, one frozen `Config` out. Non-purpose: opening, creating or measuring anything; whether the memory or the disk
+is really there is asked by the tiers, whether an eviction policy exists by the lifecycle. Invariants: an unknown key is an error
+that names its nearest neighbour; `load_config` answers a config in which nothing is left open but `host.arena_dir`, which
+depends on what the machine offers.
+
+    TOML -- read_config --> Config as written -- resolve --> Config with every directory and segment size filled in, checked
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from tierd import places
+from tierd.core.model import PAGE_ALIGN_BYTES
+from tierd.errors import ConfigError
+from tierd.settings import (
+    SECTIONS,
+    TIER_SECTIONS,
+    Config,
+    DeviceConfig,
+    HostConfig,
+    IdentityConfig,
+    MoverConfig,
+    NvmeConfig,
+    ServerConfig,
+)
+from tierd.units import format_bytes
+
+__all__ = [
+    "Config",
+    "DeviceConfig",
+    "HostConfig",
+    "IdentityConfig",
+    "MoverConfig",
+    "NvmeConfig",
+    "ServerConfig",
+    "auto_segment_bytes",
+    "check",
+    "load_config",
+    "read_config",
+    "resolve",
+    "split_address",
+]
+
+MIB = 1 << 20
+SEGMENT_MIN_BYTES = MIB
+SEGMENT_MAX_BYTES = 1 << 30
+SEGMENT_WANTED_BYTES = 16 * MIB
+"""Below this, blocks of large models do not fit in a segment."""
+SEGMENTS_WANTED = 32
+"""How many segments "auto" aims at: each trust domain, size class and writer takes at least one."""
+
+Tier = TypeVar("Tier", DeviceConfig, HostConfig, NvmeConfig)
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def load_config(path: str | Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
+    """The resolved config of a file, or the defaults without one. Raises ConfigError."""
+    if path is None:
+        return resolve(Config(), environ=environ)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: cannot be read ({error}); give the path of a TOML file in UTF-8") from error
+    try:
+        return resolve(read_config(text), environ=environ)
+    except ConfigError as error:
+        raise ConfigError(f"config {path}: {error}") from error
+
+
+def read_config(text: str) -> Config:
+    """The config as it is written in TOML, defaults filled in, nothing resolved. Raises ConfigError."""
+    try:
+        written = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not valid TOML: {error}; correct the line") from error
+    _check_keys(written)
+    try:
+        return _ADAPTER.validate_python(written)
+    except ValidationError as error:
+        raise ConfigError(_fault(error)) from error
+
+
+def resolve(config: Config, *, environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Config:
+    """The config with directories, store paths and segment sizes filled in, checked. Raises ConfigError. Opens nothing."""
+    uid = os.getuid() if uid is None else uid
+    state_dir = config.server.state_dir or places.state_dir(environ, uid=uid)
+    resolved = dataclasses.replace(
+        config,
+        server=dataclasses.replace(
+            config.server,
+            runtime_dir=config.server.runtime_dir or places.runtime_dir(environ, uid=uid),
+            state_dir=state_dir,
+        ),
+        device=tuple(_with_segment(tier, f"device[{index}]") for index, tier in enumerate(config.device)),
+        host=tuple(_with_segment(tier, f"host[{index}]") for index, tier in enumerate(config.host)),
+        nvme=tuple(
+            dataclasses.replace(
+                _with_segment(tier, f"nvme[{index}]"), path=tier.path or os.path.join(state_dir, f"nvme-{index}")
+            )
+            for index, tier in enumerate(config.nvme)
+        ),
+    )
+    check(resolved)
+    return resolved
+
+
+def auto_segment_bytes(capacity_bytes: int) -> int:
+    """What "auto" means for a capacity: a power of two, bytes."""
+    if capacity_bytes < SEGMENT_MIN_BYTES:
+        return max(capacity_bytes, PAGE_ALIGN_BYTES) // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
+    wanted = max(capacity_bytes // SEGMENTS_WANTED, min(SEGMENT_WANTED_BYTES, capacity_bytes // 8))
+    return min(max(1 << (max(wanted, 1).bit_length() - 1), SEGMENT_MIN_BYTES), SEGMENT_MAX_BYTES)
+
+
+def check(config: Config) -> None:
+    """Refuses what cannot work, before anything opens. Raises ConfigError with thing, fault, value, limit and remedy."""
+    _check_server(config.server)
+    _check_identity(config.identity)
+    if not config.host and not config.device:
+        _refuse("host", "no tier of memory is configured; add a [[host]] table")
+    if config.nvme and not config.host:
+        _refuse("host", "an nvme tier needs a host tier to read into; add a [[host]] table")
+    for name, tier in _tiers(config):
+        _check_tier(name, tier)
+    paths = [tier.path for tier in config.nvme]
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            _refuse(
+                f"nvme[{index}].path", f"{path} is the store of nvme[{paths.index(path)}] already; give each its own"
+            )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port". Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not host:port with a port of at most 65535; write for example 127.0.0.1:9440")
+    return host, int(port)
+
+
+def _refuse(thing: str, fault: str) -> NoReturn:
+    raise ConfigError(f"{thing}: {fault}")
+
+
+def _tiers(config: Config) -> Iterator[tuple[str, DeviceConfig | HostConfig | NvmeConfig]]:
+    for section in TIER_SECTIONS:
+        for index, tier in enumerate(getattr(config, section)):
+            yield f"{section}[{index}]", tier
+
+
+def _with_segment(tier: Tier, name: str) -> Tier:
+    if tier.segment:
+        return tier
+    segment = auto_segment_bytes(tier.capacity)
+    capacity = tier.capacity // segment * segment
+    if not capacity:
+        _refuse(f"{name}.capacity", f"{format_bytes(tier.capacity)} is less than a page of 4 KiB; give more")
+    return dataclasses.replace(tier, segment=segment, capacity=capacity)
+
+
+def _check_server(server: ServerConfig) -> None:
+    for socket in (places.SOCKET_NAME, places.SESSION_SOCKET_NAME):
+        path = os.path.join(server.runtime_dir, socket)
+        if len(os.fsencode(path)) > places.SOCKET_PATH_MAX_BYTES:
+            _refuse(
+                "server.runtime_dir",
+                f"the socket path {path} has {len(os.fsencode(path))} bytes, above the {places.SOCKET_PATH_MAX_BYTES} that"
+                " a unix socket may have; choose a shorter directory",
+            )
+    _check_listener("server.tcp_listen", server.tcp_listen)
+    _check_listener("server.metrics_listen", server.metrics_listen)
+    if server.tcp_listen and not server.tcp_credential_file:
+        _refuse(
+            "server.tcp_credential_file",
+            f"empty, but server.tcp_listen is {server.tcp_listen}; name a file with the credential that callers must bring",
+        )
+    _check_secret("server.tcp_credential_file", server.tcp_credential_file)
+
+
+def _check_identity(identity: IdentityConfig) -> None:
+    for uid, tenant in identity.tenants.items():
+        if not 0 <= uid < 1 << 32:
+            _refuse("identity.tenants", f"{uid} is not a uid from 0 to {(1 << 32) - 1}; write what `id -u` prints")
+        if not tenant:
+            _refuse("identity.tenants", f"the tenant of uid {uid} is empty; name it")
+    _check_secret("identity.credential_file", identity.credential_file)
+
+
+def _check_listener(name: str, address: str) -> None:
+    if not address:
+        return
+    try:
+        host, _ = split_address(address)
+    except ValueError as error:
+        _refuse(name, str(error))
+    if host != "localhost" and not _is_loopback(host):
+        _refuse(name, f"{host} is not a loopback address; use 127.0.0.1, or reach it from elsewhere through a tunnel")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_secret(name: str, path: str) -> None:
+    if not path:
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise ConfigError(f"{name}: {path} cannot be read ({error.strerror}); create it with mode 0600") from error
+    if mode & 0o007:
+        _refuse(name, f"{path} has mode {mode & 0o777:04o}, open to every user; chmod it to 0600")
+
+
+def _check_tier(name: str, tier: DeviceConfig | HostConfig | NvmeConfig) -> None:
+    _check_segment(name, capacity_bytes=tier.capacity, segment_bytes=tier.segment)
+    if not 0 < tier.low_watermark < tier.high_watermark:
+        _refuse(
+            f"{name}.low_watermark",
+            f"{tier.low_watermark:g} must lie above 0 and below the high watermark of {tier.high_watermark:g}; lower it or raise"
+            " high_watermark",
+        )
+
+
+def _check_segment(name: str, *, capacity_bytes: int, segment_bytes: int) -> None:
+    capacity, segment = format_bytes(capacity_bytes), format_bytes(segment_bytes)
+    if segment_bytes % PAGE_ALIGN_BYTES:
+        _refuse(f"{name}.segment", f"{segment} is not a multiple of 4 KiB; round it")
+    if segment_bytes > capacity_bytes:
+        _refuse(f"{name}.segment", f'{segment} is above the capacity of {capacity}; lower it or write "auto"')
+    if capacity_bytes % segment_bytes:
+        fits = format_bytes(capacity_bytes // segment_bytes * segment_bytes)
+        _refuse(f"{name}.segment", f"{segment} does not divide the capacity of {capacity}; set the capacity to {fits}")
+
+
+def _check_keys(written: Mapping[str, Any]) -> None:
+    """Names the nearest neighbour of an unknown key, which a schema's own error does not."""
+    for section, value in written.items():
+        if section not in SECTIONS:
+            _refuse_key(section, among=list(SECTIONS))
+        is_array = section in TIER_SECTIONS
+        if not isinstance(value, list if is_array else dict):
+            _refuse(section, f"is not {'an array of tables' if is_array else 'a table'}; write {_header(section)}")
+        known = [field.name for field in dataclasses.fields(SECTIONS[section])]
+        for table in value if is_array else [value]:
+            if not isinstance(table, dict):
+                _refuse(section, f"{table!r} is not a table; write {_header(section)}")
+            for key in table:
+                if key not in known:
+                    _refuse_key(f"{section}.{key}", among=[f"{section}.{name}" for name in known])
+
+
+def _header(section: str) -> str:
+    return f"[[{section}]]" if section in TIER_SECTIONS else f"[{section}]"
+
+
+def _refuse_key(key: str, *, among: Sequence[str]) -> NoReturn:
+    near = difflib.get_close_matches(key, among, n=1, cutoff=0.0)
+    _refuse(key, f"unknown setting; the nearest is {near[0]}, and configs/reference.toml lists all")
+
+
+def _fault(error: ValidationError) -> str:
+    """The first fault in the words of the house: thing, fault, value, limit, remedy."""
+    fault = error.errors()[0]
+    thing = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+    text = str(fault.get("ctx", {}).get("error") or f"{fault['input']!r}: {fault['msg']}")
+    return f"{thing}: {text}; configs/reference.toml shows the form"

@@ -1,0 +1,233 @@
+"""Every setting of the daemon: its name, default, bounds, unit and meaning.
+
+Purpose: the one table of settings, as frozen dataclasses. Non-purpose: reading files and checking settings against each other
+(config.py). Invariants: sizes are bytes and durations seconds by the time that anybody sees them; each field has a
+description, and a unit where a number or a text has one.
+
+`configs/reference.toml` is rendered from this module by tools/gen_reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from tierd.core.model import PAGE_ALIGN_BYTES
+from tierd.units import parse_bytes, parse_seconds
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+"""An int in bytes; in TOML also a text such as "512 MiB"."""
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+"""A float in seconds; in TOML also a text such as "5 s"."""
+SegmentSize = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else parse_bytes(value))]
+"""Bytes; 0 stands for "auto" until the config is resolved, then it is the size."""
+
+_CLOSED = ConfigDict(extra="forbid", validate_default=True)
+
+
+def _key(default: Any, meaning: str, *, unit: str = "", least: float | None = None, most: float | None = None) -> Any:
+    """A setting: its default as one would write it in TOML, its meaning, its unit, its bounds (both inclusive)."""
+    strict = True if isinstance(default, int | float) else None  # no "3" for 3, no 1 for true
+    return Field(
+        default=default, strict=strict, description=meaning, ge=least, le=most, json_schema_extra={"unit": unit}
+    )
+
+
+def _high_watermark() -> Any:
+    return _key(
+        0.95, "Above this share of the capacity, demotion starts.", unit="share of capacity", least=0.0, most=1.0
+    )
+
+
+def _low_watermark() -> Any:
+    return _key(0.90, "Demotion stops at this share of the capacity.", unit="share of capacity", least=0.0, most=1.0)
+
+
+def _segment() -> Any:
+    return _key(
+        "auto",
+        "Size of a segment, the amount of memory that moves between size classes, trust domains and writers. It must divide the"
+        ' capacity. "auto": about a 32nd of the capacity, a power of two from 1 MiB to 1 GiB, 16 MiB or more where eight of them'
+        " fit; the capacity is then rounded down to whole segments.",
+        unit="bytes",
+    )
+
+
+def _eviction() -> Any:
+    return _key("lru", "Policy that chooses which blocks leave, by its name in tierd/policies/eviction.")
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class ServerConfig:
+    """The daemon itself: directories, limits, listeners, logs."""
+
+    runtime_dir: str = _key(
+        "",
+        "Directory of tierd.sock and session.sock. Empty: TIERD_RUNTIME_DIR, else $XDG_RUNTIME_DIR/tierd, else /run/tierd,"
+        " else /tmp/tierd-<uid>.",
+        unit="path",
+    )
+    state_dir: str = _key(
+        "",
+        "Directory of what outlives a restart. Empty: TIERD_STATE_DIR, else $XDG_STATE_HOME/tierd, else /var/lib/tierd, else"
+        " ~/.local/state/tierd.",
+        unit="path",
+    )
+    session_limit: int = _key(
+        256, "Sessions open at one time; the next one is refused.", unit="sessions", least=1, most=65536
+    )
+    queue_limit: int = _key(
+        256, "Calls in progress at one time; the next one is refused.", unit="calls", least=1, most=65536
+    )
+    max_batch_blocks: int = _key(4096, "Blocks in one call; more are refused.", unit="blocks", least=1, most=1 << 20)
+    call_timeout: Seconds = _key("30 s", "Deadline of a call that brings none of its own.", unit="seconds", least=0.001)
+    shutdown_deadline: Seconds = _key(
+        "10 s",
+        "Time that calls and transfers get to finish at shutdown; then they are cancelled.",
+        unit="seconds",
+        least=0.0,
+    )
+    session_share: float = _key(
+        0.5,
+        "Share of a tier that one session may hold pinned and reserved.",
+        unit="share of capacity",
+        least=0.01,
+        most=1.0,
+    )
+    clock: Literal["monotonic", "replay"] = _key(
+        "monotonic",
+        'Where time comes from. "replay": from the requests, and background work runs only in a Quiesce call, so that a recorded'
+        " trace gives the same answers every time.",
+    )
+    tcp_listen: str = _key(
+        "",
+        "host:port for clients that share no memory; loopback only, needs tcp_credential_file. Empty: off.",
+        unit="address",
+    )
+    tcp_credential_file: str = _key(
+        "", "File with the bearer credential that every call over TCP must bring.", unit="path"
+    )
+    metrics_listen: str = _key("", "host:port of /metrics for Prometheus; loopback only. Empty: off.", unit="address")
+    log_format: Literal["console", "json"] = _key("console", "Log lines for people, or one JSON object a line.")
+    log_level: Literal["debug", "info", "warning", "error"] = _key("info", "The least level that is written.")
+    watch_queue_events: int = _key(
+        10000,
+        "Events kept for a slow watcher; beyond that they are dropped and the watcher is told.",
+        unit="events",
+        least=1,
+        most=10**7,
+    )
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class IdentityConfig:
+    """Who a client is. The tenant comes from here, never from a request."""
+
+    tenants: dict[int, str] = Field(
+        default_factory=dict,
+        description='Tenant of a uid, such as { "1000" = "search" }. A uid that is not listed is a tenant of its own, uid-<number>.',
+        json_schema_extra={"unit": "uid to name"},
+    )
+    credential_file: str = _key(
+        "",
+        "File with one `tenant credential` a line, for containers in which every client has the same uid. Empty: only uids count.",
+        unit="path",
+    )
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class DeviceConfig:
+    """Pages that attention kernels read in place. None unless configured."""
+
+    kind: Literal["cpu"] = _key("cpu", 'What the pages are made of. "cpu": host memory that stands in for a GPU.')
+    capacity: Bytes = _key("256 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
+    segment: SegmentSize = _segment()
+    high_watermark: float = _high_watermark()
+    low_watermark: float = _low_watermark()
+    eviction: str = _eviction()
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class HostConfig:
+    """Host memory, mapped by the clients."""
+
+    capacity: Bytes = _key("512 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
+    segment: SegmentSize = _segment()
+    arena_dir: str = _key(
+        "",
+        "Directory of the segments, on a tmpfs (mounted with huge=always where it can be) or a hugetlbfs. Empty:"
+        " /dev/shm/tierd-<uid>/<instance>.",
+        unit="path",
+    )
+    verify: Literal["first_hit", "sampled", "always"] = _key(
+        "first_hit",
+        "When a block that its writer could have changed since the commit is checked again. first_hit: before anybody else first"
+        " sees it; sampled: at a share of later hits too; always: at every hit.",
+    )
+    release_on_exit: bool = _key(False, "Free the memory at shutdown, so that the next start is cold.")
+    high_watermark: float = _high_watermark()
+    low_watermark: float = _low_watermark()
+    eviction: str = _eviction()
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class NvmeConfig:
+    """A store on a disk."""
+
+    path: str = _key("", "Directory of the store. Empty: nvme-<index> in server.state_dir.", unit="path")
+    capacity: Bytes = _key(
+        "4 GiB", "Disk space of the store, set aside up front.", unit="bytes", least=PAGE_ALIGN_BYTES
+    )
+    segment: SegmentSize = _segment()
+    direct: Literal["auto", "on", "off"] = _key(
+        "auto",
+        'O_DIRECT, past the page cache. "auto": where the file system takes it, else buffered, and said so; "on": or fail.',
+    )
+    queue_depth: int = _key(16, "Reads and writes in flight at one time.", unit="requests", least=1, most=1024)
+    high_watermark: float = _high_watermark()
+    low_watermark: float = _low_watermark()
+    eviction: str = _eviction()
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class MoverConfig:
+    """Transfers between tiers."""
+
+    transfer_limit: int = _key(
+        256, "Transfers in flight at one time; the others queue.", unit="transfers", least=1, most=65536
+    )
+    batch_blocks: int = _key(64, "Blocks handed to a tier in one read or write.", unit="blocks", least=1, most=4096)
+    hash_threads: int = _key(2, "Threads that hash and verify blocks.", unit="threads", least=1, most=256)
+    io_threads: int = _key(
+        4, "Threads that copy between mapped tiers and set files aside.", unit="threads", least=1, most=256
+    )
+    prefetch_on_lookup: bool = _key(True, "Begin to bring near what a Lookup finds far away.")
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class Config:
+    """All settings. The tiers of one kind are indexed in the order in which they are written."""
+
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    identity: IdentityConfig = Field(default_factory=IdentityConfig)
+    device: tuple[DeviceConfig, ...] = Field(default=())
+    host: tuple[HostConfig, ...] = Field(default_factory=lambda: (HostConfig(),))
+    nvme: tuple[NvmeConfig, ...] = Field(default_factory=lambda: (NvmeConfig(),))
+    mover: MoverConfig = Field(default_factory=MoverConfig)
+
+
+SECTIONS: Mapping[str, type] = {
+    "server": ServerConfig,
+    "identity": IdentityConfig,
+    "device": DeviceConfig,
+    "host": HostConfig,
+    "nvme": NvmeConfig,
+    "mover": MoverConfig,
+}
+"""TOML table -> the settings in it."""
+
+TIER_SECTIONS = ("device", "host", "nvme")
+"""Those of SECTIONS that are arrays of tables."""

@@ -1,0 +1,78 @@
+"""Sizes and durations as people write them: "512 MiB", "1.5 GB", "250 ms".
+
+Purpose: one reader and one writer for both. Non-purpose: knowing which setting a value belongs to. Invariants: a size is a whole
+number of bytes, never negative; `parse(format(x)) == x` for sizes; a value that is refused raises ValueError with fault, value and
+remedy, and the caller puts the thing's name in front.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+BYTE_UNITS: Mapping[str, int] = {
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+"""Bytes per unit; binary units end in iB."""
+
+SECOND_UNITS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+"""Seconds per unit."""
+
+_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+
+
+def parse_bytes(value: object) -> int:
+    """The bytes of a whole number, or of a text such as "512 MiB". Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    size = _scaled(value, BYTE_UNITS, example='"512 MiB"')
+    if size != int(size):
+        raise ValueError(f"{value!r} is not a whole number of bytes; write a smaller unit")
+    return int(size)
+
+
+def parse_seconds(value: object) -> float:
+    """The seconds of a number, or of a text such as "5 s" or "250 ms". Raises ValueError."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    return _scaled(value, SECOND_UNITS, example='"5 s"')
+
+
+def format_bytes(size: int) -> str:
+    """The size in the largest binary unit that keeps it whole: "512 MiB"."""
+    for name in ("TiB", "GiB", "MiB", "KiB"):
+        if size and size % BYTE_UNITS[name] == 0:
+            return f"{size // BYTE_UNITS[name]} {name}"
+    return f"{size} B"
+
+
+def format_seconds(duration_s: float) -> str:
+    """The duration in seconds, or in milliseconds below one: "30 s", "250 ms"."""
+    return f"{duration_s:g} s" if duration_s >= 1 or not duration_s else f"{duration_s * 1000:g} ms"
+
+
+def _scaled(value: object, units: Mapping[str, float], *, example: str) -> float:
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None or (match["unit"] == "" and "." in match["number"]):
+        raise ValueError(f"{value!r} is not a number with a unit; write for example {example}")
+    unit = match["unit"]
+    if unit == "":
+        raise ValueError(f"{value!r} has no unit; write for example {example}, or a bare number")
+    if unit not in units:
+        raise ValueError(f"{value!r} has the unknown unit {unit!r}; the units are {', '.join(units)}")
+    return _exact(match["number"], units[unit])
+
+
+def _exact(number: str, scale: float) -> float:
+    """Multiplied without rounding where the number is whole, so that sizes above 2**53 bytes stay exact."""
+    return int(number) * scale if "." not in number else float(number) * scale
