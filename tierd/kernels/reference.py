@@ -1,0 +1,196 @@
+"""Paged attention in plain array operations, on numpy and torch alike.
+
+Purpose: say exactly what a paged-attention kernel computes; fast enough for small models on a CPU. Non-purpose: speed on
+a GPU. Invariants: nothing of a page behind `kv_lens` is ever read, so stale tails and unused table entries may hold
+anything, NaN too; sums are taken in float32 (float64 for float64 queries); a query that sees no key gives zeros and a
+log-sum-exp of -inf. Log-sum-exps are natural logarithms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from array_api_compat import array_namespace, device, to_device
+
+from tierd.errors import InvalidArgument
+
+Array = Any
+"""A numpy array or a torch tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Which rows of the queries attend to which pages; one entry per sequence.
+
+    query_starts: [n + 1]; sequence i owns query rows query_starts[i] to query_starts[i + 1], the last positions of its
+    kv_lens[i] tokens (decode: one row; prefill or append: several, causal with the offset that follows from this).
+    tables: per sequence the ids of its pages, in order; each but the last is full.
+    """
+
+    query_starts: Sequence[int]
+    kv_lens: Sequence[int]
+    tables: Sequence[Sequence[int]]
+
+    def checked(self, rows: int, page_tokens: int) -> PagedBatch:
+        """The batch itself. Raises InvalidArgument when it does not fit so many query rows or pages so long."""
+        starts = list(self.query_starts)
+        if starts[:1] != [0] or starts[-1] != rows or any(a > b for a, b in zip(starts, starts[1:], strict=False)):
+            raise InvalidArgument(f"query_starts: {starts} must rise from 0 to {rows}, the number of query rows")
+        if not len(starts) - 1 == len(self.kv_lens) == len(self.tables):
+            raise InvalidArgument(
+                f"batch: {len(starts) - 1} query runs, {len(self.kv_lens)} lengths and {len(self.tables)} tables differ"
+            )
+        for i, (length, table) in enumerate(zip(self.kv_lens, self.tables, strict=True)):
+            if length < 0 or length > len(table) * page_tokens:
+                raise InvalidArgument(f"kv_lens[{i}]: {length} is outside 0 to {len(table)} pages of {page_tokens} tokens")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What attention gives.
+
+    out: [rows, q_heads, head_dim] in the dtype of the queries. lse: [rows, q_heads], natural log-sum-exp of the scaled scores.
+    mass: per sequence [q_heads, pages that hold its tokens], the attention weight on each page summed over its query rows.
+    """
+
+    out: Array
+    lse: Array
+    mass: list[Array] | None = None
+
+
+def paged_attention(
+    q: Array,
+    pages: Sequence[Array],
+    batch: PagedBatch,
+    *,
+    scale: float | None = None,
+    with_mass: bool = False,
+) -> Attended:
+    """Causal grouped-query attention of one layer over block tables.
+
+    q: [rows, q_heads, head_dim]. pages: anything that gives [2, page_tokens, kv_heads, head_dim] (K, then V) for a page id: a
+    list of arrays, or one array [pages, 2, ...]. scale: of the scores, 1 / sqrt(head_dim) if not given.
+    Raises InvalidArgument for a batch that does not fit.
+    """
+    xp = array_namespace(q)
+    batch.checked(q.shape[0], pages[0].shape[1] if len(pages) else 0)
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    parts = []
+    for i, (length, table) in enumerate(zip(batch.kv_lens, batch.tables, strict=True)):
+        rows = q[batch.query_starts[i] : batch.query_starts[i + 1]]
+        parts.append(_attend(rows, _gather(rows, pages, table, length), factor, with_mass=with_mass))
+    mass = [m for part in parts for m in part.mass or []] if with_mass else None
+    return Attended(xp.concat([p.out for p in parts]), xp.concat([p.lse for p in parts]), mass)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """K and V of one sequence, [tokens, kv_heads, head_dim] each, and how many tokens a page held."""
+
+    k: Array
+    v: Array
+    page_tokens: int
+
+
+def _gather(q: Array, pages: Sequence[Array], table: Sequence[int], length: int) -> _Keys:
+    """The first `length` tokens of a block table, in the dtype of the sums and beside the queries."""
+    xp = array_namespace(q)
+    if length == 0:
+        empty = xp.zeros((0, *pages[0].shape[2:]) if len(pages) else (0, *q.shape[1:]), dtype=_sum_dtype(q), device=device(q))
+        return _Keys(empty, empty, 1)
+    page_tokens = pages[0].shape[1]
+    used = [pages[p] for p in table[: -(-length // page_tokens)]]
+    used[-1] = used[-1][:, : length - (len(used) - 1) * page_tokens]
+    both = to_device(xp.concat(used, axis=1), device(q))
+    both = xp.astype(both, _sum_dtype(q), copy=False)
+    return _Keys(both[0], both[1], page_tokens)
+
+
+def _attend(q: Array, keys: _Keys, scale: float, *, with_mass: bool) -> Attended:
+    """Attention of the last rows of one sequence over all its keys."""
+    xp = array_namespace(q)
+    rows, q_heads, head_dim = q.shape
+    count, kv_heads = keys.k.shape[:2]
+    if rows == 0 or count == 0:
+        return _nothing(q, keys)
+    # One matrix product per kv head over all the query heads of its group: [kv_heads, group * rows, head_dim].
+    grouped = xp.permute_dims(xp.reshape(q, (rows, kv_heads, q_heads // kv_heads, head_dim)), (1, 2, 0, 3))
+    grouped = xp.astype(xp.reshape(grouped, (kv_heads, -1, head_dim)), _sum_dtype(q), copy=False) * scale
+    scores = xp.reshape(xp.matmul(grouped, xp.permute_dims(keys.k, (1, 2, 0))), (q_heads, rows, count))
+    weights, lse = _softmax(_masked(scores) if rows > 1 else scores)
+    mixed = xp.matmul(xp.reshape(weights, (kv_heads, -1, count)), xp.permute_dims(keys.v, (1, 0, 2)))
+    out = xp.permute_dims(xp.reshape(mixed, (q_heads, rows, head_dim)), (1, 0, 2))
+    mass = [_page_mass(weights, keys.page_tokens)] if with_mass else None
+    return Attended(xp.astype(out, q.dtype, copy=False), xp.permute_dims(lse, (1, 0)), mass)
+
+
+def _nothing(q: Array, keys: _Keys) -> Attended:
+    """What no rows, or rows without any key, give."""
+    xp = array_namespace(q)
+    where = {"dtype": keys.k.dtype, "device": device(q)}
+    mass = xp.zeros((q.shape[1], -(-keys.k.shape[0] // keys.page_tokens)), **where)
+    return Attended(xp.zeros_like(q), xp.full(q.shape[:2], -math.inf, **where), [mass])
+
+
+def _masked(scores: Array) -> Array:
+    """Scores [heads, rows, keys] with -inf where a key comes after the query; the last row sees every key."""
+    xp = array_namespace(scores)
+    rows, count = scores.shape[1:]
+    last_seen = xp.arange(rows, device=device(scores))[:, None] + (count - rows)
+    hidden = xp.arange(count, device=device(scores))[None, :] > last_seen
+    # Only the last `rows` keys can be hidden from anybody; with more rows than keys that is all of them.
+    first = max(0, count - rows)
+    scores[:, :, first:] = xp.where(hidden[None, :, first:], -math.inf, scores[:, :, first:])
+    return scores
+
+
+def _softmax(scores: Array) -> tuple[Array, Array]:
+    """(weights, log-sum-exp) over the last axis; all hidden: zeros and -inf."""
+    xp = array_namespace(scores)
+    top = xp.max(scores, axis=-1, keepdims=True)
+    top = xp.where(top == -math.inf, xp.zeros_like(top), top)
+    weights = xp.exp(scores - top)
+    total = xp.sum(weights, axis=-1, keepdims=True)
+    seen = total > 0
+    safe = xp.where(seen, total, xp.ones_like(total))
+    lse = xp.where(seen, top + xp.log(safe), xp.full_like(top, -math.inf))
+    weights /= safe
+    return weights, lse[..., 0]
+
+
+def _page_mass(weights: Array, page_tokens: int) -> Array:
+    """Weights [heads, rows, keys] summed over rows and over the keys of each page: [heads, pages]."""
+    xp = array_namespace(weights)
+    per_key = xp.sum(weights, axis=1)
+    count = per_key.shape[1]
+    pages = -(-count // page_tokens)
+    padding = xp.zeros((per_key.shape[0], pages * page_tokens - count), dtype=per_key.dtype, device=device(per_key))
+    return xp.sum(xp.reshape(xp.concat([per_key, padding], axis=1), (-1, pages, page_tokens)), axis=2)
+
+
+def merge_attention(outs: Array, lses: Array) -> Attended:
+    """Attention over a union of keys, from attention over its parts (splits, tiers, ring hops).
+
+    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural. A part that saw nothing (-inf) has no say.
+    """
+    xp = array_namespace(outs, lses)
+    top = xp.max(lses, axis=0)
+    top = xp.where(top == -math.inf, xp.zeros_like(top), top)
+    shares = xp.exp(lses - top)
+    total = xp.sum(shares, axis=0)
+    seen = total > 0
+    safe = xp.where(seen, total, xp.ones_like(total))
+    used = xp.where((shares > 0)[..., None], xp.astype(outs, lses.dtype, copy=False), xp.zeros_like(lses)[..., None])
+    out = xp.sum(used * (shares / safe)[..., None], axis=0)
+    lse = xp.where(seen, top + xp.log(safe), xp.full_like(top, -math.inf))
+    return Attended(xp.astype(out, outs.dtype, copy=False), lse)
+
+
+def _sum_dtype(q: Array) -> Any:
+    """float64 stays; everything narrower is summed in float32."""
+    xp = array_namespace(q)
+    return xp.float64 if q.dtype == xp.float64 else xp.float32
