@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -22,9 +22,13 @@ Buffer = bytes | bytearray | memoryview | NDArray[Any]
 """What can be summed: contiguous bytes."""
 
 
+def _memory(buffer: Buffer) -> memoryview:
+    return memoryview(cast(bytes, buffer))  # typing knows of numpy's buffers from Python 3.12 on
+
+
 def record_checksum(data: Buffer) -> int:
     """xxh3-64 of a small record, as `tierd.core.meta.seal` and `intact` want it."""
-    return xxhash.xxh3_64_intdigest(memoryview(data))
+    return xxhash.xxh3_64_intdigest(_memory(data))
 
 
 def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
@@ -32,7 +36,7 @@ def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
 
     Raises InvalidArgument when view is shorter than the slices together.
     """
-    memory = memoryview(view)
+    memory = _memory(view)
     total = sum(lengths)
     if memory.nbytes < total:
         raise InvalidArgument(
@@ -50,6 +54,6 @@ def table_digest(sums: NDArray[np.uint64]) -> bytes:
 
 def verify(view: Buffer, sums: NDArray[np.uint64], lengths: Sequence[int]) -> bool:
     """Whether the slices of view have exactly these sums. A table or view of the wrong size is not verified."""
-    if len(sums) != len(lengths) or memoryview(view).nbytes < sum(lengths):
+    if len(sums) != len(lengths) or _memory(view).nbytes < sum(lengths):
         return False
     return bool(np.array_equal(slice_sums(view, lengths), sums))
