@@ -1,0 +1,65 @@
+"""Log lines: one event name in plain words, values as fields, for people or as JSON.
+
+Purpose: `configure` once at start, `get_logger` anywhere, `request` around the handling of a call so that each line in it carries
+the call's id. Non-purpose: deciding what is worth a line. Invariants: lines go to stderr, never to stdout; lines of other
+libraries (grpc, asyncio) take the same road; a line holds no token, no credential and no hash of more than 8 bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO, cast
+
+import structlog
+from structlog.contextvars import bound_contextvars, merge_contextvars
+from structlog.typing import FilteringBoundLogger, Processor
+
+_LEVELS = logging.getLevelNamesMapping()
+
+
+def configure(*, style: Literal["console", "json"], level: str, stream: TextIO | None = None) -> None:
+    """Sets up the process's logs. level: debug, info, warning or error. stream: stderr unless given."""
+    stream = sys.stderr if stream is None else stream
+    structlog.configure(
+        processors=_processors(style=style, is_terminal=stream.isatty()),
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(handlers=[_Forward()], level=max(_LEVELS[level.upper()], logging.WARNING), force=True)
+
+
+def get_logger(part: str) -> FilteringBoundLogger:
+    """A logger whose lines carry the part's name, such as "mover"."""
+    return cast(FilteringBoundLogger, structlog.get_logger(part=part))
+
+
+@contextmanager
+def request(request_id: str) -> Iterator[None]:
+    """Every line written inside, also by tasks begun inside, carries the request's id."""
+    with bound_contextvars(request=request_id):
+        yield
+
+
+def _processors(*, style: str, is_terminal: bool) -> list[Processor]:
+    shared: list[Processor] = [
+        merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    if style == "json":
+        return [*shared, structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
+    return [*shared, structlog.dev.ConsoleRenderer(colors=is_terminal)]
+
+
+class _Forward(logging.Handler):
+    """Lines of the standard library's logging, sent on with the name of their logger as the part."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the record; an exception in it comes as the traceback's text."""
+        fields: dict[str, Any] = {"exc_info": record.exc_info} if record.exc_info else {}
+        get_logger(record.name).log(record.levelno, record.getMessage(), **fields)

@@ -1,0 +1,157 @@
+"""Name, unit and meaning of every metric.
+
+Purpose: one table, and one `Metrics` object whose attributes are the table's rows, with a registry of its own. Non-purpose:
+knowing when something happens; the parts that know say so. Invariants: every row is an attribute and every attribute a row;
+the name of a metric ends in its unit, counters in _total; a label's values are few: tier names
+such as "host.0", links such as "nvme.0>host.0", names of enum members, method and error names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""The MIME type of `Metrics.render`."""
+
+SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Upper bounds, seconds: from a call on a warm socket to the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric: what kind, in which unit, meaning what, told apart by which labels."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: Mapping[str, Row] = {
+    "tierd_calls_total": Row(
+        "counter", "calls", "Calls served, by outcome: ok or the error's class.", ("method", "outcome")
+    ),
+    "tierd_call_seconds": Row("histogram", "seconds", "From a call's arrival to its reply.", ("method",)),
+    "tierd_calls_in_progress": Row("gauge", "calls", "Calls being served now."),
+    "tierd_lookups_total": Row("counter", "lookups", "Sequences looked up or acquired."),
+    "tierd_blocks_hit_total": Row("counter", "blocks", "Blocks found, by the nearest tier that held them.", ("tier",)),
+    "tierd_tokens_hit_total": Row("counter", "tokens", "Tokens served by leases."),
+    "tierd_miss_total": Row("counter", "blocks", "Blocks asked for and not served, by reason.", ("reason",)),
+    "tierd_blocks_committed_total": Row("counter", "blocks", "Blocks published by commits, by tier.", ("tier",)),
+    "tierd_reserve_total": Row(
+        "counter", "blocks", "Blocks of Reserve calls, by the status that they got.", ("status",)
+    ),
+    "tierd_freed_total": Row("counter", "pages", "Pages freed, by tier and reason.", ("tier", "reason")),
+    "tierd_bytes_total": Row("counter", "bytes", "Bytes moved between tiers, by link.", ("link",)),
+    "tierd_transfers_total": Row(
+        "counter", "transfers", "Transfers finished, by link and outcome.", ("link", "outcome")
+    ),
+    "tierd_transfer_seconds": Row("histogram", "seconds", "From a transfer's plan to its end, by link.", ("link",)),
+    "tierd_corrupt_total": Row("counter", "pages", "Pages whose bytes were not what was committed.", ("tier",)),
+    "tierd_tier_bytes": Row(
+        "gauge", "bytes", "Bytes of a tier by page state; the states add up to capacity.", ("tier", "state")
+    ),
+    "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state, and those pinned.", ("tier", "state")),
+    "tierd_tier_serving": Row("gauge", "1 or 0", "Whether a tier is in service.", ("tier",)),
+    "tierd_arena_touch_bytes_per_second": Row(
+        "gauge", "bytes/s", "First-touch rate of a mapped tier at start.", ("tier",)
+    ),
+    "tierd_arena_huge_share": Row("gauge", "share", "Share of a mapped tier that lies in huge pages.", ("tier",)),
+    "tierd_blocks": Row("gauge", "blocks", "Blocks held in any tier."),
+    "tierd_sessions": Row("gauge", "sessions", "Sessions by state: open, ended, restored.", ("state",)),
+    "tierd_leases": Row("gauge", "leases", "Leases held."),
+    "tierd_reservations": Row("gauge", "reservations", "Reservations open."),
+    "tierd_queue_depth": Row("gauge", "entries", "Entries waiting in a queue.", ("queue",)),
+    "tierd_watch_dropped_total": Row("counter", "events", "Events dropped for slow watchers."),
+    "tierd_notices": Row(
+        "gauge", "1", "What the machine lacks and what is used instead, told once at start.", ("what",)
+    ),
+    "tierd_info": Row("gauge", "1", "Version and instance of the daemon.", ("version", "instance")),
+}
+
+
+class Metrics:
+    """All metrics of one daemon. Attributes are prometheus_client objects: `metrics.blocks_hit.labels(tier="host.0").inc(12)`.
+
+    Several may live in one process; nothing is global. Safe to use from threads.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.calls = self._counter("tierd_calls_total")
+        self.call_seconds = self._histogram("tierd_call_seconds")
+        self.calls_in_progress = self._gauge("tierd_calls_in_progress")
+        self.lookups = self._counter("tierd_lookups_total")
+        self.blocks_hit = self._counter("tierd_blocks_hit_total")
+        self.tokens_hit = self._counter("tierd_tokens_hit_total")
+        self.miss = self._counter("tierd_miss_total")
+        self.blocks_committed = self._counter("tierd_blocks_committed_total")
+        self.reserve = self._counter("tierd_reserve_total")
+        self.freed = self._counter("tierd_freed_total")
+        self.bytes = self._counter("tierd_bytes_total")
+        self.transfers = self._counter("tierd_transfers_total")
+        self.transfer_seconds = self._histogram("tierd_transfer_seconds")
+        self.corrupt = self._counter("tierd_corrupt_total")
+        self.tier_bytes = self._gauge("tierd_tier_bytes")
+        self.tier_pages = self._gauge("tierd_tier_pages")
+        self.tier_serving = self._gauge("tierd_tier_serving")
+        self.arena_touch_rate = self._gauge("tierd_arena_touch_bytes_per_second")
+        self.arena_huge_share = self._gauge("tierd_arena_huge_share")
+        self.blocks = self._gauge("tierd_blocks")
+        self.sessions = self._gauge("tierd_sessions")
+        self.leases = self._gauge("tierd_leases")
+        self.reservations = self._gauge("tierd_reservations")
+        self.queue_depth = self._gauge("tierd_queue_depth")
+        self.watch_dropped = self._counter("tierd_watch_dropped_total")
+        self.notices = self._gauge("tierd_notices")
+        self.info = self._gauge("tierd_info")
+        ProcessCollector(namespace="tierd", registry=self.registry)
+
+    def notice(self, what: str) -> None:
+        """The machine lacks something and something else is used instead."""
+        self.notices.labels(what=what).set(1)
+
+    def render(self) -> bytes:
+        """Everything in the text format of Prometheus; to be served as CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+    def counters(self) -> dict[str, int]:
+        """Every counter that has counted, by name and labels: `tierd_blocks_hit_total{tier="host.0"}`."""
+        counted = {}
+        for family in self.registry.collect():
+            if family.name + "_total" not in METRICS:
+                continue
+            for sample in family.samples:
+                if sample.name == family.name + "_total":
+                    labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
+                    counted[sample.name + (f"{{{labels}}}" if labels else "")] = int(sample.value)
+        return counted
+
+    def _counter(self, name: str) -> Counter:
+        row = METRICS[name]
+        return Counter(name, row.meaning, row.labels, registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        row = METRICS[name]
+        return Gauge(name, row.meaning, row.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        row = METRICS[name]
+        return Histogram(name, row.meaning, row.labels, buckets=SECONDS_BUCKETS, registry=self.registry)
+
+
+def listen(metrics: Metrics, *, host: str, port: int) -> Callable[[], None]:
+    """Serves /metrics in a thread of its own until the answer is called. Raises OSError if the address is taken."""
+    server, thread = start_http_server(port, addr=host, registry=metrics.registry)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return close

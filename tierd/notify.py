@@ -1,0 +1,48 @@
+"""Tells systemd how the daemon is: READY, WATCHDOG, STOPPING, over the datagram socket that NOTIFY_SOCKET names.
+
+Purpose: `Type=notify` and `WatchdogSec=` of deploy/tierd.service. Non-purpose: any other service manager; without NOTIFY_SOCKET
+every call does nothing. Invariant: never raises and never waits, since a daemon must not fall over its supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+
+def ready(environ: Mapping[str, str] = os.environ) -> bool:
+    """Serving: what is ordered after the unit may start. True if somebody was told."""
+    return _send("READY=1\nSTATUS=serving", environ)
+
+
+def alive(environ: Mapping[str, str] = os.environ) -> bool:
+    """The event loop turns; to be said every `watchdog_interval_s`. True if somebody was told."""
+    return _send("WATCHDOG=1", environ)
+
+
+def stopping(environ: Mapping[str, str] = os.environ) -> bool:
+    """Shutdown has begun. True if somebody was told."""
+    return _send("STOPPING=1\nSTATUS=draining", environ)
+
+
+def watchdog_interval_s(environ: Mapping[str, str] = os.environ, *, pid: int | None = None) -> float | None:
+    """Seconds between two `alive`: half of what systemd allows this process. None: nobody watches it."""
+    meant = environ.get("WATCHDOG_PID", "")
+    limit_us = environ.get("WATCHDOG_USEC", "")
+    if not limit_us.isdecimal() or meant not in ("", str(os.getpid() if pid is None else pid)):
+        return None
+    return int(limit_us) / 2e6 or None
+
+
+def _send(state: str, environ: Mapping[str, str]) -> bool:
+    address = environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return False
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as to:
+            to.connect("\0" + address[1:] if address.startswith("@") else address)
+            to.send(state.encode())
+    except OSError:
+        return False
+    return True
