@@ -39,9 +39,15 @@ METRICS: Mapping[str, Row] = {
     "tierd_call_seconds": Row("histogram", "seconds", "From a call's arrival to its reply.", ("method",)),
     "tierd_calls_in_progress": Row("gauge", "calls", "Calls being served now."),
     "tierd_lookups_total": Row("counter", "lookups", "Sequences looked up or acquired."),
-    "tierd_blocks_hit_total": Row("counter", "blocks", "Blocks found, by the nearest tier that held them.", ("tier",)),
-    "tierd_tokens_hit_total": Row("counter", "tokens", "Tokens served by leases."),
-    "tierd_miss_total": Row("counter", "blocks", "Blocks asked for and not served, by reason.", ("reason",)),
+    "tierd_tokens_hit_total": Row(
+        "counter", "tokens", "Tokens served by leases, by the nearest tier that held them.", ("tier",)
+    ),
+    "tierd_tokens_missed_total": Row(
+        "counter",
+        "tokens",
+        "Tokens asked for and not served: absent (held nowhere), no_room (not to be brought near now), failed (a transfer).",
+        ("reason",),
+    ),
     "tierd_blocks_committed_total": Row("counter", "blocks", "Blocks published by commits, by tier.", ("tier",)),
     "tierd_reserve_total": Row(
         "counter", "blocks", "Blocks of Reserve calls, by the status that they got.", ("status",)
@@ -76,7 +82,7 @@ METRICS: Mapping[str, Row] = {
 
 
 class Metrics:
-    """All metrics of one daemon. Attributes are prometheus_client objects: `metrics.blocks_hit.labels(tier="host.0").inc(12)`.
+    """All metrics of one daemon. Attributes are prometheus_client objects: `metrics.tokens_hit.labels(tier="host.0").inc(512)`.
 
     Several may live in one process; nothing is global. Safe to use from threads.
     """
@@ -87,9 +93,8 @@ class Metrics:
         self.call_seconds = self._histogram("tierd_call_seconds")
         self.calls_in_progress = self._gauge("tierd_calls_in_progress")
         self.lookups = self._counter("tierd_lookups_total")
-        self.blocks_hit = self._counter("tierd_blocks_hit_total")
         self.tokens_hit = self._counter("tierd_tokens_hit_total")
-        self.miss = self._counter("tierd_miss_total")
+        self.tokens_missed = self._counter("tierd_tokens_missed_total")
         self.blocks_committed = self._counter("tierd_blocks_committed_total")
         self.reserve = self._counter("tierd_reserve_total")
         self.freed = self._counter("tierd_freed_total")
@@ -121,7 +126,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def counters(self) -> dict[str, int]:
-        """Every counter that has counted, by name and labels: `tierd_blocks_hit_total{tier="host.0"}`."""
+        """Every counter that has counted, by name and labels: `tierd_tokens_hit_total{tier="host.0"}`."""
         counted = {}
         for family in self.registry.collect():
             if family.name + "_total" not in METRICS:

@@ -45,7 +45,8 @@ META = np.dtype(
         ("key_id", "<u8"),  # reserved, zero
         ("nonce", "u1", (12,)),  # reserved, zero
         ("tag", "u1", (16,)),  # reserved, zero
-        ("reserved", "u1", (44,)),
+        ("layers", "<u4"),  # that slices follow; 0: opaque
+        ("reserved", "u1", (40,)),
         ("checksum", "<u8"),  # xxh3-64 over all bytes before it
     ]
 )

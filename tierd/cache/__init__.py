@@ -1,0 +1,1 @@
+"""The conductor: the only place that knows core, policies and mover. `cache.py` has the engines' verbs, `operator.py` the operators'."""

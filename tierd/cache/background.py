@@ -1,0 +1,101 @@
+"""Work that no call waits for: demotion between watermarks, and the periodic sync of what was demoted.
+
+Purpose: keep room free ahead of need. Invariants: one demotion step at a time, so its queue is bounded by one plan; under a replay clock
+nothing happens but in `quiesce`, so that a trace gives the same result every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import structlog
+
+from tierd.cache.flights import Flights
+from tierd.clock import Clock
+from tierd.core.core import Core
+from tierd.errors import DeadlineExceeded, TierFailed
+from tierd.tiers.tier import Tier
+
+log = structlog.get_logger(__name__)
+
+STEP_TIMEOUT_S = 600.0
+"""After which a demotion step is no longer waited for; its transfers stay under way."""
+
+
+class Background:
+    """Runs while the daemon serves; `wake` tells it that pages were taken."""
+
+    def __init__(
+        self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock, sync_interval_s: float
+    ) -> None:
+        self._core = core
+        self._flights = flights
+        self._tiers = tiers
+        self._clock = clock
+        self._sync_interval_s = sync_interval_s
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins demotion (not under a replay clock) and the periodic sync."""
+        self._tasks.append(asyncio.create_task(self._sync_for_ever()))
+        if not self._clock.is_replay:
+            self._tasks.append(asyncio.create_task(self._demote_for_ever()))
+
+    def wake(self) -> None:
+        """Pages were taken: perhaps a watermark was crossed."""
+        self._wake.set()
+
+    async def quiesce(self, *, timeout_s: float) -> int:
+        """Demotes until nothing wants to move and nothing flies; gives the transfers made. Raises DeadlineExceeded."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        made = self._flights.made
+        while not await self._step(deadline):
+            if asyncio.get_running_loop().time() >= deadline:
+                raise DeadlineExceeded(f"quiesce: {self._flights.count} transfers still under way after {timeout_s} s")
+        return self._flights.made - made
+
+    async def stop(self) -> None:
+        """Ends both loops; transfers under way are the flights' to wait for."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks.clear()
+
+    async def sync(self) -> None:
+        """Makes what was written to every stored tier durable; a tier that fails says so itself."""
+        for tier in self._tiers:
+            try:
+                await tier.sync()
+            except TierFailed as error:
+                log.error("sync failed", tier=tier.spec.name, error=str(error))
+
+    async def _step(self, deadline: float) -> bool:
+        """One demotion plan to its end; True if there was nothing to do."""
+        left = deadline - asyncio.get_running_loop().time()
+        if not await self._flights.idle(timeout_s=left):
+            return False
+        plan = self._core.demote(self._clock.now())
+        if plan.is_empty:
+            return True
+        self._flights.start(plan)
+        await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
+        return False
+
+    async def _demote_for_ever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while not (plan := self._core.demote(self._clock.now())).is_empty:
+                self._flights.start(plan)
+                await self._flights.landed(plan, timeout_s=STEP_TIMEOUT_S)
+                await asyncio.sleep(0)
+
+    async def _sync_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._sync_interval_s)
+            await self.sync()

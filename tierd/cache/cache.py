@@ -1,0 +1,436 @@
+"""Cache, the conductor: each verb asks the core, carries its plan out, and answers when the bytes are where they should be.
+
+Purpose: the engines' verbs over core, flights and tiers. Non-purpose: messages (server), bookkeeping (core), bytes (mover, tiers).
+Invariants: nothing is handed to a client before the holds file says who has it; whatever interrupts a verb, its lease or
+reservation is given back; a block is published in the core and in the catalogue in one step without an await.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from tierd.cache.background import Background
+from tierd.cache.events import Event, EventLog
+from tierd.cache.flights import Flights
+from tierd.clock import Clock
+from tierd.core.block import Namespace, NamespaceSpec
+from tierd.core.core import Core
+from tierd.core.model import UNVERIFIED, BlockStatus, Durability, Reason, StructArray, TierKind
+from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.plan import Acquisition, Bools, Committed, Committing, Found, GroupQuery, Ids, Plan, PutQuery, Reserved, Served
+from tierd.errors import InvalidArgument, NotPermitted, SessionLost, StaleHandle, TierFailed, Unavailable
+from tierd.metrics import Metrics
+from tierd.mover import Mover
+from tierd.tiers.holds import HoldKind, HoldTable
+from tierd.tiers.tier import MappedTier, Tier
+
+log = structlog.get_logger(__name__)
+
+NOTHING = Served(0, [], Plan())
+NO_IDS = np.zeros(0, dtype=np.int64)
+SAMPLED_SHARE = 1 / 256
+"""Of hits that are verified again under verify = "sampled"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What acquire answers. whole: False if more is held than is served now. tier_tokens: where it was found."""
+
+    lease: int
+    served: Served
+    tier_tokens: list[int]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the lifecycle built, for the conductor. verify: "first_hit", "sampled" or "always"."""
+
+    core: Core
+    tiers: Sequence[Tier]
+    mover: Mover
+    clock: Clock
+    registry: NamespaceRegistry
+    holds: HoldTable
+    metrics: Metrics
+    events: EventLog
+    verify: str
+    prefetch_on_lookup: bool
+    batch_blocks: int
+    sync_interval_s: float = 1.0
+
+
+class Cache:
+    """One per daemon; every method runs on its event loop. Sessions are ids; the server knows who is behind them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
+        self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
+        self._holds = parts.holds
+        self.flights = Flights(
+            parts.core,
+            tiers=parts.tiers,
+            mover=parts.mover,
+            clock=parts.clock,
+            events=parts.events,
+            metrics=parts.metrics,
+            layers_of=self._layers_of,
+            batch_blocks=parts.batch_blocks,
+        )
+        self.background = Background(
+            parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, sync_interval_s=parts.sync_interval_s
+        )
+        self._tenants: dict[int, str] = {}
+        self._held: dict[tuple[int, str, int], object] = {}  # (session, kind, id) -> rows of the holds file
+        self._sampling = np.random.default_rng()
+        self.is_draining = False
+
+    # -- sessions
+
+    def open_session(self, session: int, *, tenant: str) -> None:
+        """A client has come in. Raises Unavailable while draining."""
+        if self.is_draining:
+            raise Unavailable("daemon: draining, no new sessions; connect to another one or try again later")
+        self._tenants[session] = tenant
+        self.core.open_session(session, domain=self.registry.domain_of(tenant))
+
+    def stop_session(self, session: int) -> None:
+        """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
+        self._tenants.pop(session, None)
+
+    def end_session(self, session: int) -> None:
+        """Its process is gone: everything that it held comes back. Safe to call twice."""
+        self.stop_session(session)
+        self.flights.start(self.core.end_session(session, now=self.clock.now()))
+        for key in [k for k in self._held if k[0] == session]:
+            self._holds.erase(self._held.pop(key))
+        self.background.wake()
+
+    def tenant_of(self, session: int) -> str:
+        """Raises SessionLost."""
+        tenant = self._tenants.get(session)
+        if tenant is None:
+            raise SessionLost(f"session {session}: it has ended; open a session again")
+        return tenant
+
+    # -- namespaces
+
+    def open_namespace(self, session: int, spec: NamespaceSpec) -> tuple[Namespace, bool]:
+        """The current namespace of the session's tenant for this spec, and whether it is new."""
+        largest = min((t.spec.segment_bytes - t.spec.slot_overhead_bytes for t in self.tiers), default=0)
+        if spec.block_bytes > largest:
+            raise InvalidArgument(
+                f"namespace.block_bytes: {spec.block_bytes} is above the {largest} that a segment of every tier holds; "
+                "use fewer tokens per block, or raise the tiers' segment"
+            )
+        return self.registry.open(spec, tenant=self.tenant_of(session))
+
+    def namespace_for(self, session: int, namespace_id: int) -> Namespace:
+        """The namespace, if the session may use it now. Raises NotFound, NotPermitted, StaleHandle."""
+        namespace = self.registry.get(namespace_id)
+        if namespace.tenant != self.tenant_of(session):
+            raise NotPermitted(f"namespace {namespace_id}: belongs to another tenant; open your own with OpenNamespace")
+        if not self.registry.is_current(namespace):
+            raise StaleHandle(f"namespace {namespace_id}: epoch {namespace.epoch} has ended; open the namespace again")
+        return namespace
+
+    # -- get
+
+    def lookup(self, session: int, groups: Sequence[GroupQuery]) -> Found:
+        """How much could be served, and from where; what lies far begins to come near."""
+        self._check_groups(session, groups)
+        found = self.core.lookup(groups, now=self.clock.now())
+        self.metrics.lookups.inc()
+        if self.parts.prefetch_on_lookup and not self.clock.is_replay and found.tokens:
+            self.prefetch(session, groups, TierKind.HOST)
+        return found
+
+    async def acquire(
+        self, session: int, groups: Sequence[GroupQuery], *, kind: TierKind, timeout_s: float
+    ) -> Lease:
+        """A lease on the longest prefix that can be served in the wanted kind of tier within the time."""
+        self._check_groups(session, groups)
+        deadline = time.monotonic() + timeout_s
+        got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now())
+        self.flights.start(got.plan)
+        if not got.lease:
+            self._count_served(groups, got, NOTHING)
+            return Lease(0, NOTHING, got.tier_tokens, whole=got.whole)
+        try:
+            await self.flights.landed(got.plan, timeout_s=deadline - time.monotonic())
+            served = await self._settle(session, got.lease)
+        except BaseException:
+            self._give_back(session, got.lease)
+            raise
+        self.background.wake()
+        self._count_served(groups, got, served)
+        if not served.tokens:
+            return Lease(0, NOTHING, got.tier_tokens, whole=False)
+        self._hold(session, "lease", got.lease, _flat(served))
+        return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
+
+    def release(self, session: int, leases: Sequence[int]) -> None:
+        """Unpins; unknown leases are ignored, so that a release can be repeated."""
+        self.tenant_of(session)
+        for lease in leases:
+            self._give_back(session, lease)
+        self.background.wake()
+
+    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: TierKind) -> int:
+        """Begins to bring blocks near; gives how many are on their way because of this."""
+        self._check_groups(session, groups)
+        if self.is_draining:
+            return 0
+        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now())
+        self.flights.start(plan)
+        return len(plan.transfers)
+
+    # -- put
+
+    async def reserve(self, session: int, groups: Sequence[PutQuery], *, kind: TierKind) -> Reserved:
+        """Pages for the session to write. Raises Unavailable while draining, TierFailed."""
+        self._check_puts(session, groups)
+        if self.is_draining:
+            raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
+        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
+        self.flights.start(reserved.plan)
+        if reserved.reservation:
+            try:
+                await self.flights.prepared(reserved.plan.segments)
+            except BaseException:
+                self._abort(session, reserved.reservation)
+                raise
+            pages = np.concatenate([e[s == BlockStatus.RESERVED] for e, s in zip(reserved.extents, reserved.statuses)])
+            self._hold(session, "reservation", reserved.reservation, pages)
+        for code, count in zip(*np.unique(np.concatenate(reserved.statuses), return_counts=True), strict=True):
+            self.metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(int(count))
+        self.background.wake()
+        return reserved
+
+    async def commit(
+        self,
+        session: int,
+        reservation: int,
+        blocks: StructArray | None,
+        *,
+        durability: Durability,
+        lease: bool,
+        keep_open: bool,
+        timeout_s: float,
+    ) -> Committed:
+        """Hashes what was written and publishes it, all of the call's blocks or none."""
+        self.tenant_of(session)
+        deadline = time.monotonic() + timeout_s
+        committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
+        committed = await asyncio.shield(self._finish_commit(committing, lease=lease, keep_open=keep_open))
+        if committed.lease:
+            held = committed.extents[committed.statuses != BlockStatus.FAILED]
+            self._hold(session, "lease", committed.lease, held)
+        if not keep_open:
+            self._drop_hold(session, "reservation", reservation)
+        if durability is Durability.DURABLE:
+            await self._make_durable(committed, timeout_s=deadline - time.monotonic())
+        self.background.wake()
+        return committed
+
+    def abort(self, session: int, reservation: int) -> None:
+        """Frees a reservation's pages as if nothing had been. Raises NotFound."""
+        self.tenant_of(session)
+        self._abort(session, reservation)
+
+    # -- what workers tell
+
+    def report_attention(self, session: int, lease: int, group: int, mass: StructArray) -> None:
+        """Attention mass per rank and block of a lease's group, added to what the blocks have. Raises NotFound, InvalidArgument."""
+        self.tenant_of(session)
+        self.core.report_attention(session, lease=lease, group=group, mass=mass)
+
+    def view(self, extent: StructArray) -> memoryview:
+        """The bytes of a page in a mapped tier, writable."""
+        return self._mapped(extent).view(extent)
+
+    def watch(self, session: int, *, after: int, sees_all: bool) -> AsyncIterator[list[Event]]:
+        """Batches of events for ever; of the session's tenant only, unless it sees all."""
+        tenant = self.tenant_of(session)
+        return self.events.follow(after, sees=None if sees_all else lambda n: self.registry.get(n).tenant == tenant)
+
+    # -- inner steps
+
+    async def _settle(self, session: int, lease: int) -> Served:
+        """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page."""
+        while True:
+            served = self.core.settle(lease, now=self.clock.now())
+            self.flights.start(served.plan)
+            bad = await self._find_bad(_flat(served), np.concatenate([NO_IDS, *(g.blocks.reshape(-1) for g in served.groups)]))
+            if not len(bad):
+                return served
+            self._count_corrupt(bad)
+            self.flights.start(self.core.condemn(bad, now=self.clock.now()))
+
+    async def _find_bad(self, extents: StructArray, blocks: Ids) -> StructArray:
+        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified."""
+        suspect = self._suspect(extents)
+        bad = [extents[:0]]
+        for position in np.unique(extents["tier"][suspect]).tolist():
+            rows = suspect & (extents["tier"] == position)
+            metas = self.core.metas(blocks[rows])
+            metas["layers"] = self._layers_of(metas["namespace"])
+            pages = extents[rows]
+            good = await self.parts.mover.check(self._mapped(pages[0]), pages, metas)
+            self.core.verified(pages[good])
+            bad.append(pages[~good])
+        return np.concatenate(bad)
+
+    def _suspect(self, extents: StructArray) -> Bools:
+        """Which pages are to be verified on this hit, by the setting host.verify."""
+        if self.parts.verify == "always":
+            return np.ones(len(extents), dtype=np.bool_)
+        suspect = (extents["flags"] & UNVERIFIED) != 0
+        if self.parts.verify == "sampled":
+            suspect |= self._sampling.random(len(extents)) < SAMPLED_SHARE
+        return np.asarray(suspect)
+
+    async def _finish_commit(self, committing: Committing, *, lease: bool, keep_open: bool) -> Committed:
+        """From hashing to publication; not to be cut short, since the pages are marked busy."""
+        metas, extents = committing.metas, committing.extents
+        metas["layers"] = self._layers_of(metas["namespace"])
+        metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
+        metas["time_ms"] = time.time_ns() // 1_000_000
+        ok, slices = np.ones(len(extents), dtype=np.bool_), []
+        try:
+            views = [self._mapped(row).view(row)[: int(row["length"])] for row in extents]
+            hashed = await self.parts.mover.hash(views, metas)
+            metas["digest"], slices = hashed.digests, hashed.slices
+            metas["slices"] = [len(s) for s in slices]
+        except TierFailed:
+            ok[:] = False
+        committed = self.core.finish_commit(
+            committing, digests=metas["digest"], ok=ok, lease=lease, keep_open=keep_open, now=self.clock.now()
+        )
+        self._publish(committed, metas, slices)
+        self.flights.start(committed.plan)
+        return committed
+
+    def _publish(self, committed: Committed, metas: StructArray, slices: list) -> None:  # type: ignore[type-arg]
+        """Catalogue entries of what is new, in the same step as the core's publication."""
+        new = np.flatnonzero(committed.statuses == BlockStatus.READY)
+        for position in np.unique(committed.extents["tier"][new]).tolist():
+            rows = new[committed.extents["tier"][new] == position]
+            tier = self._mapped(committed.extents[rows[0]])
+            tier.publish(committed.extents[rows], metas[rows], [slices[i] for i in rows])
+            self.metrics.blocks_committed.labels(tier=tier.spec.name).inc(len(rows))
+        reasons = np.full(len(new), Reason.NONE, dtype=np.uint16)
+        self.flights.announce(metas[new], committed.extents["tier"][new], reasons)
+
+    async def _make_durable(self, committed: Committed, *, timeout_s: float) -> None:
+        """Writes the committed blocks to NVMe and syncs; those that did not get there are FAILED in `statuses`."""
+        held = committed.statuses != BlockStatus.FAILED
+        blocks = committed.blocks[held]
+        failed = ~await self.persist(blocks, timeout_s=timeout_s)
+        committed.statuses[np.flatnonzero(held)[failed]] = BlockStatus.FAILED
+
+    async def persist(self, blocks: StructArray, *, timeout_s: float) -> StructArray:
+        """Brings blocks onto NVMe, data and journal synced; bool per block whether it is there."""
+        deadline = time.monotonic() + timeout_s
+        plan = self.core.persist(blocks, now=self.clock.now())
+        self.flights.start(plan)
+        await self.flights.landed(plan, timeout_s=deadline - time.monotonic())
+        held = self.core.describe(blocks)["tiers"]
+        durable = np.zeros(len(blocks), dtype=np.bool_)
+        for tier in self.tiers:
+            here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
+            if tier.spec.kind is not TierKind.NVME or not here.any():
+                continue
+            try:
+                await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - time.monotonic()))
+            except (TierFailed, TimeoutError):
+                continue
+            durable |= here
+        return durable
+
+    def _abort(self, session: int, reservation: int) -> None:
+        self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
+        self._drop_hold(session, "reservation", reservation)
+        self.background.wake()
+
+    def _give_back(self, session: int, lease: int) -> None:
+        self.flights.start(self.core.release(session, leases=[lease], now=self.clock.now()))
+        self._drop_hold(session, "lease", lease)
+
+    def _hold(self, session: int, kind: str, number: int, extents: StructArray) -> None:
+        """Writes into the holds file who has these pages, before the client learns of them."""
+        if session not in self._tenants:
+            raise SessionLost(f"session {session}: it ended during the call; open a session again")
+        rows = self._holds.append(session, extents, kind=HoldKind.LEASE if kind == "lease" else HoldKind.RESERVATION)
+        self._held[session, kind, number] = rows
+
+    def _drop_hold(self, session: int, kind: str, number: int) -> None:
+        rows = self._held.pop((session, kind, number), None)
+        if rows is not None:
+            self._holds.erase(rows)
+
+    def _mapped(self, extent: StructArray) -> MappedTier:
+        tier = self.tiers[int(extent["tier"])]
+        assert isinstance(tier, MappedTier)
+        return tier
+
+    def _layers_of(self, namespaces: StructArray) -> StructArray:
+        return np.array([self.registry.get(n).spec.geometry.layers for n in namespaces.tolist()], dtype=np.uint32)
+
+    def _count_corrupt(self, pages: StructArray) -> None:
+        for position in pages["tier"].tolist():
+            self.metrics.corrupt.labels(tier=self.tiers[position].spec.name).inc()
+        log.error("pages with wrong bytes taken out", count=len(pages))
+
+    def _count_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
+        """Hits by the tier that held them; what was asked for beyond is missed, each token for one reason."""
+        self.metrics.lookups.inc()
+        if served.tokens:
+            for tier, tokens in zip(self.tiers, got.tier_tokens, strict=True):
+                if tokens:
+                    self.metrics.tokens_hit.labels(tier=tier.spec.name).inc(tokens)
+        failed, asked = got.tokens - served.tokens, max(g.tokens for g in groups)
+        rest = "absent" if got.whole else "no_room"
+        for reason, tokens in ((rest, asked - got.tokens), ("failed", failed)):
+            if tokens:
+                self.metrics.tokens_missed.labels(reason=reason).inc(tokens)
+
+    # -- checks of what a client sent
+
+    def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
+        for group in groups:
+            for namespace_id in group.namespaces:
+                namespace = self.namespace_for(session, namespace_id)
+            if group.tokens_per_block != namespace.spec.tokens_per_block:
+                raise InvalidArgument(
+                    f"group.tokens_per_block: {group.tokens_per_block} is not the namespace's "
+                    f"{namespace.spec.tokens_per_block}; cut the sequence as the namespace was opened"
+                )
+
+    def _check_puts(self, session: int, groups: Sequence[PutQuery]) -> None:
+        for group in groups:
+            spec = self.namespace_for(session, group.namespace).spec
+            blocks = group.blocks
+            if len(blocks) and int(blocks["length"].max()) > spec.block_bytes:
+                raise InvalidArgument(
+                    f"block.length: {int(blocks['length'].max())} is above the namespace's block_bytes of {spec.block_bytes}; "
+                    "open a namespace for blocks of that size"
+                )
+            if len(blocks) and int(blocks["tokens"].max()) > spec.tokens_per_block:
+                raise InvalidArgument(
+                    f"block.tokens: {int(blocks['tokens'].max())} is above the namespace's tokens_per_block of "
+                    f"{spec.tokens_per_block}; cut the sequence as the namespace was opened"
+                )
+
+
+def _flat(served: Served) -> StructArray:
+    """All extents of a lease, one after another."""
+    parts = [group.extents.reshape(-1) for group in served.groups]
+    return np.concatenate(parts) if parts else NOTHING.plan.reserved

@@ -1,0 +1,75 @@
+"""What happened to blocks, as a bounded log that watchers follow.
+
+Purpose: a watcher sees every stored and removed block in order, or is told that some were dropped. Non-purpose: keeping history;
+the log holds the last `limit` events. Invariant: sequence numbers rise by one; the daemon never waits for a watcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+
+class EventKind(enum.IntEnum):
+    """As in cache.proto."""
+
+    STORED = 0
+    REMOVED = 1
+    LOST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """hashes: 32 bytes per block of one namespace id, one tier."""
+
+    sequence: int
+    kind: EventKind
+    tier: int
+    namespace: int
+    hashes: bytes
+    reason: str
+
+
+class EventLog:
+    """The last events, and a bell for those who wait for the next."""
+
+    def __init__(self, *, limit: int) -> None:
+        self._events: deque[Event] = deque(maxlen=limit)
+        self._last = 0
+        self._bell = asyncio.Event()
+
+    def add(self, kind: EventKind, *, tier: int, namespace: int, hashes: bytes, reason: str) -> None:
+        """Appends one event and wakes the watchers."""
+        self._last += 1
+        self._events.append(Event(self._last, kind, tier, namespace, hashes, reason))
+        self._bell.set()
+        self._bell = asyncio.Event()
+
+    async def follow(self, after: int = 0, *, sees: Callable[[int], bool] | None = None) -> AsyncIterator[list[Event]]:
+        """Batches of events after a sequence number (0: from now on), for ever.
+
+        sees: whether the watcher may hear of a namespace id; None: of all. A gap shows as one LOST event.
+        """
+        position = after or self._last
+        while True:
+            bell = self._bell
+            batch = self._since(position)
+            if batch:
+                position = batch[-1].sequence
+                seen = [e for e in batch if sees is None or e.kind is EventKind.LOST or sees(e.namespace)]
+                if seen:
+                    yield seen
+            else:
+                await bell.wait()
+
+    def _since(self, position: int) -> list[Event]:
+        if not self._events or self._events[-1].sequence <= position:
+            return []
+        oldest = self._events[0].sequence
+        batch = [e for e in self._events if e.sequence > position]
+        if position + 1 < oldest:
+            batch.insert(0, Event(oldest - 1, EventKind.LOST, 0, 0, b"", "the watcher was too slow"))
+        return batch

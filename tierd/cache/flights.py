@@ -1,0 +1,198 @@
+"""Carries plans out: tells the tiers, flies the transfers, tells the core how each ended.
+
+Purpose: one place through which every plan goes, in the order of the core's decisions. Non-purpose: deciding, copying. Invariants:
+`start` has no await, so tiers hear of plans in the order in which the core made them; every transfer of a plan is finished
+exactly once; many may wait for one flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import structlog
+
+from tierd.cache.events import EventKind, EventLog
+from tierd.clock import Clock
+from tierd.core.core import Core
+from tierd.core.model import BlockStatus, Reason, SegmentAssignment, StructArray
+from tierd.core.plan import Plan
+from tierd.metrics import Metrics
+from tierd.mover import Mover, link_of
+from tierd.tiers.tier import Tier
+
+log = structlog.get_logger(__name__)
+
+Outcome = dict[int, int]
+"""Transfer id to BlockStatus."""
+
+
+class Flights:
+    """The transfers under way. layers_of: namespace ids to layers per block, for the slices."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        tiers: Sequence[Tier],
+        mover: Mover,
+        clock: Clock,
+        events: EventLog,
+        metrics: Metrics,
+        layers_of: Callable[[StructArray], StructArray],
+        batch_blocks: int,
+    ) -> None:
+        self._core = core
+        self._tiers = tiers
+        self._mover = mover
+        self._clock = clock
+        self._events = events
+        self._metrics = metrics
+        self._layers_of = layers_of
+        self._batch_blocks = batch_blocks
+        self._flying: dict[int, asyncio.Task[Outcome]] = {}
+        self._preparing: dict[int, asyncio.Task[None]] = {}
+        self.made = 0
+        """Transfers finished since the start."""
+
+    def start(self, plan: Plan) -> None:
+        """Applies a plan to the tiers and sets its transfers off."""
+        for tier in self._tiers:
+            tier.apply(plan)
+        for segment in plan.segments:
+            self._prepare(segment)
+        self._announce_freed(plan.freed)
+        for batch in self._batches(plan.transfers):
+            task = asyncio.create_task(self._fly(batch, self._sources_of(batch)))
+            self._flying.update((int(i), task) for i in batch["id"])
+
+    async def landed(self, plan: Plan, *, timeout_s: float) -> bool:
+        """Waits for a plan's transfers and those that it shares; False if time ran out (they go on)."""
+        ids = [*plan.transfers["id"].tolist(), *plan.waits.tolist()]
+        tasks = {self._flying[i] for i in ids if i in self._flying}
+        if not tasks:
+            return True
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
+        return not late
+
+    async def prepared(self, segments: Sequence[SegmentAssignment]) -> None:
+        """Waits until the segments can be written. Raises TierFailed."""
+        await asyncio.gather(*(asyncio.shield(t) for s in segments if (t := self._preparing.get(s.segment))))
+
+    async def idle(self, *, timeout_s: float) -> bool:
+        """Waits until nothing flies; False if time ran out."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._flying:
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                return False
+            await asyncio.wait(set(self._flying.values()), timeout=left)
+        return True
+
+    @property
+    def count(self) -> int:
+        """Transfers under way."""
+        return len(self._flying)
+
+    def _prepare(self, segment: SegmentAssignment) -> None:
+        task = asyncio.create_task(self._tiers[segment.tier].prepare([segment]))
+        self._preparing[segment.segment] = task
+        task.add_done_callback(lambda done: self._prepared_one(segment, done))
+
+    def _prepared_one(self, segment: SegmentAssignment, task: asyncio.Task[None]) -> None:
+        # A failed one stays, so that whoever is still to wait for it hears of the failure.
+        if not task.cancelled() and task.exception() is None:
+            self._preparing.pop(segment.segment, None)
+        else:
+            log.error("segment not prepared", tier=self._tiers[segment.tier].spec.name, segment=segment.segment)
+
+    def _batches(self, transfers: StructArray) -> Iterator[StructArray]:
+        links = link_of(transfers)
+        for link in dict.fromkeys(links.tolist()):
+            same = transfers[links == link]
+            for i in range(0, len(same), self._batch_blocks):
+                yield same[i : i + self._batch_blocks]
+
+    def _sources_of(self, batch: StructArray) -> dict[int, asyncio.Task[Outcome]]:
+        return {before: self._flying[before] for before in batch["after"].tolist() if before in self._flying}
+
+    async def _fly(self, batch: StructArray, sources: dict[int, asyncio.Task[Outcome]]) -> Outcome:
+        statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
+        try:
+            ready = await self._sources_ready(batch, sources)
+            await self._targets_ready(batch)
+            if ready.any():
+                metas = self._core.metas(batch["block"][ready])
+                metas["layers"] = self._layers_of(metas["namespace"])
+                statuses[ready] = await self._mover.copy(batch[ready], metas)
+        except Exception:
+            log.exception("transfer batch failed", count=len(batch))
+        finally:
+            self._finish(batch, statuses)
+        return dict(zip(batch["id"].tolist(), statuses.tolist(), strict=True))
+
+    @staticmethod
+    async def _sources_ready(batch: StructArray, sources: dict[int, asyncio.Task[Outcome]]) -> StructArray:
+        """Which of the batch have bytes to copy, once the flights that fill their source pages are over."""
+        ready = np.ones(len(batch), dtype=np.bool_)
+        for i, before in enumerate(batch["after"].tolist()):
+            if before in sources:
+                ready[i] = (await asyncio.shield(sources[before]))[before] == BlockStatus.READY
+        return ready
+
+    async def _targets_ready(self, batch: StructArray) -> None:
+        for segment in np.unique(batch["target"]["segment"]).tolist():
+            task = self._preparing.get(segment)
+            if task is not None:
+                await asyncio.shield(task)
+
+    def _finish(self, batch: StructArray, statuses: StructArray) -> None:
+        self.made += len(batch)
+        plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
+        for i in batch["id"].tolist():
+            self._flying.pop(i, None)
+        self._count(batch, statuses)
+        self.start(plan)
+        self._announce_stored(batch[statuses == BlockStatus.READY])
+
+    def _count(self, batch: StructArray, statuses: StructArray) -> None:
+        source, target = batch["source"]["tier"][0], batch["target"]["tier"][0]
+        link = f"{self._tiers[source].spec.name}>{self._tiers[target].spec.name}"
+        good = statuses == BlockStatus.READY
+        self._metrics.bytes.labels(link=link).inc(int(batch["source"]["length"][good].sum()))
+        for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):
+            outcome = BlockStatus(status).name.lower()
+            self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))
+            if status != BlockStatus.READY:
+                log.warning("transfers failed", link=link, outcome=outcome, count=int(count))
+
+    def _announce_freed(self, freed: StructArray) -> None:
+        gone = freed[freed["was_ready"]]
+        for tier, namespace, reason in _distinct(gone["extent"]["tier"], gone["namespace"], gone["reason"]):
+            rows = (gone["extent"]["tier"] == tier) & (gone["namespace"] == namespace) & (gone["reason"] == reason)
+            name = Reason(reason).name.lower()
+            self._metrics.freed.labels(tier=self._tiers[tier].spec.name, reason=name).inc(int(rows.sum()))
+            self._events.add(
+                EventKind.REMOVED, tier=tier, namespace=namespace, hashes=gone["hash"][rows].tobytes(), reason=name
+            )
+
+    def _announce_stored(self, landed: StructArray) -> None:
+        if len(landed):
+            self.announce(self._core.metas(landed["block"]), landed["target"]["tier"], landed["reason"])
+
+    def announce(self, metas: StructArray, tiers: StructArray, reasons: StructArray) -> None:
+        """Tells watchers of blocks that are now held in tiers."""
+        for tier, namespace, reason in _distinct(tiers, metas["namespace"], reasons):
+            rows = (tiers == tier) & (metas["namespace"] == namespace) & (reasons == reason)
+            self._events.add(
+                EventKind.STORED,
+                tier=tier,
+                namespace=namespace,
+                hashes=metas["hash"][rows].tobytes(),
+                reason=Reason(reason).name.lower(),
+            )
+
+
+def _distinct(*columns: StructArray) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(zip(*(c.tolist() for c in columns), strict=True)))

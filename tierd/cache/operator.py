@@ -1,0 +1,153 @@
+"""What operators do to a cache: find blocks by their names, evict, pin, flush, bump an epoch, drain.
+
+Purpose: the verbs behind the Admin service. Non-purpose: messages. A hash is given as hexadecimal digits, as people copy them from a
+listing; a prefix is enough where it is unambiguous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierd.cache.cache import Cache
+from tierd.core.block import Namespace
+from tierd.core.model import StructArray, TierKind
+from tierd.core.plan import Ids
+from tierd.errors import InvalidArgument, NotFound
+
+FLUSH_BATCH_BLOCKS = 256
+POLL_S = 0.02
+SORT_COLUMNS = {"recent": "last_used", "hits": "hits", "position": "position", "bytes": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFilter:
+    """Which blocks a listing wants. sort: a key of SORT_COLUMNS, - before it reverses; empty fields do not restrict."""
+
+    tier: str = ""
+    namespace: int | None = None
+    pinned: bool = False
+    hash_prefix: str = ""
+    sort: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """blocks and bytes that left; pinned: blocks that stayed because somebody holds them."""
+
+    blocks: int
+    bytes: int
+    pinned: int
+
+
+class Operator:
+    """The operators' verbs on one cache."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._core = cache.core
+
+    def tier_position(self, name: str) -> int | None:
+        """Position of the tier with this name; None for the empty name. Raises NotFound."""
+        if not name:
+            return None
+        names = [tier.spec.name for tier in self._cache.tiers]
+        if name not in names:
+            raise NotFound(f"tier {name}: unknown; this daemon has {', '.join(names)}")
+        return names.index(name)
+
+    def blocks(self, wanted: BlockFilter) -> StructArray:
+        """BLOCK_INFO [n] of what matches, sorted."""
+        ids = self._core.blocks(
+            tier=self.tier_position(wanted.tier), namespace=wanted.namespace, pinned=wanted.pinned
+        )
+        if wanted.hash_prefix:
+            ids = np.intersect1d(ids, self._by_prefix(wanted.hash_prefix))
+        rows = self._core.describe(ids)
+        key = wanted.sort.removeprefix("-") or "recent"
+        if key not in SORT_COLUMNS:
+            raise InvalidArgument(f"sort: {key!r} is unknown; use one of {', '.join(SORT_COLUMNS)}, with - to reverse")
+        order = np.argsort(rows[SORT_COLUMNS[key]], kind="stable")
+        descending = key != "position" and not wanted.sort.startswith("-") or wanted.sort == "-position"
+        return rows[order[::-1]] if descending else rows[order]
+
+    def find(self, prefix: str) -> int:
+        """The one block whose hash begins so. Raises NotFound, InvalidArgument."""
+        ids = self._by_prefix(prefix)
+        if not len(ids):
+            raise NotFound(f"block {prefix}: no tier holds a block of that hash; list them with `tierctl blocks`")
+        if len(ids) > 1:
+            raise InvalidArgument(f"block {prefix}: {len(ids)} blocks begin so; give more digits")
+        return int(ids[0])
+
+    def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
+        """Drops blocks from a tier or from all; with no prefixes, every block there."""
+        position = self.tier_position(tier)
+        ids = self._named(prefixes) if prefixes else self._core.blocks(tier=position)
+        before = self._core.describe(ids)
+        self._cache.flights.start(self._core.evict(ids, tier=position, now=self._cache.clock.now()))
+        kept = np.isin(ids, self._core.blocks(tier=position))
+        return Evicted(int((~kept).sum()), int(before["length"][~kept].sum()), int(kept.sum()))
+
+    def pin(self, prefixes: Sequence[str]) -> int:
+        """Keeps blocks from eviction and demotion until unpinned."""
+        return self._core.pin_blocks(self._named(prefixes))
+
+    def unpin(self, prefixes: Sequence[str]) -> int:
+        """The inverse of pin."""
+        return self._core.unpin_blocks(self._named(prefixes))
+
+    async def flush(self, *, timeout_s: float) -> tuple[int, int]:
+        """Brings everything onto NVMe, synced; blocks and bytes that are there now and were not before."""
+        if not any(t.spec.kind is TierKind.NVME for t in self._cache.tiers):
+            raise InvalidArgument("flush: this daemon has no nvme tier to write to; configure one")
+        loop = asyncio.get_running_loop()
+        deadline, blocks, size = loop.time() + timeout_s, 0, 0
+        rows = self._core.describe(self._core.blocks())
+        rows = rows[(rows["tiers"] & self._nvme_bits()) == 0]
+        for i in range(0, len(rows), FLUSH_BATCH_BLOCKS):
+            part = rows[i : i + FLUSH_BATCH_BLOCKS]
+            still = np.isin(part["block"], self._core.blocks())
+            stored = await self._cache.persist(part["block"][still], timeout_s=deadline - loop.time())
+            blocks += int(stored.sum())
+            size += int(part["length"][still][stored].sum())
+        return blocks, size
+
+    def bump_epoch(self, *, model: str, namespace_id: int) -> tuple[list[Namespace], int]:
+        """Begins a new epoch of one namespace or of all of a model; the new ones, and how many blocks became unreachable."""
+        registry = self._cache.registry
+        old = [registry.get(namespace_id)] if namespace_id else registry.current(model=model)
+        old = [n for n in old if registry.is_current(n)]
+        if not old:
+            raise NotFound(f"epoch bump: no current namespace of {model or namespace_id}; list them with `tierctl namespaces`")
+        ids = [rank_id for n in old for rank_id in n.ids]
+        blocks = sum(len(self._core.blocks(namespace=i)) for i in ids)
+        fresh = [registry.bump(n) for n in old]
+        self._cache.flights.start(self._core.forget_namespaces(ids, now=self._cache.clock.now()))
+        return fresh, blocks
+
+    async def drain(self, *, timeout_s: float) -> int:
+        """Refuses new sessions and reservations and waits for leases to end; how many are left at the deadline."""
+        self._cache.is_draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while (left := self._core.stats().leases) and loop.time() < deadline:
+            await asyncio.sleep(POLL_S)
+        return left
+
+    def _named(self, prefixes: Sequence[str]) -> Ids:
+        return np.array([self.find(p) for p in prefixes], dtype=np.int64)
+
+    def _by_prefix(self, prefix: str) -> Ids:
+        text = prefix.lower()
+        if not text or len(text) > 64 or set(text) - set("0123456789abcdef"):
+            raise InvalidArgument(f"hash {prefix!r}: not 1 to 64 hexadecimal digits; copy it from `tierctl blocks`")
+        return self._core.find_by_prefix(text)
+
+    def _nvme_bits(self) -> np.uint64:
+        return np.uint64(sum(1 << t.position for t in self._cache.tiers if t.spec.kind is TierKind.NVME))
+
+

@@ -1,0 +1,121 @@
+"""Which namespaces and trust domains exist, by id and by content.
+
+Purpose: turn (tenant, spec) into stable ids, and bump epochs. Non-purpose: storing the records; `records` and `restore` are
+plain bytes for whoever keeps them. Invariants: an id is given once and never changes its meaning; of the epochs of one
+(tenant, spec) only the last is current.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from tierd.core.block import KVGeometry, Namespace, NamespaceSpec, bumped, namespace_digest
+from tierd.errors import CorruptRecord, NotFound, Overloaded
+
+NAMESPACE_LIMIT = 65_536
+"""Namespaces in all, past epochs included."""
+
+
+class NamespaceRegistry:
+    """All namespaces of an instance. Ids count from 1; a namespace of R ranks takes R consecutive ones."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Namespace] = {}  # every rank's id -> its namespace
+        self._current: dict[tuple[str, NamespaceSpec], Namespace] = {}
+        self._domains: dict[str, int] = {}
+        self._next_id = 1
+
+    def domain_of(self, tenant: str) -> int:
+        """The trust domain of a tenant, from 1; made on first use."""
+        return self._domains.setdefault(tenant, len(self._domains) + 1)
+
+    def open(self, spec: NamespaceSpec, *, tenant: str) -> tuple[Namespace, bool]:
+        """The current namespace of this spec, and whether it is new. Raises InvalidArgument, Overloaded."""
+        found = self._current.get((tenant, spec.checked()))
+        if found is not None:
+            return found, False
+        namespace = Namespace(
+            id=self._next_id,
+            tenant=tenant,
+            domain=self.domain_of(tenant),
+            epoch=1,
+            digest=namespace_digest(spec, tenant=tenant, epoch=1),
+            spec=spec,
+        )
+        self._add(namespace)
+        return namespace, True
+
+    def get(self, namespace_id: int) -> Namespace:
+        """The namespace that this id, of any rank, belongs to. Raises NotFound."""
+        namespace = self._by_id.get(namespace_id)
+        if namespace is None:
+            raise NotFound(f"namespace {namespace_id}: not known to this daemon; open it with OpenNamespace")
+        return namespace
+
+    def is_current(self, namespace: Namespace) -> bool:
+        """Whether no later epoch has begun."""
+        return self._current.get((namespace.tenant, namespace.spec)) is namespace
+
+    def bump(self, namespace: Namespace) -> Namespace:
+        """Begins the next epoch and gives it."""
+        following = bumped(namespace, namespace_id=self._next_id)
+        self._add(following)
+        return following
+
+    def all(self) -> list[Namespace]:
+        """Every namespace, past epochs included, by id."""
+        return list({n.id: n for n in self._by_id.values()}.values())
+
+    def current(self, *, model: str | None = None) -> list[Namespace]:
+        """The namespaces whose epoch is running, of one model or of all."""
+        return [n for n in self._current.values() if model is None or n.spec.model == model]
+
+    def records(self) -> list[bytes]:
+        """One self-contained JSON record per namespace, in the order of ids."""
+        return [namespace_record(n) for n in self.all()]
+
+    def restore(self, records: Iterable[bytes]) -> None:
+        """Takes up namespaces of an earlier life; known ids are skipped. Raises CorruptRecord where two disagree."""
+        for namespace in sorted(map(namespace_from_record, records), key=lambda n: n.id):
+            known = self._by_id.get(namespace.id)
+            if known is None:
+                self._domains.setdefault(namespace.tenant, namespace.domain)
+                self._add(namespace)
+            elif known != namespace:
+                raise CorruptRecord(
+                    f"namespace {namespace.id}: two records disagree ({known.tenant}/{known.spec.model} and "
+                    f"{namespace.tenant}/{namespace.spec.model}); remove the store that belongs to another daemon"
+                )
+
+    def _add(self, namespace: Namespace) -> None:
+        if len(self._by_id) + namespace.spec.rank_count > NAMESPACE_LIMIT:
+            raise Overloaded(f"namespaces: {NAMESPACE_LIMIT} exist already; purge the instance or reuse one")
+        for namespace_id in namespace.ids:
+            self._by_id[namespace_id] = namespace
+        self._next_id = max(self._next_id, namespace.ids.stop)
+        key = (namespace.tenant, namespace.spec)
+        if key not in self._current or self._current[key].epoch < namespace.epoch:
+            self._current[key] = namespace
+
+
+def namespace_record(namespace: Namespace) -> bytes:
+    """The full text of every field, canonical JSON."""
+    fields = asdict(namespace) | {"digest": namespace.digest.hex()}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def namespace_from_record(record: bytes) -> Namespace:
+    """The inverse of namespace_record. Raises CorruptRecord."""
+    try:
+        fields = json.loads(record)
+        spec = fields.pop("spec")
+        geometry = KVGeometry(**spec.pop("geometry"))
+        digest = bytes.fromhex(fields.pop("digest"))
+        namespace = Namespace(**fields, digest=digest, spec=NamespaceSpec(**spec, geometry=geometry))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptRecord(f"namespace record: {error}; it is dropped with the blocks that need it") from error
+    if namespace_digest(namespace.spec, tenant=namespace.tenant, epoch=namespace.epoch) != namespace.digest:
+        raise CorruptRecord(f"namespace {namespace.id}: its digest does not match its text; it is dropped")
+    return namespace

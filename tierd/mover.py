@@ -1,0 +1,216 @@
+"""The mover: runs transfers, and hashes.
+
+Purpose: bytes from page to page, verified on the way, in batches, bounded per link, demand before prefetch before demotion.
+Non-purpose: deciding what moves (core) or what a failure means (cache). Invariants: nothing is reported READY that was not verified
+against the block's digest on this very copy; hashing and copying never run on the event loop. A batch has no deadline of its own: a read that
+hangs may still write into its target page, so the page stays reserved until the tier lets go; those who wait for it have deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.block import slice_lengths
+from tierd.core.model import BlockStatus, Reason, StructArray
+from tierd.errors import TierFailed
+from tierd.tiers.checksum import slice_sums, table_digest
+from tierd.tiers.tier import MappedTier, StoredTier, Tier
+
+PRIORITY = {Reason.DEMAND: 0, Reason.DURABLE: 0, Reason.PREFETCH: 1, Reason.DEMOTION: 2}
+HASH_SPLIT_BYTES = 4 << 20
+"""A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """digests: u1[n, 16]; slices: per block the xxh3-64 sums."""
+
+    digests: NDArray[np.uint8]
+    slices: list[NDArray[np.uint64]]
+
+
+@dataclass
+class Link:
+    """One direction between two tiers: so many batches at once, the rest in order of priority."""
+
+    limit: int
+    active: int = 0
+    waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)
+    ticket: itertools.count[int] = field(default_factory=itertools.count)
+
+    @asynccontextmanager
+    async def slot(self, priority: int) -> AsyncIterator[None]:
+        """Held while a batch is on the link."""
+        if self.active >= self.limit:
+            await self._queue(priority)
+        else:
+            self.active += 1
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _queue(self, priority: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self.waiting, (priority, next(self.ticket), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self.waiting:
+            turn = heapq.heappop(self.waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.active -= 1
+
+
+class Mover:
+    """Copies batches of blocks between tiers.
+
+    link_limit: batches at once on each link.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], *, hash_threads: int, link_limit: int) -> None:
+        self._tiers = tiers
+        self._threads = ThreadPoolExecutor(hash_threads, thread_name_prefix="tierd-hash")
+        self._hash_threads = hash_threads
+        self._links: dict[tuple[int, int], Link] = {}
+        self._link_limit = link_limit
+
+    async def copy(self, batch: StructArray, metas: StructArray) -> NDArray[np.uint16]:
+        """Runs a batch of TRANSFER records of one link; metas: META per transfer. Gives BlockStatus u2[n].
+
+        Everything that goes wrong is a status: FAILED (the tier could not) or CORRUPT (the source's bytes are not the block's).
+        """
+        source, target = int(batch["source"]["tier"][0]), int(batch["target"]["tier"][0])
+        link = self._links.setdefault((source, target), Link(self._link_limit))
+        priority = min(PRIORITY.get(Reason(int(r)), 2) for r in np.unique(batch["reason"]))
+        async with link.slot(priority):
+            return await self._copy(batch, metas, self._tiers[source], self._tiers[target])
+
+    async def _copy(self, batch: StructArray, metas: StructArray, source: Tier, target: Tier) -> NDArray[np.uint16]:
+        try:
+            if isinstance(source, MappedTier) and isinstance(target, MappedTier):
+                return await self._copy_mapped(batch, metas, source, target)
+            if isinstance(source, MappedTier) and isinstance(target, StoredTier):
+                return await self._store(batch, metas, source, target)
+            if isinstance(source, StoredTier) and isinstance(target, MappedTier):
+                return await self._load(batch, metas, source, target)
+        except (TierFailed, OSError):
+            return np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
+        raise AssertionError(f"no link from {source.spec.name} to {target.spec.name}")
+
+    async def _copy_mapped(
+        self, batch: StructArray, metas: StructArray, source: MappedTier, target: MappedTier
+    ) -> NDArray[np.uint16]:
+        views = _views(source, batch["source"], metas)
+        targets = _views(target, batch["target"], metas)
+        await self._in_threads(_copy_views, views, targets)
+        # The copy is what is verified: the source may be a page that a writer can still reach.
+        return self._publish(batch, metas, target, await self.hash(targets, metas))
+
+    async def _store(
+        self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
+    ) -> NDArray[np.uint16]:
+        views = _views(source, batch["source"], metas)
+        hashed = await self.hash(views, metas)
+        statuses = _judge(hashed, metas)
+        good = np.flatnonzero(statuses == BlockStatus.READY)
+        if len(good):
+            statuses[good] = await target.write(
+                batch["target"][good],
+                metas[good],
+                [hashed.slices[i] for i in good],
+                [source.view(batch["source"][i]) for i in good],
+            )
+        return statuses
+
+    async def _load(
+        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
+    ) -> NDArray[np.uint16]:
+        views = [target.view(row) for row in batch["target"]]
+        result = await source.read(batch["source"], views, metas)
+        statuses = np.asarray(result.statuses, dtype=np.uint16).copy()
+        good = np.flatnonzero(statuses == BlockStatus.READY)
+        if len(good):
+            payloads = [views[i][: int(metas["stored_length"][i])] for i in good]
+            hashed = await self.hash(payloads, metas[good])
+            statuses[good] = self._publish(batch[good], metas[good], target, hashed)
+        return statuses
+
+    @staticmethod
+    def _publish(batch: StructArray, metas: StructArray, target: MappedTier, hashed: Hashed) -> NDArray[np.uint16]:
+        statuses = _judge(hashed, metas)
+        good = np.flatnonzero(statuses == BlockStatus.READY)
+        if len(good):
+            target.publish(batch["target"][good], metas[good], [hashed.slices[i] for i in good])
+        return statuses
+
+    async def hash(self, views: Sequence[memoryview], metas: StructArray) -> Hashed:
+        """Slice sums and digests of blocks, computed in threads. metas: META per view, for stored_length and layers."""
+        cuts = [slice_lengths(len(v), int(layers)) for v, layers in zip(views, metas["layers"], strict=True)]
+        slices: list[NDArray[np.uint64]] = await self._in_threads(slice_sums, views, cuts)
+        digests = np.frombuffer(b"".join(map(table_digest, slices)), dtype=np.uint8).reshape(-1, 16)
+        return Hashed(digests, slices)
+
+    async def check(self, tier: MappedTier, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
+        """Which pages hold exactly the blocks that metas describe."""
+        hashed = await self.hash(_views(tier, extents, metas), metas)
+        return np.asarray((hashed.digests == metas["digest"]).all(axis=1))
+
+    async def _in_threads(self, work, first, second) -> list:  # type: ignore[no-untyped-def, type-arg]
+        """[work(a, b) for a, b in zip(first, second)], in one thread, or in several where it is much."""
+        loop = asyncio.get_running_loop()
+        parts = self._hash_threads if sum(map(len, first)) > HASH_SPLIT_BYTES else 1
+        step = -(-len(first) // parts) or 1
+        jobs = [
+            loop.run_in_executor(self._threads, _each, work, first[i : i + step], second[i : i + step])
+            for i in range(0, len(first), step)
+        ]
+        return [result for job in jobs for result in await job]
+
+    def queued(self) -> int:
+        """Batches that wait for a link."""
+        return sum(len(link.waiting) for link in self._links.values())
+
+    def close(self) -> None:
+        """Lets running work finish and ends the threads."""
+        self._threads.shutdown(wait=True)
+
+
+def _each(work, first, second) -> list:  # type: ignore[no-untyped-def, type-arg]
+    return [work(a, b) for a, b in zip(first, second, strict=True)]
+
+
+def _copy_views(source: memoryview, target: memoryview) -> None:
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))  # releases the GIL
+
+
+def _views(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
+    lengths = metas["stored_length"].tolist()
+    return [tier.view(row)[:length] for row, length in zip(extents, lengths, strict=True)]
+
+
+def _judge(hashed: Hashed, metas: StructArray) -> NDArray[np.uint16]:
+    same = (hashed.digests == metas["digest"]).all(axis=1)
+    return np.where(same, BlockStatus.READY, BlockStatus.CORRUPT).astype(np.uint16)
+
+
+def link_of(transfers: StructArray) -> NDArray[np.int64]:
+    """A number per transfer that is equal for transfers on the same link."""
+    source, target = transfers["source"]["tier"], transfers["target"]["tier"]
+    return np.asarray(source.astype(np.int64) << 16 | target.astype(np.int64))

@@ -1,0 +1,198 @@
+"""What every call passes before its handler: who calls, how long it may take, whether there is room, how an error is told.
+
+Purpose: one interceptor for the Cache and Admin services. Invariants: no handler runs without a caller; every call has a
+deadline; every exception leaves as a named gRPC status, and an unforeseen one is logged with the request's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from tierd.clock import Clock
+from tierd.errors import (
+    ERROR_KEY,
+    GRPC_STATUS,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotPermitted,
+    Overloaded,
+    SessionLost,
+    TierdError,
+)
+from tierd.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+RETRY_AFTER_MS = 50
+ENDLESS = {"/tierd.v1.Cache/Watch"}
+"""Streams that live as long as their reader; they are bounded by the number of sessions."""
+OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is behind a call. session: the core's id; deadline: in the loop's time."""
+
+    session: int
+    tenant: str
+    is_admin: bool
+    request: str
+    deadline: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+
+@dataclass
+class Outcome:
+    """How a call ended: ok, or the name of the error."""
+
+    name: str = "ok"
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller of the handler that runs."""
+
+Authenticate = Callable[[str], tuple[int, str, bool]]
+"""Token to (session, tenant, is_admin). Raises SessionLost."""
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The interceptor. remote: tenant of a bearer credential, to its session; None where TCP is off."""
+
+    def __init__(
+        self,
+        authenticate: Authenticate,
+        *,
+        clock: Clock,
+        metrics: Metrics,
+        queue_limit: int,
+        call_timeout_s: float,
+        credential: str = "",
+        remote: tuple[int, str] | None = None,
+    ) -> None:
+        self._authenticate = authenticate
+        self._clock = clock
+        self._metrics = metrics
+        self._queue_limit = queue_limit
+        self._call_timeout_s = call_timeout_s
+        self._credential = credential
+        self._remote = remote
+        self._running = 0
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Wraps the handler of a call."""
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(OPEN_SERVICES):
+            return handler
+        metadata = {k: v for k, v in details.invocation_metadata or () if isinstance(v, str)}
+        if handler.response_streaming:
+            make = grpc.unary_stream_rpc_method_handler
+            call = self._stream(handler.unary_stream, details.method, metadata)
+        elif handler.request_streaming:
+            make, call = grpc.stream_unary_rpc_method_handler, self._unary(handler.stream_unary, details.method, metadata)
+        else:
+            make, call = grpc.unary_unary_rpc_method_handler, self._unary(handler.unary_unary, details.method, metadata)
+        return make(call, handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, inner: Callable[..., Awaitable[Any]], method: str, metadata: dict[str, str]) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            async with self._guarded(method, metadata, context) as caller, asyncio.timeout_at(caller.deadline):
+                return await inner(request, context)
+
+        return call
+
+    def _stream(self, inner: Callable[..., AsyncIterator[Any]], method: str, metadata: dict[str, str]) -> Any:
+        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with self._guarded(method, metadata, context):
+                async for reply in inner(request, context):
+                    yield reply
+
+        return call
+
+    @contextlib.asynccontextmanager
+    async def _guarded(self, method: str, metadata: dict[str, str], context: Any) -> AsyncIterator[Caller]:
+        name = method.rpartition("/")[2]
+        request = metadata.get("tierd-request", "")[:64] or secrets.token_hex(4)
+        counted = method not in ENDLESS
+        with structlog.contextvars.bound_contextvars(request=request, call=name), self._timed(name) as outcome:
+            self._running += counted
+            try:
+                caller = self._admit(method, metadata, context, request)
+                CALLER.set(caller)
+                yield caller
+            except (TierdError, TimeoutError) as error:
+                outcome.name = type(error).__name__
+                await _abort(context, error)
+            except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+                outcome.name = "Cancelled"
+                raise
+            except Exception as error:
+                outcome.name = type(error).__name__
+                log.exception("call failed")
+                await context.abort(grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log")
+            finally:
+                self._running -= counted
+
+    @contextlib.contextmanager
+    def _timed(self, method: str) -> Iterator[Outcome]:
+        outcome, begun = Outcome(), time.perf_counter()
+        try:
+            yield outcome
+        finally:
+            self._metrics.calls.labels(method=method, outcome=outcome.name).inc()
+            self._metrics.call_seconds.labels(method=method).observe(time.perf_counter() - begun)
+
+    def _admit(self, method: str, metadata: dict[str, str], context: Any, request: str) -> Caller:
+        if self._running > self._queue_limit:
+            raise Overloaded(
+                f"calls: {self._queue_limit} in progress (server.queue_limit); try again in {RETRY_AFTER_MS} ms"
+            )
+        session, tenant, is_admin = self._identify(metadata)
+        if method.startswith("/tierd.v1.Admin/") and not is_admin:
+            raise NotPermitted(f"{method}: for root and the daemon's own user; ask whoever runs the daemon")
+        self._advance_clock(metadata)
+        left = context.time_remaining()
+        deadline = asyncio.get_running_loop().time() + min(left or self._call_timeout_s, 3600.0)
+        return Caller(session, tenant, is_admin, request, deadline)
+
+    def _identify(self, metadata: dict[str, str]) -> tuple[int, str, bool]:
+        token = metadata.get("tierd-session")
+        if token:
+            return self._authenticate(token)
+        bearer = metadata.get("authorization", "").removeprefix("Bearer ")
+        if self._remote and bearer and hmac.compare_digest(bearer.encode(), self._credential.encode()):
+            return (*self._remote, False)
+        raise SessionLost("call: neither a session's token nor a known credential; connect to the session socket first")
+
+    def _advance_clock(self, metadata: dict[str, str]) -> None:
+        at_ms = metadata.get("tierd-time-ms")
+        if at_ms is None or not self._clock.is_replay:
+            return
+        try:
+            self._clock.advance(float(at_ms) / 1000)
+        except ValueError:
+            raise InvalidArgument(f"tierd-time-ms: {at_ms!r} is not a number of milliseconds") from None
+
+
+async def _abort(context: Any, error: TierdError | TimeoutError) -> None:
+    if isinstance(error, TimeoutError):
+        error = DeadlineExceeded("call: its deadline passed; allow more time, or take it as a miss")
+    trailing = [(ERROR_KEY, type(error).__name__)]
+    if isinstance(error, Overloaded):
+        trailing.append(("tierd-retry-ms", str(RETRY_AFTER_MS)))
+    status = getattr(grpc.StatusCode, GRPC_STATUS[type(error)])
+    await context.abort(status, str(error), trailing_metadata=tuple(trailing))

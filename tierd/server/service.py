@@ -1,0 +1,147 @@
+"""The Cache service: a message in, a verb of the conductor, a message out.
+
+Purpose: nothing but that; checks of messages are in wire.py, of callers in guard.py, byte streams in streams.py. Each handler
+is a few lines, so that the protocol can be read off them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from tierd._proto import cache_pb2 as pb
+from tierd._proto import cache_pb2_grpc
+from tierd.cache.cache import Cache
+from tierd.core.block import Namespace
+from tierd.core.model import Durability, TierKind
+from tierd.core.plan import GroupQuery
+from tierd.errors import InvalidArgument
+from tierd.server import streams, wire
+from tierd.server.guard import CALLER
+
+KeepNamespace = Callable[[Namespace], Awaitable[None]]
+"""Stores the record of a new namespace before anybody may use it."""
+
+
+class CacheService(cache_pb2_grpc.CacheServicer):
+    """The engines' verbs. batch_limit: blocks in one call."""
+
+    def __init__(self, cache: Cache, *, keep_namespace: KeepNamespace, batch_limit: int) -> None:
+        self._cache = cache
+        self._keep_namespace = keep_namespace
+        self._batch_limit = batch_limit
+
+    async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
+        namespace, is_new = self._cache.open_namespace(CALLER.get().session, wire.spec_of(request))
+        if is_new:
+            await self._keep_namespace(namespace)
+        return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:
+        found = self._cache.lookup(CALLER.get().session, self._queries(request.groups))
+        return pb.LookupReply(
+            tokens=found.tokens,
+            tier_of=[np.ascontiguousarray(tiers, dtype=np.int8).tobytes() for tiers in found.tier_of],
+            tier_tokens=found.tier_tokens,
+        )
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
+        caller, groups = CALLER.get(), self._queries(request.groups)
+        # Time is left for the answer, so that a slow disk costs a smaller hit and not the call.
+        timeout_s = caller.left_s * 0.8
+        kind = self._kind(request.tier)
+        lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s)
+        epochs = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups]
+        return wire.acquire_reply(
+            lease.served, lease=lease.lease, tier_tokens=lease.tier_tokens, whole=lease.whole, epochs=epochs
+        )
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
+        self._cache.release(CALLER.get().session, request.leases)
+        return pb.ReleaseReply()
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchReply:
+        groups = self._queries(request.groups)
+        return pb.PrefetchReply(started=self._cache.prefetch(CALLER.get().session, groups, self._kind(request.tier)))
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
+        session = CALLER.get().session
+        groups = wire.put_queries(request.groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)
+        reserved = await self._cache.reserve(session, groups, kind=self._kind(request.tier))
+        given = [
+            wire.handles(
+                extents,
+                status=statuses,
+                tokens=group.blocks["tokens"],
+                epoch=self._cache.registry.get(group.namespace).epoch,
+            ).tobytes()
+            for group, extents, statuses in zip(groups, reserved.extents, reserved.statuses, strict=True)
+        ]
+        return pb.ReserveReply(reservation=reserved.reservation, handles=given)
+
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
+        caller = CALLER.get()
+        if request.durability not in list(Durability):
+            raise InvalidArgument(f"durability: {request.durability} is unknown; the values are in cache.proto")
+        committed = await self._cache.commit(
+            caller.session,
+            request.reservation,
+            wire.commit_blocks(request, batch_limit=self._batch_limit),
+            durability=Durability(request.durability),
+            lease=request.lease,
+            keep_open=request.keep_open,
+            timeout_s=caller.left_s * 0.8,
+        )
+        metas = self._cache.core.metas(committed.blocks[committed.blocks >= 0])
+        tokens = np.zeros(len(committed.blocks), dtype=np.uint32)
+        tokens[committed.blocks >= 0] = metas["tokens"]
+        epoch = self._cache.registry.get(int(metas["namespace"][0])).epoch if len(metas) else 0
+        return wire.commit_reply(committed, tokens=tokens, epoch=epoch)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortReply:
+        self._cache.abort(CALLER.get().session, request.reservation)
+        return pb.AbortReply()
+
+    async def Put(self, chunks: AsyncIterator[pb.PutChunk], context: Any) -> pb.PutReply:
+        first = await streams.first_chunk(chunks)
+        group = wire.put_queries([first.group], namespace_of=self._namespace_of, batch_limit=self._batch_limit)[0]
+        statuses = await streams.put(self._cache, CALLER.get(), group, first=first, chunks=chunks)
+        return pb.PutReply(statuses=statuses.astype("<u2").tobytes())
+
+    async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[pb.GetChunk]:
+        group = self._queries([request.group])[0]
+        async for chunk in streams.get(self._cache, CALLER.get(), group, first=request.first):
+            yield chunk
+
+    async def ReportAttention(self, request: pb.ReportAttentionRequest, context: Any) -> pb.ReportAttentionReply:
+        if len(request.mass) % 4:
+            raise InvalidArgument(f"mass: {len(request.mass)} bytes is no multiple of 4; send one f32 per rank and block")
+        mass = np.frombuffer(request.mass, dtype="<f4")
+        self._cache.report_attention(CALLER.get().session, request.lease, request.group, mass)
+        return pb.ReportAttentionReply()
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Events]:
+        caller = CALLER.get()
+        async for events in self._cache.watch(caller.session, after=request.after, sees_all=caller.is_admin):
+            yield pb.Events(
+                events=[
+                    pb.Event(
+                        sequence=e.sequence, kind=int(e.kind), tier=e.tier, namespace=e.namespace, hashes=e.hashes, reason=e.reason
+                    )
+                    for e in events
+                ]
+            )
+
+    def _queries(self, groups: Any) -> list[GroupQuery]:
+        return wire.queries(groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)
+
+    def _namespace_of(self, namespace_id: int) -> Namespace:
+        return self._cache.namespace_for(CALLER.get().session, namespace_id)
+
+    def _kind(self, value: int) -> TierKind:
+        kind = wire.tier_kind(value)
+        if not any(tier.spec.kind is kind for tier in self._cache.tiers):
+            raise InvalidArgument(f"tier: this daemon has no {kind.name} tier; configure one, or ask for another kind")
+        return kind

@@ -1,0 +1,161 @@
+"""A real `tierd serve` in a process of its own, for tests and for the demo.
+
+Purpose: start it, know when it serves, kill it, start it again on the same directories. Non-purpose: faking any part of it.
+Invariants: readiness is what the daemon says over the supervisor's socket, not a guess; only the process that was started here is
+ever signalled; nothing outlives the context manager, the arena included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from tierd.errors import Unavailable
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+SMALL = """\
+[server]
+shutdown_deadline = "5 s"
+
+[[host]]
+capacity = "32 MiB"
+segment = "2 MiB"
+
+[[nvme]]
+capacity = "64 MiB"
+segment = "4 MiB"
+"""
+"""A configuration that starts in no time."""
+
+
+class Daemon:
+    """`with Daemon() as daemon: Client(daemon.target)`.
+
+    config: TOML; "{root}" in it becomes the daemon's directory. root: where runtime, state and arena go (None: a temporary
+    directory, removed in the end). env: added to the environment.
+    """
+
+    def __init__(
+        self,
+        config: str = SMALL,
+        *,
+        root: Path | None = None,
+        env: dict[str, str] | None = None,
+        args: tuple[str, ...] = (),
+    ) -> None:
+        self._own_root = root is None
+        self.root = Path(tempfile.mkdtemp(prefix="tierd-")) if root is None else root
+        self._arena = Path(tempfile.mkdtemp(prefix="tierd-test-", dir=_shared_memory()))
+        self._config = config
+        self._args = args
+        self._env = os.environ | {"TIERD_RUNTIME_DIR": self.target, "TIERD_STATE_DIR": str(self.root / "state")} | (env or {})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def target(self) -> str:
+        """What a client connects to."""
+        return str(self.root / "run")
+
+    @property
+    def pid(self) -> int:
+        """Of the running daemon."""
+        assert self._process is not None, "the daemon was not started"
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """What the daemon has written so far, over all its lives."""
+        path = self.root / "tierd.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def start(self, *, wait: bool = True) -> Daemon:
+        """Starts a life and waits until it serves. Raises Unavailable with the log if it ends or takes too long."""
+        (self.root / "tierd.toml").write_text(self._with_arena(self._config).replace("{root}", str(self.root)))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.root / "tierd.log", "ab") as log:
+            address = f"\0tierd-test-{os.getpid()}-{time.monotonic_ns()}"
+            notify.bind(address)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tierd.cli.daemon", "serve", "--config", str(self.root / "tierd.toml"), *self._args],
+                env=self._env | {"NOTIFY_SOCKET": "@" + address[1:]},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            if wait:
+                self._await_ready(notify)
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL, and gone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(STOP_TIMEOUT_S)
+
+    def stop(self) -> int:
+        """SIGTERM; gives the exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(STOP_TIMEOUT_S)
+
+    def wait(self) -> int:
+        """Waits for a daemon that ends by itself; gives the exit status."""
+        assert self._process is not None
+        return self._process.wait(STOP_TIMEOUT_S)
+
+    def restart(self) -> Daemon:
+        """Kills it and starts it again."""
+        self.kill()
+        return self.start()
+
+    def __enter__(self) -> Daemon:
+        return self.start() if self._process is None else self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+            if self._process.poll() is None:
+                self.kill()
+        shutil.rmtree(self._arena, ignore_errors=True)
+        if self._own_root:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def _with_arena(self, config: str) -> str:
+        """Gives each host tier without an arena_dir one below this daemon's own, so that nothing is left in shared memory."""
+        parts = config.split("[[host]]")
+        for i, part in enumerate(parts[1:]):
+            if "arena_dir" not in part:
+                parts[i + 1] = f'\narena_dir = "{self._arena}/{i}"' + part
+        return "[[host]]".join(parts)
+
+    def _await_ready(self, notify: socket.socket) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        pidfd = os.pidfd_open(self._process.pid)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                ready, _, _ = select.select([notify, pidfd], [], [], left)
+                if notify in ready and b"READY=1" in notify.recv(4096):
+                    return
+                if pidfd in ready:
+                    break
+        finally:
+            os.close(pidfd)
+        status = self._process.poll()
+        raise Unavailable(f"tierd serve: not ready (exit status {status}); its log:\n{self.log[-4000:]}")
+
+
+def _shared_memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
