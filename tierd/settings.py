@@ -145,6 +145,9 @@ class DeviceConfig:
     kind: Literal["cpu"] = _key("cpu", 'What the pages are made of. "cpu": host memory that stands in for a GPU.')
     capacity: Bytes = _key("256 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
     segment: SegmentSize = _segment()
+    arena_dir: str = _key(
+        "", "Directory of the segments, as of a host tier. Empty: beside the host tiers'.", unit="path"
+    )
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
     eviction: str = _eviction()

@@ -1,0 +1,78 @@
+"""Renders configs/reference.toml from the table of settings: `python tools/gen_reference.py [TARGET]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tierd.settings import SECTIONS, TIER_SECTIONS, Config
+
+REFERENCE = Path(__file__).resolve().parent.parent / "configs" / "reference.toml"
+
+HEAD = """\
+# Every setting of tierd at its default, with unit and meaning. A configuration needs only what differs from this.
+# Sizes are bytes, or texts such as "512 MiB" (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB).
+# Durations are seconds, or texts such as "5 s" (us, ms, s, min, h).
+# Rendered from tierd/settings.py by tools/gen_reference.py; do not edit.
+"""
+
+
+def render() -> str:
+    """The file's text."""
+    return "\n".join([HEAD, *(line for section in SECTIONS for line in _section(section))])
+
+
+def _section(name: str) -> Iterator[str]:
+    settings = SECTIONS[name]
+    is_array = name in TIER_SECTIONS
+    is_absent = is_array and not getattr(Config(), name)
+    yield _comment(settings.__doc__ or "")
+    if is_array:
+        yield "# One table for each tier, near to far." + (
+            f" For none: {name} = [], above the first table." if not is_absent else ""
+        )
+    mark = "# " if is_absent else ""
+    yield f"{mark}[[{name}]]" if is_array else f"[{name}]"
+    for field in dataclasses.fields(settings):
+        yield from _setting(field.name, settings.__pydantic_fields__[field.name], mark=mark)
+    yield ""
+
+
+def _setting(name: str, info: Any, *, mark: str) -> Iterator[str]:
+    notes = [note for note in (_unit(info), _bounds(info)) if note]
+    yield _comment(info.description + (f" [{'; '.join(notes)}]" if notes else ""))
+    yield f"{mark}{name} = {_value(info.get_default(call_default_factory=True))}"
+
+
+def _unit(info: Any) -> str:
+    if choices := getattr(info.annotation, "__args__", ()):
+        if all(isinstance(choice, str) for choice in choices):
+            return " | ".join(json.dumps(choice) for choice in choices)
+    return str(info.json_schema_extra["unit"])
+
+
+def _bounds(info: Any) -> str:
+    least = next((mark.ge for mark in info.metadata if hasattr(mark, "ge")), None)
+    most = next((mark.le for mark in info.metadata if hasattr(mark, "le")), None)
+    if least is None:
+        return ""
+    return f"{least:g} or more" if most is None else f"{least:.7g} to {most:.8g}"
+
+
+def _value(default: object) -> str:
+    return json.dumps(default) if not isinstance(default, dict) else "{}"
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, width=118, initial_indent="# ", subsequent_indent="# ")
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else REFERENCE
+    target.write_text(render(), encoding="utf-8")
+    print(target)
