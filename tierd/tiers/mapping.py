@@ -1,0 +1,55 @@
+"""Mapped files whose mapping lives exactly as long as something made from it.
+
+Purpose: map a file without keeping a descriptor, without core dumps, and without a moment at which closing fails because a
+view is alive: the last memoryview or array that is collected unmaps. (`mmap.mmap` keeps a descriptor for each mapping and
+raises BufferError.) Non-purpose: what the bytes mean. Invariant: the caller has allocated the file's blocks
+(posix_fallocate), so touching the mapping cannot raise SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_FAILED = ctypes.c_void_p(-1).value
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap does not name it
+
+
+def map_file(fd: int, length: int) -> memoryview:
+    """The first length bytes of the file, shared and writable, left out of core dumps. The caller may close fd at once.
+
+    Raises OSError (ENOMEM: too many mappings or no huge pages left).
+    """
+    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {length} bytes: {os.strerror(code)}")
+    array = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(array, _libc.munmap, address, length).atexit = False
+    _libc.madvise(address, length, mmap.MADV_DONTDUMP)
+    _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memoryview(array), dtype=np.uint8).data
+
+
+def populate(view: memoryview) -> bool:
+    """Touch every page for writing without changing it, so that later writers need not; releases the interpreter lock.
+
+    False if the kernel cannot (before Linux 5.14) or has no memory; nothing is lost but speed.
+    """
+    address = address_of(view)
+    return bool(_libc.madvise(address, view.nbytes, _MADV_POPULATE_WRITE) == 0)
+
+
+def address_of(view: memoryview) -> int:
+    """Where the view begins in this process."""
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
