@@ -1,0 +1,177 @@
+"""The contract of `tierd.core.eviction.Eviction`, over every registered policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.core.eviction import Eviction
+from tierd.policies.eviction import EVICTION
+
+ID_LIMIT = 48
+
+
+@pytest.fixture(params=sorted(EVICTION), scope="module")
+def make(request: pytest.FixtureRequest) -> Callable[[], Eviction]:
+    policy: Callable[[], Eviction] = EVICTION[request.param]
+    return policy
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, dtype=np.int64)
+
+
+def mask(*pinned: int, size: int = ID_LIMIT) -> np.ndarray:
+    flags = np.zeros(size, dtype=bool)
+    flags[list(pinned)] = True
+    return flags
+
+
+distinct = st.lists(st.integers(0, ID_LIMIT - 1), unique=True, max_size=12)
+uses = st.lists(st.tuples(st.sampled_from(["use", "forget"]), distinct), max_size=40)
+
+
+def played(policy: Eviction, history: list[tuple[str, list[int]]]) -> set[int]:
+    """Applies a history as the core would (untracked blocks are tracked before they are touched); what is tracked then."""
+    tracked: set[int] = set()
+    for now, (verb, blocks) in enumerate(history):
+        held = [b for b in blocks if b in tracked]
+        if verb == "forget":
+            policy.forget(ids(*held))
+            tracked -= set(held)
+            continue
+        policy.touch(ids(*held), float(now))
+        policy.track(ids(*(b for b in blocks if b not in tracked)), float(now))
+        tracked |= set(blocks)
+    return tracked
+
+
+def order_of(policy: Eviction, size: int = ID_LIMIT) -> list[int]:
+    """All tracked blocks, coldest first."""
+    victims = policy.victims(len(policy), mask(size=size))
+    assert victims is not None
+    return victims.tolist()
+
+
+@given(history=uses, wanted=st.integers(0, ID_LIMIT), pinned=distinct)
+def test_exactly_as_many_as_asked_or_none(make, history, wanted, pinned):
+    """victims gives exactly `count` distinct tracked blocks, none pinned, or None when there are not so many."""
+    policy = make()
+    tracked = played(policy, history)
+    free = tracked - set(pinned)
+    victims = policy.victims(wanted, mask(*pinned))
+    if wanted > len(free):
+        assert victims is None
+    else:
+        assert victims is not None and len(victims) == wanted == len(set(victims.tolist()))
+        assert victims.dtype == np.int64 and set(victims.tolist()) <= free
+
+
+@given(history=uses, questions=st.lists(st.tuples(st.integers(0, ID_LIMIT), distinct), max_size=6), later=uses)
+def test_a_question_changes_nothing(make, history, questions, later):
+    """However often and with whatever answer victims was asked, later answers are those of a policy that never was."""
+    asked, silent = make(), make()
+    tracked = played(asked, history)
+    assert tracked == played(silent, history)
+    for wanted, pinned in questions:
+        asked.victims(wanted, mask(*pinned))
+    assert order_of(asked) == order_of(silent)
+    gone = ids(*sorted(tracked))
+    for policy in (asked, silent):
+        policy.forget(gone)
+        played(policy, later)
+    assert order_of(asked) == order_of(silent)
+
+
+@given(history=uses)
+def test_equal_calls_give_equal_answers(make, history):
+    """Two policies that heard the same agree on the order of all blocks, and know how many there are."""
+    one, other = make(), make()
+    tracked = played(one, history)
+    played(other, history)
+    assert order_of(one) == order_of(other)
+    assert set(order_of(one)) == tracked and len(one) == len(tracked)
+
+
+@given(history=uses, wanted=st.integers(1, ID_LIMIT))
+def test_fewer_victims_are_the_first_of_more(make, history, wanted):
+    """Coldest first: asking for n gives the first n of asking for all."""
+    policy = make()
+    tracked = played(policy, history)
+    wanted = min(wanted, len(tracked))
+    victims = policy.victims(wanted, mask())
+    assert victims is not None and victims.tolist() == order_of(policy)[:wanted]
+
+
+@given(history=uses, pinned=distinct)
+def test_pinning_removes_from_the_order_and_moves_nothing(make, history, pinned):
+    """With some pinned, the order of the others is as without."""
+    policy = make()
+    tracked = played(policy, history)
+    free = tracked - set(pinned)
+    victims = policy.victims(len(free), mask(*pinned))
+    assert victims is not None
+    assert victims.tolist() == [b for b in order_of(policy) if b in free]
+
+
+def test_a_forgotten_block_returns_as_a_stranger(make):
+    """An id that was hot, forgotten and given to another block is as cold as any new block."""
+    policy = make()
+    policy.track(ids(7), 0.0)
+    for now in range(1, 50):
+        policy.touch(ids(7), float(now))
+    policy.forget(ids(7))
+    policy.track(ids(7, 1), 50.0)
+    policy.touch(ids(1), 51.0)
+    assert order_of(policy) == [7, 1]
+
+
+def test_later_in_the_array_is_hotter(make):
+    """Within one call, what comes later counts as used later."""
+    policy = make()
+    policy.track(ids(5, 3, 9, 1), 0.0)
+    assert order_of(policy) == [5, 3, 9, 1]
+    policy.touch(ids(9, 5, 1, 3), 0.0)
+    assert order_of(policy) == [9, 5, 1, 3]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=30))
+def test_tails_leave_before_their_prefix(make, requests):
+    """While whole requests are used, last block first, no block is colder than one that follows it."""
+    policy = make()
+    numbers: Iterator[int] = count()
+    known: dict[tuple[int, ...], int] = {}
+    for now, (depth, branch, more) in enumerate(requests):
+        path = (0,) * depth + (branch,) + (1,) * more
+        chain = [path[: i + 1] for i in range(len(path))]
+        new = [p for p in chain if p not in known]
+        known.update((p, next(numbers)) for p in new)
+        policy.track(ids(*(known[p] for p in reversed(new))), float(now))
+        policy.touch(ids(*(known[p] for p in reversed(chain) if p not in set(new))), float(now))
+    rank = {b: i for i, b in enumerate(order_of(policy, size=len(known)))}
+    assert all(rank[b] < rank[known[p[:-1]]] for p, b in known.items() if len(p) > 1)
+
+
+def test_ids_may_be_large_and_sparse(make):
+    """Columns grow when a greater id comes, and keep what they held."""
+    policy = make()
+    policy.track(ids(2), 0.0)
+    policy.track(ids(100_000), 1.0)
+    policy.track(ids(50_000), 2.0)
+    assert order_of(policy, size=100_001) == [2, 100_000, 50_000]
+
+
+def test_nothing_is_no_fault(make):
+    """Empty arrays and a count of zero are answered, by an empty policy too."""
+    policy = make()
+    for call in (lambda: policy.track(ids(), 0.0), lambda: policy.touch(ids(), 0.0), lambda: policy.forget(ids())):
+        call()
+    assert len(policy) == 0
+    assert policy.victims(1, mask()) is None
+    none = policy.victims(0, mask())
+    assert none is not None and len(none) == 0

@@ -1,0 +1,15 @@
+"""Eviction policies by the names that settings use. The contract they keep is `tierd.core.eviction.Eviction`.
+
+A new one is a file here, a line in EVICTION, and passes `tests/contract/test_eviction.py`, which runs over the dict.
+"""
+
+from __future__ import annotations
+
+from tierd.core.eviction import Eviction
+from tierd.policies.eviction.lfu import AgedLfu
+from tierd.policies.eviction.lru import Lru
+
+EVICTION: dict[str, type[Eviction]] = {
+    "lfu": AgedLfu,
+    "lru": Lru,
+}
