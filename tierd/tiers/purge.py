@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.tiers.arena_files import LOCK_NAME, SHM, read_mounts
-from tierd.tiers.lock import OwnerLock, find_owner, take_lock
+from tierd.tiers.lock import find_owner, take_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,15 @@ def purge(instance: str, *, arena_dirs: Iterable[str] = ()) -> int:
     Raises AlreadyOwned, and then nothing has been removed, if a daemon uses any of them.
     """
     directories = [a.directory for a in list_arenas(arena_dirs) if a.instance == instance]
-    locks: list[OwnerLock] = []
-    try:
+    with contextlib.ExitStack() as locks:
         for directory in directories:
-            locks.append(take_lock(directory / LOCK_NAME, what=f"arena of instance {instance}"))
+            lock = take_lock(directory / LOCK_NAME, what=f"arena of instance {instance}")
+            locks.callback(lock.release, remove=False)
         freed = remove_files(*directories)
-    except BaseException:
-        for lock in locks:
-            lock.release()
-        raise
-    for lock in locks:
-        lock.release(remove=True)
-    for base in {directory.parent for directory in directories}:
-        for path in base.iterdir():
-            if path.is_file():
-                path.unlink()  # the session table
+        for path in {p for directory in directories for p in _files(directory.parent)}:
+            path.unlink()  # the session table
+        for directory in directories:
+            (directory / LOCK_NAME).unlink()
     remove_empty(*directories)
     return freed
 
