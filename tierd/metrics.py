@@ -8,7 +8,7 @@ such as "host.0", links such as "nvme.0>host.0", names of enum members, method a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,13 +150,18 @@ class Metrics:
         return Histogram(name, row.meaning, row.labels, buckets=SECONDS_BUCKETS, registry=self.registry)
 
 
-def listen(metrics: Metrics, *, host: str, port: int) -> Callable[[], None]:
-    """Serves /metrics in a thread of its own until the answer is called. Raises OSError if the address is taken."""
-    server, thread = start_http_server(port, addr=host, registry=metrics.registry)
+class Listener:
+    """Serves /metrics in a thread of its own from its making until `close`. Raises OSError if the address is taken.
 
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    port: the one that it listens on, which port 0 leaves to the system.
+    """
 
-    return close
+    def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
+        self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Stops serving and waits for the thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

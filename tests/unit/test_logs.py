@@ -1,0 +1,85 @@
+"""Log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from tierd import logs
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    root, level = logging.getLogger(), logging.getLogger().level
+    handlers = list(root.handlers)
+    stream = io.StringIO()
+    logs.configure(style="json", level="info", stream=stream)
+    yield stream
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_json_is_one_object_a_line(lines: io.StringIO) -> None:
+    """Event, level, part, time and fields stand in one JSON object."""
+    logs.get_logger("mover").info("transfer failed", tier="nvme.0", bytes=4096)
+    line = json.loads(lines.getvalue())
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {"event": "transfer failed", "level": "info", "part": "mover", "tier": "nvme.0", "bytes": 4096}
+
+
+def test_level_is_the_least_that_is_written(lines: io.StringIO) -> None:
+    """Lines below the level cost nothing and leave nothing."""
+    logs.get_logger("core").debug("detail")
+    assert lines.getvalue() == ""
+
+
+async def test_request_id_is_on_every_line_of_its_task_only(lines: io.StringIO) -> None:
+    """Two calls at one time do not lend each other their ids, and none stays behind."""
+
+    async def handle(request_id: str) -> None:
+        with logs.request(request_id):
+            await asyncio.sleep(0)
+            logs.get_logger("server").info(request_id)
+
+    await asyncio.gather(handle("a"), handle("b"))
+    logs.get_logger("server").info("after")
+    written = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [(line["event"], line.get("request")) for line in written] == [("a", "a"), ("b", "b"), ("after", None)]
+
+
+def test_other_libraries_take_the_same_road(lines: io.StringIO) -> None:
+    """A line of the standard library's logging comes out in the same form, its exception with it."""
+    try:
+        raise OSError("disk on fire")
+    except OSError:
+        logging.getLogger("asyncio").exception("task %s died", "x")
+    line = json.loads(lines.getvalue())
+    assert (line["event"], line["part"], line["level"]) == ("task x died", "asyncio", "error")
+    assert "disk on fire" in json.dumps(line)
+
+
+def test_values_that_json_cannot_hold_are_written_as_text(lines: io.StringIO) -> None:
+    """A path or a set in a field does not lose the line."""
+    logs.get_logger("tiers").warning("odd", value={1})
+    assert json.loads(lines.getvalue())["value"] == "{1}"
+
+
+def test_console_is_for_people() -> None:
+    """The console style writes the event and its fields in plain text without colours into a file."""
+    stream = io.StringIO()
+    try:
+        logs.configure(style="console", level="debug", stream=stream)
+        logs.get_logger("mover").debug("copied", blocks=3)
+    finally:
+        structlog.reset_defaults()
+        logging.getLogger().handlers.clear()
+    assert "copied" in stream.getvalue()
+    assert "blocks=3" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()

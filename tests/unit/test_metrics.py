@@ -1,0 +1,75 @@
+"""The table of metrics and the object built from it."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from tierd.metrics import METRICS, Listener, Metrics
+
+UNITS = {"counter": ("_total",), "histogram": ("_seconds",)}
+KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
+
+
+def attributes(metrics: Metrics) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Full name -> kind and labels of every attribute that is a metric."""
+    found = {}
+    for value in vars(metrics).values():
+        if kind := KINDS.get(type(value)):
+            name = value._name + ("_total" if kind == "counter" else "")
+            found[name] = (kind, value._labelnames)
+    return found
+
+
+def test_rows_and_attributes_are_the_same() -> None:
+    """Every row of the table is an attribute of Metrics, with its kind and labels, and nothing else is."""
+    assert attributes(Metrics()) == {name: (row.kind, row.labels) for name, row in METRICS.items()}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_names_end_in_their_unit(name: str) -> None:
+    """Counters end in _total, durations in _seconds; each row has a unit and a meaning that is a sentence."""
+    row = METRICS[name]
+    assert name.startswith("tierd_")
+    assert name.endswith(UNITS.get(row.kind, ("",)))
+    assert row.unit
+    assert row.meaning.endswith(".")
+
+
+def test_two_daemons_in_one_process_do_not_mix() -> None:
+    """Nothing is global: what one object counts, the other does not show."""
+    one, other = Metrics(), Metrics()
+    one.lookups.inc()
+    assert (one.counters()["tierd_lookups_total"], other.counters()["tierd_lookups_total"]) == (1, 0)
+
+
+def test_counters_carry_their_labels() -> None:
+    """The map of counters is keyed by name and labels, as an operator would write them."""
+    metrics = Metrics()
+    metrics.freed.labels(tier="host.0", reason="EVICTED").inc(3)
+    assert metrics.counters()['tierd_freed_total{tier="host.0",reason="EVICTED"}'] == 3
+
+
+def test_render_is_the_text_format_of_prometheus() -> None:
+    """What is rendered parses, and a label keeps its value whatever is in it."""
+    metrics = Metrics()
+    metrics.notice('no O_DIRECT on "/x": buffered')
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    assert families["tierd_notices"].samples[0].labels == {"what": 'no O_DIRECT on "/x": buffered'}
+
+
+def test_listen_serves_until_it_is_closed() -> None:
+    """GET /metrics answers the rendered text on loopback, and nobody answers after close."""
+    metrics = Metrics()
+    metrics.lookups.inc(5)
+    serving = Listener(metrics, host="127.0.0.1", port=0)
+    url = f"http://127.0.0.1:{serving.port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        assert b"tierd_lookups_total 5.0" in reply.read()
+    serving.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=10)
