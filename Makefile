@@ -1,0 +1,79 @@
+# Everything a developer or a machine asks of this repository. `make help` lists it.
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+BIN := .venv/bin
+SCALE ?= 1
+WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench nightly weekly gpu proto reference clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / && ($$1 != "bench" || "$(wildcard tools/bench.py)" != "") \
+		{split($$1, name, ":"); printf "make %-12s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
+
+# --- .venv, made on demand: what runs the daemon, and on top of it what checks it -------------------------------------
+
+.venv/.made:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one or set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/.base: .venv/.made pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/.dev: .venv/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+demo: .venv/.base ## a daemon, a worker and a small model: the second request reuses the first one's KV
+	$(BIN)/tierd demo
+
+test: lint ## all checks that a commit must pass
+	$(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile
+
+lint: .venv/.dev ## ruff, its formatter, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.dev ## puts every file into the formatter's shape
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+proto: .venv/.dev ## the stubs in tierd/_proto from proto/
+	$(BIN)/python tools/gen_proto.py
+
+reference: .venv/.base ## configs/reference.toml from tierd/settings.py
+	$(BIN)/python tools/gen_reference.py
+
+# --- long checks: SCALE=0.1 makes them short, SCALE=10 long -----------------------------------------------------------
+
+NIGHTLY := $(foreach part,contract property sim system,$(if $(wildcard tests/$(part)/test_*.py),nightly-$(part)))
+
+nightly: $(NIGHTLY) ## contract, property, simulation and system tests in depth; SCALE= scales their counts
+
+weekly: ## the same with ten times the counts
+	$(MAKE) nightly SCALE=10
+
+nightly-%: .venv/.dev ## one part alone: contract, property, sim or system
+	TIERD_HYPOTHESIS=nightly SCALE=$(SCALE) $(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadfile --timeout 3600 tests/$*
+
+ifneq ($(wildcard tools/bench.py),)
+bench: .venv/.dev ## measures against the machine's own limits: a table, and build/bench.json
+	$(BIN)/python tools/bench.py
+else
+bench:
+	@echo "make bench: tools/bench.py is not written yet; nothing was measured" >&2; exit 1
+endif
+
+gpu:
+	@echo "make gpu: the kernels come with the GPU tier, which is not built yet; nothing was checked" >&2; exit 1
+
+clean: ## removes what building left, not .venv
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
