@@ -200,13 +200,14 @@ class MoverConfig:
     """Transfers between tiers."""
 
     transfer_limit: int = _key(
-        256, "Transfers in flight at one time; the others queue.", unit="transfers", least=1, most=65536
+        256,
+        "Transfers in flight at one time on each link between two tiers; the others queue, demand first.",
+        unit="transfers",
+        least=1,
+        most=65536,
     )
     batch_blocks: int = _key(64, "Blocks handed to a tier in one read or write.", unit="blocks", least=1, most=4096)
-    hash_threads: int = _key(2, "Threads that hash and verify blocks.", unit="threads", least=1, most=256)
-    io_threads: int = _key(
-        4, "Threads that copy between mapped tiers and set files aside.", unit="threads", least=1, most=256
-    )
+    hash_threads: int = _key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
     prefetch_on_lookup: bool = _key(True, "Begin to bring near what a Lookup finds far away.")
 
 

@@ -51,10 +51,11 @@ class Background:
     async def quiesce(self, *, timeout_s: float) -> int:
         """Demotes until nothing wants to move and nothing flies; gives the transfers made. Raises DeadlineExceeded."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        made = self._flights.made
-        while not await self._step(deadline):
-            if asyncio.get_running_loop().time() >= deadline:
-                raise DeadlineExceeded(f"quiesce: {self._flights.count} transfers still under way after {timeout_s} s")
+        made, goes_on = self._flights.made, True
+        while goes_on:
+            if not await self._flights.idle(timeout_s=deadline - asyncio.get_running_loop().time()):
+                raise DeadlineExceeded(f"quiesce: {self._flights.count} transfers still under way after {timeout_s:g} s")
+            goes_on = await self._step(timeout_s=deadline - asyncio.get_running_loop().time())
         return self._flights.made - made
 
     async def stop(self) -> None:
@@ -74,25 +75,21 @@ class Background:
             except TierFailed as error:
                 log.error("sync failed", tier=tier.spec.name, error=str(error))
 
-    async def _step(self, deadline: float) -> bool:
-        """One demotion plan to its end; True if there was nothing to do."""
-        left = deadline - asyncio.get_running_loop().time()
-        if not await self._flights.idle(timeout_s=left):
-            return False
+    async def _step(self, *, timeout_s: float) -> bool:
+        """One demotion plan to its end; False if there was nothing to do, or nothing of it succeeded (a tier that fails)."""
         plan = self._core.demote(self._clock.now())
         if plan.is_empty:
-            return True
+            return False
+        failed = self._flights.failed
         self._flights.start(plan)
-        await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
-        return False
+        await self._flights.landed(plan, timeout_s=timeout_s)
+        return len(plan.freed) > 0 or self._flights.failed - failed < len(plan.transfers) + len(plan.waits)
 
     async def _demote_for_ever(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while not (plan := self._core.demote(self._clock.now())).is_empty:
-                self._flights.start(plan)
-                await self._flights.landed(plan, timeout_s=STEP_TIMEOUT_S)
+            while await self._step(timeout_s=STEP_TIMEOUT_S):
                 await asyncio.sleep(0)
 
     async def _sync_for_ever(self) -> None:

@@ -27,7 +27,7 @@ from tierd.core.plan import Acquisition, Bools, Committed, Committing, Found, Gr
 from tierd.errors import InvalidArgument, NotPermitted, SessionLost, StaleHandle, TierFailed, Unavailable
 from tierd.metrics import Metrics
 from tierd.mover import Mover
-from tierd.tiers.holds import HoldKind, HoldTable
+from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable, Rows
 from tierd.tiers.tier import MappedTier, Tier
 
 log = structlog.get_logger(__name__)
@@ -88,18 +88,27 @@ class Cache:
             parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, sync_interval_s=parts.sync_interval_s
         )
         self._tenants: dict[int, str] = {}
-        self._held: dict[tuple[int, str, int], object] = {}  # (session, kind, id) -> rows of the holds file
+        self._held: dict[tuple[int, HoldKind, int], Rows] = {}  # (session, kind, lease or reservation) -> rows of the holds file
         self._sampling = np.random.default_rng()
         self.is_draining = False
 
     # -- sessions
 
-    def open_session(self, session: int, *, tenant: str) -> None:
-        """A client has come in. Raises Unavailable while draining."""
+    def open_session(self, session: int, *, tenant: str, holder: Holder | None = None) -> None:
+        """A client has come in; holder: its process, None for a session of the daemon's own. Raises Unavailable while draining."""
         if self.is_draining:
             raise Unavailable("daemon: draining, no new sessions; connect to another one or try again later")
+        if holder is not None:
+            self._holds.add_holder(holder)
         self._tenants[session] = tenant
         self.core.open_session(session, domain=self.registry.domain_of(tenant))
+
+    def restore_session(self, former: FormerHolder) -> None:
+        """A session of a former daemon whose process still lives: its pages stay its own until the process is gone."""
+        session = former.holder.session
+        self.registry.keep_domain(former.holder.tenant, former.holder.domain)
+        self.core.open_session(session, domain=former.holder.domain)
+        self.core.restore(session, pinned=former.leased, reserved=former.reserved, now=self.clock.now())
 
     def stop_session(self, session: int) -> None:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
@@ -109,8 +118,8 @@ class Cache:
         """Its process is gone: everything that it held comes back. Safe to call twice."""
         self.stop_session(session)
         self.flights.start(self.core.end_session(session, now=self.clock.now()))
-        for key in [k for k in self._held if k[0] == session]:
-            self._holds.erase(self._held.pop(key))
+        self._holds.drop_holder(session)
+        self._held = {key: rows for key, rows in self._held.items() if key[0] != session}
         self.background.wake()
 
     def tenant_of(self, session: int) -> str:
@@ -173,7 +182,7 @@ class Cache:
         self._count_served(groups, got, served)
         if not served.tokens:
             return Lease(0, NOTHING, got.tier_tokens, whole=False)
-        self._hold(session, "lease", got.lease, _flat(served))
+        self._hold(session, HoldKind.LEASE, got.lease, _flat(served))
         return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
     def release(self, session: int, leases: Sequence[int]) -> None:
@@ -208,7 +217,7 @@ class Cache:
                 self._abort(session, reserved.reservation)
                 raise
             pages = np.concatenate([e[s == BlockStatus.RESERVED] for e, s in zip(reserved.extents, reserved.statuses)])
-            self._hold(session, "reservation", reserved.reservation, pages)
+            self._hold(session, HoldKind.RESERVATION, reserved.reservation, pages)
         for code, count in zip(*np.unique(np.concatenate(reserved.statuses), return_counts=True), strict=True):
             self.metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(int(count))
         self.background.wake()
@@ -232,9 +241,9 @@ class Cache:
         committed = await asyncio.shield(self._finish_commit(committing, lease=lease, keep_open=keep_open))
         if committed.lease:
             held = committed.extents[committed.statuses != BlockStatus.FAILED]
-            self._hold(session, "lease", committed.lease, held)
+            self._hold(session, HoldKind.LEASE, committed.lease, held)
         if not keep_open:
-            self._drop_hold(session, "reservation", reservation)
+            self._drop_hold(session, HoldKind.RESERVATION, reservation)
         if durability is Durability.DURABLE:
             await self._make_durable(committed, timeout_s=deadline - time.monotonic())
         self.background.wake()
@@ -357,21 +366,20 @@ class Cache:
 
     def _abort(self, session: int, reservation: int) -> None:
         self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
-        self._drop_hold(session, "reservation", reservation)
+        self._drop_hold(session, HoldKind.RESERVATION, reservation)
         self.background.wake()
 
     def _give_back(self, session: int, lease: int) -> None:
         self.flights.start(self.core.release(session, leases=[lease], now=self.clock.now()))
-        self._drop_hold(session, "lease", lease)
+        self._drop_hold(session, HoldKind.LEASE, lease)
 
-    def _hold(self, session: int, kind: str, number: int, extents: StructArray) -> None:
+    def _hold(self, session: int, kind: HoldKind, number: int, extents: StructArray) -> None:
         """Writes into the holds file who has these pages, before the client learns of them."""
         if session not in self._tenants:
             raise SessionLost(f"session {session}: it ended during the call; open a session again")
-        rows = self._holds.append(session, extents, kind=HoldKind.LEASE if kind == "lease" else HoldKind.RESERVATION)
-        self._held[session, kind, number] = rows
+        self._held[session, kind, number] = self._holds.append(session, extents, kind=kind)
 
-    def _drop_hold(self, session: int, kind: str, number: int) -> None:
+    def _drop_hold(self, session: int, kind: HoldKind, number: int) -> None:
         rows = self._held.pop((session, kind, number), None)
         if rows is not None:
             self._holds.erase(rows)

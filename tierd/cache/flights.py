@@ -55,6 +55,8 @@ class Flights:
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.made = 0
         """Transfers finished since the start."""
+        self.failed = 0
+        """Those of them that did not succeed."""
 
     def start(self, plan: Plan) -> None:
         """Applies a plan to the tiers and sets its transfers off."""
@@ -149,6 +151,7 @@ class Flights:
 
     def _finish(self, batch: StructArray, statuses: StructArray) -> None:
         self.made += len(batch)
+        self.failed += int((statuses != BlockStatus.READY).sum())
         plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)

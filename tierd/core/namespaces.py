@@ -29,7 +29,11 @@ class NamespaceRegistry:
 
     def domain_of(self, tenant: str) -> int:
         """The trust domain of a tenant, from 1; made on first use."""
-        return self._domains.setdefault(tenant, len(self._domains) + 1)
+        return self._domains.setdefault(tenant, max(self._domains.values(), default=0) + 1)
+
+    def keep_domain(self, tenant: str, domain: int) -> None:
+        """What a former daemon called the tenant's domain, before anybody asks anew."""
+        self._domains.setdefault(tenant, domain)
 
     def open(self, spec: NamespaceSpec, *, tenant: str) -> tuple[Namespace, bool]:
         """The current namespace of this spec, and whether it is new. Raises InvalidArgument, Overloaded."""
@@ -81,7 +85,7 @@ class NamespaceRegistry:
         for namespace in sorted(map(namespace_from_record, records), key=lambda n: n.id):
             known = self._by_id.get(namespace.id)
             if known is None:
-                self._domains.setdefault(namespace.tenant, namespace.domain)
+                self.keep_domain(namespace.tenant, namespace.domain)
                 self._add(namespace)
             elif known != namespace:
                 raise CorruptRecord(

@@ -133,12 +133,12 @@ class Daemon:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _with_arena(self, config: str) -> str:
-        """Gives each host tier without an arena_dir one below this daemon's own, so that nothing is left in shared memory."""
-        parts = config.split("[[host]]")
-        for i, part in enumerate(parts[1:]):
-            if "arena_dir" not in part:
-                parts[i + 1] = f'\narena_dir = "{self._arena}/{i}"' + part
-        return "[[host]]".join(parts)
+        """Gives each tier of memory without an arena_dir one below this daemon's own, so that nothing is left behind."""
+        for table in ("[[host]]", "[[device]]"):
+            first, *rest = config.split(table)
+            own = [f'\narena_dir = "{self._arena}/{table[2:-2]}-{i}"' * ("arena_dir" not in part.split("\n[")[0]) for i, part in enumerate(rest)]
+            config = table.join([first, *(line + part for line, part in zip(own, rest, strict=True))])
+        return config
 
     def _await_ready(self, notify: socket.socket) -> None:
         assert self._process is not None

@@ -1,0 +1,198 @@
+"""The daemon's parts, built from its configuration in the order in which they need each other, and closed in the reverse.
+
+Purpose: construction. Non-purpose: sockets (listeners.py), the order of a life (lifecycle.py). Invariants: what survived on every tier
+is in the core's books before the conductor exists; a block whose namespace nobody knows is not taken in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from tierd.cache.cache import Cache, Parts
+from tierd.cache.events import EventLog
+from tierd.clock import Clock, MonotonicClock, ReplayClock
+from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
+from tierd.core.block import Namespace
+from tierd.core.core import Core
+from tierd.core.model import TierKind, TierSpec
+from tierd.core.namespaces import NamespaceRegistry, namespace_record
+from tierd.errors import ConfigError
+from tierd.metrics import Metrics
+from tierd.mover import Mover
+from tierd.policies.eviction import EVICTION
+from tierd.server.instance import Instance
+from tierd.tiers.arena import Arena
+from tierd.tiers.holds import FormerHolder, HoldTable
+from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.tier import Recovered, Tier
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Assembly:
+    """A daemon without its sockets."""
+
+    config: Config
+    instance: str
+    tiers: list[Tier]
+    cache: Cache
+    metrics: Metrics
+    holds: HoldTable
+    started: float
+    keeper: Instance
+    state: str = "starting"
+    release: bool = False
+    former: list[FormerHolder] = dataclasses.field(default_factory=list)
+    naming: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+
+    async def keep_namespace(self, namespace: Namespace) -> None:
+        """Makes a new namespace known to the next life, before anybody may use it."""
+        async with self.naming:
+            await asyncio.to_thread(self.keeper.keep_namespaces, self.cache.registry.records())
+            for tier in self.tiers:
+                await tier.keep_namespace(namespace_record(namespace))
+
+
+@contextlib.asynccontextmanager
+async def assemble(config: Config) -> AsyncIterator[Assembly]:
+    """Builds everything but the sockets; closes it at the end. Raises what Instance and the tiers' `open` raise."""
+    started = time.monotonic()
+    instance = Instance(config.server.state_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(instance.close)
+        daemon: Assembly | None = None
+        tiers = build_tiers(config, instance=instance.id)
+        recovered: list[Recovered] = []
+        for tier in tiers:
+            recovered.append(await tier.open())
+            # The flag is read when the daemon ends; a start that fails keeps everything.
+            stack.push_async_callback(_close, tier, lambda: daemon is not None and daemon.release)
+        holds = HoldTable(_tables(tiers) / "sessions.tbl")
+        former = holds.open()
+        stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
+        daemon = _assemble(config, tiers, recovered, instance=instance, holds=holds, started=started)
+        daemon.former = former
+        stack.callback(daemon.cache.parts.mover.close)
+        yield daemon
+
+
+def _tables(tiers: list[Tier]) -> Path:
+    """Where what must live and die with the memory lies: beside the first mapped tier's catalogues."""
+    return next(tier.tables for tier in tiers if isinstance(tier, Arena))
+
+
+async def _close(tier: Tier, release: object) -> None:
+    assert callable(release)
+    await tier.close(release=bool(release()) and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST))
+
+
+def _assemble(
+    config: Config,
+    tiers: list[Tier],
+    recovered: list[Recovered],
+    *,
+    instance: Instance,
+    holds: HoldTable,
+    started: float,
+) -> Assembly:
+    registry = NamespaceRegistry()
+    instance.restore_namespaces(registry)
+    for found in recovered:
+        registry.restore(found.namespaces)
+    clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
+    core = Core(
+        [tier.spec for tier in tiers],
+        policies=lambda spec: EVICTION[spec.eviction](),
+        session_share=config.server.session_share,
+        first_generation=max(found.next_generation for found in recovered),
+        first_segment=max(found.next_segment for found in recovered),
+    )
+    for position, found in enumerate(recovered):
+        adopt(core, position, found, registry=registry, now=clock.now())
+    metrics = Metrics()
+    link_limit = max(1, config.mover.transfer_limit // config.mover.batch_blocks)
+    mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit)
+    cache = Cache(
+        Parts(
+            core=core,
+            tiers=tiers,
+            mover=mover,
+            clock=clock,
+            registry=registry,
+            holds=holds,
+            metrics=metrics,
+            events=EventLog(limit=config.server.watch_queue_events),
+            verify=config.host[0].verify if config.host else "first_hit",
+            prefetch_on_lookup=config.mover.prefetch_on_lookup,
+            batch_blocks=config.mover.batch_blocks,
+        )
+    )
+    return Assembly(config, instance.id, tiers, cache, metrics, holds, started, instance)
+
+
+def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> int:
+    """Puts what a tier found into the books, blocks of current namespaces only; how many were taken."""
+    current = [i for namespace in registry.current() for i in namespace.ids]
+    known = np.isin(found.metas["namespace"], current)
+    taken = core.adopt(
+        position, segments=found.segments, extents=found.extents[known], metas=found.metas[known], now=now
+    )
+    if len(known) - int(taken.sum()):
+        log.info("blocks not taken in", tier=position, found=len(known), known=int(known.sum()), taken=int(taken.sum()))
+    return int(taken.sum())
+
+
+def build_tiers(config: Config, *, instance: str) -> list[Tier]:
+    """The tiers, near to far: devices, hosts, stores. Raises ConfigError for an unknown eviction policy."""
+    kinds = ((TierKind.DEVICE, config.device), (TierKind.HOST, config.host), (TierKind.NVME, config.nvme))
+    specs = [(spec_of(kind, i, table), table) for kind, tables in kinds for i, table in enumerate(tables)]
+    base = _arena_base(config)
+    return list(_build(specs, instance=instance, base=base))
+
+
+def _arena_base(config: Config) -> str:
+    """Device tiers without a directory of their own lie beside the first host tier."""
+    return next((str(Path(host.arena_dir)) for host in config.host if host.arena_dir), "")
+
+
+def _build(
+    specs: list[tuple[TierSpec, DeviceConfig | HostConfig | NvmeConfig]], *, instance: str, base: str
+) -> Iterator[Tier]:
+    for position, (spec, table) in enumerate(specs):
+        if isinstance(table, NvmeConfig):
+            yield NvmeStore(
+                spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
+            )
+        else:
+            yield Arena(spec, position=position, instance=instance, arena_dir=table.arena_dir or base)
+
+
+def spec_of(kind: TierKind, index: int, table: DeviceConfig | HostConfig | NvmeConfig) -> TierSpec:
+    """What the core knows of a configured tier."""
+    if table.eviction not in EVICTION:
+        raise ConfigError(
+            f"{kind.name.lower()}[{index}].eviction: {table.eviction!r} is unknown; use one of {', '.join(sorted(EVICTION))}"
+        )
+    stored = kind is TierKind.NVME
+    return TierSpec(
+        kind=kind,
+        index=index,
+        capacity_bytes=table.capacity,
+        segment_bytes=table.segment,
+        slot_overhead_bytes=HEADER_BYTES if stored else 0,
+        writer_owned=not stored,
+        high_watermark=table.high_watermark,
+        low_watermark=table.low_watermark,
+        eviction=table.eviction,
+    )

@@ -1,0 +1,52 @@
+"""Who this daemon is: its state directory, its lock, its id, and the namespaces that it knows.
+
+Purpose: the small files that outlive a restart. Non-purpose: blocks. Invariants: the lock is taken before anything is read and held for
+life; the namespaces file is replaced whole, synced, before a new namespace may be used.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import structlog
+
+from tierd.core.namespaces import NamespaceRegistry
+from tierd.errors import CorruptRecord
+from tierd.tiers.durable import replace_file
+from tierd.tiers.lock import OwnerLock, private_directory, take_lock
+
+log = structlog.get_logger(__name__)
+
+
+class Instance:
+    """A state directory that this process owns. Raises AlreadyOwned, ConfigError."""
+
+    def __init__(self, state_dir: str) -> None:
+        self.directory = private_directory(Path(state_dir))
+        self._lock: OwnerLock = take_lock(self.directory / "tierd.lock", what=f"instance in {state_dir}")
+        self.id = self._read_id()
+
+    def restore_namespaces(self, registry: NamespaceRegistry) -> None:
+        """Takes up what the file knows; a damaged line is dropped, said, and kept aside with the file."""
+        path = self.directory / "namespaces.jsonl"
+        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):
+            try:
+                registry.restore([line])
+            except CorruptRecord as error:
+                path.with_suffix(".damaged").write_bytes(path.read_bytes())
+                log.error("namespace dropped", file=str(path), line=number, error=str(error))
+
+    def keep_namespaces(self, records: list[bytes]) -> None:
+        """Replaces the file, durably. Blocking."""
+        replace_file(self.directory / "namespaces.jsonl", [record + b"\n" for record in records])
+
+    def close(self) -> None:
+        """Lets go of the lock."""
+        self._lock.release()
+
+    def _read_id(self) -> str:
+        path = self.directory / "instance"
+        if not path.exists():
+            replace_file(path, [secrets.token_hex(8).encode()])
+        return path.read_text().strip()

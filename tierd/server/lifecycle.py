@@ -1,0 +1,123 @@
+"""Builds the daemon's parts from its configuration, runs them, and ends them in order.
+
+Purpose: the one place that sees every part. Invariants: the instance's lock is taken before anything is read and held for life; nothing
+is served before what survived is in the books; the end is: refuse new, finish or cancel, settle leases, flush, close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import structlog
+
+import tierd
+from tierd import notify
+from tierd.config import Config
+from tierd.errors import Unsupported
+from tierd.server.assembly import Assembly, assemble
+from tierd.server.listeners import Listeners
+
+log = structlog.get_logger(__name__)
+
+KERNEL_LEAST = (5, 15)
+PR_SET_DUMPABLE = 4
+
+
+def check_platform() -> None:
+    """Raises Unsupported where the daemon cannot keep its promises."""
+    release = platform.release()
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64") or numbers < KERNEL_LEAST:
+        raise Unsupported(
+            f"tierd serve: {platform.system()} {release} on {platform.machine()}; it needs Linux 5.15 or newer on x86-64 or "
+            "aarch64. The client SDK can reach a daemon elsewhere over host:port"
+        )
+
+
+async def serve(config: Config, *, release: bool = False) -> int:
+    """Runs a daemon until SIGTERM or SIGINT; the exit status. release: free the arena at the end.
+
+    Raises AlreadyOwned, ConfigError, Unsupported, VersionMismatch, TierFailed before it serves.
+    """
+    check_platform()
+    os.umask(0o077)
+    # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    stop = _stop_signals()
+    async with assemble(config) as daemon:
+        daemon.release = release or any(host.release_on_exit for host in config.host)
+        async with Listeners(daemon) as listeners, _watchdog():
+            daemon.cache.background.start()
+            await listeners.open()
+            daemon.state = "serving"
+            _say_what_was_chosen(daemon)
+            notify.ready()
+            await stop.wait()
+            notify.stopping()
+            await _settle(daemon, listeners)
+    log.info("ended", release=daemon.release)
+    return 0
+
+
+def _stop_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _settle(daemon: Assembly, listeners: Listeners) -> None:
+    """From "refuse new" to "nothing moves any more", within the shutdown deadline."""
+    deadline = time.monotonic() + daemon.config.server.shutdown_deadline
+    daemon.state, daemon.cache.is_draining = "draining", True
+    log.info("stopping", leases=daemon.cache.core.stats().leases, transfers=daemon.cache.flights.count)
+    await listeners.refuse_new()
+    await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
+    await daemon.cache.background.stop()
+    if not await daemon.cache.flights.idle(timeout_s=max(0.0, deadline - time.monotonic())):
+        log.warning("transfers cut short", transfers=daemon.cache.flights.count)
+
+
+@contextlib.asynccontextmanager
+async def _watchdog() -> AsyncIterator[None]:
+    """Tells the supervisor from the event loop that the event loop turns."""
+    interval_s = notify.watchdog_interval_s()
+
+    async def feed(every_s: float) -> None:
+        while True:
+            notify.alive()
+            await asyncio.sleep(every_s)
+
+    task = asyncio.create_task(feed(interval_s)) if interval_s else None
+    try:
+        yield
+    finally:
+        if task:
+            task.cancel()
+
+
+def _say_what_was_chosen(daemon: Assembly) -> None:
+    """One line per tier and per thing that the machine lacks."""
+    for tier in daemon.tiers:
+        log.info("tier", name=tier.spec.name, capacity_bytes=tier.spec.capacity_bytes, place=tier.place, mode=tier.mode)
+        for notice in tier.notices:
+            log.warning(notice, tier=tier.spec.name)
+            daemon.metrics.notice(notice)
+    log.info(
+        "serving",
+        target=daemon.config.server.runtime_dir,
+        version=tierd.__version__,
+        instance=daemon.instance,
+        blocks=daemon.cache.core.stats().blocks,
+        start_s=round(time.monotonic() - daemon.started, 3),
+    )
+
+
