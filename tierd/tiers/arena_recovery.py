@@ -64,7 +64,7 @@ def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, sto
     for segment in sorted(catalogues.keys() - placed.keys()):
         dropped.append(f"segment {segment}: {len(survivors[segment].slots)} blocks, beyond the tier's capacity")
     kept = []
-    for segment, place in placed.items():
+    for segment, place in sorted(placed.items(), key=lambda item: item[1]):
         try:
             memory = data.adopt(segment)
         except (OSError, TierFailed) as error:

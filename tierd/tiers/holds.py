@@ -325,7 +325,7 @@ def _pack_holder(holder: Holder) -> bytes:
     record = np.zeros(1, dtype=HOLDER)
     tenant = holder.tenant.encode()
     if len(tenant) > 64:
-        raise Overloaded(
+        raise InvalidArgument(
             f"tenant {holder.tenant[:20]!r}...: {len(tenant)} bytes, the session table holds 64; choose a shorter name"
         )
     record["session"], record["start_time"], record["pid"] = holder.session, holder.start_time, holder.pid
