@@ -74,6 +74,7 @@ class Background:
                 await tier.sync()
             except TierFailed as error:
                 log.error("sync failed", tier=tier.spec.name, error=str(error))
+                self._flights.drop_failed()
 
     async def _step(self, *, timeout_s: float) -> bool:
         """One demotion plan to its end; False if there was nothing to do, or nothing of it succeeded (a tier that fails)."""

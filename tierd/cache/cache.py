@@ -359,7 +359,10 @@ class Cache:
                 continue
             try:
                 await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - time.monotonic()))
-            except (TierFailed, TimeoutError):
+            except TierFailed:
+                self.flights.drop_failed()
+                continue
+            except TimeoutError:
                 continue
             durable |= here
         return durable

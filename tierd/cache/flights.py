@@ -20,7 +20,7 @@ from tierd.core.model import BlockStatus, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.metrics import Metrics
 from tierd.mover import Mover, link_of
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import StoredTier, Tier
 
 log = structlog.get_logger(__name__)
 
@@ -53,6 +53,7 @@ class Flights:
         self._batch_blocks = batch_blocks
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
+        self._dropped: set[int] = set()
         self.made = 0
         """Transfers finished since the start."""
         self.failed = 0
@@ -91,6 +92,14 @@ class Flights:
                 return False
             await asyncio.wait(set(self._flying.values()), timeout=left)
         return True
+
+    def drop_failed(self) -> None:
+        """Takes tiers out of service that have failed for good; their blocks are misses from now on."""
+        for tier in self._tiers:
+            if isinstance(tier, StoredTier) and not tier.serving and tier.position not in self._dropped:
+                self._dropped.add(tier.position)
+                log.error("tier out of service", tier=tier.spec.name, place=tier.place)
+                self.start(self._core.drop_tier(tier.position, self._clock.now()))
 
     @property
     def count(self) -> int:
@@ -157,6 +166,8 @@ class Flights:
             self._flying.pop(i, None)
         self._count(batch, statuses)
         self.start(plan)
+        if (statuses == BlockStatus.FAILED).any():
+            self.drop_failed()
         self._announce_stored(batch[statuses == BlockStatus.READY])
 
     def _count(self, batch: StructArray, statuses: StructArray) -> None:

@@ -118,6 +118,10 @@ class MappedTier(Tier, Protocol):
 class StoredTier(Tier, Protocol):
     """A medium that is read and written in batches."""
 
+    @property
+    def serving(self) -> bool:
+        """False once it has failed; for good."""
+
     async def read(self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray) -> ReadResult:
         """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace, generation). Each target is 4 KiB
         aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller."""

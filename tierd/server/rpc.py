@@ -1,0 +1,77 @@
+"""The gRPC servers: the unix socket, and TCP on loopback where it is configured.
+
+Purpose: build, bind, refuse, finish. Non-purpose: what a call does. Invariants: sockets are made 0600 and only under the instance's
+lock, so a stale one may be removed; TCP is bound only with a credential; messages are bounded, since block bytes never ride in them but
+in chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tierd._proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from tierd.errors import ConfigError
+from tierd.server.admin import AdminService
+from tierd.server.guard import Guard
+from tierd.server.service import CacheService
+
+SERVICES = ("tierd.v1.Cache", "tierd.v1.Admin")
+OPTIONS = (
+    ("grpc.max_receive_message_length", 8 << 20),
+    ("grpc.max_send_message_length", 8 << 20),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.so_reuseport", 0),
+)
+BACKLOG = 4
+"""Calls that may be in the server beyond the guard's limit, as a multiple of it, so that the guard is what answers."""
+
+
+class Rpc:
+    """One or two gRPC servers over the same services."""
+
+    def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, queue_limit: int) -> None:
+        self.health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=queue_limit * BACKLOG + 1024
+        )
+        cache_pb2_grpc.add_CacheServicer_to_server(cache, self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        names = [module.DESCRIPTOR.services_by_name[n].full_name for module, n in ((cache_pb2, "Cache"), (admin_pb2, "Admin"))]
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, health.SERVICE_NAME], self._server)
+
+    def listen_unix(self, path: str) -> None:
+        """Binds the unix socket. Raises ConfigError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self._bind(f"unix:{path}")
+
+    def listen_tcp(self, address: str) -> int:
+        """Binds a loopback address; the port. Raises ConfigError."""
+        return self._bind(address)
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        await self._server.start()
+        await self.set_serving(True)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *SERVICES):
+            await self.health.set(name, status)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Refuses new calls, lets those in progress finish within the grace, cancels the rest."""
+        await self._server.stop(grace_s)
+
+    def _bind(self, address: str) -> int:
+        try:
+            return int(self._server.add_insecure_port(address))
+        except RuntimeError as error:
+            raise ConfigError(f"listen {address}: {error}; is another program using it?") from error
