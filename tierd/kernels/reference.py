@@ -8,6 +8,7 @@ log-sum-exp of -inf. Log-sum-exps are natural logarithms.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class PagedBatch:
     def checked(self, rows: int, page_tokens: int) -> PagedBatch:
         """The batch itself. Raises InvalidArgument when it does not fit so many query rows or pages so long."""
         starts = list(self.query_starts)
-        if starts[:1] != [0] or starts[-1] != rows or any(a > b for a, b in zip(starts, starts[1:], strict=False)):
+        if starts[:1] != [0] or starts[-1] != rows or any(a > b for a, b in itertools.pairwise(starts)):
             raise InvalidArgument(f"query_starts: {starts} must rise from 0 to {rows}, the number of query rows")
         if not len(starts) - 1 == len(self.kv_lens) == len(self.tables):
             raise InvalidArgument(
@@ -45,7 +46,9 @@ class PagedBatch:
             )
         for i, (length, table) in enumerate(zip(self.kv_lens, self.tables, strict=True)):
             if length < 0 or length > len(table) * page_tokens:
-                raise InvalidArgument(f"kv_lens[{i}]: {length} is outside 0 to {len(table)} pages of {page_tokens} tokens")
+                raise InvalidArgument(
+                    f"kv_lens[{i}]: {length} is outside 0 to {len(table)} pages of {page_tokens} tokens"
+                )
         return self
 
 
@@ -100,7 +103,9 @@ def _gather(q: Array, pages: Sequence[Array], table: Sequence[int], length: int)
     """The first `length` tokens of a block table, in the dtype of the sums and beside the queries."""
     xp = array_namespace(q)
     if length == 0:
-        empty = xp.zeros((0, *pages[0].shape[2:]) if len(pages) else (0, *q.shape[1:]), dtype=_sum_dtype(q), device=device(q))
+        empty = xp.zeros(
+            (0, *pages[0].shape[2:]) if len(pages) else (0, *q.shape[1:]), dtype=_sum_dtype(q), device=device(q)
+        )
         return _Keys(empty, empty, 1)
     page_tokens = pages[0].shape[1]
     used = [pages[p] for p in table[: -(-length // page_tokens)]]

@@ -81,7 +81,15 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize(
     "shape",
-    [[(1, 1)], [(1, 9), (1, 4), (1, 13)], [(5, 5)], [(3, 11), (1, 2), (6, 6)], [(0, 3), (2, 8)], [(4, 2)], [(1, 0), (1, 3)]],
+    [
+        [(1, 1)],
+        [(1, 9), (1, 4), (1, 13)],
+        [(5, 5)],
+        [(3, 11), (1, 2), (6, 6)],
+        [(0, 3), (2, 8)],
+        [(4, 2)],
+        [(1, 0), (1, 3)],
+    ],
     ids=["one", "decode", "prefill", "mixed", "no-rows", "rows-before-keys", "empty"],
 )
 def test_equals_attention_written_out(shape: list[tuple[int, int]], group: int) -> None:
@@ -90,7 +98,11 @@ def test_equals_attention_written_out(shape: list[tuple[int, int]], group: int) 
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.integers(0, 99),
+)
 def test_any_batch_equals_attention_written_out(shape: list[tuple[int, int]], page_tokens: int, seed: int) -> None:
     """Any shape of batch and any page size equal the definition."""
     check(make_case(shape, page_tokens=page_tokens, seed=seed))
@@ -110,7 +122,9 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     whole = paged_attention(case.q, case.pool, case.batch)
     for row in range(5):
         alone = PagedBatch([0, 1], [8 + row], case.batch.tables)
-        np.testing.assert_allclose(paged_attention(case.q[row : row + 1], case.pool, alone).out[0], whole.out[row], atol=1e-12)
+        np.testing.assert_allclose(
+            paged_attention(case.q[row : row + 1], case.pool, alone).out[0], whole.out[row], atol=1e-12
+        )
 
 
 def test_half_precision_pages_are_summed_in_single() -> None:
@@ -127,7 +141,8 @@ def test_merge_of_parts_is_the_whole() -> None:
     table = case.batch.tables[0]
     whole = paged_attention(case.q, case.pool, case.batch)
     parts = [
-        paged_attention(case.q, case.pool, PagedBatch([0, 1], [kv], [t])) for kv, t in ((8, table[:2]), (0, []), (4, table[2:]))
+        paged_attention(case.q, case.pool, PagedBatch([0, 1], [kv], [t]))
+        for kv, t in ((8, table[:2]), (0, []), (4, table[2:]))
     ]
     outs = np.stack([p.out for p in parts])
     outs[1] = np.nan  # what a kernel left there does not matter

@@ -1,0 +1,163 @@
+"""Block tables: grow, write, commit, fork, release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tierd.errors import InvalidArgument
+from tierd.worker.backend import Backend
+from tierd.worker.blocks import BlockTable
+from tierd.worker.pages import LocalPages, PageShape
+from tierd.worker.spec import LlamaSpec
+
+SMALL = LlamaSpec(vocab_size=8, hidden_size=8, intermediate_size=8, layers=1, q_heads=1, kv_heads=1, head_dim=2)
+NewSource = Callable[..., Any]
+
+
+def fill(table: BlockTable, tokens: list[int], upto: int) -> None:
+    """Writes token ids as keys and values of positions table.length to upto, all layers."""
+    values = np.asarray(tokens[table.length : upto], dtype=np.float32)[:, None, None]
+    start = table.length
+    table.grow(upto)
+    layers, _, _, heads, dim = table.pages[0].array.shape
+    rows = np.broadcast_to(values, (upto - start, heads, dim))
+    for layer in range(layers):
+        table.write(layer, start, k=rows, v=-rows)
+    table.advance(upto)
+
+
+def contents(table: BlockTable) -> list[int]:
+    """The token ids that fill wrote, read back from the pages' first keys."""
+    keys = np.concatenate([p.array[0, 0, :, 0, 0] for p in table.pages]) if table.pages else np.zeros(0)
+    return [int(k) for k in keys[: table.length]]
+
+
+def test_rows_land_in_their_places(shape: PageShape) -> None:
+    """Keys and values of a run that crosses pages are found at their positions, layer by layer."""
+    table = BlockTable(LocalPages(shape))
+    table.grow(10)
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 2, 10, 2, 8), dtype=np.float32)
+    for layer in range(2):
+        table.write(layer, 0, k=k[layer, :7], v=v[layer, :7])
+        table.write(layer, 7, k=k[layer, 7:], v=v[layer, 7:])
+    stored = np.concatenate([p.array for p in table.pages], axis=2)[:, :, :10]
+    np.testing.assert_array_equal(stored, np.stack([k, v], axis=1))
+
+
+def test_only_grown_positions_are_writable(shape: PageShape) -> None:
+    """Positions that are done, or for which there is no page, are refused."""
+    table = BlockTable(LocalPages(shape))
+    table.grow(4)
+    table.advance(2)
+    rows = np.zeros((1, 2, 8), dtype=np.float32)
+    for position in (1, 4):
+        with pytest.raises(InvalidArgument):
+            table.write(0, position, k=rows, v=rows)
+
+
+def test_a_fork_copies_the_page_that_it_continues(shape: PageShape) -> None:
+    """Two forks write different tokens after a common start; full pages stay shared, the last one is copied once."""
+    source = LocalPages(shape)
+    one = BlockTable(source)
+    fill(one, [1, 2, 3, 4, 5, 6], 6)
+    two = one.fork()
+    fill(one, [1, 2, 3, 4, 5, 6, 7], 7)
+    fill(two, [1, 2, 3, 4, 5, 6, 8], 7)
+    assert contents(one) == [1, 2, 3, 4, 5, 6, 7]
+    assert contents(two) == [1, 2, 3, 4, 5, 6, 8]
+    assert one.pages[0] is two.pages[0]
+    assert source.in_use == 3
+
+
+def test_a_duplicate_commit_goes_on_with_the_page_that_exists(new_source: NewSource) -> None:
+    """The second of two equal sequences switches to the first one's pages and gives its own back."""
+    source = new_source()
+    tokens = list(range(10))
+    one, two = BlockTable(source), BlockTable(source)
+    for table in (one, two):
+        fill(table, tokens, 10)
+        table.commit(tokens)
+    assert [a is b for a, b in zip(one.pages, two.pages, strict=True)] == [True, True, False]
+    assert contents(two) == tokens
+    one.release()
+    two.release()
+    assert source.held == 0
+
+
+def test_a_block_that_finds_no_room_ends_the_chain(new_source: NewSource) -> None:
+    """After the first block that could not be stored nothing is named, and all pages stay readable."""
+    tokens = list(range(20))
+    table = BlockTable(new_source(room=2))
+    fill(table, tokens, 20)
+    assert table.commit(tokens) == 2
+    assert [p.is_private for p in table.pages] == [False, False, True, True, True]
+    assert not table.commit_tail(tokens)
+    assert contents(table) == tokens
+
+
+def test_a_stored_tail_is_continued_in_a_private_copy(new_source: NewSource) -> None:
+    """A short block comes back as a private page that can be written on, while the stored one stays."""
+    source = new_source()
+    tokens = list(range(6))
+    first = BlockTable(source)
+    fill(first, tokens, 6)
+    first.commit(tokens)
+    assert first.commit_tail(tokens)
+    first.release()
+    for last in (30, 31):
+        again = BlockTable(source, source.acquire([*tokens, last], marks=[6]))
+        assert again.length == 6
+        fill(again, [*tokens, last], 7)
+        assert contents(again) == [*tokens, last]
+        again.release()
+    assert source.held == 0
+
+
+class ForksOfTables(RuleBasedStateMachine):
+    """Any history of growing, forking and releasing: each table reads its own tokens, and no page is lost or kept."""
+
+    @initialize()
+    def start(self) -> None:
+        self.source = LocalPages(PageShape(SMALL.geometry("float32"), 3, Backend()))
+        self.tables: list[tuple[BlockTable, list[int]]] = [(BlockTable(self.source), [])]
+        self.next = 0
+
+    @rule(which=st.integers(0, 99), count=st.integers(1, 5))
+    def grow(self, which: int, count: int) -> None:
+        table, tokens = self.tables[which % len(self.tables)]
+        tokens += range(self.next, self.next + count)
+        self.next += count
+        fill(table, tokens, len(tokens))
+
+    @rule(which=st.integers(0, 99))
+    def fork(self, which: int) -> None:
+        table, tokens = self.tables[which % len(self.tables)]
+        self.tables.append((table.fork(), list(tokens)))
+
+    @precondition(lambda self: len(self.tables) > 1)
+    @rule(which=st.integers(0, 99))
+    def release(self, which: int) -> None:
+        self.tables.pop(which % len(self.tables))[0].release()
+
+    @invariant()
+    def each_reads_its_own(self) -> None:
+        for table, tokens in getattr(self, "tables", []):
+            assert contents(table) == tokens
+
+    @invariant()
+    def pages_in_use_are_those_in_tables(self) -> None:
+        if hasattr(self, "source"):
+            held = {id(page) for table, _ in self.tables for page in table.pages}
+            assert self.source.in_use == len(held)
+
+
+TestForksOfTables = ForksOfTables.TestCase
+TestForksOfTables.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

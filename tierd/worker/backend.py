@@ -1,0 +1,121 @@
+"""Which array library computes, in what precision, where.
+
+Purpose: the few things that the array API does not standardise: loading raw tensors, and arrays over foreign memory.
+Non-purpose: any mathematics. Invariants: `page` never copies: what is written to its array is written to the buffer;
+torch is imported only when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.block import KVGeometry
+from tierd.errors import ConfigError, Unsupported
+from tierd.worker.checkpoint import RawTensor
+
+Array = Any
+"""A numpy array or a torch tensor."""
+
+KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Precisions of KV, bytes per value."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """library: "numpy" or "torch". dtype: of weights and activations. device: a torch device, "cpu" for numpy."""
+
+    library: str = "numpy"
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what cannot be computed, Unsupported without torch."""
+        known = {"numpy": ("float32",), "torch": ("float32", "bfloat16", "float16")}
+        if self.dtype not in known.get(self.library, ()):
+            raise ConfigError(f"backend: {self.library!r} in {self.dtype!r} is not to be had; choose from {known}")
+        if self.library == "numpy" and self.device != "cpu":
+            raise ConfigError(
+                f"backend.device: numpy computes on 'cpu', not on {self.device!r}; choose library='torch'"
+            )
+        if self.library == "torch":
+            assert self.torch is not None
+
+    @cached_property
+    def torch(self) -> Any:
+        """The torch module; None with numpy. Raises Unsupported where torch is not installed."""
+        if self.library != "torch":
+            return None
+        try:
+            import torch  # noqa: PLC0415 - only who asks for torch pays for it
+        except ImportError as fault:
+            raise Unsupported("backend: torch is not installed; `pip install tierd[worker]` or use numpy") from fault
+        return torch
+
+    def weight(self, raw: RawTensor) -> Array:
+        """A stored tensor, in this backend's precision and place."""
+        if self.torch is None:
+            return raw.float32()
+        if raw.kind == "BF16":
+            stored = self.torch.from_numpy(raw.data.view("<i2").copy()).view(self.torch.bfloat16).reshape(raw.shape)
+        else:
+            stored = self.torch.from_numpy(np.array(raw.float32()))
+        return stored.to(device=self.device, dtype=getattr(self.torch, self.dtype))
+
+    def ints(self, values: Sequence[int]) -> Array:
+        """int64 [n], beside the weights."""
+        array = np.asarray(values, dtype=np.int64)
+        return array if self.torch is None else self.torch.from_numpy(array).to(self.device)
+
+    def floats(self, values: NDArray[np.float32]) -> Array:
+        """The same float32 values, beside the weights."""
+        return values if self.torch is None else self.torch.from_numpy(values).to(self.device)
+
+    def page(self, buffer: Any, *, geometry: KVGeometry, tokens: int) -> Array:
+        """An array [layers, 2, tokens, kv_heads, head_dim] over a block's bytes, without a copy.
+
+        buffer: anything with the buffer protocol, at least as long. Writable as the buffer is; torch knows no read-only
+        tensors: nobody writes to pages that are not private. Raises Unsupported for bfloat16 without torch.
+        """
+        shape = (geometry.layers, 2, tokens, geometry.kv_heads, geometry.head_dim)
+        raw = np.frombuffer(buffer, dtype=np.uint8, count=page_bytes(geometry, tokens))
+        if self.torch is None:
+            if geometry.dtype == "bfloat16":
+                raise Unsupported("kv dtype: numpy has no bfloat16; choose float32 or float16, or the torch backend")
+            return raw.view(geometry.dtype).reshape(shape)
+        return self._tensor(raw).view(getattr(self.torch, geometry.dtype)).reshape(shape)
+
+    def _tensor(self, raw: NDArray[np.uint8]) -> Array:
+        """A uint8 tensor over the same memory, read-only or not."""
+        return self.torch.from_numpy(raw if raw.flags.writeable else np.asarray(_Borrowed(raw)))
+
+    def to_numpy(self, array: Array) -> NDArray[np.float32]:
+        """float32 on the host, for sampling."""
+        if self.torch is None:
+            return np.asarray(array, dtype=np.float32)
+        return np.asarray(array.detach().to("cpu", self.torch.float32).numpy())
+
+
+class _Borrowed:
+    """A read-only array that claims to be writable, since torch warns of tensors over read-only memory and has no other way.
+
+    It keeps the array alive; the mapping itself still refuses to be written.
+    """
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        """array: what lies behind."""
+        self._array = array
+        address = array.__array_interface__["data"][0]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def page_bytes(geometry: KVGeometry, tokens: int) -> int:
+    """Bytes of a block of so many tokens. Raises ConfigError for an unknown dtype."""
+    if geometry.dtype not in KV_BYTES:
+        raise ConfigError(f"kv dtype: {geometry.dtype!r} is none of {sorted(KV_BYTES)}")
+    return geometry.layers * 2 * tokens * geometry.kv_heads * geometry.head_dim * KV_BYTES[geometry.dtype]

@@ -1,0 +1,138 @@
+"""A Llama-type transformer, once, for numpy and torch alike.
+
+Purpose: from token ids and positions to hidden states and logits. Non-purpose: where keys and values are kept: attention
+is a function that the caller passes, called once per layer. Invariants: rows are independent of one another but through
+that function, so tokens of several sequences may stand in one call; norms, rotation angles and logits are float32
+whatever the precision of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+from numpy.typing import NDArray
+
+from tierd.worker.backend import Backend
+from tierd.worker.checkpoint import Checkpoint
+from tierd.worker.spec import LlamaSpec
+
+Array = Any
+"""A numpy array or a torch tensor."""
+
+Attend = Callable[[int, Array, Array, Array], Array]
+"""(layer, q [rows, q_heads, head_dim], k and v [rows, kv_heads, head_dim], q and k rotated) -> out, shaped like q.
+
+The caller stores k and v of these rows first, then attends over all that each row may see.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer; each matrix is [out, in]. q, k and v are one product, gate and up another."""
+
+    norm: Array
+    qkv: Array
+    out: Array
+    mlp_norm: Array
+    gate_up: Array
+    down: Array
+
+
+class Llama:
+    """The model: `hidden` then `logits`."""
+
+    def __init__(self, checkpoint: Checkpoint, backend: Backend | None = None) -> None:
+        """Loads every weight. Raises ConfigError or Unsupported (see Backend)."""
+        self.spec: LlamaSpec = checkpoint.spec
+        self.backend = backend or Backend()
+        self.digest = checkpoint.digest
+        self._embedding = self._weight(checkpoint, "model.embed_tokens")
+        self._norm = self._weight(checkpoint, "model.norm")
+        self._head = self._embedding if self.spec.tied else self._weight(checkpoint, "lm_head")
+        self._layers = [self._layer(checkpoint, i) for i in range(self.spec.layers)]
+        self._frequencies = self.backend.floats(rope_frequencies(self.spec))
+
+    def hidden(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """int64 [rows] each -> hidden states [rows, hidden_size] after the last layer, before the last norm."""
+        xp = array_namespace(tokens)
+        x = xp.take(self._embedding, tokens, axis=0)
+        angles = xp.astype(positions, xp.float32)[:, None] * self._frequencies[None, :]
+        cos, sin = xp.cos(angles)[:, None, :], xp.sin(angles)[:, None, :]
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._heads(_rms_norm(x, layer.norm, self.spec.rms_eps) @ layer.qkv.T)
+            mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            x = x + xp.reshape(mixed, (x.shape[0], -1)) @ layer.out.T
+            wide = _rms_norm(x, layer.mlp_norm, self.spec.rms_eps) @ layer.gate_up.T
+            half = self.spec.intermediate_size
+            x = x + (_silu(wide[:, :half]) * wide[:, half:]) @ layer.down.T
+        return x
+
+    def logits(self, hidden: Array) -> NDArray[np.float32]:
+        """[rows, hidden_size] -> float32 [rows, vocab_size] on the host."""
+        return self.backend.to_numpy(_rms_norm(hidden, self._norm, self.spec.rms_eps) @ self._head.T)
+
+    def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Splits [rows, (q_heads + 2 kv_heads) * head_dim] into q, k and v by heads."""
+        spec = self.spec
+        xp = array_namespace(qkv)
+        heads = xp.reshape(qkv, (qkv.shape[0], spec.q_heads + 2 * spec.kv_heads, spec.head_dim))
+        k_end = spec.q_heads + spec.kv_heads
+        return heads[:, : spec.q_heads], heads[:, spec.q_heads : k_end], heads[:, k_end:]
+
+    def _weight(self, checkpoint: Checkpoint, name: str) -> Array:
+        return self.backend.weight(checkpoint.tensors[f"{name}.weight"])
+
+    def _layer(self, checkpoint: Checkpoint, index: int) -> Layer:
+        def joined(*names: str) -> Array:
+            parts = [self._weight(checkpoint, f"model.layers.{index}.{name}") for name in names]
+            return parts[0] if len(parts) == 1 else array_namespace(*parts).concat(parts, axis=0)
+
+        return Layer(
+            norm=joined("input_layernorm"),
+            qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            out=joined("self_attn.o_proj"),
+            mlp_norm=joined("post_attention_layernorm"),
+            gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
+            down=joined("mlp.down_proj"),
+        )
+
+
+def rope_frequencies(spec: LlamaSpec) -> NDArray[np.float32]:
+    """Radians per position of each pair of channels: float32 [head_dim / 2], as models were trained with."""
+    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
+    plain: NDArray[np.float32] = (np.float32(1.0) / np.float32(spec.rope_theta) ** exponents).astype(np.float32)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain
+    # Llama 3.1: waves longer than original / low are slowed by factor, those shorter than original / high stay.
+    turns = scaling.original_max_positions * plain / np.float32(2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    mixed: NDArray[np.float32] = ((1 - kept) * plain / scaling.factor + kept * plain).astype(np.float32)
+    return mixed
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    xp = array_namespace(x)
+    wide = xp.astype(x, xp.float32, copy=False)
+    scale = 1.0 / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return xp.astype(wide * scale, x.dtype, copy=False) * weight
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotates channel i with channel i + head_dim / 2 of [rows, heads, head_dim]; cos, sin: float32 [rows, 1, head_dim / 2]."""
+    xp = array_namespace(x)
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return xp.astype(xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype, copy=False)
+
+
+def _silu(x: Array) -> Array:
+    """x * sigmoid(x); by tanh, which never overflows."""
+    xp = array_namespace(x)
+    return x * (0.5 * xp.tanh(0.5 * x) + 0.5)

@@ -1,0 +1,71 @@
+"""What is asked of the engine and what it answers.
+
+Purpose: the two values at its seam. Non-purpose: aggregation over requests. Invariant: reused + computed = prompt tokens, but
+that a prompt held whole has its last token computed once more (its logits are not stored).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tierd.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt.
+
+    tokens: ids, at least one. temperature: 0 is greedy. seed: of the random draws. samples: continuations of the one prompt,
+    which share its pages. stop: ids that end a sequence (the id itself is the last token given). marks: token counts at
+    which an earlier turn of this conversation ended (Report.stored_tokens), where a short block may lie.
+    """
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int = 32
+    temperature: float = 0.0
+    seed: int = 0
+    samples: int = 1
+    stop: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+
+    def checked(self) -> Request:
+        """The request itself. Raises InvalidArgument for an impossible one."""
+        if not self.tokens:
+            raise InvalidArgument("request.tokens: empty; begin with the model's first token")
+        for name, low in (("max_new_tokens", 1), ("samples", 1), ("temperature", 0), ("seed", 0)):
+            if not getattr(self, name) >= low:
+                raise InvalidArgument(f"request.{name}: {getattr(self, name)} is below {low}; choose a larger value")
+        return self
+
+
+@dataclass(slots=True)
+class Report:
+    """What one sequence got and what it cost. Times in seconds, from the moment its turn came.
+
+    tokens: generated. stopped: one of Request.stop ended it. reused_tokens: of the prompt, not computed. tier_tokens: those by
+    the name of the tier where they were found. computed_tokens: of the prompt. acquire_s: finding and fetching the
+    prefix, part of ttft_s, the time to the first token. decode_s: steps that it took part in. stored_tokens: what a later request can reuse: give it as a mark.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    acquire_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    stopped: bool = False
+    committed_blocks: int = 0
+    stored_tokens: int = 0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Generated tokens after the first, by the time of their steps; 0 for fewer than two."""
+        return (len(self.tokens) - 1) / self.decode_s if len(self.tokens) > 1 and self.decode_s > 0 else 0.0
+
+    def fresh(self) -> Report:
+        """The start of a fork's report: the same prompt, nothing committed by itself."""
+        return replace(self, tokens=[], committed_blocks=0)
