@@ -1,0 +1,123 @@
+"""An Admin service that answers from a table of replies and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from tierd._proto import admin_pb2 as pb
+from tierd._proto import admin_pb2_grpc
+from tierd.cli.admin import Connection
+from tierd.core.model import TierKind
+from tierd.errors import ERROR_KEY, TierdError
+
+HASH = bytes(range(32))
+
+
+class FakeAdmin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
+    """answers: reply, or error, by method name; asked: every (method, request, token) in order."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Message | TierdError] = samples()
+        self.asked: list[tuple[str, Message, str]] = []
+
+    @property
+    def last(self) -> Any:
+        """The latest request."""
+        return self.asked[-1][1]
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name[:1].isupper():
+            return super().__getattribute__(name)
+        return lambda request, context: self.reply(name, request, context)
+
+    def reply(self, name: str, request: Message, context: grpc.ServicerContext) -> Message:
+        """The table's answer, or its error as the daemon tells it."""
+        self.asked.append((name, request, dict(context.invocation_metadata()).get("tierd-session", "")))
+        answer = self.answers[name]
+        if isinstance(answer, TierdError):
+            context.set_trailing_metadata(((ERROR_KEY, type(answer).__name__),))
+            context.abort(grpc.StatusCode.INTERNAL, str(answer))
+        return answer
+
+
+@contextmanager
+def served(admin: FakeAdmin, directory: Path) -> Iterator[Connection]:
+    """A connection to the service over a unix socket."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
+    address = f"unix:{directory / 'tierd.sock'}"
+    server.add_insecure_port(address)
+    server.start()
+    channel = grpc.insecure_channel(address)
+    try:
+        yield Connection(channel, token="token-1", close=lambda: None)
+    finally:
+        channel.close()
+        server.stop(None)
+
+
+def samples() -> dict[str, Message | TierdError]:
+    """A busy daemon's answers."""
+    block = pb.BlockInfo(
+        hash=HASH, parent=bytes(32), namespace=1, position=0, tokens=512, bytes=65536, pins=2, hits=41, idle_s=3.25,
+        tiers=["host.0", "nvme.0"],
+    )  # fmt: skip
+    return {
+        "Status": pb.StatusReply(
+            version="0.1.0", instance="ab12cd34" * 4, pid=4711, uptime_s=11_532, state="serving", sessions=3, leases=12,
+            blocks=10_234, cpu_s=84.2, counters={"tierd_hits": 99, "tierd_idle": 0},
+            notices=["host.0: no huge pages here (shmem_enabled is never); first touch is slower"],
+        ),
+        "Tiers": pb.TiersReply(
+            tiers=[
+                tier("device.0", TierKind.DEVICE, capacity=256 << 20, used=100 << 20),
+                tier("host.0", TierKind.HOST, capacity=512 << 20, used=470 << 20),
+                tier("nvme.0", TierKind.NVME, capacity=4 << 30, used=4 << 30, mode="o_direct"),
+            ]
+        ),
+        "Blocks": pb.BlocksReply(blocks=[block], total=61),
+        "Inspect": pb.InspectReply(
+            block=block,
+            pages=[pb.PageInfo(tier="host.0", state="ready", segment=7, slot=3, offset=196608, generation=812, pins=2)],
+            children=[bytes(31) + b"\1"], digest=bytes(16), slices=4,
+        ),
+        "Sessions": pb.SessionsReply(
+            sessions=[
+                pb.SessionInfo(
+                    id=5, pid=99, uid=1000, tenant="search", name="vllm-worker-0", sdk="0.1.0", state="open", age_s=310,
+                    leases=4, pinned_bytes=96 << 20, reserved_bytes=2 << 20, reservations=1,
+                )
+            ]
+        ),
+        "Namespaces": pb.NamespacesReply(
+            namespaces=[
+                pb.NamespaceInfo(
+                    id=1, tenant="search", epoch=2, model="llama-3-8b", blocks=61, current=True,
+                    text='{"spec": {"tokens_per_block": 16, "block_bytes": 2097152}}',
+                )
+            ]
+        ),
+        "Evict": pb.EvictReply(blocks=3, bytes=3 << 20, pinned=1),
+        "Pin": pb.PinReply(blocks=1),
+        "Unpin": pb.PinReply(blocks=1),
+        "Drain": pb.DrainReply(leases_left=2),
+        "Flush": pb.FlushReply(blocks=8, bytes=8 << 20),
+        "BumpEpoch": pb.BumpEpochReply(namespaces=1, blocks=61),
+    }  # fmt: skip
+
+
+def tier(name: str, kind: TierKind, *, capacity: int, used: int, mode: str = "tmpfs") -> pb.TierInfo:
+    """One tier's answer."""
+    return pb.TierInfo(
+        name=name, kind=int(kind), capacity_bytes=capacity, used_bytes=used, assigned_bytes=used, pages_ready=used >> 16,
+        pages_pinned=12, pages_reserved=1, pages_retiring=2, evictions=1234, bytes_read=3 << 30, bytes_written=2 << 30,
+        place=f"/somewhere/{name}", mode=mode, serving=True,
+        classes=[pb.ClassInfo(class_bytes=65536, domain=1, segments=4, pages=64, pages_free=9)],
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Numbers for people, tables for terminals."""
+
+from __future__ import annotations
+
+import pytest
+from fake_admin import samples
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tierd.cli import look, top
+from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
+from tierd.cli.render import Column, fitting, plain_lines
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (65536, "64.0 KiB"), (10**9, "954 MiB"), (1 << 40, "1.00 TiB")],
+)
+def test_bytes_have_three_digits(value: int, text: str) -> None:
+    """Sizes are shown in binary units with three significant digits."""
+    assert human_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 s"),
+        (3e-5, "30.0 us"),
+        (0.0042, "4.20 ms"),
+        (12.3, "12.3 s"),
+        (192, "3 min 12 s"),
+        (7500, "2 h 05 min"),
+        (3e5, "3 d 11 h"),
+        (-1, "-"),
+    ],
+)
+def test_durations_read_as_people_say_them(value: float, text: str) -> None:
+    """Durations go from microseconds to days."""
+    assert human_seconds(value) == text
+
+
+def test_nothing_is_a_dash() -> None:
+    """Shares of nothing and rates of nothing are dashes, large counts are shortened."""
+    assert (human_share(1, 0), human_rate(0), human_count(12_345), human_count(2.5e7)) == ("-", "-", "12,345", "25.0 M")
+
+
+@given(st.integers(0, 1 << 60))
+def test_sizes_never_grow_wide(value: int) -> None:
+    """No size needs more than ten characters, so columns do not jump."""
+    assert len(human_bytes(value)) <= 10
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=9), st.integers(1, 200))
+def test_columns_go_by_need(shapes: list[tuple[int, int]], width: int) -> None:
+    """Columns that are needed stay; no spare column is dropped while one less needed stays; what stays fits unless all is needed."""
+    columns = [Column("x", spare=spare) for _, spare in shapes]
+    shown = fitting(columns, [n for n, _ in shapes], width=width)
+    dropped = [columns[i].spare for i in range(len(columns)) if i not in shown]
+    kept = [columns[i].spare for i in shown]
+    assert 0 not in dropped
+    assert not dropped or max(kept, default=0) <= min(dropped)
+    assert not any(kept) or sum(shapes[i][0] + 2 for i in shown) - 2 <= width
+
+
+def test_plain_tables_are_aligned_and_whole() -> None:
+    """In a pipe columns line up and nothing is cut."""
+    columns = (Column("name"), Column("bytes", right=True), Column("note", spare=9))
+    lines = plain_lines(columns, [["a", "1", "x" * 200], ["bcdefg", "12345678", ""]])
+    assert lines == ["name       bytes  note", f"a              1  {'x' * 200}", "bcdefg  12345678"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_pictures_keep_within_the_terminal(width: int) -> None:
+    """At 80 and at 120 columns no line is cut with an ellipsis or runs over."""
+    answers = samples()
+    console = Console(force_terminal=True, width=width, color_system=None, highlight=False, record=True)
+    one = top.Sample(0.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
+    console.print(top.frame(top.Change(one, one), width=width, height=30))
+    look.draw_blocks(console, answers["Blocks"], offset=0)  # type: ignore[arg-type]
+    look.draw_tiers(console, answers["Tiers"], classes=True)  # type: ignore[arg-type]
+    text = console.export_text()
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+
+
+def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
+    """A counter's rate is its growth a second; one that fell is counted from zero."""
+    answers = samples()
+    one = top.Sample(10.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
+    change = top.Change(one, top.Sample(12.0, one.status, one.tiers, one.sessions))
+    assert (change.per_second(100, 300), change.per_second(100, 20)) == (100.0, 10.0)

@@ -1,0 +1,113 @@
+"""The verbs that change something: evict, pin, unpin, drain, flush, epoch.
+
+Purpose: ask for it, then say what came of it in one line. Non-purpose: deciding anything. Invariant: nothing that would empty
+a whole daemon happens without an option that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.ask import DURATION, Ask, verb
+from tierd.cli.figures import human_bytes, human_count
+from tierd.cli.look import checked_hash
+
+
+def said(sentence: str) -> Callable[[Console, object], None]:
+    """A drawing that is one sentence."""
+    return lambda console, _: console.print(Text(sentence), soft_wrap=True)
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{human_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+@click.command()
+@click.argument("hashes", nargs=-1, metavar="[HASH]...")
+@click.option("--tier", default="", metavar="NAME", help="Only in this tier, such as host.0.")
+@click.option("--all", "everything", is_flag=True, help="Every block of every tier.")
+@verb
+def evict(ask: Ask, *, hashes: tuple[str, ...], tier: str, everything: bool) -> None:
+    """Drops blocks, from one tier or from all; pinned ones stay."""
+    if not (hashes or tier or everything):
+        raise click.UsageError("evict: nothing named; give hashes, --tier NAME, or --all")
+    if everything and (hashes or tier):
+        raise click.UsageError("evict: --all with hashes or --tier; leave one out")
+    request = pb.EvictRequest(hashes=[checked_hash(text) for text in hashes], tier=tier)
+    with ask.connect() as daemon:
+        answer = daemon.ask(request)
+    stayed = f"; {human_count(answer.pinned)} pinned stayed" if answer.pinned else ""
+    ask.show(answer, said(f"evicted {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}{stayed}"))
+
+
+@click.command()
+@click.argument("hashes", nargs=-1, required=True, metavar="HASH...")
+@verb
+def pin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
+    """Keeps blocks from being evicted, until unpin or a restart."""
+    request = pb.PinRequest(hashes=[checked_hash(text) for text in hashes])
+    with ask.connect() as daemon:
+        answer = daemon.ask(request, method="Pin")
+    ask.show(answer, said(f"pinned {counted(answer.blocks, 'block')}"))
+
+
+@click.command()
+@click.argument("hashes", nargs=-1, required=True, metavar="HASH...")
+@verb
+def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
+    """Takes back what pin did."""
+    request = pb.PinRequest(hashes=[checked_hash(text) for text in hashes])
+    with ask.connect() as daemon:
+        answer = daemon.ask(request, method="Unpin")
+    ask.show(answer, said(f"unpinned {counted(answer.blocks, 'block')}"))
+
+
+@click.command()
+@click.option("--release", is_flag=True, help="Also free the host memory, so that the next start is cold.")
+@click.option(
+    "--deadline", type=DURATION, default="30 s", show_default=True, help="How long leases may take to finish."
+)
+@verb
+def drain(ask: Ask, *, release: bool, deadline: float) -> None:
+    """Refuses new work and lets leases finish."""
+    with ask.connect() as daemon:
+        answer = daemon.ask(pb.DrainRequest(release=release, deadline_s=deadline), timeout_s=deadline + 10)
+    left = answer.leases_left
+    ask.show(answer, said(f"drained, {counted(left, 'lease')} left" if left else "drained; nothing is held any more"))
+
+
+@click.command()
+@click.option("--deadline", type=DURATION, default="60 s", show_default=True, help="How long writing may take.")
+@verb
+def flush(ask: Ask, *, deadline: float) -> None:
+    """Writes whatever has no copy on NVMe there, synced."""
+    with ask.connect() as daemon:
+        answer = daemon.ask(pb.FlushRequest(deadline_s=deadline), timeout_s=deadline + 10)
+    ask.show(answer, said(f"flushed {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}"))
+
+
+@click.group()
+def epoch() -> None:
+    """Epochs: making everything stored under old weights unreachable."""
+
+
+@epoch.command()
+@click.option("--model", default="", help="Every namespace of this model.")
+@click.option("--namespace", type=click.IntRange(0), default=None, help="Just this namespace id.")
+@verb
+def bump(ask: Ask, *, model: str, namespace: int | None) -> None:
+    """Begins a new epoch; leases in flight finish."""
+    if bool(model) == (namespace is not None):
+        raise click.UsageError(
+            "epoch bump: give either --model NAME or --namespace ID; `tierctl namespaces` lists both"
+        )
+    with ask.connect() as daemon:
+        answer = daemon.ask(pb.BumpEpochRequest(model=model, namespace=namespace or 0))
+    unreachable = f"{counted(answer.blocks, 'block')} became unreachable"
+    ask.show(answer, said(f"bumped {counted(answer.namespaces, 'namespace')}; {unreachable}"))

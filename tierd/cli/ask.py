@@ -1,0 +1,82 @@
+"""What every verb of `tierctl` shares: `--target`, `--json`, a connection, a console.
+
+Purpose: a verb is a function of an `Ask` and its own options. Non-purpose: what verbs do. Invariant: `--target` and
+`--json` exist on every verb, by one decorator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+from google.protobuf.message import Message
+from rich.console import Console
+
+from tierd.cli.admin import Connection, connect
+from tierd.cli.render import new_console, show_json
+from tierd.units import parse_bytes, parse_seconds
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Answer = TypeVar("Answer", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One run of a verb: whom to ask, and how to show the answer."""
+
+    target: str | None
+    as_json: bool
+    console: Console
+
+    def connect(self) -> Connection:
+        """A session of its own with the daemon; a context manager. Raises Unavailable if nobody answers."""
+        return connect(self.target)
+
+    def show(self, answer: Answer, draw: Callable[[Console, Answer], None]) -> None:
+        """The answer as JSON if that was asked for, else as draw has it."""
+        if self.as_json:
+            show_json(answer)
+        else:
+            draw(self.console, answer)
+
+
+def verb(function: Command) -> Callable[..., Any]:
+    """Adds --target and --json, and hands the function an Ask as its first argument."""
+
+    @click.option(
+        "--target", metavar="DIR|HOST:PORT", help="The daemon: its runtime directory. [default: TIERD_TARGET]"
+    )
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON: raw numbers, whole hashes.")
+    @functools.wraps(function)
+    def command(*args: Any, target: str | None, as_json: bool, **options: Any) -> Any:
+        return function(Ask(target, as_json, new_console()), *args, **options)
+
+    return command
+
+
+class _Quantity(click.ParamType[Any]):
+    """An option's value with a unit, read by one of tierd.units' readers."""
+
+    def __init__(self, name: str, read: Callable[[object], float]) -> None:
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value as a number; a usage error for what has no unit or a wrong one."""
+        try:
+            return self._read(_as_number(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _as_number(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+SIZE = _Quantity("size", parse_bytes)
+"""`64 KiB`, or a bare number of bytes."""
+DURATION = _Quantity("duration", parse_seconds)
+"""`5 s`, or a bare number of seconds."""

@@ -1,0 +1,92 @@
+"""`tierd`: runs the daemon on this machine, shows it at work, frees what it left behind.
+
+Purpose: from a command line to a configuration and one call. Non-purpose: talking to a running daemon (ctl.py). Invariant: the
+parts of the daemon are imported only by the command that needs them, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from tierd.cli.exits import Program
+from tierd.cli.figures import human_bytes
+from tierd.config import Config, load_config
+
+CONFIG = click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    envvar="TIERD_CONFIG",
+    show_envvar=True,
+    help="TOML file; configs/reference.toml lists every key. Without one, the defaults.",
+)
+
+
+@click.group(cls=Program, name="tierd", context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tierd", message="tierd %(version)s")
+def cli() -> None:
+    """Keeps the KV cache of large language models across device memory, host memory and NVMe.
+
+    Exit codes: 0 ok, 1 failed, 2 usage. `tierctl` talks to a running daemon.
+    """
+
+
+@cli.command()
+@CONFIG
+@click.option(
+    "--release-on-exit", is_flag=True, help="Free the host memory at the end, so that the next start is cold."
+)
+def serve(config: Path | None, *, release_on_exit: bool) -> None:
+    """Runs the daemon in the foreground until SIGTERM or SIGINT."""
+    settings = load_config(config)
+    raise click.exceptions.Exit(run_daemon(settings, release=release_on_exit))
+
+
+def run_daemon(settings: Config, *, release: bool) -> int:
+    """The daemon's whole life; its exit status."""
+    from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
+    from tierd.server import lifecycle  # noqa: PLC0415
+
+    logs.configure(style=settings.server.log_format, level=settings.server.log_level)
+    return asyncio.run(lifecycle.serve(settings, release=release))
+
+
+@cli.command()
+@CONFIG
+@click.option("--orphans", is_flag=True, help="Also the memory of other instances of this user that no daemon owns.")
+def purge(config: Path | None, *, orphans: bool) -> None:
+    """Frees the host memory that a daemon left behind; what lies on NVMe stays."""
+    from tierd.cli.leftovers import free_memory  # noqa: PLC0415  # the tiers' imports
+
+    freed = free_memory(load_config(config), orphans=orphans)
+    for directory, size in freed.items():
+        click.echo(f"freed {human_bytes(size)} in {directory}")
+    if not freed:
+        click.echo("nothing to free")
+
+
+@cli.command()
+@click.option(
+    "--model",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    default=None,
+    help="Directory of a Llama-type checkpoint with a byte vocabulary. Without one, random weights.",
+)
+@click.option("--keep", is_flag=True, help="Leave the daemon's log and directories behind.")
+def demo(model: Path | None, *, keep: bool) -> None:
+    """A worker reads a long text five times: cold, then from each tier, then after a crash of the daemon."""
+    from tierd.cli.demo import run_demo  # noqa: PLC0415  # numpy and the worker's model code
+
+    raise click.exceptions.Exit(run_demo(model, keep=keep))
+
+
+def main() -> None:
+    """The program's entry point."""
+    cli(prog_name="tierd")
+
+
+if __name__ == "__main__":
+    main()

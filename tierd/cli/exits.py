@@ -1,0 +1,53 @@
+"""How a program of tierd ends: its exit codes, and the one line that says why.
+
+Purpose: every failure that a person can meet becomes one line on stderr (thing, fault, remedy) and a code that scripts can
+trust. Non-purpose: wording; errors carry their own messages. Invariant: no traceback for what is not our own bug.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NoReturn
+
+import click
+
+from tierd.errors import InvalidArgument, TierdError, Unavailable
+
+
+class ExitCode(enum.IntEnum):
+    """What a script can tell apart."""
+
+    OK = 0
+    FAILED = 1
+    """The daemon answered, and the answer is no; or a check did not hold."""
+    USAGE = 2
+    """The command line itself is wrong."""
+    NO_DAEMON = 3
+    """Nobody answers at the target."""
+
+
+class Program(click.Group):
+    """A group of commands whose errors end as one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except TierdError as error:
+            end(self.name or "tierd", error)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
+
+
+def end(program: str, error: TierdError) -> NoReturn:
+    """Says the error in one line on stderr and ends the program with its code."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    click.echo(f"{program}: {line}", err=True)
+    raise click.exceptions.Exit(code_of(error)) from error
+
+
+def code_of(error: TierdError) -> ExitCode:
+    """The exit code for an error."""
+    if isinstance(error, Unavailable):
+        return ExitCode.NO_DAEMON
+    return ExitCode.USAGE if isinstance(error, InvalidArgument) else ExitCode.FAILED

@@ -1,0 +1,172 @@
+"""How answers look: tables, colours, bars on a terminal; aligned plain text in a pipe; JSON when asked.
+
+Purpose: one face for every verb. Non-purpose: knowing what a verb shows. Invariants: no colour, no cut and no bar when
+stdout is no terminal; a table that is too wide for the terminal loses whole columns, the least needed first, rather than being
+cut into rubble; JSON carries raw numbers and whole hashes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from google.protobuf.message import Message
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tierd.cli.figures import human_share
+
+GAP_COLUMNS = 2
+"""Between two columns of a table."""
+
+Cell = str | Text
+Row = Sequence[Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. right: set right, as numbers are. spare: above 0, it may be left out; the highest goes first."""
+
+    name: str
+    right: bool = False
+    style: str = ""
+    spare: int = 0
+
+
+def new_console() -> Console:
+    """The console of this command. NO_COLOR and dumb terminals are respected."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def show_table(console: Console, columns: Sequence[Column], rows: Iterable[Row], *, empty: str) -> None:
+    """Prints the rows, or the sentence `empty` when there are none."""
+    held = list(rows)
+    if not held:
+        console.print(Text(empty, style="dim"))
+    elif console.is_terminal:
+        console.print(new_table(columns, held, width=console.width))
+    else:
+        print("\n".join(plain_lines(columns, held)))
+
+
+def new_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int) -> Table:
+    """The rows as a rich table for a terminal of so many columns."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP_COLUMNS - 1))
+    shown = fitting(columns, widths_of(columns, rows), width=width)
+    for i in shown:
+        column = columns[i]
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(column.name, justify=justify, style=column.style, no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
+    return table
+
+
+def fitting(columns: Sequence[Column], widths: Sequence[int], *, width: int) -> list[int]:
+    """Numbers of the columns to show, in order: spare ones go, the highest first, until the rest fits."""
+    shown = list(range(len(columns)))
+    while sum(widths[i] + GAP_COLUMNS for i in shown) - GAP_COLUMNS > width:
+        last = max(shown, key=lambda i: columns[i].spare)
+        if not columns[last].spare:
+            break
+        shown.remove(last)
+    return shown
+
+
+def widths_of(columns: Sequence[Column], rows: Sequence[Row]) -> list[int]:
+    """The natural width of each column."""
+    return [max(len(column.name), *(cell_len(str(row[i])) for row in rows), 0) for i, column in enumerate(columns)]
+
+
+def plain_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    """The rows as aligned text, two spaces between columns, nothing cut."""
+    widths = widths_of(columns, rows)
+    lines = [[column.name for column in columns], *([str(cell) for cell in row] for row in rows)]
+    return [plain_line(columns, line, widths=widths) for line in lines]
+
+
+def plain_line(columns: Sequence[Column], cells: Sequence[str], *, widths: Sequence[int]) -> str:
+    """One row as aligned text."""
+    fields = (aligned(cell, n, right=column.right) for column, cell, n in zip(columns, cells, widths, strict=True))
+    return "  ".join(fields).rstrip()
+
+
+def aligned(text: str, width: int, *, right: bool) -> str:
+    """Text set left or right in a field."""
+    return text.rjust(width) if right else text.ljust(width)
+
+
+def bar(part: float, whole: float, *, cells: int = 8) -> Text:
+    """A gauge: green, yellow from 80 %, red from 95 % on."""
+    share = min(1.0, max(0.0, part / whole)) if whole else 0.0
+    filled = round(share * cells)
+    return Text.assemble(("━" * filled, heat(share)), ("━" * (cells - filled), "bright_black"))
+
+
+def share_text(part: float, whole: float) -> Text:
+    """How full something is, in its colour."""
+    return Text(human_share(part, whole), style=heat(part / whole) if whole else "")
+
+
+def heat(share: float) -> str:
+    """The colour of how full something is."""
+    return "green" if share < 0.8 else "yellow" if share < 0.95 else "red"
+
+
+def facts(pairs: Iterable[tuple[str, Cell]]) -> Text:
+    """`name value` pairs in one line, names dim."""
+    line = Text()
+    for name, value in pairs:
+        line += (
+            Text("   " if line else "")
+            + Text(f"{name} ", style="dim")
+            + (value if isinstance(value, Text) else Text(value))
+        )
+    return line
+
+
+def state_text(state: str) -> Text:
+    """A daemon's or session's state in its colour."""
+    good, passing = ("serving", "open", "ready"), ("starting", "draining", "restored", "reserved", "retiring")
+    return Text(state, style="green" if state in good else "yellow" if state in passing else "red")
+
+
+def show_json(value: Message | Mapping[str, Any] | Sequence[Any], *, indent: int | None = 2) -> None:
+    """Prints a message, or plain values, as JSON."""
+    print(json.dumps(plain_of(value) if isinstance(value, Message) else value, indent=indent), flush=True)
+
+
+def plain_of(message: Message) -> dict[str, Any]:
+    """A message as plain values by its proto field names: bytes in hexadecimal, numbers as numbers, enums by their short names."""
+    return {field.name: field_plain(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def field_plain(field: Any, value: Any) -> Any:
+    """One field's value as plain values. field: its protobuf descriptor."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return {str(key): item for key, item in sorted(value.items())}
+    if field.is_repeated:
+        return [scalar_plain(field, item) for item in value]
+    return scalar_plain(field, value)
+
+
+def scalar_plain(field: Any, value: Any) -> Any:
+    """One value of a field as a plain value."""
+    if isinstance(value, Message):
+        return plain_of(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if field.enum_type is not None:
+        return enum_name(field, value)
+    return value
+
+
+def enum_name(field: Any, value: int) -> str:
+    """`host` for TIER_KIND_HOST; the bare number for a value that this build does not know."""
+    known = field.enum_type.values_by_number.get(value)
+    return str(known.name).removeprefix("TIER_KIND_").lower() if known else str(value)

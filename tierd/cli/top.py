@@ -1,0 +1,214 @@
+"""`tierctl top`: the daemon, live.
+
+Purpose: sample the Admin service, turn two samples into rates, draw. Non-purpose: keeping history. Invariants: the terminal is
+as it was before, however it ends; without a terminal it prints one frame after another and never asks for keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import Connection
+from tierd.cli.ask import DURATION, Ask, verb
+from tierd.cli.figures import human_bytes, human_count, human_rate, human_share
+from tierd.cli.look import SESSION_COLUMNS, load_line, session_row, status_line
+from tierd.cli.render import Cell, Column, bar, facts, new_table, plain_lines, plain_of, share_text, show_json
+
+TOP_COLUMNS = (
+    Column("tier", style="bold"),
+    Column("used", right=True),
+    Column("of", right=True),
+    Column("full", right=True),
+    Column("", spare=3),
+    Column("blocks", right=True, spare=2),
+    Column("pinned", right=True),
+    Column("read", right=True),
+    Column("write", right=True),
+    Column("evict/s", right=True, spare=1),
+)
+RATES_SHOWN = 8
+"""Counters in the line of rates."""
+SESSIONS_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the daemon said at one moment. at_s: monotonic seconds."""
+
+    at_s: float
+    status: pb.StatusReply
+    tiers: pb.TiersReply
+    sessions: pb.SessionsReply
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Two samples, the older first; rates are differences over the time between them."""
+
+    before: Sample
+    after: Sample
+
+    @property
+    def seconds(self) -> float:
+        """Between the samples; never zero."""
+        return max(self.after.at_s - self.before.at_s, 1e-6)
+
+    def per_second(self, before: float, after: float) -> float:
+        """A counter's rate; a counter that fell (the daemon restarted) counts from zero."""
+        return (after - before if after >= before else after) / self.seconds
+
+    def counters(self) -> list[tuple[str, float]]:
+        """Counters that moved and their rates, fastest first."""
+        old, new = self.before.status.counters, self.after.status.counters
+        rates = [(name, self.per_second(old.get(name, 0), value)) for name, value in new.items()]
+        return sorted((rate for rate in rates if rate[1] > 0), key=lambda rate: (-rate[1], rate[0]))
+
+
+@click.command()
+@click.option("--interval", type=DURATION, default="1 s", show_default=True, help="Between two looks.")
+@click.option("--count", type=click.IntRange(1), default=None, help="Frames until it ends by itself.")
+@verb
+def top(ask: Ask, *, interval: float, count: int | None) -> None:
+    """The daemon, live: tiers, rates, sessions. q or Ctrl-C ends it."""
+    with ask.connect() as daemon, contextlib.suppress(KeyboardInterrupt):
+        if ask.as_json or not ask.console.is_terminal:
+            stream(ask, daemon, interval=interval, count=count or 1)
+        else:
+            watch(ask.console, daemon, interval=interval, count=count)
+
+
+def stream(ask: Ask, daemon: Connection, *, interval: float, count: int) -> None:
+    """So many frames as text, or as one JSON object a line."""
+    before = sample(daemon)
+    for _ in range(count):
+        time.sleep(interval)
+        after = sample(daemon)
+        change = Change(before, after)
+        if ask.as_json:
+            show_json(plain_change(change), indent=None)
+        else:
+            print(
+                "\n".join([str(status_line(after.status)), *plain_lines(TOP_COLUMNS, tier_rows(change)), ""]),
+                flush=True,
+            )
+        before = after
+
+
+def watch(console: Console, daemon: Connection, *, interval: float, count: int | None) -> None:
+    """Draws on the whole terminal until a key ends it, or so many frames are drawn."""
+    before = after = sample(daemon)
+    frames = 0
+    with keyboard(), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(frame(Change(before, after), width=console.width, height=console.height), refresh=True)
+            frames += 1
+            if frames == count or key_within(interval) in ("q", "Q", "\x1b", "\x04"):
+                return
+            before, after = after, sample(daemon)
+
+
+def sample(daemon: Connection) -> Sample:
+    """Asks for everything that a frame shows."""
+    status = daemon.ask(pb.StatusRequest())
+    tiers = daemon.ask(pb.TiersRequest())
+    return Sample(time.monotonic(), status, tiers, daemon.ask(pb.SessionsRequest()))
+
+
+def frame(change: Change, *, width: int, height: int) -> Group:
+    """One picture: state, load, rates, tiers, and as many sessions as fit."""
+    status = change.after.status
+    busy = change.per_second(change.before.status.cpu_s, status.cpu_s)
+    tiers = new_table(TOP_COLUMNS, tier_rows(change), width=width)
+    room = max(1, min(SESSIONS_SHOWN, height - len(change.after.tiers.tiers) - 12))
+    open_ones = sorted(change.after.sessions.sessions, key=lambda one: (-one.pinned_bytes - one.reserved_bytes, one.id))
+    sessions = new_table(SESSION_COLUMNS, [session_row(one) for one in open_ones[:room]], width=width)
+    hidden = f"   {len(open_ones) - room} more" if len(open_ones) > room else ""
+    foot = Text(f"q ends{hidden}", style="dim")
+    return Group(
+        status_line(status),
+        load_line(status, busy=human_share(busy, 1)),
+        rates_line(change),
+        Text(),
+        tiers,
+        Text(),
+        sessions,
+        Text(),
+        foot,
+    )
+
+
+def rates_line(change: Change) -> Text:
+    """The counters that moved fastest."""
+    rates = [(name, f"{human_count(rate)}/s") for name, rate in change.counters()[:RATES_SHOWN]]
+    return facts(rates) if rates else Text("idle", style="dim")
+
+
+def tier_rows(change: Change) -> list[list[Cell]]:
+    """One row for each tier, with rates."""
+    old = {tier.name: tier for tier in change.before.tiers.tiers}
+    return [tier_row(change, old.get(tier.name, tier), tier) for tier in change.after.tiers.tiers]
+
+
+def tier_row(change: Change, old: pb.TierInfo, new: pb.TierInfo) -> list[Cell]:
+    """A tier's cells, as TOP_COLUMNS names them."""
+    evictions = change.per_second(old.evictions, new.evictions)
+    return [
+        new.name,
+        human_bytes(new.used_bytes),
+        human_bytes(new.capacity_bytes),
+        share_text(new.used_bytes, new.capacity_bytes),
+        bar(new.used_bytes, new.capacity_bytes) if new.serving else Text("off", style="red"),
+        human_count(new.pages_ready),
+        human_count(new.pages_pinned),
+        human_rate(change.per_second(old.bytes_read, new.bytes_read)),
+        human_rate(change.per_second(old.bytes_written, new.bytes_written)),
+        human_count(evictions) if evictions >= 0.5 else "-",
+    ]
+
+
+def plain_change(change: Change) -> dict[str, object]:
+    """The newer sample and the rates as plain values."""
+    after = change.after
+    return {
+        "status": plain_of(after.status),
+        "tiers": plain_of(after.tiers)["tiers"],
+        "sessions": plain_of(after.sessions)["sessions"],
+        "seconds": round(change.seconds, 6),
+        "per_second": {name: round(rate, 3) for name, rate in change.counters()},
+    }
+
+
+@contextlib.contextmanager
+def keyboard() -> Iterator[None]:
+    """Keys arrive one by one and unseen; afterwards the terminal is as it was. Nothing to do when stdin is no terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    saved = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
+
+
+def key_within(seconds: float) -> str:
+    """The key that was pressed within the time, or nothing."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return ""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return sys.stdin.read(1) if ready else ""
