@@ -1,0 +1,54 @@
+"""Slot files through the page cache, by aiofiles: for file systems that refuse O_DIRECT.
+
+Purpose: the `SlotIO` of last resort. Non-purpose: speed; each call makes its own trip to a thread, and the bytes are copied twice.
+Invariants: every call has a file object of its own, since seeking is not shared; what is written is durable only after the store's sync,
+as with O_DIRECT; the store says once that it works this way.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+
+import aiofiles
+
+from tierd.tiers.slots import SlotFile, open_file
+
+
+class BufferedIO:
+    """Reads and writes through the page cache, in the given threads."""
+
+    mode = "buffered"
+    align_bytes = 1
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+
+    def open(self, path: Path) -> int:
+        return open_file(path)
+
+    async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+        done = 0
+        async with aiofiles.open(file.path, "rb", buffering=0, executor=self._threads) as slots:
+            await slots.seek(offset)
+            for buffer in buffers:
+                rest = buffer
+                while rest and (count := await slots.readinto(rest)):
+                    rest = rest[count:]
+                done += len(buffer) - len(rest)
+                if rest:
+                    break
+        return done
+
+    async def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
+        async with aiofiles.open(file.path, "r+b", buffering=0, executor=self._threads) as slots:
+            await slots.seek(offset)
+            for buffer in buffers:
+                rest = buffer
+                while rest:
+                    count = await slots.write(rest)
+                    if not count:
+                        raise OSError(errno.EIO, "write wrote nothing")
+                    rest = rest[count:]

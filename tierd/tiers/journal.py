@@ -1,0 +1,245 @@
+"""The journal of a store: what happened to its index since the last snapshot, appended and never changed.
+
+Purpose: records, their framing, one file of them. Non-purpose: what the records add up to (`stored_index`), when to
+sync (`nvme`). Invariants: a frame is believed only if its checksum holds over store, journal number, place in the file and
+payload, so that a torn tail, a shifted frame and another journal's frame all end the reading; a file that has been read is never
+appended to again; after a failed sync the file takes nothing more.
+
+The format is described in FORMAT-NVME.md.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+import numpy as np
+
+from tierd.core.meta import META
+from tierd.core.model import StructArray
+from tierd.errors import VersionMismatch
+from tierd.tiers import durable
+from tierd.tiers.checksum import record_checksum
+
+JOURNAL_MAGIC = b"tierdJNL"
+JOURNAL_VERSION = 1
+FRAME_LIMIT_BYTES = 64 << 20
+"""A longer frame is taken for damage."""
+
+REMOVED = np.dtype([("segment", "<u4"), ("reserved", "<u4"), ("offset", "<u8")])
+"""One removed block: where it lay."""
+
+_HEADER = struct.Struct("<8sII16sQQ")  # magic, version, reserved, store, number, checksum
+_FRAME = struct.Struct("<II Q")  # payload bytes, reserved, checksum
+_SEAL = struct.Struct("<16sQQ")  # store, number, offset of the frame: summed, not stored
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBegun:
+    """A segment began a life at a place (0 to places - 1), and whatever lived there before has ended."""
+
+    place: int
+    segment: int
+    domain: int
+    class_bytes: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks are in their slots, durable. metas: META [n], sealed, as in the slots' headers."""
+
+    metas: StructArray
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks are no longer stored. rows: REMOVED [n]."""
+
+    rows: StructArray
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceKept:
+    """An opaque record of the cache's."""
+
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """No segment id and no generation from these on has been used."""
+
+    next_segment: int
+    next_generation: int
+
+
+Record = SegmentBegun | BlocksStored | BlocksRemoved | NamespaceKept | Marks
+
+
+def encode_record(record: Record) -> bytes:
+    """The record as a msgpack array, its kind first."""
+    match record:
+        case SegmentBegun():
+            fields = ["b", record.place, record.segment, record.domain, record.class_bytes, record.pages]
+        case BlocksStored():
+            fields = ["s", np.ascontiguousarray(record.metas).tobytes()]
+        case BlocksRemoved():
+            fields = ["r", np.ascontiguousarray(record.rows).tobytes()]
+        case NamespaceKept():
+            fields = ["n", record.record]
+        case Marks():
+            fields = ["m", record.next_segment, record.next_generation]
+    return bytes(msgpack.packb(fields))
+
+
+def decode_record(payload: bytes) -> Record | None:
+    """What `encode_record` made; None if it is no record that this version knows."""
+    try:
+        kind, *fields = msgpack.unpackb(payload)
+        match kind:
+            case "b":
+                return SegmentBegun(*map(int, fields))
+            case "s":
+                return BlocksStored(np.frombuffer(fields[0], dtype=META))
+            case "r":
+                return BlocksRemoved(np.frombuffer(fields[0], dtype=REMOVED))
+            case "n":
+                return NamespaceKept(bytes(fields[0]))
+            case "m":
+                return Marks(*map(int, fields))
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+        return None
+    return None
+
+
+class Journal:
+    """A journal file being written. Made by `create`; its methods block."""
+
+    def __init__(self, fd: int, *, store: bytes, number: int) -> None:
+        self.number = number
+        self.bytes = _HEADER.size
+        """Length of what was appended whole."""
+        self.is_abandoned = False
+        self._fd = fd
+        self._store = store
+
+    @classmethod
+    def create(cls, directory: Path, *, store: bytes, number: int, first: Iterable[Record] = ()) -> Journal:
+        """A new file with its first records, durable under its name. Raises OSError."""
+        path = journal_path(directory, number)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        journal = cls(fd, store=store, number=number)
+        try:
+            head = _HEADER.pack(JOURNAL_MAGIC, JOURNAL_VERSION, 0, store, number, 0)[:-8]
+            durable.write_fully(fd, head + record_checksum(head).to_bytes(8, "little"))
+            journal.append(first)
+            journal.sync()
+            durable.sync_directory(directory)
+        except OSError:
+            journal.close()
+            path.unlink(missing_ok=True)
+            raise
+        return journal
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Writes frames at the end, not yet durable.
+
+        Raises OSError; then none of them is in the file, or the file is abandoned.
+        """
+        frames, end = [], self.bytes
+        for record in records:
+            frames.append(self._frame(encode_record(record), offset=end))
+            end += len(frames[-1])
+        try:
+            durable.write_fully(self._fd, b"".join(frames))
+        except OSError:
+            self._cut_back()
+            raise
+        self.bytes = end
+
+    def sync(self) -> None:
+        """Makes everything appended durable. Raises OSError; the file is then abandoned."""
+        try:
+            durable.sync_data(self._fd)
+        except OSError:
+            self.is_abandoned = True
+            raise
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        os.close(self._fd)
+
+    def _frame(self, payload: bytes, *, offset: int) -> bytes:
+        return _FRAME.pack(len(payload), 0, _frame_sum((self._store, self.number, offset), payload)) + payload
+
+    def _cut_back(self) -> None:
+        try:
+            os.ftruncate(self._fd, self.bytes)
+            os.lseek(self._fd, self.bytes, os.SEEK_SET)
+        except OSError:
+            self.is_abandoned = True
+
+
+@dataclass(frozen=True, slots=True)
+class JournalText:
+    """What a journal file says. cut_bytes: the torn or damaged tail that was passed over."""
+
+    records: list[Record]
+    cut_bytes: int
+
+
+def journal_path(directory: Path, number: int) -> Path:
+    """Where the journal of this number lies."""
+    return directory / f"journal-{number:016d}.log"
+
+
+def read_journal(directory: Path, *, store: bytes, number: int) -> JournalText:
+    """The records of a journal, up to the first that is not whole. Raises VersionMismatch for a newer format, OSError."""
+    data = journal_path(directory, number).read_bytes()
+    if not _header_holds(data, store=store, number=number):
+        return JournalText([], len(data))
+    records, end = [], _HEADER.size
+    for payload in _payloads(data, (store, number)):
+        record = decode_record(payload)
+        if record is None:
+            break
+        records.append(record)
+        end += _FRAME.size + len(payload)
+    return JournalText(records, len(data) - end)
+
+
+def _header_holds(data: bytes, *, store: bytes, number: int) -> bool:
+    if len(data) < _HEADER.size:
+        return False
+    magic, version, _, found_store, found_number, checksum = _HEADER.unpack_from(data)
+    if magic != JOURNAL_MAGIC or checksum != record_checksum(data[: _HEADER.size - 8]):
+        return False
+    if version > JOURNAL_VERSION:
+        raise VersionMismatch(
+            f"journal {number}: format {version} is newer than {JOURNAL_VERSION}, the newest that this version reads;"
+            " start the version that wrote it, or use another directory"
+        )
+    return bool(found_store == store and found_number == number)
+
+
+def _payloads(data: bytes, origin: tuple[bytes, int]) -> Iterator[bytes]:
+    offset = _HEADER.size
+    while offset + _FRAME.size <= len(data):
+        length, _, checksum = _FRAME.unpack_from(data, offset)
+        start = offset + _FRAME.size
+        payload = data[start : start + length]
+        if length > FRAME_LIMIT_BYTES or len(payload) < length:
+            return
+        if checksum != _frame_sum((*origin, offset), payload):
+            return
+        yield payload
+        offset = start + length
+
+
+def _frame_sum(origin: tuple[bytes, int, int], payload: bytes) -> int:
+    return record_checksum(_SEAL.pack(*origin) + payload)

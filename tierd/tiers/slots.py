@@ -1,0 +1,283 @@
+"""Slots: where a store keeps blocks. A slot is a 4 KiB header and the payload; slots of one segment lie side by side in a file.
+
+Purpose: the header's bytes, vectors that join adjacent slots, whole reads and writes, and O_DIRECT. Non-purpose: which block is in which slot
+(`stored_index`), the batch (`nvme`), the payload's checksums (the mover's). Invariants: the header inside the slot is the last word on
+what lies there; a payload goes straight between the page it is asked for and the disk; nobody but the owner of a run touches its
+headers' memory while it is under way.
+
+The format is described in FORMAT-NVME.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.meta import META, META_BYTES, intact, seal
+from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.tiers.checksum import record_checksum, table_digest
+from tierd.tiers.mapping import address_of
+from tierd.tiers.tier import SliceTable
+
+HEADER_BYTES = PAGE_ALIGN_BYTES
+TABLE_SLICES = (HEADER_BYTES - META_BYTES) // 8
+"""A header has room for so many slices: 480."""
+
+RUN_SLOTS = 32
+RUN_BYTES = 1 << 20
+"""Adjacent slots are read or written in one call up to so many, and up to so many bytes; larger ones gain nothing."""
+
+Headers = NDArray[np.uint8]
+"""uint8 [n, 4096], page-aligned."""
+
+
+class SlotIO(Protocol):
+    """How slot files are read and written. align_bytes: of memory, offsets and lengths."""
+
+    mode: str
+    align_bytes: int
+
+    def open(self, path: Path) -> int:
+        """A descriptor for reading, writing and syncing; the file is made if missing. Raises OSError. Blocks."""
+
+    async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fills buffers from offset on; gives how many bytes there were. Raises OSError."""
+
+    async def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Writes buffers at offset, all of them. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFile:
+    """An open slot file. fd is the one that is synced, open since before the first write, so that no error escapes it."""
+
+    path: Path
+    fd: int
+
+
+class DirectIO:
+    """O_DIRECT through preadv and pwritev, in threads."""
+
+    mode = "o_direct"
+    align_bytes = PAGE_ALIGN_BYTES
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+
+    def open(self, path: Path) -> int:
+        return open_file(path, os.O_DIRECT)
+
+    async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read_at, file.fd, offset, buffers)
+
+    async def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._threads, write_at, file.fd, offset, buffers)
+
+
+def open_file(path: Path, flags: int = 0) -> int:
+    """A descriptor for reading and writing; the file is made if missing, its owner's alone. Raises OSError."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+
+
+def allows_direct(directory: Path) -> bool:
+    """Whether the file system takes O_DIRECT, by trying. Raises OSError for any other trouble."""
+    path = directory / "direct.probe"
+    page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    try:
+        fd = open_file(path, os.O_DIRECT)
+        try:
+            write_at(fd, 0, [page])
+            return read_at(fd, 0, [page]) == HEADER_BYTES
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    """preadv until the buffers are full or the file ends; gives the number of bytes. EINTR is Python's to retry."""
+    rest, done = list(buffers), 0
+    while rest:
+        count = _aligned(os.preadv(fd, rest, offset + done), rest)
+        if count == 0:
+            break
+        done += count
+        rest = advance(rest, count)
+    return done
+
+
+def write_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+    """pwritev until everything is written. Raises OSError, EIO if the file takes no more."""
+    rest, done = list(buffers), 0
+    while rest:
+        count = _aligned(os.pwritev(fd, rest, offset + done), rest)
+        if count == 0:
+            raise OSError(errno.EIO, "pwritev wrote nothing")
+        done += count
+        rest = advance(rest, count)
+
+
+def advance(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """The buffers less their first count bytes."""
+    rest = list(buffers)
+    while rest and count >= len(rest[0]):
+        count -= len(rest.pop(0))
+    if count:
+        rest[0] = rest[0][count:]
+    return rest
+
+
+def _aligned(count: int, rest: Sequence[memoryview]) -> int:
+    """A short count cut to where O_DIRECT may go on; the piece behind it is done again."""
+    return count if count == sum(map(len, rest)) else count // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
+
+
+# -- headers
+
+
+def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable], *, store: bytes) -> StructArray:
+    """META [n] as the slots' headers hold them: located in this store, digest of their slice tables, sealed.
+
+    Every table must fit a header (TABLE_SLICES). extents: EXTENT [n], with the offset of the slot.
+    """
+    stamped = metas.copy()
+    stamped["store"] = np.frombuffer(store, dtype=np.uint8)
+    for name in ("segment", "offset", "generation"):
+        stamped[name] = extents[name]
+    stamped["stored_length"] = extents["length"]
+    stamped["slices"] = [len(table) for table in slices]
+    digests = b"".join(map(table_digest, slices))
+    stamped["digest"] = np.frombuffer(digests, dtype=np.uint8).reshape(-1, 16)
+    return seal(stamped, record_checksum)
+
+
+def fill_headers(headers: Headers, metas: StructArray, slices: Sequence[SliceTable]) -> None:
+    """Writes stamped META and slice tables into headers, the rest zero."""
+    headers[:, :META_BYTES] = np.ascontiguousarray(metas).view(np.uint8).reshape(len(metas), META_BYTES)
+    for row, table in zip(headers, slices, strict=True):
+        words = row[META_BYTES:].view("<u8")
+        words[: len(table)] = table
+        words[len(table) :] = 0
+
+
+def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:
+    """META [n] and the slice tables; None where record or table is not whole."""
+    metas = np.ascontiguousarray(headers[:, :META_BYTES]).view(META).reshape(-1)
+    whole = intact(metas, record_checksum)
+    return metas, [_table(row, meta) if good else None for row, meta, good in zip(headers, metas, whole, strict=True)]
+
+
+def _table(header: NDArray[np.uint8], meta: np.void) -> SliceTable | None:
+    count = int(meta["slices"])
+    if count > TABLE_SLICES:
+        return None
+    table = header[META_BYTES : META_BYTES + 8 * count].copy().view("<u8")
+    return table if table_digest(table) == meta["digest"].tobytes() else None
+
+
+def matches(found: StructArray, metas: StructArray, extents: StructArray, *, store: bytes) -> NDArray[np.bool_]:
+    """Which headers are those of the blocks expected: same block, same place, same page generation, this store."""
+    good = (found["hash"] == metas["hash"]).all(axis=1) & (found["namespace"] == metas["namespace"])
+    for name in ("segment", "offset", "generation"):
+        good &= found[name] == extents[name]
+    good &= found["stored_length"] == extents["length"]
+    return np.asarray(good & (found["store"] == np.frombuffer(store, dtype=np.uint8)).all(axis=1))
+
+
+# -- runs
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Slots of one segment side by side, moved in one call. rows: which of the batch, in the order of their offsets."""
+
+    segment: int
+    class_bytes: int
+    offset: int
+    rows: tuple[int, ...]
+
+
+def join_runs(extents: StructArray, *, class_bytes: Sequence[int]) -> list[Run]:
+    """Cuts a batch into runs. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
+    runs: list[Run] = []
+    offsets, segments = extents["offset"].tolist(), extents["segment"].tolist()
+    for row in np.lexsort((extents["offset"], extents["segment"])).tolist():
+        run = runs[-1] if runs else None
+        if run is not None and run.segment == segments[row] and _goes_on(run, offsets[row]):
+            runs[-1] = Run(run.segment, run.class_bytes, run.offset, (*run.rows, row))
+        else:
+            runs.append(Run(segments[row], class_bytes[row], offsets[row], (row,)))
+    return runs
+
+
+def _goes_on(run: Run, offset: int) -> bool:
+    count = len(run.rows)
+    is_small = count < RUN_SLOTS and (count + 1) * run.class_bytes <= RUN_BYTES
+    return is_small and offset == run.offset + count * run.class_bytes
+
+
+def vector(
+    headers: Headers, payloads: Sequence[memoryview], *, class_bytes: int, filler: memoryview
+) -> list[memoryview]:
+    """Header, payload, filler up to the next slot, header, ...: buffers of one call for slots side by side."""
+    buffers: list[memoryview] = []
+    for row, payload in zip(headers, payloads, strict=True):
+        buffers += (row.data, payload, filler[: class_bytes - HEADER_BYTES - len(payload)])
+    return [buffer for buffer in buffers[:-1] if len(buffer)]
+
+
+class HeaderPool:
+    """Aligned memory for headers: so many runs at once, and filler for what lies between payload and next slot."""
+
+    def __init__(self, runs: int) -> None:
+        area = np.frombuffer(mmap.mmap(-1, runs * RUN_SLOTS * HEADER_BYTES), dtype=np.uint8)
+        self._free = list(area.reshape(runs, RUN_SLOTS, HEADER_BYTES))
+        self.zeros = memoryview(mmap.mmap(-1, RUN_BYTES))
+        """Written between slots; never written to."""
+        self.waste = memoryview(mmap.mmap(-1, RUN_BYTES))
+        """Read into between slots; never read from."""
+
+    @contextmanager
+    def borrow(self, count: int) -> Iterator[Headers]:
+        """uint8 [count, 4096], the borrower's alone. The caller bounds how many borrow at once."""
+        area = self._free.pop()
+        try:
+            yield area[:count]
+        finally:
+            self._free.append(area)
+
+
+class Payload:
+    """A page as the disk wants it: the view itself where it is aligned and long enough, else aligned memory in its place."""
+
+    def __init__(self, view: memoryview, *, length: int, align_bytes: int) -> None:
+        whole = -(-length // align_bytes) * align_bytes
+        self._view, self._length = view[:length], length
+        self.is_copy = len(view) < whole or address_of(view) % align_bytes != 0
+        self.buffer = memoryview(mmap.mmap(-1, whole)) if self.is_copy else view[:whole]
+
+    def take(self) -> memoryview:
+        """The buffer to be written."""
+        if self.is_copy:
+            self.buffer[: self._length] = self._view
+        return self.buffer
+
+    def give(self) -> None:
+        """Hands over what was read."""
+        if self.is_copy:
+            self._view[:] = self.buffer[: self._length]

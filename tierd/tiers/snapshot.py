@@ -1,0 +1,150 @@
+"""Snapshots: the whole index of a store as one file of checksummed columns.
+
+Purpose: to write one and to read it back at the speed of the disk. Non-purpose: when to write one (`nvme`), what came after it
+(`journal`). Invariants: a file under its final name is whole and durable; nothing is believed whose checksum does not hold; damage to the
+blocks' rows costs the rows of that piece, damage elsewhere the whole file.
+
+The format is described in FORMAT-NVME.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.meta import META
+from tierd.core.model import StructArray
+from tierd.errors import CorruptRecord, VersionMismatch
+from tierd.tiers import durable
+from tierd.tiers.checksum import Buffer, record_checksum
+from tierd.tiers.journal import SegmentBegun
+from tierd.tiers.stored_index import StoredIndex
+
+SNAPSHOT_MAGIC = 0x504E_5364_7265_6974  # "tierdSNP", little-endian
+SNAPSHOT_VERSION = 1
+PIECE_ROWS = 4096
+"""Rows of META under one checksum: 1 MiB."""
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u4"),
+        ("segments", "<u4"),  # rows
+        ("store", "u1", (16,)),
+        ("number", "<u8"),  # of the first journal that it does not contain
+        ("next_segment", "<u8"),
+        ("next_generation", "<u8"),
+        ("namespaces_bytes", "<u8"),
+        ("rows", "<u8"),  # of META
+        ("tables_checksum", "<u8"),  # over segments, namespaces and the sums of the pieces
+        ("checksum", "<u8"),  # over all bytes of the header before it
+    ]
+)
+SEGMENT = np.dtype([("place", "<u4"), ("segment", "<u4"), ("domain", "<u4"), ("pages", "<u4"), ("class_bytes", "<u8")])
+
+
+def snapshot_path(directory: Path, number: int) -> Path:
+    """Where the snapshot that holds everything of the journals below number lies."""
+    return directory / f"snapshot-{number:016d}.bin"
+
+
+def write_snapshot(directory: Path, index: StoredIndex, *, store: bytes, number: int) -> int:
+    """Writes a snapshot, durable under its name. Gives its length in bytes. Raises OSError."""
+    return durable.replace_file(snapshot_path(directory, number), _parts(index, store=store, number=number))
+
+
+def read_snapshot(directory: Path, *, store: bytes, number: int) -> StoredIndex:
+    """What `write_snapshot` wrote, less the pieces that are damaged.
+
+    Raises CorruptRecord if it is damaged throughout or another store's, VersionMismatch for a newer format, OSError.
+    """
+    path = snapshot_path(directory, number)
+    data = np.fromfile(path, dtype=np.uint8)
+    header = _read_header(data, path, store=store, number=number)
+    segments, namespaces, sums, start = _read_tables(data[HEADER.itemsize :], header, path)
+    rows = np.minimum(int(header["rows"]), (len(data) - start - HEADER.itemsize) // META.itemsize)
+    metas = data[HEADER.itemsize + start :][: rows * META.itemsize].view(META)
+    return StoredIndex(
+        segments=segments,
+        metas=_intact_rows(metas, sums),
+        namespaces=namespaces,
+        next_segment=int(header["next_segment"]),
+        next_generation=int(header["next_generation"]),
+    )
+
+
+def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]:
+    segments = np.array([_segment_row(s) for s in index.segments.values()], dtype=SEGMENT).tobytes()
+    namespaces = bytes(msgpack.packb(index.namespaces))
+    metas = np.ascontiguousarray(index.metas)
+    sums = np.array([record_checksum(piece) for piece in _pieces(metas)], dtype="<u8").tobytes()
+    tables = segments + namespaces + sums
+    header = np.zeros(1, dtype=HEADER)
+    header["magic"], header["version"] = SNAPSHOT_MAGIC, SNAPSHOT_VERSION
+    header["store"], header["number"] = np.frombuffer(store, dtype=np.uint8), number
+    header["segments"], header["rows"] = len(index.segments), len(metas)
+    header["next_segment"], header["next_generation"] = index.next_segment, index.next_generation
+    header["namespaces_bytes"] = len(namespaces)
+    header["tables_checksum"] = record_checksum(tables)
+    header["checksum"] = record_checksum(header.tobytes()[:-8])
+    yield header.tobytes()
+    yield tables
+    if len(metas):
+        yield metas.view(np.uint8)
+
+
+def _segment_row(segment: SegmentBegun) -> tuple[int, int, int, int, int]:
+    return segment.place, segment.segment, segment.domain, segment.pages, segment.class_bytes
+
+
+def _pieces(metas: StructArray) -> Iterator[NDArray[np.uint8]]:
+    for start in range(0, len(metas), PIECE_ROWS):
+        yield metas[start : start + PIECE_ROWS].view(np.uint8)
+
+
+def _read_header(data: NDArray[np.uint8], path: Path, *, store: bytes, number: int) -> Any:
+    if len(data) < HEADER.itemsize:
+        raise CorruptRecord(f"{path}: {len(data)} bytes are shorter than a header's {HEADER.itemsize}; it is set aside")
+    raw = data[: HEADER.itemsize]
+    header = raw.view(HEADER)[0]
+    if int(header["magic"]) != SNAPSHOT_MAGIC or record_checksum(raw[:-8]) != int(header["checksum"]):
+        raise CorruptRecord(f"{path}: the header's checksum does not hold; it is set aside")
+    if int(header["version"]) > SNAPSHOT_VERSION:
+        raise VersionMismatch(
+            f"{path}: format {header['version']} is newer than {SNAPSHOT_VERSION}, the newest that this version reads;"
+            " start the version that wrote it, or use another directory"
+        )
+    if header["store"].tobytes() != store or int(header["number"]) != number:
+        raise CorruptRecord(f"{path}: it belongs to another store or another number; it is set aside")
+    return header
+
+
+def _read_tables(
+    data: NDArray[np.uint8], header: Any, path: Path
+) -> tuple[dict[int, SegmentBegun], list[bytes], NDArray[np.uint64], int]:
+    namespaces_at = int(header["segments"]) * SEGMENT.itemsize
+    sums_at = namespaces_at + int(header["namespaces_bytes"])
+    end = sums_at + -(-int(header["rows"]) // PIECE_ROWS) * 8
+    tables = data[:end]
+    if len(tables) < end or record_checksum(tables) != int(header["tables_checksum"]):
+        raise CorruptRecord(f"{path}: the checksum of its tables does not hold; it is set aside")
+    segments = {int(r["place"]): _segment(r) for r in tables[:namespaces_at].view(SEGMENT)}
+    namespaces = msgpack.unpackb(tables[namespaces_at:sums_at].tobytes())
+    return segments, namespaces, np.frombuffer(tables[sums_at:].tobytes(), dtype="<u8"), end
+
+
+def _segment(row: Any) -> SegmentBegun:
+    return SegmentBegun(*(int(row[name]) for name in ("place", "segment", "domain", "class_bytes", "pages")))
+
+
+def _intact_rows(metas: StructArray, sums: NDArray[np.uint64]) -> StructArray:
+    """The rows of pieces whose checksums hold; a piece that was cut short does not."""
+    good = [record_checksum(piece) == int(total) for piece, total in zip(_pieces(metas), sums, strict=False)]
+    if all(good):
+        return metas
+    return np.asarray(metas[np.repeat(good, PIECE_ROWS)[: len(metas)]])

@@ -1,0 +1,196 @@
+"""The files of a store: its directory's lock, its id, its slot files, its index, opened in order and given back together.
+
+Purpose: `open_store`. Non-purpose: what is done with an open store (`nvme`, `ledger`). Invariants: the lock is taken before anything is read and
+let go last; all space is set aside before the store serves; what cannot be opened leaves nothing open behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from tierd.core.model import TierSpec
+from tierd.errors import ConfigError, TierFailed, VersionMismatch
+from tierd.tiers import durable, recovery
+from tierd.tiers.buffered import BufferedIO
+from tierd.tiers.journal import Journal, Marks
+from tierd.tiers.lock import OwnerLock, private_directory, take_lock
+from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct
+from tierd.tiers.stored_index import StoredIndex, select
+
+STORE_VERSION = 1
+LOCK_NAME = "store.lock"
+GENERATION_LEAP = 1 << 20
+SEGMENT_LEAP = 256
+"""How far marks run ahead of what is used, so that they are written seldom."""
+
+Direct = Literal["auto", "on", "off"]
+
+
+@dataclass(slots=True)
+class OpenStore:
+    """A store under its lock. name: the tier's. store: its id, 16 bytes. files: slot files by place. index: of the former life.
+
+    journal: a new one, after a snapshot of snapshot_bytes; marks: its first record. notices: what an operator should hear.
+    """
+
+    name: str
+    directory: Path
+    store: bytes
+    lock: OwnerLock
+    io: SlotIO
+    files: dict[int, SlotFile]
+    index: StoredIndex
+    journal: Journal
+    snapshot_bytes: int
+    marks: Marks
+    notices: list[str]
+
+    def close(self, *, release: bool) -> None:
+        """Gives everything back; with release every file is removed."""
+        for file in self.files.values():
+            os.close(file.fd)
+        self.files.clear()
+        self.journal.close()
+        if release:
+            for name in os.listdir(self.directory):
+                if name != LOCK_NAME:
+                    (self.directory / name).unlink()
+        self.lock.release(remove=release)
+
+
+def open_store(spec: TierSpec, *, directory: Path, direct: Direct, threads: Executor) -> OpenStore:
+    """Opens the store of this directory, or makes it. Raises AlreadyOwned, ConfigError, VersionMismatch, TierFailed."""
+    try:
+        with ExitStack() as undo:
+            lock = take_lock(private_directory(directory) / LOCK_NAME, what=f"{spec.name}: store")
+            undo.callback(lock.release)
+            opened = _open_locked(_Opening(spec, directory, direct, threads, undo), lock)
+            undo.pop_all()
+            return opened
+    except OSError as error:
+        raise TierFailed(
+            f"{spec.name}: {directory}: {error.strerror or error}; see the system's log of that disk"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    spec: TierSpec
+    directory: Path
+    direct: Direct
+    threads: Executor
+    undo: ExitStack
+
+
+def _open_locked(opening: _Opening, lock: OwnerLock) -> OpenStore:
+    spec, directory, notices = opening.spec, opening.directory, list[str]()
+    store = _store_id(directory)
+    io = _choose_io(opening, notices)
+    loaded = recovery.load_index(directory, store=store)
+    loaded = replace(loaded, index=_fitting(loaded, spec))
+    files = _open_files(opening, io)
+    marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
+    settled = recovery.settle(directory, loaded, store=store, first=[marks])
+    return OpenStore(
+        name=spec.name,
+        directory=directory,
+        store=store,
+        lock=lock,
+        io=io,
+        files=files,
+        index=loaded.index,
+        journal=settled.journal,
+        snapshot_bytes=settled.snapshot_bytes,
+        marks=marks,
+        notices=notices + loaded.notices,
+    )
+
+
+def _choose_io(opening: _Opening, notices: list[str]) -> SlotIO:
+    name, directory = opening.spec.name, opening.directory
+    if opening.direct == "off":
+        return BufferedIO(opening.threads)
+    if allows_direct(directory):
+        return DirectIO(opening.threads)
+    if opening.direct == "on":
+        raise ConfigError(
+            f'{name}.direct: "on", but the file system of {directory} refuses O_DIRECT; use another, or "auto"'
+        )
+    notices.append(f"{name}: {directory} refuses O_DIRECT; it is served through the page cache")
+    return BufferedIO(opening.threads)
+
+
+def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> StoredIndex:
+    """The index less the segments that the configuration has no room for."""
+    places = spec.capacity_bytes // spec.segment_bytes
+    index = select(loaded.index, within=lambda s: s.place < places and s.pages * s.class_bytes <= spec.segment_bytes)
+    lost = len(loaded.index.segments) - len(index.segments)
+    if lost:
+        blocks = len(loaded.index.metas) - len(index.metas)
+        loaded.notices.append(
+            f"{spec.name}: {lost} segments with {blocks} blocks do not fit {spec.capacity_bytes} bytes in segments of"
+            f" {spec.segment_bytes}; they are dropped"
+        )
+    return index
+
+
+def _open_files(opening: _Opening, io: SlotIO) -> dict[int, SlotFile]:
+    """Every place's file, set aside whole; those beyond the capacity are removed."""
+    spec, files = opening.spec, dict[int, SlotFile]()
+    places = spec.capacity_bytes // spec.segment_bytes
+    for path in opening.directory.glob("seg-*.slots"):
+        if path.name >= slots_path(opening.directory, places).name:
+            path.unlink()
+    for place in range(places):
+        path = slots_path(opening.directory, place)
+        files[place] = SlotFile(path, io.open(path))
+        opening.undo.callback(os.close, files[place].fd)
+        _set_aside(files[place], spec)
+    durable.sync_directory(opening.directory)
+    return files
+
+
+def _set_aside(file: SlotFile, spec: TierSpec) -> None:
+    if os.fstat(file.fd).st_size >= spec.segment_bytes:
+        return
+    try:
+        os.posix_fallocate(file.fd, 0, spec.segment_bytes)
+    except OSError as error:
+        raise TierFailed(
+            f"{spec.name}.capacity: {spec.capacity_bytes} bytes cannot be set aside; {file.path} failed ({error.strerror});"
+            " lower it or free space"
+        ) from error
+
+
+def slots_path(directory: Path, place: int) -> Path:
+    """The slot file of a place."""
+    return directory / f"seg-{place:06d}.slots"
+
+
+def _store_id(directory: Path) -> bytes:
+    """The store's id, 16 bytes, made on its first day. Raises VersionMismatch, TierFailed, OSError."""
+    path = directory / "store.json"
+    if not path.exists():
+        store = secrets.token_bytes(16)
+        durable.replace_file(path, [json.dumps({"format": STORE_VERSION, "store": store.hex()}).encode()])
+        return store
+    try:
+        description = json.loads(path.read_text())
+        version, store = int(description["format"]), bytes.fromhex(description["store"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise TierFailed(
+            f"{path}: not a description of a store ({error}); restore it, or remove the directory"
+        ) from error
+    if version > STORE_VERSION:
+        raise VersionMismatch(
+            f"{path}: format {version} is newer than {STORE_VERSION}, the newest that this version reads; start the version that wrote it,"
+            " or use another directory"
+        )
+    return store
