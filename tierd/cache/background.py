@@ -54,7 +54,9 @@ class Background:
         made, goes_on = self._flights.made, True
         while goes_on:
             if not await self._flights.idle(timeout_s=deadline - asyncio.get_running_loop().time()):
-                raise DeadlineExceeded(f"quiesce: {self._flights.count} transfers still under way after {timeout_s:g} s")
+                raise DeadlineExceeded(
+                    f"quiesce: {self._flights.count} transfers still under way after {timeout_s:g} s"
+                )
             goes_on = await self._step(timeout_s=deadline - asyncio.get_running_loop().time())
         return self._flights.made - made
 

@@ -23,7 +23,19 @@ from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.core import Core
 from tierd.core.model import UNVERIFIED, BlockStatus, Durability, Reason, StructArray, TierKind
 from tierd.core.namespaces import NamespaceRegistry
-from tierd.core.plan import Acquisition, Bools, Committed, Committing, Found, GroupQuery, Ids, Plan, PutQuery, Reserved, Served
+from tierd.core.plan import (
+    Acquisition,
+    Bools,
+    Committed,
+    Committing,
+    Found,
+    GroupQuery,
+    Ids,
+    Plan,
+    PutQuery,
+    Reserved,
+    Served,
+)
 from tierd.errors import InvalidArgument, NotPermitted, SessionLost, StaleHandle, TierFailed, Unavailable
 from tierd.metrics import Metrics
 from tierd.mover import Mover
@@ -85,10 +97,16 @@ class Cache:
             batch_blocks=parts.batch_blocks,
         )
         self.background = Background(
-            parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, sync_interval_s=parts.sync_interval_s
+            parts.core,
+            flights=self.flights,
+            tiers=parts.tiers,
+            clock=parts.clock,
+            sync_interval_s=parts.sync_interval_s,
         )
         self._tenants: dict[int, str] = {}
-        self._held: dict[tuple[int, HoldKind, int], Rows] = {}  # (session, kind, lease or reservation) -> rows of the holds file
+        self._held: dict[
+            tuple[int, HoldKind, int], Rows
+        ] = {}  # (session, kind, lease or reservation) -> rows of the holds file
         self._sampling = np.random.default_rng()
         self.is_draining = False
 
@@ -161,9 +179,7 @@ class Cache:
             self.prefetch(session, groups, TierKind.HOST)
         return found
 
-    async def acquire(
-        self, session: int, groups: Sequence[GroupQuery], *, kind: TierKind, timeout_s: float
-    ) -> Lease:
+    async def acquire(self, session: int, groups: Sequence[GroupQuery], *, kind: TierKind, timeout_s: float) -> Lease:
         """A lease on the longest prefix that can be served in the wanted kind of tier within the time."""
         self._check_groups(session, groups)
         deadline = time.monotonic() + timeout_s
@@ -277,7 +293,9 @@ class Cache:
         while True:
             served = self.core.settle(lease, now=self.clock.now())
             self.flights.start(served.plan)
-            bad = await self._find_bad(_flat(served), np.concatenate([NO_IDS, *(g.blocks.reshape(-1) for g in served.groups)]))
+            bad = await self._find_bad(
+                _flat(served), np.concatenate([NO_IDS, *(g.blocks.reshape(-1) for g in served.groups)])
+            )
             if not len(bad):
                 return served
             self._count_corrupt(bad)

@@ -61,9 +61,7 @@ class Operator:
 
     def blocks(self, wanted: BlockFilter) -> StructArray:
         """BLOCK_INFO [n] of what matches, sorted."""
-        ids = self._core.blocks(
-            tier=self.tier_position(wanted.tier), namespace=wanted.namespace, pinned=wanted.pinned
-        )
+        ids = self._core.blocks(tier=self.tier_position(wanted.tier), namespace=wanted.namespace, pinned=wanted.pinned)
         if wanted.hash_prefix:
             ids = np.intersect1d(ids, self._by_prefix(wanted.hash_prefix))
         rows = self._core.describe(ids)
@@ -122,7 +120,9 @@ class Operator:
         old = [registry.get(namespace_id)] if namespace_id else registry.current(model=model)
         old = [n for n in old if registry.is_current(n)]
         if not old:
-            raise NotFound(f"epoch bump: no current namespace of {model or namespace_id}; list them with `tierctl namespaces`")
+            raise NotFound(
+                f"epoch bump: no current namespace of {model or namespace_id}; list them with `tierctl namespaces`"
+            )
         ids = [rank_id for n in old for rank_id in n.ids]
         blocks = sum(len(self._core.blocks(namespace=i)) for i in ids)
         fresh = [registry.bump(n) for n in old]
@@ -149,5 +149,3 @@ class Operator:
 
     def _nvme_bits(self) -> np.uint64:
         return np.uint64(sum(1 << t.position for t in self._cache.tiers if t.spec.kind is TierKind.NVME))
-
-

@@ -237,7 +237,14 @@ def _tier_info(tier: Tier, stats: TierStats, moved: dict[str, tuple[int, int]]) 
 
 def _session_info(row: SessionRow, held: Any) -> pb.SessionInfo:
     info = pb.SessionInfo(
-        id=row.id, pid=row.pid, uid=row.uid, tenant=row.tenant, name=row.name, sdk=row.sdk, state=row.state, age_s=row.age_s
+        id=row.id,
+        pid=row.pid,
+        uid=row.uid,
+        tenant=row.tenant,
+        name=row.name,
+        sdk=row.sdk,
+        state=row.state,
+        age_s=row.age_s,
     )
     if held is not None:
         info.leases, info.reservations = held.leases, held.reservations

@@ -103,7 +103,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             make = grpc.unary_stream_rpc_method_handler
             call = self._stream(handler.unary_stream, details.method, metadata)
         elif handler.request_streaming:
-            make, call = grpc.stream_unary_rpc_method_handler, self._unary(handler.stream_unary, details.method, metadata)
+            make, call = (
+                grpc.stream_unary_rpc_method_handler,
+                self._unary(handler.stream_unary, details.method, metadata),
+            )
         else:
             make, call = grpc.unary_unary_rpc_method_handler, self._unary(handler.unary_unary, details.method, metadata)
         return make(call, handler.request_deserializer, handler.response_serializer)
@@ -143,7 +146,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except Exception as error:
                 outcome.name = type(error).__name__
                 log.exception("call failed")
-                await context.abort(grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log")
+                await context.abort(
+                    grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log"
+                )
             finally:
                 self._running -= counted
 

@@ -119,5 +119,3 @@ def _say_what_was_chosen(daemon: Assembly) -> None:
         blocks=daemon.cache.core.stats().blocks,
         start_s=round(time.monotonic() - daemon.started, 3),
     )
-
-

@@ -42,7 +42,10 @@ class Rpc:
         cache_pb2_grpc.add_CacheServicer_to_server(cache, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        names = [module.DESCRIPTOR.services_by_name[n].full_name for module, n in ((cache_pb2, "Cache"), (admin_pb2, "Admin"))]
+        names = [
+            module.DESCRIPTOR.services_by_name[n].full_name
+            for module, n in ((cache_pb2, "Cache"), (admin_pb2, "Admin"))
+        ]
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, health.SERVICE_NAME], self._server)
 
     def listen_unix(self, path: str) -> None:

@@ -117,7 +117,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def ReportAttention(self, request: pb.ReportAttentionRequest, context: Any) -> pb.ReportAttentionReply:
         if len(request.mass) % 4:
-            raise InvalidArgument(f"mass: {len(request.mass)} bytes is no multiple of 4; send one f32 per rank and block")
+            raise InvalidArgument(
+                f"mass: {len(request.mass)} bytes is no multiple of 4; send one f32 per rank and block"
+            )
         mass = np.frombuffer(request.mass, dtype="<f4")
         self._cache.report_attention(CALLER.get().session, request.lease, request.group, mass)
         return pb.ReportAttentionReply()
@@ -128,7 +130,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             yield pb.Events(
                 events=[
                     pb.Event(
-                        sequence=e.sequence, kind=int(e.kind), tier=e.tier, namespace=e.namespace, hashes=e.hashes, reason=e.reason
+                        sequence=e.sequence,
+                        kind=int(e.kind),
+                        tier=e.tier,
+                        namespace=e.namespace,
+                        hashes=e.hashes,
+                        reason=e.reason,
                     )
                     for e in events
                 ]

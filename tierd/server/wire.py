@@ -95,9 +95,13 @@ def _put_query(group: pb.PutGroup, namespace: Namespace) -> PutQuery:
     size = namespace.spec.tokens_per_block
     named = blocks["hash"].any(axis=1)
     if named.any() and not named.all():
-        raise InvalidArgument("group.blocks: named and private blocks (hash all zero) in one group; use a group for each")
+        raise InvalidArgument(
+            "group.blocks: named and private blocks (hash all zero) in one group; use a group for each"
+        )
     if named.any() and (blocks["tokens"][:-1] != size).any():
-        raise InvalidArgument(f"group.blocks: a block before the last has not {size} tokens; only the last may be short")
+        raise InvalidArgument(
+            f"group.blocks: a block before the last has not {size} tokens; only the last may be short"
+        )
     if len(group.parent) not in (0, HASH_BYTES):
         raise InvalidArgument(f"group.parent: {len(group.parent)} bytes instead of {HASH_BYTES} or none")
     return PutQuery(
@@ -137,7 +141,9 @@ def handles(extents: StructArray, *, status: int | StructArray, tokens: StructAr
     return out
 
 
-def acquire_reply(served: Served, *, lease: int, tier_tokens: list[int], whole: bool, epochs: list[int]) -> pb.AcquireReply:
+def acquire_reply(
+    served: Served, *, lease: int, tier_tokens: list[int], whole: bool, epochs: list[int]
+) -> pb.AcquireReply:
     """The answer to Acquire. epochs: of each group's namespace."""
     groups = [
         pb.GroupHandles(
@@ -175,9 +181,13 @@ def _check_sizes(blocks: StructArray, spec: NamespaceSpec) -> None:
     ):
         outside = blocks[name][(blocks[name] < 1) | (blocks[name] > limit)]
         if len(outside):
-            raise InvalidArgument(f"block.{name}: {int(outside[0])} is outside 1 to {limit}, the namespace's limit; {remedy}")
+            raise InvalidArgument(
+                f"block.{name}: {int(outside[0])} is outside 1 to {limit}, the namespace's limit; {remedy}"
+            )
 
 
 def _check_batch(count: int, limit: int) -> None:
     if count > limit:
-        raise InvalidArgument(f"batch: {count} blocks are above the limit of {limit} (server.max_batch_blocks); send several calls")
+        raise InvalidArgument(
+            f"batch: {count} blocks are above the limit of {limit} (server.max_batch_blocks); send several calls"
+        )

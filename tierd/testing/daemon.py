@@ -60,7 +60,9 @@ class Daemon:
         self._arena = Path(tempfile.mkdtemp(prefix="tierd-test-", dir=_shared_memory()))
         self._config = config
         self._args = args
-        self._env = os.environ | {"TIERD_RUNTIME_DIR": self.target, "TIERD_STATE_DIR": str(self.root / "state")} | (env or {})
+        self._env = (
+            os.environ | {"TIERD_RUNTIME_DIR": self.target, "TIERD_STATE_DIR": str(self.root / "state")} | (env or {})
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,7 +89,15 @@ class Daemon:
             address = f"\0tierd-test-{os.getpid()}-{time.monotonic_ns()}"
             notify.bind(address)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tierd.cli.daemon", "serve", "--config", str(self.root / "tierd.toml"), *self._args],
+                [
+                    sys.executable,
+                    "-m",
+                    "tierd.cli.daemon",
+                    "serve",
+                    "--config",
+                    str(self.root / "tierd.toml"),
+                    *self._args,
+                ],
                 env=self._env | {"NOTIFY_SOCKET": "@" + address[1:]},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -122,7 +132,9 @@ class Daemon:
     def __enter__(self) -> Daemon:
         return self.start() if self._process is None else self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.stop()
@@ -136,7 +148,10 @@ class Daemon:
         """Gives each tier of memory without an arena_dir one below this daemon's own, so that nothing is left behind."""
         for table in ("[[host]]", "[[device]]"):
             first, *rest = config.split(table)
-            own = [f'\narena_dir = "{self._arena}/{table[2:-2]}-{i}"' * ("arena_dir" not in part.split("\n[")[0]) for i, part in enumerate(rest)]
+            own = [
+                f'\narena_dir = "{self._arena}/{table[2:-2]}-{i}"' * ("arena_dir" not in part.split("\n[")[0])
+                for i, part in enumerate(rest)
+            ]
             config = table.join([first, *(line + part for line, part in zip(own, rest, strict=True))])
         return config
 

@@ -1,0 +1,98 @@
+"""What the registry of namespaces promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierd.core.block import NamespaceSpec
+from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
+from tierd.errors import CorruptRecord, InvalidArgument, NotFound
+
+SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096, rank_count=2)
+
+
+def test_same_spec_gives_same_ids() -> None:
+    """Opening a spec twice gives one namespace."""
+    registry = NamespaceRegistry()
+    first, is_new = registry.open(SPEC, tenant="a")
+    assert is_new and registry.open(SPEC, tenant="a") == (first, False)
+
+
+def test_ranks_take_consecutive_ids() -> None:
+    """Every rank's id leads to its namespace, and the next namespace begins after the last."""
+    registry = NamespaceRegistry()
+    first, _ = registry.open(SPEC, tenant="a")
+    other, _ = registry.open(NamespaceSpec(model="n", tokens_per_block=16, block_bytes=1), tenant="a")
+    assert list(first.ids) == [1, 2] and other.id == 3
+    assert registry.get(2) is first
+
+
+@pytest.mark.parametrize("field", ["model", "weights_digest", "adapter", "group", "salt"])
+def test_every_text_field_is_part_of_identity(field: str) -> None:
+    """Changing any text of a spec gives another digest."""
+    registry = NamespaceRegistry()
+    one, _ = registry.open(SPEC, tenant="a")
+    other, _ = registry.open(
+        NamespaceSpec(**({"model": "m", "tokens_per_block": 16, "block_bytes": 4096, field: "x"})), tenant="a"
+    )
+    assert one.digest != other.digest
+
+
+def test_tenants_share_nothing() -> None:
+    """The same spec of two tenants has two ids, two digests and two domains."""
+    registry = NamespaceRegistry()
+    one, _ = registry.open(SPEC, tenant="a")
+    other, _ = registry.open(SPEC, tenant="b")
+    assert {one.id} & set(other.ids) == set() and one.digest != other.digest and one.domain != other.domain
+
+
+def test_bump_ends_the_old_epoch() -> None:
+    """After a bump the old namespace is not current, and opening the spec gives the new one."""
+    registry = NamespaceRegistry()
+    old, _ = registry.open(SPEC, tenant="a")
+    new = registry.bump(old)
+    assert not registry.is_current(old) and registry.open(SPEC, tenant="a") == (new, False)
+    assert new.digest != old.digest and new.epoch == old.epoch + 1
+
+
+def test_records_restore_everything() -> None:
+    """A registry restored from records knows the same namespaces, epochs and domains, and goes on counting ids."""
+    registry = NamespaceRegistry()
+    old, _ = registry.open(SPEC, tenant="a")
+    registry.bump(old)
+    registry.open(SPEC, tenant="b")
+    again = NamespaceRegistry()
+    again.restore(registry.records())
+    assert again.all() == registry.all() and again.current() == registry.current()
+    fresh, _ = again.open(NamespaceSpec(model="n", tokens_per_block=1, block_bytes=1), tenant="c")
+    assert fresh.id == max(i for n in registry.all() for i in n.ids) + 1
+    assert fresh.domain not in {n.domain for n in registry.all()}
+
+
+def test_record_round_trip() -> None:
+    """A record gives back its namespace."""
+    namespace, _ = NamespaceRegistry().open(SPEC, tenant="a")
+    assert namespace_from_record(namespace_record(namespace)) == namespace
+
+
+def test_changed_record_is_refused() -> None:
+    """A record whose text was changed does not pass for another namespace."""
+    namespace, _ = NamespaceRegistry().open(SPEC, tenant="a")
+    with pytest.raises(CorruptRecord):
+        namespace_from_record(namespace_record(namespace).replace(b'"model":"m"', b'"model":"n"'))
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b"null", b'{"spec":3}', b"\xff"])
+def test_garbage_record_is_refused(record: bytes) -> None:
+    """Bytes that are no record are CorruptRecord, nothing else."""
+    with pytest.raises(CorruptRecord):
+        namespace_from_record(record)
+
+
+def test_impossible_spec_is_refused() -> None:
+    """A spec that no block can have is InvalidArgument and registers nothing."""
+    registry = NamespaceRegistry()
+    with pytest.raises(InvalidArgument):
+        registry.open(NamespaceSpec(model="m", tokens_per_block=0, block_bytes=1), tenant="a")
+    with pytest.raises(NotFound):
+        registry.get(1)
