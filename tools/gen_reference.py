@@ -50,9 +50,8 @@ def _setting(name: str, info: Any, *, mark: str) -> Iterator[str]:
 
 
 def _unit(info: Any) -> str:
-    if choices := getattr(info.annotation, "__args__", ()):
-        if all(isinstance(choice, str) for choice in choices):
-            return " | ".join(json.dumps(choice) for choice in choices)
+    if (choices := getattr(info.annotation, "__args__", ())) and all(isinstance(choice, str) for choice in choices):
+        return " | ".join(json.dumps(choice) for choice in choices)
     return str(info.json_schema_extra["unit"])
 
 

@@ -1,0 +1,75 @@
+"""What is deployed: the unit's sandbox, and that its parts agree with each other and with the code."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.repo.source import ROOT
+
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "tierd.service"
+
+
+@pytest.fixture(scope="module")
+def service() -> dict[str, str]:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(UNIT)
+    return dict(parser["Service"])
+
+
+def test_sandbox_is_tight() -> None:
+    """systemd rates the unit's exposure at 2.0 or less."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze here")
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNIT)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    level = re.search(r"exposure level for .*: ([\d.]+)", answer.stdout)
+    if not level:
+        pytest.skip(f"systemd-analyze cannot rate units offline here: {answer.stderr.strip()[:200]}")
+    assert float(level[1]) <= 2.0
+
+
+@pytest.mark.parametrize("forbidden", ["PrivateUsers", "PrivateIPC", "PrivateNetwork", "DynamicUser"])
+def test_sandbox_leaves_what_the_daemon_needs(service: dict[str, str], forbidden: str) -> None:
+    """Peer credentials, the arena in /dev/shm and the loopback listeners are not taken away."""
+    assert service.get(forbidden, "no") == "no"
+
+
+def test_supervision_and_secrecy(service: dict[str, str]) -> None:
+    """systemd hears when the daemon is ready and alive, no core file is written, the arena outlasts a stop."""
+    wanted = {
+        "Type": "notify",
+        "LimitCORE": "0",
+        "RemoveIPC": "no",
+        "RuntimeDirectory": "tierd",
+        "StateDirectory": "tierd",
+    }
+    assert {key: service.get(key) for key in wanted} == wanted
+    assert service["WatchdogSec"]
+    assert "TIERD_RUNTIME_DIR=/run/tierd" in service["Environment"]
+    assert "TIERD_STATE_DIR=/var/lib/tierd" in service["Environment"]
+
+
+def test_the_units_user_exists(service: dict[str, str]) -> None:
+    """sysusers.d makes the user that the unit names, and tmpfiles.d keeps the arena from being aged out."""
+    assert re.search(rf"^u {service['User']} ", (DEPLOY / "sysusers.d" / "tierd.conf").read_text(), re.MULTILINE)
+    assert re.search(r"^x /dev/shm/tierd-\*", (DEPLOY / "tmpfiles.d" / "tierd.conf").read_text(), re.MULTILINE)
+
+
+def test_container_and_compose_agree() -> None:
+    """The arena's mount carries the uid of the image, processes can be told apart, and no core is written."""
+    image = (DEPLOY / "Containerfile").read_text()
+    uid = re.search(r"--uid (\d+)", image)
+    assert uid
+    assert f"USER {uid[1]}:" in image
+    daemon = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["tierd"]
+    assert f"/dev/shm/tierd-{uid[1]}:/dev/shm/tierd-{uid[1]}" in daemon["volumes"]
+    assert (daemon["pid"], daemon["cap_drop"], daemon["ulimits"]["core"]) == ("host", ["ALL"], 0)
+    assert daemon.get("userns_mode") is None

@@ -1,0 +1,107 @@
+"""What is public is documented; what can be set or measured is explained."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+
+import pytest
+
+from tests.repo.source import ROOT, Module, functions, modules
+from tierd.metrics import METRICS
+from tierd.settings import SECTIONS
+
+REFERENCE = (ROOT / "configs" / "reference.toml").read_text(encoding="utf-8")
+SETTINGS = [(section, field.name) for section, table in SECTIONS.items() for field in dataclasses.fields(table)]
+EMPTY_INIT = "__init__.py"
+
+INHERITED = {"server/service.py", "server/admin.py", "cli"}
+"""Where the words stand elsewhere: gRPC methods are documented in the proto files."""
+
+
+def public_definitions(module: Module) -> list[tuple[str, ast.AST]]:
+    """Functions and classes of the module, and methods of its public classes, that have no leading underscore."""
+    found: list[tuple[str, ast.AST]] = []
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            found.append((node.name, node))
+            if isinstance(node, ast.ClassDef):
+                found += [
+                    (f"{node.name}.{method.name}", method)
+                    for method in node.body
+                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and not method.name.startswith("_")
+                ]
+    return found
+
+
+@pytest.mark.parametrize("module", [module for module in modules() if module.is_public], ids=lambda module: module.name)
+def test_modules_open_with_their_purpose(module: Module) -> None:
+    """Every public module opens with a docstring; only an empty __init__ may go without."""
+    if module.name.endswith(EMPTY_INIT) and not module.tree.body:
+        return
+    assert ast.get_docstring(module.tree), f"tierd/{module.name} does not say what it is for"
+
+
+@pytest.mark.parametrize("module", [module for module in modules() if module.is_public], ids=lambda module: module.name)
+def test_public_definitions_are_documented(module: Module) -> None:
+    """Every public class, function and method has a docstring, but for those of a documented interface."""
+    missing = [
+        name
+        for name, node in public_definitions(module)
+        if not ast.get_docstring(node) and not _is_documented_elsewhere(name)
+    ]
+    assert missing == []
+
+
+def _is_documented_elsewhere(name: str) -> bool:
+    """A method of a class that implements what another class of the same package declares and documents."""
+    _, dot, method = name.partition(".")
+    return bool(dot) and (method in _declared_methods() or method in _proto_methods())
+
+
+def _declared_methods() -> set[str]:
+    return {
+        method.name
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(method)
+    }
+
+
+def _proto_methods() -> set[str]:
+    texts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "proto").rglob("*.proto"))
+    return set(re.findall(r"^\s*rpc (\w+)", texts, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("section", "name"), SETTINGS)
+def test_settings_are_explained(section: str, name: str) -> None:
+    """Every setting has a meaning that ends as a sentence, a unit or a choice, and a line in reference.toml."""
+    info = SECTIONS[section].__pydantic_fields__[name]
+    assert info.description
+    assert info.description.endswith((".", ".)"))
+    assert "unit" in info.json_schema_extra
+    assert re.search(rf"^(# )?{name} = ", REFERENCE, re.MULTILINE)
+
+
+def test_metrics_are_used() -> None:
+    """Every row of the table of metrics is set somewhere; a metric that nobody feeds is a lie."""
+    code = "".join(module.text for module in modules() if module.name != "metrics.py")
+    table = next(module.text for module in modules() if module.name == "metrics.py")
+    attributes = dict(re.findall(r'self\.(\w+) = self\._\w+\("(tierd_\w+)"\)', table))
+    assert sorted(attributes.values()) == sorted(METRICS)
+    unused = [name for attribute, name in attributes.items() if not re.search(rf"metrics\.{attribute}\b", code)]
+    assert [name for name in unused if name != "tierd_notices"] == []
+
+
+def test_tests_promise_one_sentence() -> None:
+    """Every test says in its docstring what it promises."""
+    silent = [
+        f"{path.relative_to(ROOT)}:{name}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for name, node in functions(ast.parse(path.read_text(encoding="utf-8")))
+        if name.split(".")[-1].startswith("test_") and not ast.get_docstring(node)
+    ]
+    assert silent == []

@@ -1,0 +1,116 @@
+"""Imports go down only. Each part is strong by what it need not know."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.repo.source import Module, imports, modules
+
+EDGE = {"errors", "config", "units", "places", "clock"}
+"""What every part may use, besides core."""
+
+PARTS: dict[str, set[str]] = {
+    "errors": set(),
+    "units": set(),
+    "places": set(),
+    "clock": set(),
+    "metrics": set(),
+    "logs": set(),
+    "notify": set(),
+    "settings": {"core", "units"},
+    "config": {"core", "errors", "places", "settings", "units"},
+    "core": {"errors"},
+    "policies": {"core", "errors"},
+    "kernels": {"core"} | EDGE,
+    "codecs": {"core", "kernels"} | EDGE,
+    "tiers": {"core", "codecs"} | EDGE,
+    "mover": {"core", "tiers", "codecs"} | EDGE,
+    "cache": {"core", "policies", "mover", "tiers", "metrics", "logs"} | EDGE,
+    "server": {"core", "cache", "tiers", "_proto", "metrics", "logs", "notify"} | EDGE,
+    "client": {"core", "_proto"} | EDGE,
+    "worker": {"core", "client", "kernels"} | EDGE,
+    "integrations": {"core", "client"} | EDGE,
+    "cli": {"core", "client", "_proto"} | EDGE,
+    "testing": {"core", "client"} | EDGE,
+}
+"""Part -> the parts that it may import."""
+
+BUILDERS: dict[str, set[str]] = {
+    "server/lifecycle.py": {"policies", "mover"},
+    "server/assembly.py": {"policies", "mover"},
+    "cli/daemon.py": {"server", "worker", "logs", "metrics", "tiers"},
+}
+"""The modules that put parts together, and what they may see beyond their part's row."""
+
+FOREIGN: dict[str, set[str]] = {
+    "core": {"numpy"},
+    "policies": {"numpy"},
+    "client": {"numpy", "grpc", "google", "msgpack", "xxhash", "array_api_compat"},
+    "errors": set(),
+    "places": set(),
+    "units": set(),
+    "clock": set(),
+    "notify": set(),
+}
+"""Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""
+
+CLIENT_CORE = {"block", "model"}
+"""The modules of core that the SDK may use."""
+
+
+def parts_imported(module: Module) -> set[str]:
+    names = (name.split(".") for name in imports(module.tree))
+    return {name[1] for name in names if name[0] == "tierd" and len(name) > 1} - {module.part}
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_imports_go_down_only(module: Module) -> None:
+    """A module imports only what its part may know."""
+    if module.name == "__init__.py":
+        assert parts_imported(module) == set()
+        return
+    beyond = parts_imported(module) - PARTS[module.part] - BUILDERS.get(module.name, set())
+    assert not beyond, f"tierd/{module.name} must not know {', '.join(sorted(beyond))}"
+
+
+@pytest.mark.parametrize("part", FOREIGN)
+def test_foreign_packages_stay_where_they_belong(part: str) -> None:
+    """The pure parts and the SDK import only the packages that their row names."""
+    names = {name.split(".")[0] for module in modules() if module.part == part for name in imports(module.tree)}
+    assert names - set(sys.stdlib_module_names) - {"tierd"} <= FOREIGN[part]
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in modules() if module.part == "client"], ids=lambda module: module.name
+)
+def test_sdk_uses_only_identity_and_dtypes_of_core(module: Module) -> None:
+    """The SDK knows block hashes and the values on the wire, nothing of how the daemon decides."""
+    used = {name.split(".")[2] for name in imports(module.tree) if name.startswith("tierd.core.")}
+    assert used <= CLIENT_CORE
+
+
+BARRIER = ("core/words.py", "threading")
+"""A lock's acquire and release are the memory barriers of words.py."""
+
+
+def test_core_has_no_clock_no_chance_and_no_loop() -> None:
+    """Core and policies import nothing that waits, tells the time or rolls dice."""
+    banned = {"time", "random", "asyncio", "threading", "socket", "os", "secrets", "datetime"}
+    names = {
+        (module.name, name.split(".")[0])
+        for module in modules()
+        if module.part in ("core", "policies")
+        for name in imports(module.tree)
+    }
+    assert {pair for pair in names if pair[1] in banned} <= {BARRIER}
+
+
+def test_sdk_import_is_light() -> None:
+    """`import tierd.client` brings in no torch, no pydantic, no terminal and no part of the daemon."""
+    program = "import sys, tierd.client; print('\\n'.join(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"torch", "pydantic", "rich", "click", "structlog", "tierd.config", "tierd.server", "tierd.core.core"}
+    assert heavy.isdisjoint(loaded)

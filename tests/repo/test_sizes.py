@@ -1,0 +1,65 @@
+"""The walls of the house, and a ratchet: what stands above a softer line today may only shrink."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+
+import pytest
+
+from tests.repo.source import FunctionNode, Module, functions, modules
+
+FUNCTION_LINES = 70
+FILE_LINES = 500
+PARAMETERS = 5
+POSITIONAL = 5
+
+WIDE: dict[str, int] = {}
+"""Functions with more than PARAMETERS parameters, and how many: none may be added, none may grow."""
+
+
+def parameters(node: FunctionNode) -> int:
+    names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_walls_hold(module: Module) -> None:
+    """No file passes 500 lines and no function 70."""
+    assert len(module.text.splitlines()) <= FILE_LINES
+    long = [name for name, node in functions(module.tree) if (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES]
+    assert long == []
+
+
+def test_most_functions_are_near_ten_lines() -> None:
+    """The median function has at most 10 lines, and three in four have at most 12."""
+    lengths = [(node.end_lineno or 0) - node.lineno + 1 for module in modules() for _, node in functions(module.tree)]
+    assert statistics.median(lengths) <= 10
+    assert sum(length <= 12 for length in lengths) >= 0.75 * len(lengths)
+
+
+def test_wide_signatures_only_shrink() -> None:
+    """A function takes at most 5 parameters; the few that take more are listed and may not grow."""
+    wide = {
+        f"{module.name}:{name}": parameters(node)
+        for module in modules()
+        for name, node in functions(module.tree)
+        if parameters(node) > PARAMETERS
+    }
+    assert wide == WIDE, "shrink the new ones; strike the gone ones from WIDE"
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_results_of_many_parts_have_a_name(module: Module) -> None:
+    """A function that answers more than two values answers a named type; within its file, three may do."""
+    bare = [
+        name
+        for name, node in functions(module.tree)
+        if isinstance(node.returns, ast.Subscript) and _width(node.returns) > 2 + node.name.startswith("_")
+    ]
+    assert bare == []
+
+
+def _width(annotation: ast.Subscript) -> int:
+    is_tuple = isinstance(annotation.value, ast.Name) and annotation.value.id == "tuple"
+    return len(annotation.slice.elts) if is_tuple and isinstance(annotation.slice, ast.Tuple) else 0
