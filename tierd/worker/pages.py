@@ -18,6 +18,7 @@ import numpy as np
 from tierd.core.block import KVGeometry
 from tierd.errors import InvalidArgument
 from tierd.worker.backend import Backend, page_bytes
+from tierd.worker.model import Llama
 
 Array = Any
 """A numpy array or a torch tensor."""
@@ -44,6 +45,11 @@ class PageShape:
         """[layers, 2, tokens, kv_heads, head_dim] over a block's bytes, without a copy."""
         count = self.tokens_per_block if tokens is None else tokens
         return self.backend.page(buffer, geometry=self.geometry, tokens=count)
+
+
+def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str = "float32") -> PageShape:
+    """Pages for a model. kv_dtype: float32, float16, or bfloat16 with torch."""
+    return PageShape(model.spec.geometry(kv_dtype), tokens_per_block, model.backend)
 
 
 @dataclass(eq=False, slots=True)

@@ -94,11 +94,11 @@ def test_a_duplicate_commit_goes_on_with_the_page_that_exists(new_source: NewSou
 
 def test_a_block_that_finds_no_room_ends_the_chain(new_source: NewSource) -> None:
     """After the first block that could not be stored nothing is named, and all pages stay readable."""
-    tokens = list(range(20))
+    tokens = list(range(22))
     table = BlockTable(new_source(room=2))
-    fill(table, tokens, 20)
+    fill(table, tokens, 22)
     assert table.commit(tokens) == 2
-    assert [p.is_private for p in table.pages] == [False, False, True, True, True]
+    assert [p.is_private for p in table.pages] == [False, False, True, True, True, True]
     assert not table.commit_tail(tokens)
     assert contents(table) == tokens
 

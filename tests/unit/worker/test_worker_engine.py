@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierd.errors import InvalidArgument
+from tierd.worker.backend import Backend
+from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.engine import Engine, EngineOptions
 from tierd.worker.model import Llama
 from tierd.worker.pages import LocalPages, PageShape
@@ -182,6 +184,17 @@ def test_attention_mass_is_reported_per_page(model: Llama, new_source: NewSource
     run(model, source, Request(PROMPT[:10], 3), measure_attention=True)
     assert len(source.mass) == 3
     assert sum(m for _, m in source.mass) == pytest.approx(2 * 12)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_torch_engine_gives_what_the_numpy_engine_gives(model: Llama, shape: PageShape, kv_dtype: str) -> None:
+    """The same engine on torch tensors, reading and writing pages over plain memory, gives the same logits."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    on_torch = Llama(random_checkpoint(model.spec, seed=3, scale=0.2), Backend("torch"))
+    pages = PageShape(model.spec.geometry(kv_dtype), 4, on_torch.backend)
+    want = logits_of(model, LocalPages(shape), PROMPT)
+    got = logits_of(on_torch, LocalPages(pages), PROMPT, chunk_tokens=16, measure_attention=True)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 if kv_dtype == "float32" else 0.2)
 
 
 @pytest.mark.parametrize(
