@@ -1,0 +1,301 @@
+"""The session socket: identity, descriptors and life, beside gRPC, which can carry none of them.
+
+AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply. An accept loop of its own, because asyncio's servers refuse SEQPACKET.
+
+    hello  {op, proto, format, sdk, name, credential} -> {ok, session, token, daemon, instance, tiers, ...}
+    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue
+    forget {op, session} -> {ok}: a session of a former daemon that this process uses nothing of any more
+    ping   {op} -> {ok}
+    refused: {ok: false, error: class of tierd.errors, message}
+
+Purpose: messages in, calls on `Sessions`. Invariants: nothing is answered before hello but a refusal; what is not a well-formed
+request gets one error reply and its connection is closed; no client can make the daemon wait, for reading or for writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import structlog
+
+import tierd
+from tierd.errors import ConfigError, InvalidArgument, Overloaded, TierdError, Unavailable, VersionMismatch
+from tierd.server import peers
+from tierd.server.identity import Identity, Peer
+from tierd.server.sessions import Session, Sessions
+
+log = structlog.get_logger(__name__)
+
+PROTO_VERSION = 1
+FORMAT_VERSION = 1
+MESSAGE_MAX_BYTES = 4096
+BACKLOG = 128
+GREETING_LIMIT = 64
+"""Connections at one time that have not said hello."""
+HELLO_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 0.2
+"""Before the next try to accept when the process is out of descriptors."""
+
+Identify = Callable[[Peer, str | None], Identity]
+"""Peer and credential to identity. Raises NotPermitted."""
+
+
+class SessionSocket:
+    """The listener. greeting: what every accepted hello is told (daemon, instance, tiers, ...); mode: of the socket's file."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        sessions: Sessions,
+        identify: Identify,
+        greeting: Mapping[str, Any],
+        mode: int = 0o660,
+    ) -> None:
+        self.path = str(path)
+        self.sessions = sessions
+        self.identify = identify
+        self.greeting = greeting
+        self._mode = mode
+        self._listener: socket.socket | None = None
+        self._connections: set[Connection] = set()
+        self._resume: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Binds and listens. A file in the way is taken for stale: call this under the instance's lock. Raises ConfigError."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            Path(self.path).unlink(missing_ok=True)
+            listener.bind(self.path)
+            Path(self.path).chmod(self._mode)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"session socket: {self.path} cannot be bound ({error}); choose another server.runtime_dir"
+            ) from error
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def refuse_new(self) -> None:
+        """From now on a hello is answered with Unavailable."""
+        self.sessions.is_refusing = True
+
+    def close(self) -> None:
+        """Closes every connection and the listener, and removes the socket's file. Sessions stay; see `Sessions.close`."""
+        if self._resume:
+            self._resume.cancel()
+        for connection in list(self._connections):
+            connection.close()
+        if self._listener:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+            Path(self.path).unlink(missing_ok=True)
+
+    def drop(self, connection: Connection) -> None:
+        """A connection has closed itself."""
+        self._connections.discard(connection)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError, InterruptedError):
+            return
+        except OSError as error:
+            self._pause(error)
+            return
+        accepted.setblocking(False)
+        connection = Connection(accepted, self)
+        self._connections.add(connection)
+        waiting = sum(c.session is None for c in self._connections)
+        if waiting > GREETING_LIMIT:
+            connection.refuse(
+                Overloaded(f"session socket: {GREETING_LIMIT} connections wait to say hello; try again later")
+            )
+
+    def _pause(self, error: OSError) -> None:
+        """Out of descriptors or memory: accepting again at once would only spin."""
+        log.error("session socket cannot accept", error=str(error))
+        loop = asyncio.get_running_loop()
+        assert self._listener is not None
+        loop.remove_reader(self._listener)
+        self._resume = loop.call_later(ACCEPT_PAUSE_S, self._listen_again)
+
+    def _listen_again(self) -> None:
+        if self._listener:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+
+class Connection:
+    """One client's socket, from accept to close."""
+
+    def __init__(self, accepted: socket.socket, owner: SessionSocket) -> None:
+        self.session: Session | None = None
+        self._socket = accepted
+        self._owner = owner
+        loop = asyncio.get_running_loop()
+        loop.add_reader(accepted, self._read)
+        self._hello_timeout = loop.call_later(
+            HELLO_TIMEOUT_S,
+            lambda: self.refuse(Unavailable(f"session: no hello within {HELLO_TIMEOUT_S:g} s; connect again")),
+        )
+
+    def refuse(self, error: TierdError) -> None:
+        """Says why, and closes."""
+        self._send(_refusal(error))
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection; a session stops being served. Safe to call twice."""
+        if self._socket.fileno() < 0:
+            return
+        self._hello_timeout.cancel()
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        self._owner.drop(self)
+        if self.session:
+            self._owner.sessions.stop(self.session)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(MESSAGE_MAX_BYTES + 1)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        try:
+            self._answer(_request(data))
+        except InvalidArgument as error:
+            self.refuse(error)
+        except TierdError as error:
+            if self.session is None:
+                self.refuse(error)
+            else:
+                self._send(_refusal(error))
+        except Exception as error:  # an accident with one client must not end the others
+            log.exception("session request failed")
+            self.refuse(
+                Unavailable(f"session: internal fault ({type(error).__name__}), see the daemon's log; connect again")
+            )
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        op = request.get("op")
+        if self.session is None:
+            if op != "hello":
+                raise InvalidArgument(f"session socket: {op!r:.80} before hello; send hello first")
+            self._hello(request)
+        elif op == "map":
+            self._map(self.session, tier=_field(request, "tier", int), segment=_field(request, "segment", int))
+        elif op == "forget":
+            self._owner.sessions.forget(_field(request, "session", int), by=self.session)
+            self._send({"ok": True})
+        elif op == "ping":
+            self._send({"ok": True})
+        else:
+            raise InvalidArgument(f"session socket: unknown op {op!r:.80}; known are hello, map, forget, ping")
+
+    def _hello(self, request: dict[str, Any]) -> None:
+        _check_versions(request)
+        if self._owner.sessions.is_refusing:
+            raise Unavailable("daemon: draining, no new sessions; connect to another one or try again later")
+        self._owner.sessions.check_room()
+        peer, pidfd = peers.peer_of(self._socket)
+        try:
+            session = Session(
+                id=self._owner.sessions.new_id(),
+                identity=self._owner.identify(peer, _credential(request)),
+                peer=peer,
+                pidfd=pidfd,
+                name=_field(request, "name", str)[:128],
+                sdk=_field(request, "sdk", str)[:64],
+            )
+            self._owner.sessions.open(session, on_closed=self.close)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        self._hello_timeout.cancel()
+        self.session = session
+        log.info(
+            "session open",
+            session=session.id,
+            pid=peer.pid,
+            uid=peer.uid,
+            tenant=session.identity.tenant,
+            name=session.name,
+        )
+        self._send({"ok": True, "session": session.id, "token": session.token, **self._owner.greeting})
+
+    def _map(self, session: Session, *, tier: int, segment: int) -> None:
+        files = self._owner.sessions.map_segment(session, tier=tier, segment=segment)
+        reply = {
+            "ok": True,
+            "bytes": files.data_bytes,
+            "writable": files.is_writable,
+            "catalogue_bytes": files.catalogue_bytes,
+        }
+        try:
+            self._send(reply, fds=[files.data_fd, files.catalogue_fd])
+        finally:
+            os.close(files.data_fd)
+            os.close(files.catalogue_fd)
+
+    def _send(self, reply: dict[str, Any], *, fds: list[int] | None = None) -> None:
+        """A client that does not read its replies is not waited for."""
+        try:
+            socket.send_fds(self._socket, [msgpack.packb(reply)], fds or [])
+        except OSError as error:
+            log.info("session reply not sent", error=str(error))
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # read as end of file by _read, which closes
+
+
+def _request(data: bytes) -> dict[str, Any]:
+    if len(data) > MESSAGE_MAX_BYTES:
+        raise InvalidArgument(f"session socket: a message above {MESSAGE_MAX_BYTES} bytes; send less")
+    try:
+        request = msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise InvalidArgument(
+            f"session socket: not a msgpack map ({type(error).__name__}); send one request a message"
+        ) from error
+    if not isinstance(request, dict):
+        raise InvalidArgument(
+            f"session socket: a {type(request).__name__} instead of a map; send one request a message"
+        )
+    return request
+
+
+def _field(request: dict[str, Any], name: str, kind: type) -> Any:
+    value = request.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not {kind.__name__}; correct the request")
+    return value
+
+
+def _credential(request: dict[str, Any]) -> str | None:
+    return None if request.get("credential") is None else str(_field(request, "credential", str))
+
+
+def _check_versions(request: dict[str, Any]) -> None:
+    theirs = (request.get("proto"), request.get("format"))
+    if theirs != (PROTO_VERSION, FORMAT_VERSION):
+        raise VersionMismatch(
+            f"session: the client speaks protocol {theirs[0]!s:.20}, format {theirs[1]!s:.20} (SDK {request.get('sdk')!s:.40}), the daemon protocol"
+            f" {PROTO_VERSION}, format {FORMAT_VERSION} (tierd {tierd.__version__}); bring the older one up to date"
+        )
+
+
+def _refusal(error: TierdError) -> dict[str, Any]:
+    return {"ok": False, "error": type(error).__name__, "message": str(error)}

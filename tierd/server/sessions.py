@@ -1,0 +1,206 @@
+"""Sessions: who is connected, what token stands for them, and when what they hold may be reused.
+
+    open ──socket closed──▶ stopped ──process gone──▶ ended
+      └────────────process gone─────────────────────▶ ended
+    restored (of a former daemon) ──process gone, or its process says that it uses nothing more──▶ ended
+
+Purpose: the life of sessions. Non-purpose: the socket and its messages (session_socket.py), leases (cache, core). Invariants:
+`on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends); `on_end` comes after the
+process has gone, never after a time: a clock must not hand out memory that a living process may still touch. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import structlog
+
+from tierd.errors import NotFound, NotPermitted, Overloaded, SessionLost
+from tierd.server import peers
+from tierd.server.identity import Identity, Peer
+
+log = structlog.get_logger(__name__)
+
+TOKEN_BYTES = 16
+LINGERING_FACTOR = 4
+"""Sessions in all, closed ones whose process lives included, for each that may be open."""
+
+
+class SessionState(enum.Enum):
+    """Where a session stands; the values are shown to people."""
+
+    OPEN = "open"
+    STOPPED = "ended"
+    RESTORED = "restored"
+
+
+class MappedFiles(NamedTuple):
+    """A segment for a client: descriptors that the session socket closes after sending, lengths in bytes."""
+
+    data_fd: int
+    data_bytes: int
+    is_writable: bool
+    catalogue_fd: int
+    catalogue_bytes: int
+
+
+@dataclass(eq=False)
+class Session:
+    """One client process. secret: what its token proves; opened: of the monotonic clock, seconds."""
+
+    id: int
+    identity: Identity
+    peer: Peer
+    pidfd: int
+    name: str = ""
+    sdk: str = ""
+    state: SessionState = SessionState.OPEN
+    secret: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES), repr=False)
+    opened: float = field(default_factory=time.monotonic)
+
+    @property
+    def token(self) -> str:
+        """What the client's calls carry: the id, to find the session by, and 128 secret bits."""
+        return f"{self.id:x}.{self.secret}"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCalls:
+    """What the daemon does about sessions. on_open may refuse by raising a TierdError; the other two must not fail.
+
+    map_segment(session, tier, segment) gives the files of a segment, or raises NotFound, NotPermitted, TierFailed.
+    """
+
+    on_open: Callable[[Session], None]
+    on_stop: Callable[[int], None]
+    on_end: Callable[[int], None]
+    map_segment: Callable[[Session, int, int], MappedFiles]
+
+
+class Sessions:
+    """Every session that has not ended. session_limit: open ones at one time."""
+
+    def __init__(self, calls: SessionCalls, *, session_limit: int) -> None:
+        self._calls = calls
+        self._limit = session_limit
+        self._by_id: dict[int, Session] = {}
+        self._on_closed: dict[int, Callable[[], None]] = {}
+        self.is_refusing = False
+
+    def authenticate(self, token: str) -> Session:
+        """The open session of a token. Raises SessionLost."""
+        text, _, secret = token.partition(".")
+        session = self._by_id.get(_number(text))
+        # The comparison is made in either case, so that the time taken tells nothing about ids.
+        known = session.secret if session else "0" * (2 * TOKEN_BYTES)
+        matches = hmac.compare_digest(known.encode(), secret.encode())
+        if session is None or not matches or session.state is not SessionState.OPEN:
+            raise SessionLost("session: it has ended, or the daemon was restarted; open a session again")
+        return session
+
+    def list(self) -> list[Session]:
+        """All of them, oldest first."""
+        return list(self._by_id.values())
+
+    def find(self, session_id: int) -> Session | None:
+        """The session, while it has not ended."""
+        return self._by_id.get(session_id)
+
+    def check_room(self) -> None:
+        """Raises Overloaded where one more session would be too many."""
+        is_open = sum(session.state is SessionState.OPEN for session in self._by_id.values())
+        if is_open >= self._limit:
+            raise Overloaded(f"sessions: {self._limit} are open (server.session_limit); close one or raise the limit")
+        if len(self._by_id) >= self._limit * LINGERING_FACTOR:
+            raise Overloaded(
+                f"sessions: {len(self._by_id)}, most of them closed by processes that still run; end these or raise"
+                " server.session_limit"
+            )
+
+    def open(self, session: Session, *, on_closed: Callable[[], None]) -> None:
+        """Takes a session in; its pidfd belongs to it from now on, unless this raises. on_closed: called when its process ends.
+
+        Raises Overloaded, and what `on_open` raises.
+        """
+        self.check_room()
+        self._calls.on_open(session)
+        self._on_closed[session.id] = on_closed
+        self._watch(session)
+
+    def restore(self, session_id: int, *, peer: Peer, identity: Identity) -> bool:
+        """Takes up a session of a former daemon if its process still lives. False: it is gone, and nothing is called for it."""
+        pidfd = peers.open_process(peer.pid, start_time=peer.start_time)
+        if pidfd is None:
+            return False
+        self._watch(Session(session_id, identity, peer, pidfd, state=SessionState.RESTORED))
+        return True
+
+    def stop(self, session: Session) -> None:
+        """Its socket is closed: its token is refused from now on. What it holds stays until its process has gone."""
+        if session.state is SessionState.OPEN:
+            session.state = SessionState.STOPPED
+            self._call(self._calls.on_stop, session)
+
+    def forget(self, session_id: int, *, by: Session) -> None:
+        """The process of a restored session says that it uses nothing of it any more. Raises NotFound, NotPermitted."""
+        session = self._by_id.get(session_id)
+        if session is None or session.state is not SessionState.RESTORED:
+            raise NotFound(f"session {session_id}: no session of a former daemon; only such a one can be forgotten")
+        if session.peer != by.peer:
+            raise NotPermitted(f"session {session_id}: belongs to another process; only that one may let go of it")
+        self._end(session)
+
+    def close(self) -> None:
+        """Stops watching. Nothing ends by this: what clients hold is kept for the next daemon."""
+        for session in self._by_id.values():
+            asyncio.get_running_loop().remove_reader(session.pidfd)
+            os.close(session.pidfd)
+        self._by_id.clear()
+        self._on_closed.clear()
+
+    def map_segment(self, session: Session, *, tier: int, segment: int) -> MappedFiles:
+        """The files of a segment. Raises NotFound, NotPermitted, TierFailed."""
+        return self._calls.map_segment(session, tier, segment)
+
+    def new_id(self) -> int:
+        """An id that no session of this daemon or a former one has; below 2**63, never 0."""
+        while (number := secrets.randbits(63)) in self._by_id or not number:
+            pass
+        return number
+
+    def _watch(self, session: Session) -> None:
+        self._by_id[session.id] = session
+        asyncio.get_running_loop().add_reader(session.pidfd, self._end, session)
+
+    def _end(self, session: Session) -> None:
+        """The one way out of the books, for every way to end."""
+        if self._by_id.pop(session.id, None) is None:
+            return
+        asyncio.get_running_loop().remove_reader(session.pidfd)
+        os.close(session.pidfd)
+        closed = self._on_closed.pop(session.id, None)
+        if closed:
+            closed()
+        self.stop(session)
+        self._call(self._calls.on_end, session)
+
+    def _call(self, call: Callable[[int], None], session: Session) -> None:
+        try:
+            call(session.id)
+        except Exception:
+            log.exception("session callback failed", session=session.id, call=getattr(call, "__name__", str(call)))
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        return 0
