@@ -388,7 +388,7 @@ async def test_closing_ends_nobody(rig):
         rig.socket.close()
         rig.sessions.close()
         assert rig.events == [("open", reply["session"]), ("stop", reply["session"])]
-        assert not os.path.exists(rig.socket.path)  # noqa: ASYNC240, PTH110
+        assert not os.path.exists(rig.socket.path)  # noqa: ASYNC240
 
 
 async def test_kernels_without_peer_pidfd(rig, monkeypatch):
