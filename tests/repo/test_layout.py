@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.repo.source import ROOT, Module, modules, tracked_files
 
@@ -15,6 +17,7 @@ FILES = {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml"}
 TEST_FOLDERS = {"unit", "contract", "property", "sim", "system", "gpu", "repo", "golden"}
 EMPTY_NAMES = {"Manager", "Helper", "Helpers", "Util", "Utils", "Base", "Impl", "Data", "Misc", "Common"}
 FILE_BYTES = 1 << 20
+BASE_INSTALL_BYTES = 130 * 10**6
 
 pytestmark = pytest.mark.skipif(not tracked_files(), reason="not a git checkout")
 
@@ -46,11 +49,12 @@ def test_files_are_texts_of_no_machine() -> None:
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
 def test_names_say_something(module: Module) -> None:
-    """No class and no module is called Manager, Helper, Util, Base, Impl or Data."""
-    names = [node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
-    words = {word for name in names for word in re.findall(r"[A-Z][a-z]+|[A-Z]+(?![a-z])", name)}
-    words |= {piece.removesuffix(".py").title() for piece in module.name.split("/")}
-    assert words & EMPTY_NAMES == set()
+    """No class and no module is a Manager, Helper, Util, Base, Impl or Data of something."""
+    classes = [node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    stems = [piece.removesuffix(".py").replace("_", " ").title().replace(" ", "") for piece in module.name.split("/")]
+    words = [re.findall(r"[A-Z][a-z]+|[A-Z]+(?![a-z])", name) for name in (*classes, *stems)]
+    assert {word for name in words for word in name[-1:]} & EMPTY_NAMES == set()
+    assert not any(name[:1] == ["Base"] for name in words)
 
 
 def test_base_install_is_light() -> None:
@@ -61,6 +65,20 @@ def test_base_install_is_light() -> None:
         {"torch", "cupy", "kvikio", "transformers", "pandas", "scipy", "pyarrow", "boto3", "tensorflow"}
     )
     assert len(base) <= 16
+
+
+def test_base_install_is_small() -> None:
+    """What the base install brings in, with all that it needs in turn, takes less than 130 MB on disk."""
+    todo, sizes = ["tierd"], dict[str, int]()
+    while todo:
+        name = todo.pop()
+        if name not in sizes:
+            needs = [Requirement(text) for text in importlib.metadata.requires(name) or []]
+            todo += [need.name for need in needs if not need.marker or need.marker.evaluate({"extra": ""})]
+            files = (file.locate() for file in importlib.metadata.files(name) or [])
+            sizes[name] = sum(path.stat().st_size for path in files if path.is_file())
+    heaviest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    assert sum(sizes.values()) < BASE_INSTALL_BYTES, heaviest
 
 
 def test_versions_agree() -> None:
