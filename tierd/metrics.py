@@ -60,7 +60,7 @@ METRICS: Mapping[str, Row] = {
     "tierd_transfer_seconds": Row("histogram", "seconds", "From a transfer's plan to its end, by link.", ("link",)),
     "tierd_corrupt_total": Row("counter", "pages", "Pages whose bytes were not what was committed.", ("tier",)),
     "tierd_tier_bytes": Row(
-        "gauge", "bytes", "Bytes of a tier by page state; the states add up to capacity.", ("tier", "state")
+        "gauge", "bytes", "Bytes of a tier: used, free in segments, unassigned; they add up to its capacity.", ("tier", "state")
     ),
     "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state, and those pinned.", ("tier", "state")),
     "tierd_tier_serving": Row("gauge", "1 or 0", "Whether a tier is in service.", ("tier",)),

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.tier import MappedTier, StoredTier, Tier
+
+Second = TypeVar("Second")
+Result = TypeVar("Result")
 
 PRIORITY = {Reason.DEMAND: 0, Reason.DURABLE: 0, Reason.PREFETCH: 1, Reason.DEMOTION: 2}
 HASH_SPLIT_BYTES = 4 << 20
@@ -163,7 +167,7 @@ class Mover:
     async def hash(self, views: Sequence[memoryview], metas: StructArray) -> Hashed:
         """Slice sums and digests of blocks, computed in threads. metas: META per view, for stored_length and layers."""
         cuts = [slice_lengths(len(v), int(layers)) for v, layers in zip(views, metas["layers"], strict=True)]
-        slices: list[NDArray[np.uint64]] = await self._in_threads(slice_sums, views, cuts)
+        slices = await self._in_threads(slice_sums, views, cuts)
         digests = np.frombuffer(b"".join(map(table_digest, slices)), dtype=np.uint8).reshape(-1, 16)
         return Hashed(digests, slices)
 
@@ -172,7 +176,9 @@ class Mover:
         hashed = await self.hash(_views(tier, extents, metas), metas)
         return np.asarray((hashed.digests == metas["digest"]).all(axis=1))
 
-    async def _in_threads(self, work, first, second) -> list:  # type: ignore[no-untyped-def, type-arg]
+    async def _in_threads(
+        self, work: Callable[[memoryview, Second], Result], first: Sequence[memoryview], second: Sequence[Second]
+    ) -> list[Result]:
         """[work(a, b) for a, b in zip(first, second)], in one thread, or in several where it is much."""
         loop = asyncio.get_running_loop()
         parts = self._hash_threads if sum(map(len, first)) > HASH_SPLIT_BYTES else 1
@@ -192,7 +198,9 @@ class Mover:
         self._threads.shutdown(wait=True)
 
 
-def _each(work, first, second) -> list:  # type: ignore[no-untyped-def, type-arg]
+def _each(
+    work: Callable[[memoryview, Second], Result], first: Sequence[memoryview], second: Sequence[Second]
+) -> list[Result]:
     return [work(a, b) for a, b in zip(first, second, strict=True)]
 
 

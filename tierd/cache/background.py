@@ -75,7 +75,7 @@ class Background:
             try:
                 await tier.sync()
             except TierFailed as error:
-                log.error("sync failed", tier=tier.spec.name, error=str(error))
+                log.exception("sync failed", tier=tier.spec.name, error=str(error))
                 self._flights.drop_failed()
 
     async def _step(self, *, timeout_s: float) -> bool:
@@ -86,6 +86,7 @@ class Background:
         failed = self._flights.failed
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=timeout_s)
+        await asyncio.sleep(0)  # a plan that only frees has nothing to wait for; calls must get their turn
         return len(plan.freed) > 0 or self._flights.failed - failed < len(plan.transfers) + len(plan.waits)
 
     async def _demote_for_ever(self) -> None:
@@ -93,7 +94,7 @@ class Background:
             await self._wake.wait()
             self._wake.clear()
             while await self._step(timeout_s=STEP_TIMEOUT_S):
-                await asyncio.sleep(0)
+                pass
 
     async def _sync_for_ever(self) -> None:
         while True:

@@ -232,7 +232,9 @@ class Cache:
             except BaseException:
                 self._abort(session, reserved.reservation)
                 raise
-            pages = np.concatenate([e[s == BlockStatus.RESERVED] for e, s in zip(reserved.extents, reserved.statuses)])
+            pages = np.concatenate(
+                [e[s == BlockStatus.RESERVED] for e, s in zip(reserved.extents, reserved.statuses, strict=False)]
+            )
             self._hold(session, HoldKind.RESERVATION, reserved.reservation, pages)
         for code, count in zip(*np.unique(np.concatenate(reserved.statuses), return_counts=True), strict=True):
             self.metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(int(count))
@@ -279,7 +281,7 @@ class Cache:
 
     def view(self, extent: StructArray) -> memoryview:
         """The bytes of a page in a mapped tier, writable."""
-        return self._mapped(extent).view(extent)
+        return self._mapped(extent).view(extent)  # type: ignore[arg-type]  # a row of an array is a np.void
 
     def watch(self, session: int, *, after: int, sees_all: bool) -> AsyncIterator[list[Event]]:
         """Batches of events for ever; of the session's tenant only, unless it sees all."""

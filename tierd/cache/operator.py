@@ -69,7 +69,7 @@ class Operator:
         if key not in SORT_COLUMNS:
             raise InvalidArgument(f"sort: {key!r} is unknown; use one of {', '.join(SORT_COLUMNS)}, with - to reverse")
         order = np.argsort(rows[SORT_COLUMNS[key]], kind="stable")
-        descending = key != "position" and not wanted.sort.startswith("-") or wanted.sort == "-position"
+        descending = (key != "position" and not wanted.sort.startswith("-")) or wanted.sort == "-position"
         return rows[order[::-1]] if descending else rows[order]
 
     def find(self, prefix: str) -> int:
@@ -134,7 +134,7 @@ class Operator:
         self._cache.is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (left := self._core.stats().leases) and loop.time() < deadline:
+        while (left := self._core.stats().leases) and loop.time() < deadline:  # noqa: ASYNC110  # the end of leases rings no bell
             await asyncio.sleep(POLL_S)
         return left
 

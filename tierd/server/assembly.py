@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.slots import HEADER_BYTES
 from tierd.tiers.tier import Recovered, Tier
 
+TierTable = DeviceConfig | HostConfig | NvmeConfig
 log = structlog.get_logger(__name__)
 
 
@@ -55,6 +56,10 @@ class Assembly:
     release: bool = False
     former: list[FormerHolder] = dataclasses.field(default_factory=list)
     naming: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+
+    def release_at_end(self) -> None:
+        """The arena is to be freed when the daemon ends."""
+        self.release = True
 
     async def keep_namespace(self, namespace: Namespace) -> None:
         """Makes a new namespace known to the next life, before anybody may use it."""
@@ -155,8 +160,14 @@ def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceReg
 
 def build_tiers(config: Config, *, instance: str) -> list[Tier]:
     """The tiers, near to far: devices, hosts, stores. Raises ConfigError for an unknown eviction policy."""
-    kinds = ((TierKind.DEVICE, config.device), (TierKind.HOST, config.host), (TierKind.NVME, config.nvme))
-    specs = [(spec_of(kind, i, table), table) for kind, tables in kinds for i, table in enumerate(tables)]
+    kinds: tuple[tuple[TierKind, Sequence[TierTable]], ...] = (
+        (TierKind.DEVICE, config.device),
+        (TierKind.HOST, config.host),
+        (TierKind.NVME, config.nvme),
+    )
+    specs: list[tuple[TierSpec, TierTable]] = [
+        (spec_of(kind, i, table), table) for kind, tables in kinds for i, table in enumerate(tables)
+    ]
     base = _arena_base(config)
     return list(_build(specs, instance=instance, base=base))
 
@@ -166,9 +177,7 @@ def _arena_base(config: Config) -> str:
     return next((str(Path(host.arena_dir)) for host in config.host if host.arena_dir), "")
 
 
-def _build(
-    specs: list[tuple[TierSpec, DeviceConfig | HostConfig | NvmeConfig]], *, instance: str, base: str
-) -> Iterator[Tier]:
+def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str) -> Iterator[Tier]:
     for position, (spec, table) in enumerate(specs):
         if isinstance(table, NvmeConfig):
             yield NvmeStore(
@@ -178,7 +187,7 @@ def _build(
             yield Arena(spec, position=position, instance=instance, arena_dir=table.arena_dir or base)
 
 
-def spec_of(kind: TierKind, index: int, table: DeviceConfig | HostConfig | NvmeConfig) -> TierSpec:
+def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
     """What the core knows of a configured tier."""
     if table.eviction not in EVICTION:
         raise ConfigError(

@@ -35,7 +35,7 @@ class Instance:
                 registry.restore([line])
             except CorruptRecord as error:
                 path.with_suffix(".damaged").write_bytes(path.read_bytes())
-                log.error("namespace dropped", file=str(path), line=number, error=str(error))
+                log.exception("namespace dropped", file=str(path), line=number, error=str(error))
 
     def keep_namespaces(self, records: list[bytes]) -> None:
         """Replaces the file, durably. Blocking."""

@@ -1,17 +1,18 @@
 """The gRPC servers: the unix socket, and TCP on loopback where it is configured.
 
-Purpose: build, bind, refuse, finish. Non-purpose: what a call does. Invariants: sockets are made 0600 and only under the instance's
+Purpose: build, bind, refuse, finish. Non-purpose: what a call does. Invariants: sockets are made 0660 and only under the instance's
 lock, so a stale one may be removed; TCP is bound only with a credential; messages are bounded, since block bytes never ride in them but
 in chunks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
 from grpc_reflection.v1alpha import reflection
 
 from tierd._proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
@@ -35,7 +36,7 @@ class Rpc:
     """One or two gRPC servers over the same services."""
 
     def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, queue_limit: int) -> None:
-        self.health = health.aio.HealthServicer()
+        self.health = HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=queue_limit * BACKLOG + 1024
         )
@@ -46,13 +47,13 @@ class Rpc:
             module.DESCRIPTOR.services_by_name[n].full_name
             for module, n in ((cache_pb2, "Cache"), (admin_pb2, "Admin"))
         ]
-        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, health.SERVICE_NAME], self._server)
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, HEALTH_NAME], self._server)
 
-    def listen_unix(self, path: str) -> None:
-        """Binds the unix socket. Raises ConfigError."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+    def listen_unix(self, path: Path) -> None:
+        """Binds the unix socket, 0660. Raises ConfigError."""
+        path.unlink(missing_ok=True)
         self._bind(f"unix:{path}")
+        path.chmod(0o660)
 
     def listen_tcp(self, address: str) -> int:
         """Binds a loopback address; the port. Raises ConfigError."""
@@ -61,9 +62,9 @@ class Rpc:
     async def start(self) -> None:
         """Begins to serve."""
         await self._server.start()
-        await self.set_serving(True)
+        await self.set_serving(serving=True)
 
-    async def set_serving(self, serving: bool) -> None:
+    async def set_serving(self, *, serving: bool) -> None:
         """What health checks are told."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *SERVICES):

@@ -83,7 +83,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         caller = CALLER.get()
-        if request.durability not in list(Durability):
+        if int(request.durability) not in list(Durability):
             raise InvalidArgument(f"durability: {request.durability} is unknown; the values are in cache.proto")
         committed = await self._cache.commit(
             caller.session,
@@ -131,7 +131,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 events=[
                     pb.Event(
                         sequence=e.sequence,
-                        kind=int(e.kind),
+                        kind=pb.Event.Kind.Name(e.kind),
                         tier=e.tier,
                         namespace=e.namespace,
                         hashes=e.hashes,

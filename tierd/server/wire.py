@@ -67,7 +67,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         raise InvalidArgument(
             f"group.tokens: {tokens} need {-(-tokens // size)} blocks of {size}, {len(hashes)} hashes were sent; send one each"
         )
-    if group.need not in list(Need):
+    if int(group.need) not in list(Need):
         raise InvalidArgument(f"group.need: {group.need} is unknown; the values are in cache.proto")
     ranks = list(group.ranks) or [0]
     return GroupQuery(
@@ -168,7 +168,7 @@ def _rank(rank: int, namespace: Namespace) -> int:
     return rank
 
 
-def _records(data: bytes, dtype: np.dtype, thing: str) -> StructArray:  # type: ignore[type-arg]
+def _records(data: bytes, dtype: np.dtype, thing: str) -> StructArray:
     if len(data) % dtype.itemsize:
         raise InvalidArgument(f"{thing}: {len(data)} bytes is no multiple of {dtype.itemsize}; send whole records")
     return np.frombuffer(data, dtype=dtype)

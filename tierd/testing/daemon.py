@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from tierd.errors import Unavailable
 
@@ -129,8 +130,10 @@ class Daemon:
         self.kill()
         return self.start()
 
-    def __enter__(self) -> Daemon:
-        return self.start() if self._process is None else self
+    def __enter__(self) -> Self:
+        if self._process is None:
+            self.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -161,8 +164,8 @@ class Daemon:
         pidfd = os.pidfd_open(self._process.pid)
         try:
             while (left := deadline - time.monotonic()) > 0:
-                ready, _, _ = select.select([notify, pidfd], [], [], left)
-                if notify in ready and b"READY=1" in notify.recv(4096):
+                ready, _, _ = select.select([notify.fileno(), pidfd], [], [], left)
+                if notify.fileno() in ready and b"READY=1" in notify.recv(4096):
                     return
                 if pidfd in ready:
                     break

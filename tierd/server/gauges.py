@@ -1,0 +1,67 @@
+"""Gauges of how things stand, refreshed at an even pace rather than at every change.
+
+Purpose: tiers, sessions, leases, queues as metrics. Non-purpose: counters, which count where things happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import tierd
+from tierd.server.assembly import Assembly
+from tierd.server.sessions import Sessions
+
+INTERVAL_S = 2.0
+
+
+class Gauges:
+    """Runs on the event loop while the daemon serves."""
+
+    def __init__(self, daemon: Assembly, *, sessions: Sessions) -> None:
+        self._daemon = daemon
+        self._sessions = sessions
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to refresh."""
+        self._daemon.metrics.info.labels(version=tierd.__version__, instance=self._daemon.instance).set(1)
+        self._task = asyncio.create_task(self._refresh_for_ever())
+
+    def stop(self) -> None:
+        """Ends it."""
+        if self._task:
+            self._task.cancel()
+
+    async def _refresh_for_ever(self) -> None:
+        while True:
+            self.refresh()
+            await asyncio.sleep(INTERVAL_S)
+
+    def refresh(self) -> None:
+        """Sets every gauge to what is true now."""
+        metrics, cache = self._daemon.metrics, self._daemon.cache
+        stats = cache.core.stats()
+        metrics.blocks.set(stats.blocks)
+        metrics.leases.set(stats.leases)
+        metrics.reservations.set(stats.reservations)
+        metrics.queue_depth.labels(queue="transfers").set(cache.flights.count)
+        metrics.queue_depth.labels(queue="links").set(cache.parts.mover.queued())
+        states = Counter(session.state.value for session in self._sessions.list())
+        for state in ("open", "ended", "restored"):
+            metrics.sessions.labels(state=state).set(states[state])
+        self._refresh_tiers()
+
+    def _refresh_tiers(self) -> None:
+        metrics = self._daemon.metrics
+        for tier in self._daemon.cache.core.tier_stats():
+            metrics.tier_serving.labels(tier=tier.name).set(tier.serving)
+            used, assigned = tier.used_bytes, tier.assigned_bytes
+            for state, size in (
+                ("used", used),
+                ("free", assigned - used),
+                ("unassigned", tier.capacity_bytes - assigned),
+            ):
+                metrics.tier_bytes.labels(tier=tier.name, state=state).set(size)
+            for state in ("free", "reserved", "ready", "retiring", "pinned"):
+                metrics.tier_pages.labels(tier=tier.name, state=state).set(getattr(tier, f"pages_{state}"))

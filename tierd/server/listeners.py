@@ -1,0 +1,222 @@
+"""Everything that listens: the session socket, gRPC, /metrics; and what ties them to the conductor.
+
+Purpose: sockets open in the end of the start and close in the beginning of the end. Invariants: a session is in the core and in the holds file
+before its client has a token; a descriptor is given only within the trust domain, writable only to the segment's writer, and the
+core knows of it first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+import tierd
+from tierd import metrics, places
+from tierd.config import split_address
+from tierd.errors import ConfigError, NotFound, NotPermitted
+from tierd.server.admin import About, AdminService, SessionRow
+from tierd.server.assembly import Assembly
+from tierd.server.gauges import Gauges
+from tierd.server.guard import Guard
+from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
+from tierd.server.rpc import Rpc
+from tierd.server.service import CacheService
+from tierd.server.session_socket import SessionSocket
+from tierd.server.sessions import MappedFiles, Session, SessionCalls, Sessions
+from tierd.tiers.arena import Arena
+from tierd.tiers.holds import Holder, read_boot_id
+
+log = structlog.get_logger(__name__)
+
+REMOTE_SESSION = 1
+"""The daemon's own session, for clients that come over TCP."""
+REMOTE_TENANT = "remote"
+
+
+class Listeners:
+    """The daemon's sockets. Use as an async context manager, then `open`."""
+
+    def __init__(self, daemon: Assembly) -> None:
+        self._daemon = daemon
+        server = daemon.config.server
+        self._rules: IdentityRules = load_rules(
+            {int(uid): tenant for uid, tenant in daemon.config.identity.tenants.items()},
+            daemon.config.identity.credential_file,
+        )
+        calls = SessionCalls(self._opened, daemon.cache.stop_session, daemon.cache.end_session, self._map_segment)
+        self.sessions = Sessions(calls, session_limit=server.session_limit)
+        self.directory = Path(server.runtime_dir)
+        self._socket = SessionSocket(
+            self.directory / places.SESSION_SOCKET_NAME,
+            sessions=self.sessions,
+            identify=lambda peer, credential: identify(
+                peer, credential=credential, rules=self._rules, domain_of=daemon.cache.registry.domain_of
+            ),
+            greeting={
+                "daemon": tierd.__version__,
+                "instance": daemon.instance,
+                "tiers": [{"name": t.spec.name, "kind": int(t.spec.kind)} for t in daemon.tiers],
+            },
+        )
+        self._rpc = self._build_rpc()
+        self._gauges = Gauges(daemon, sessions=self.sessions)
+        self._metrics: metrics.Listener | None = None
+
+    async def __aenter__(self) -> Self:
+        self._restore_sessions()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+        await self._rpc.stop(grace_s=0)
+        self._gauges.stop()
+        if self._metrics:
+            await asyncio.to_thread(self._metrics.close)
+        self.sessions.close()
+        with contextlib.suppress(FileNotFoundError):
+            (self.directory / places.SOCKET_NAME).unlink()
+
+    async def open(self) -> None:
+        """Binds everything and begins to serve. Raises ConfigError."""
+        make_runtime_directory(self.directory)
+        server = self._daemon.config.server
+        self._socket.open()
+        self._rpc.listen_unix(self.directory / places.SOCKET_NAME)
+        if server.tcp_listen:
+            self._rpc.listen_tcp(server.tcp_listen)
+        await self._rpc.start()
+        if server.metrics_listen:
+            self._metrics = self._listen_metrics(server.metrics_listen)
+        self._gauges.start()
+
+    async def refuse_new(self) -> None:
+        """No new sessions; health checks are told."""
+        self._socket.refuse_new()
+        await self._rpc.set_serving(serving=False)
+
+    async def finish_calls(self, *, timeout_s: float) -> None:
+        """Lets calls in progress finish; whatever is left then is cancelled."""
+        await self._rpc.stop(grace_s=timeout_s)
+
+    def rows(self) -> list[SessionRow]:
+        """Every session, for people."""
+        return [
+            SessionRow(
+                id=s.id,
+                pid=s.peer.pid,
+                uid=s.peer.uid,
+                tenant=s.identity.tenant,
+                name=s.name,
+                sdk=s.sdk,
+                state=s.state.value,
+                age_s=time.monotonic() - s.opened,
+            )
+            for s in self.sessions.list()
+        ]
+
+    def _build_rpc(self) -> Rpc:
+        daemon, server = self._daemon, self._daemon.config.server
+        guard = Guard(
+            self._authenticate,
+            clock=daemon.cache.clock,
+            metrics=daemon.metrics,
+            queue_limit=server.queue_limit,
+            call_timeout_s=server.call_timeout,
+            credential=self._open_remote() if server.tcp_listen else "",
+            remote=(REMOTE_SESSION, REMOTE_TENANT) if server.tcp_listen else None,
+        )
+        service = CacheService(daemon.cache, keep_namespace=daemon.keep_namespace, batch_limit=server.max_batch_blocks)
+        about = About(
+            version=tierd.__version__,
+            instance=daemon.instance,
+            started=daemon.started,
+            notices=[notice for tier in daemon.tiers for notice in tier.notices],
+            state=lambda: daemon.state,
+            sessions=self.rows,
+            keep_namespace=daemon.keep_namespace,
+            release=daemon.release_at_end,
+        )
+        return Rpc(service, AdminService(daemon.cache, about=about), guard=guard, queue_limit=server.queue_limit)
+
+    def _open_remote(self) -> str:
+        """The session behind TCP, and the credential that its callers must bring."""
+        path = self._daemon.config.server.tcp_credential_file
+        credential = Path(path).read_text(encoding="utf-8").strip()
+        if len(credential) < 16:
+            raise ConfigError(
+                f"server.tcp_credential_file: {path} holds {len(credential)} characters, 16 are the least"
+            )
+        self._daemon.cache.open_session(REMOTE_SESSION, tenant=REMOTE_TENANT)
+        return credential
+
+    def _listen_metrics(self, address: str) -> metrics.Listener:
+        host, port = split_address(address)
+        try:
+            return metrics.Listener(self._daemon.metrics, host=host, port=port)
+        except OSError as error:
+            raise ConfigError(
+                f"server.metrics_listen: {address} cannot be bound ({error}); choose another port"
+            ) from error
+
+    def _authenticate(self, token: str) -> tuple[int, str, bool]:
+        session = self.sessions.authenticate(token)
+        return session.id, session.identity.tenant, session.identity.is_admin
+
+    def _opened(self, session: Session) -> None:
+        peer, identity = session.peer, session.identity
+        holder = Holder(
+            session=session.id,
+            pid=peer.pid,
+            start_time=peer.start_time,
+            boot=read_boot_id(),
+            uid=peer.uid,
+            domain=identity.domain,
+            tenant=identity.tenant,
+        )
+        self._daemon.cache.open_session(session.id, tenant=identity.tenant, holder=holder)
+
+    def _restore_sessions(self) -> None:
+        """Sessions of a former daemon: their pages stay theirs while their processes live."""
+        for former in self._daemon.former:
+            holder = former.holder
+            peer = Peer(pid=holder.pid, uid=holder.uid, start_time=holder.start_time)
+            self._daemon.cache.restore_session(former)
+            owner = Identity(holder.uid, holder.pid, holder.tenant, holder.domain, is_admin=False)
+            if not self.sessions.restore(holder.session, peer=peer, identity=owner):
+                self._daemon.cache.end_session(holder.session)
+        self._daemon.former = []
+
+    def _map_segment(self, session: Session, tier: int, segment: int) -> MappedFiles:
+        arena = self._daemon.tiers[tier] if 0 <= tier < len(self._daemon.tiers) else None
+        core = self._daemon.cache.core
+        found = [s for s in core.segments(tier) if s.segment == segment] if isinstance(arena, Arena) else []
+        if not found or not isinstance(arena, Arena):
+            raise NotFound(f"segment {segment} of tier {tier}: it does not exist (any more); acquire the block again")
+        if found[0].domain != session.identity.domain:
+            raise NotPermitted(f"segment {segment} of tier {tier}: belongs to another trust domain")
+        core.note_attached(session.id, tier=tier, segment=segment)
+        is_writable = found[0].writer == session.id
+        data, catalogue = arena.descriptor(segment, writable=is_writable), arena.catalogue_descriptor(segment)
+        return MappedFiles(data.fd, data.bytes, is_writable, catalogue.fd, catalogue.bytes)
+
+
+def make_runtime_directory(path: Path) -> None:
+    """The sockets' directory, made 0750 if missing: members of the daemon's group may connect. Raises ConfigError."""
+    path.mkdir(mode=0o750, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"server.runtime_dir: {path} belongs to uid {found.st_uid} with mode {found.st_mode & 0o7777:04o}; it must be the "
+            f"daemon's own (uid {os.geteuid()}) and writable to nobody else: chown or chmod it, or choose another"
+        )
+    if not found.st_mode & 0o050:
+        path.chmod(0o750)
