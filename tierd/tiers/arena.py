@@ -107,9 +107,9 @@ class Arena:
         self._data = DataFiles(
             place.data, segment_bytes=spec.segment_bytes, places=spec.capacity_bytes // spec.segment_bytes
         )
+        arena_files.check_room(spec, place=place, held_bytes=self._data.held_bytes())
         recovered = self._recover()
         self._data.adopt_spares()
-        arena_files.check_room(spec, place=place, held_bytes=self._data.held_bytes())
         self._measure(place)
         self._data.start()
         return recovered
@@ -156,6 +156,7 @@ class Arena:
         lock, self._lock = self._lock, None
         await asyncio.to_thread(self._data.stop)
         self._segments.clear()
+        del self._marks
         if release:
             await asyncio.to_thread(remove_files, self.tables, Path(self.place))
         lock.release(remove=release)

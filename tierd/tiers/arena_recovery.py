@@ -130,7 +130,8 @@ def _place(catalogues: dict[int, Catalogue], survivors: dict[int, Survivors], *,
         place = catalogues[segment].head.assignment.slot
         if place < places and place not in placed.values():
             placed[segment] = place
-    free = iter(sorted(set(range(places)) - set(placed.values())))
+    taken = set(placed.values())
+    free = (place for place in range(places) if place not in taken)
     for segment in hottest:
         if segment not in placed:
             placed[segment] = next(free)

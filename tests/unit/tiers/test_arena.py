@@ -1,0 +1,463 @@
+"""The arena's files: where they lie, what of them survives, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import re
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierd.core.meta import new_meta
+from tierd.core.model import EXTENT, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.core.plan import Plan
+from tierd.errors import AlreadyOwned, ConfigError, CorruptRecord, TierFailed, VersionMismatch
+from tierd.tiers import arena_files
+from tierd.tiers.arena import Arena
+from tierd.tiers.arena_files import Mount, check_room, choose_place, find_memory_limit, read_mounts
+from tierd.tiers.catalogue import pack_head, read_head
+from tierd.tiers.checksum import record_checksum, slice_sums
+from tierd.tiers.data_files import DataFiles
+from tierd.tiers.mapping import address_of
+from tierd.tiers.purge import list_arenas, purge
+from tierd.tiers.tier import Recovered
+
+MIB = 1 << 20
+SPEC = TierSpec(TierKind.HOST, 0, 4 * MIB, MIB, writer_owned=True)
+CLASS_BYTES = 64 << 10
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="tierd-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def segment(number: int, place: int = 0, **changes: object) -> SegmentAssignment:
+    given = SegmentAssignment(0, place, number, 1, CLASS_BYTES, 16, 7, None, False)
+    return replace(given, **changes)  # type: ignore[arg-type]
+
+
+def page(number: int, *, slot: int = 0, generation: int = 1) -> StructArray:
+    row = np.zeros(1, dtype=EXTENT)
+    row["segment"], row["slot"], row["generation"], row["length"] = number, slot, generation, 9000
+    row["offset"] = slot * CLASS_BYTES
+    return row
+
+
+def put(arena: Arena, row: StructArray, *, time_ms: int = 1) -> None:
+    """Reserve, write and publish one page."""
+    arena.apply(Plan(reserved=row))
+    arena.view(row[0])[:] = bytes([int(row["generation"][0])]) * CLASS_BYTES
+    metas = new_meta(1)
+    metas["stored_length"], metas["time_ms"] = 9000, time_ms
+    arena.publish(row, metas, [slice_sums(arena.view(row[0]), [9000])])
+
+
+async def opened(directory: Path, spec: TierSpec = SPEC, *segments: SegmentAssignment) -> tuple[Arena, Recovered]:
+    arena = Arena(spec, position=0, instance="t", arena_dir=str(directory))
+    found = await arena.open()
+    arena.apply(Plan(segments=list(segments)))
+    await arena.prepare(segments)
+    return arena, found
+
+
+def arena_path(directory: Path) -> Path:
+    return directory / f"tierd-{os.geteuid()}" / "t" / "host.0"
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping that this address lies in."""
+    smaps = Path("/proc/self/smaps").read_text()
+    for found in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) ", smaps, re.MULTILINE):
+        if int(found[1], 16) <= address < int(found[2], 16):
+            flags = re.search(r"VmFlags: (.*)", smaps[found.end() :])
+            return flags[1].split() if flags else []
+    return []
+
+
+# -- files
+
+
+async def test_files_are_the_owners_alone_and_allocated(directory: Path) -> None:
+    """Directories are 0700, files 0600, and data files have all their blocks before a descriptor leaves."""
+    arena, _ = await opened(directory, SPEC, segment(1))
+    here = arena_path(directory)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in here.iterdir()}
+    assert {here.stat().st_mode & 0o777, here.parent.stat().st_mode & 0o777} == {0o700}
+    assert set(modes.values()) == {0o600}
+    fd, length = arena.descriptor(1, writable=False)
+    assert os.fstat(fd).st_blocks * 512 >= length == MIB
+    os.close(fd)
+    await arena.close(release=True)
+
+
+async def test_spare_files_are_ready_before_they_are_asked_for(directory: Path) -> None:
+    """The whole capacity exists as spare files soon after start, and a new segment takes one without making any."""
+    arena, _ = await opened(directory)
+    await asyncio.to_thread(arena._data.wait_idle)
+    inodes = {p.stat().st_ino for p in arena_path(directory).glob("spare-*")}
+    arena.apply(Plan(segments=[segment(1)]))
+    assert len(inodes) == 4 and (arena_path(directory) / "1.data").stat().st_ino in inodes
+    await arena.close(release=False)
+    again, _ = await opened(directory, SPEC, segment(2))
+    assert {p.stat().st_ino for p in arena_path(directory).glob("*.data")} == inodes, "spares are taken over"
+    await again.close(release=True)
+
+
+async def test_no_descriptor_stays_open(directory: Path) -> None:
+    """Thousands of segments are possible: a segment in use costs the daemon no file descriptor."""
+    spec = replace(SPEC, capacity_bytes=200 * 64 << 10, segment_bytes=64 << 10)
+    before = len(os.listdir("/proc/self/fd"))
+    arena, _ = await opened(directory, spec, *[segment(n + 1, n, pages=1) for n in range(200)])
+    assert len(os.listdir("/proc/self/fd")) <= before + 1, "the lock alone"
+    await arena.close(release=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_mappings_stay_out_of_core_dumps(directory: Path) -> None:
+    """Pages of users' data are marked "do not dump"."""
+    arena, _ = await opened(directory, SPEC, segment(1))
+    arena.apply(Plan(reserved=page(1)))
+    address = address_of(arena.view(page(1)[0]))
+    assert "dd" in flags_of(address)
+    await arena.close(release=True)
+
+
+async def test_memory_goes_with_the_last_view(directory: Path) -> None:
+    """A segment's mapping ends when nobody has a view of it any more, and not before."""
+    arena, _ = await opened(directory, SPEC, segment(1))
+    view = arena.view(page(1)[0])
+    await arena.close(release=True)
+
+    def mapped() -> bool:
+        return f"{directory}/" in Path("/proc/self/maps").read_text()
+
+    assert mapped() and view[0] == 0
+    del view
+    assert not mapped()
+
+
+# -- restart
+
+
+async def test_shrinking_keeps_the_hot_segments(directory: Path) -> None:
+    """With fewer places at the next start, the segments used last are kept whole and the rest is said to be dropped."""
+    arena, _ = await opened(directory, SPEC, *[segment(n + 1, n) for n in range(4)])
+    for n, time_ms in enumerate((5, 9, 2, 7)):
+        put(arena, page(n + 1, generation=n + 1), time_ms=time_ms)
+    await arena.close(release=False)
+    again, found = await opened(directory, replace(SPEC, capacity_bytes=2 * MIB))
+    assert found.extents["segment"].tolist() == [4, 2]
+    assert {(s.segment, s.slot) for s in found.segments} == {(2, 1), (4, 0)}
+    assert any("2 segments dropped" in notice for notice in again.notices)
+    assert bytes(again.view(page(4)[0])) == bytes([4]) * CLASS_BYTES
+    assert len(list(arena_path(directory).glob("*.data"))) == 2
+    await again.close(release=False)
+    third, found = await opened(directory)
+    assert {(s.segment, s.slot) for s in found.segments} == {(2, 1), (4, 0)}, "their new places are written down"
+    assert (found.next_segment, found.next_generation) == (5, 5)
+    await third.close(release=True)
+
+
+async def test_other_segment_size_drops_all_and_says_so(directory: Path) -> None:
+    """Segments of a former size cannot be places of this tier: they are dropped, with a notice."""
+    arena, _ = await opened(directory, SPEC, segment(1))
+    put(arena, page(1))
+    await arena.close(release=False)
+    again, found = await opened(directory, replace(SPEC, segment_bytes=2 * MIB))
+    assert found.segments == [] and any("1 segments dropped" in n and "2097152" in n for n in again.notices)
+    await again.close(release=True)
+
+
+@pytest.mark.parametrize("damage", ["cat", "data", "missing", "swapped"])
+async def test_damaged_segment_is_dropped_alone(directory: Path, damage: str) -> None:
+    """A segment whose catalogue or data file is damaged is gone after a restart, and the others are kept."""
+    arena, _ = await opened(directory, SPEC, segment(1), segment(2, 1))
+    put(arena, page(1, generation=1))
+    put(arena, page(2, generation=2))
+    await arena.close(release=False)
+    here = arena_path(directory)
+    if damage == "cat":
+        os.truncate(here / "1.cat", 5000)
+    elif damage == "data":
+        os.truncate(here / "1.data", 4096)
+    elif damage == "missing":
+        (here / "1.data").unlink()
+    else:
+        (here / "1.cat").write_bytes((here / "2.cat").read_bytes())
+    again, found = await opened(directory)
+    assert found.extents["segment"].tolist() == [2] and not (here / "1.data").exists() and not (here / "1.cat").exists()
+    await again.close(release=True)
+
+
+async def test_segment_of_a_newer_tierd_is_refused_and_kept(directory: Path) -> None:
+    """A catalogue of a later version stops the start, and every file is still there."""
+    arena, _ = await opened(directory, SPEC, segment(1), segment(2, 1))
+    await arena.close(release=False)
+    path = arena_path(directory) / "2.cat"
+    raw = bytearray(path.read_bytes())
+    raw[8:12] = (9).to_bytes(4, "little")
+    raw[120:128] = record_checksum(bytes(raw[:120])).to_bytes(8, "little")
+    path.write_bytes(raw)
+    os.truncate(arena_path(directory) / "1.cat", 10)
+    before = sorted(p.name for p in arena_path(directory).iterdir())
+    with pytest.raises(VersionMismatch, match="version 9"):
+        await opened(directory)
+    assert sorted(p.name for p in arena_path(directory).iterdir()) == before
+
+
+async def test_damaged_head_of_the_arena_is_said(directory: Path) -> None:
+    """A damaged arena.tbl is an error with the remedy, for without it old numbers might be given out again."""
+    arena, _ = await opened(directory)
+    await arena.close(release=False)
+    raw = bytearray((arena_path(directory) / "arena.tbl").read_bytes())
+    raw[20] ^= 1
+    (arena_path(directory) / "arena.tbl").write_bytes(raw)
+    with pytest.raises(CorruptRecord, match="purge"):
+        await opened(directory)
+
+
+@pytest.mark.parametrize(("writer", "is_same"), [(7, True), (8, False)])
+async def test_file_found_at_start_goes_only_to_the_same_hands(directory: Path, writer: int, is_same: bool) -> None:
+    """Former clients may still map a file found at start: another writer's segment gets another file, fresh or not."""
+    arena, _ = await opened(directory, SPEC, segment(1))
+    fd, length = arena.descriptor(1, writable=True)
+    await arena.close(release=False)
+    again, _ = await opened(directory)
+    successor = segment(2, replaces=1, writer=writer)
+    again.apply(Plan(segments=[successor], reserved=page(2)))
+    await again.prepare([successor])
+    with mmap.mmap(fd, length) as client:
+        client[:5] = b"wrote"
+    os.close(fd)
+    assert (bytes(again.view(page(2)[0])[:5]) == b"wrote") == is_same
+    await again.close(release=True)
+
+
+async def test_torn_name_of_a_namespace_ends_the_log(directory: Path) -> None:
+    """A record that was half written is cut off, those before it are found, and the log goes on."""
+    arena, _ = await opened(directory)
+    await arena.keep_namespace(b"first")
+    await arena.keep_namespace(b"second")
+    await arena.close(release=False)
+    path = arena_path(directory) / "namespaces.log"
+    os.truncate(path, path.stat().st_size - 2)
+    again, found = await opened(directory)
+    assert found.namespaces == [b"first"]
+    await again.keep_namespace(b"third")
+    await again.close(release=False)
+    last, found = await opened(directory)
+    assert found.namespaces == [b"first", b"third"]
+    await last.close(release=True)
+
+
+async def test_position_in_the_tier_list_may_change(directory: Path) -> None:
+    """Segments belong to the tier by name: a tier put before it in the configuration changes their position only."""
+    arena, _ = await opened(directory, SPEC, segment(1))
+    put(arena, page(1))
+    await arena.close(release=False)
+    moved = Arena(SPEC, position=3, instance="t", arena_dir=str(directory))
+    found = await moved.open()
+    assert found.extents["tier"].tolist() == [3] and found.segments[0].tier == 3
+    assert read_head((arena_path(directory) / "1.cat").read_bytes(), name="").assignment.tier == 3
+    await moved.close(release=True)
+
+
+# -- failures
+
+
+@contextmanager
+def file_size_limit(count: int) -> Iterator[None]:
+    """Allocating beyond so many bytes of a file fails, as on a full file system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_segment_that_cannot_be_allocated_fails_in_prepare(directory: Path) -> None:
+    """No room for a fresh file: prepare says which segment and why, other segments serve on, and room later is used."""
+    arena, _ = await opened(directory, SPEC, *[segment(n + 1, n) for n in range(4)])
+    successor = segment(9, replaces=1, fresh=True)
+    with file_size_limit(MIB // 2):
+        arena.apply(Plan(segments=[successor], reserved=page(9)))
+        with pytest.raises(TierFailed, match=r"segment 9 cannot be allocated.*File too large"):
+            await arena.prepare([successor])
+    with pytest.raises(TierFailed, match="no memory"):
+        arena.view(page(9)[0])
+    put(arena, page(2, generation=5))
+    await arena.prepare([successor])
+    put(arena, page(9, generation=6))
+    assert len(list(arena_path(directory).glob("*.data"))) == 4, "nothing is left of the attempt"
+    await arena.close(release=True)
+
+
+async def test_capacity_beyond_the_file_system_is_refused(directory: Path) -> None:
+    """An arena that does not fit the free memory is refused at start with both sizes and the remedy; nothing is left owned."""
+    huge = replace(SPEC, capacity_bytes=1 << 50)
+    with pytest.raises(
+        ConfigError, match=r"host\.0\.capacity: 1,073,741,824 MiB needs .* are free; lower the capacity"
+    ):
+        await opened(directory, huge)
+    arena, _ = await opened(directory)
+    await arena.close(release=True)
+
+
+async def test_capacity_below_one_segment_is_refused(directory: Path) -> None:
+    """A tier without a single segment is a fault of the configuration."""
+    with pytest.raises(ConfigError, match="hold no segment"):
+        await opened(directory, replace(SPEC, capacity_bytes=MIB - 1))
+
+
+def test_capacity_beyond_the_control_group_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena above the control group's memory limit is refused, whatever the file system would hold."""
+    monkeypatch.setattr(arena_files, "find_memory_limit", lambda: 3 * MIB)
+    place = choose_place(SPEC, instance="t", arena_dir=str(directory))
+    with pytest.raises(ConfigError, match=r"4 MiB is above the 3 MiB .*control group"):
+        check_room(SPEC, place=place, held_bytes=0)
+    monkeypatch.setattr(arena_files, "find_memory_limit", lambda: 4 * MIB)
+    check_room(SPEC, place=place, held_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "limit"),
+    [
+        ("0::/a/b", {"a/memory.max": "5000", "a/b/memory.max": "max"}, 5000),
+        ("0::/a/b", {"a/memory.max": "5000", "a/b/memory.max": "70"}, 70),
+        ("0::/gone", {"memory.max": "8000"}, 8000),
+        (
+            "4:cpu,memory:/c",
+            {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/c/memory.limit_in_bytes": "44"},
+            44,
+        ),
+        ("4:cpu:/c", {"memory/c/memory.limit_in_bytes": "44"}, None),
+        ("0::/", {}, None),
+    ],
+)
+def test_memory_limit_is_the_least_on_the_way_up(
+    tmp_path: Path, line: str, files: dict[str, str], limit: int | None
+) -> None:
+    """The limit of either version of control groups is found, in the group itself or any above it."""
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text + "\n")
+    (tmp_path / "cgroup").write_text(line + "\n")
+    assert find_memory_limit(tmp_path / "cgroup", tmp_path / "fs") == limit
+
+
+# -- where
+
+
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [("/dev/shm/x", "tmpfs"), ("/mnt/huge/x", "tmpfs-huge"), ("/mnt/pages", "hugetlbfs"), ("/var/x", "file")],
+)
+def test_mode_is_that_of_the_deepest_mount(tmp_path: Path, path: str, mode: str) -> None:
+    """The kind of memory is read from the mount that the directory really lies on."""
+    (tmp_path / "mounts").write_text(
+        "/dev/vda / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw,nosuid 0 0\ntmpfs /mnt/huge tmpfs rw,huge=always 0 0\n"
+        "none /mnt/pages hugetlbfs rw,pagesize=2M 0 0\n"
+    )
+    mounts = list(read_mounts(tmp_path / "mounts"))
+    assert Mount(Path("/dev/shm"), "tmpfs", frozenset({"rw", "nosuid"})) in mounts
+    assert arena_files._mode_of(Path(path), mounts) == mode
+
+
+@pytest.mark.parametrize("instance", ["", "..", "a/b", ".hidden", "x" * 65])
+def test_instance_is_no_path(directory: Path, instance: str) -> None:
+    """A name that could leave the base directory is refused."""
+    with pytest.raises(ConfigError, match="instance"):
+        choose_place(SPEC, instance=instance, arena_dir=str(directory))
+
+
+def test_missing_arena_dir_is_refused(directory: Path) -> None:
+    """A base directory that does not exist is not made up: the operator meant a mount."""
+    with pytest.raises(ConfigError, match=r"arena_dir.*no directory"):
+        choose_place(SPEC, instance="t", arena_dir=str(directory / "absent"))
+
+
+def test_arena_in_reach_of_others_is_refused(directory: Path) -> None:
+    """A base that others may write to without the sticky bit is refused: they could swap the arena."""
+    directory.chmod(0o777)
+    with pytest.raises(ConfigError, match="0777"):
+        choose_place(SPEC, instance="t", arena_dir=str(directory))
+
+
+async def test_file_system_that_is_no_memory_is_said(tmp_path: Path) -> None:
+    """An arena on a disk works, and its notice names the remedy."""
+    if arena_files._mode_of(tmp_path, list(read_mounts())) != "file":
+        pytest.skip("the temporary directory is in memory")
+    arena = Arena(SPEC, position=0, instance="t", arena_dir=str(tmp_path))
+    await arena.open()
+    assert arena.mode == "file" and any("set arena_dir to a tmpfs" in n for n in arena.notices)
+    await arena.close(release=True)
+
+
+# -- data files
+
+
+def test_takers_share_what_is_in_the_making(tmp_path: Path) -> None:
+    """However many ask at once, no more files are made than the tier has places, and each gets its own."""
+    files = DataFiles(tmp_path, segment_bytes=MIB, places=8)
+    files.start()
+    views = [files.take(number) for number in range(8)]
+    assert len({address_of(v) for v in views}) == 8 and len(list(tmp_path.iterdir())) == 8
+    with pytest.raises(TierFailed, match="every file"):
+        files.take(99)
+    files.discard(3)
+    assert files.take(99).nbytes == MIB
+    files.stop()
+
+
+def test_half_made_spares_are_not_taken_over(tmp_path: Path) -> None:
+    """A spare file that is not allocated whole, or beyond the capacity, is removed at the next start."""
+    first = DataFiles(tmp_path, segment_bytes=MIB, places=3)
+    first.start()
+    first.wait_idle()
+    first.stop()
+    torn = next(tmp_path.glob("spare-*"))
+    os.truncate(torn, 0)
+    os.truncate(torn, MIB)
+    second = DataFiles(tmp_path, segment_bytes=MIB, places=1)
+    second.adopt_spares()
+    assert second.spares == 1 and len(list(tmp_path.iterdir())) == 1 and not torn.exists()
+
+
+# -- purge
+
+
+async def test_purge_refuses_an_arena_in_use_and_frees_an_orphan(directory: Path) -> None:
+    """An owned arena is listed with its owner and left whole; an orphan is listed without, and purged to the last file."""
+    arena, _ = await opened(directory, SPEC, segment(1))
+    (arena_path(directory).parent / "sessions.tbl").write_bytes(b"x")
+    (here,) = [a for a in list_arenas([str(directory)]) if a.directory == arena_path(directory)]
+    assert (here.instance, here.tier, here.owner) == ("t", "host.0", os.getpid()) and here.bytes >= MIB
+    with pytest.raises(AlreadyOwned, match=str(os.getpid())):
+        purge("t", arena_dirs=[str(directory)])
+    put(arena, page(1))
+    await arena.close(release=False)
+    (orphan,) = [a for a in list_arenas([str(directory)]) if a.directory == arena_path(directory)]
+    assert orphan.owner is None
+    assert purge("t", arena_dirs=[str(directory)]) >= MIB
+    assert not arena_path(directory).parent.exists() and purge("t", arena_dirs=[str(directory)]) == 0
+
+
+async def test_header_of_an_arena_is_rewritten_whole(directory: Path) -> None:
+    """The header on disk is, byte for byte, what `pack_head` makes of the assignment."""
+    arena, _ = await opened(directory, SPEC, segment(1, fresh=True))
+    raw = (arena_path(directory) / "1.cat").read_bytes()
+    assert raw[:128] == pack_head(read_head(raw, name="")) and not any(raw[128:4096])
+    await arena.close(release=True)
