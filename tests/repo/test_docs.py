@@ -16,9 +16,6 @@ REFERENCE = (ROOT / "configs" / "reference.toml").read_text(encoding="utf-8")
 SETTINGS = [(section, field.name) for section, table in SECTIONS.items() for field in dataclasses.fields(table)]
 EMPTY_INIT = "__init__.py"
 
-INHERITED = {"server/service.py", "server/admin.py", "cli"}
-"""Where the words stand elsewhere: gRPC methods are documented in the proto files."""
-
 
 def public_definitions(module: Module) -> list[tuple[str, ast.AST]]:
     """Functions and classes of the module, and methods of its public classes, that have no leading underscore."""
@@ -30,7 +27,9 @@ def public_definitions(module: Module) -> list[tuple[str, ast.AST]]:
                 found += [
                     (f"{node.name}.{method.name}", method)
                     for method in node.body
-                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and not method.name.startswith("_")
+                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and not method.name.startswith("_")
+                    and "overload" not in {ast.unparse(mark) for mark in method.decorator_list}
                 ]
     return found
 
@@ -93,6 +92,7 @@ def test_metrics_are_used() -> None:
     attributes = dict(re.findall(r'self\.(\w+) = self\._\w+\("(tierd_\w+)"\)', table))
     assert sorted(attributes.values()) == sorted(METRICS)
     unused = [name for attribute, name in attributes.items() if not re.search(rf"metrics\.{attribute}\b", code)]
+    assert "metrics.notice(" in code
     assert [name for name in unused if name != "tierd_notices"] == []
 
 
