@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.layout import SLICE_WORDS_MAX
 from tierd.core.model import HASH_BYTES, PAGE_ALIGN_BYTES, ROOT, SLICE_MAX_BYTES
 from tierd.errors import InvalidArgument
 
@@ -151,12 +152,16 @@ def size_class(length: int) -> int:
 def slice_lengths(length: int, layers: int) -> list[int]:
     """Lengths of a block's slices in bytes, in order: each a layer, or an even piece of one of at most 256 KiB.
 
-    A block whose length is no multiple of its layers, or that has none (opaque), counts as one layer.
+    A block counts as one layer if it has none (opaque), if its length is no multiple of them, or if they are so thin or so many
+    that their slices would not fit the slice table of the block's page (`tierd.core.layout.slice_words`). Only blocks above
+    120 MiB have longer slices.
     """
     if length <= 0:
         return []
     layer = length // layers if layers > 0 and length % layers == 0 else length
-    pieces = -(-layer // SLICE_MAX_BYTES)
+    if layer < PAGE_ALIGN_BYTES or -(-layer // SLICE_MAX_BYTES) * (length // layer) > SLICE_WORDS_MAX:
+        layer = length
+    pieces = min(-(-layer // SLICE_MAX_BYTES), SLICE_WORDS_MAX)
     piece = -(-layer // pieces)
     cut = [piece] * (pieces - 1) + [layer - piece * (pieces - 1)]
     return cut * (length // layer)

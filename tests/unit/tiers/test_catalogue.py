@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tierd.core.block import size_class, slice_lengths
 from tierd.core.layout import CATALOGUE_HEADER, CatalogueLayout, generation_offset, slice_words
 from tierd.core.meta import META_BYTES, new_meta
 from tierd.core.model import SegmentAssignment, StructArray
@@ -59,6 +60,15 @@ def test_layout_has_the_parts_in_order_and_aligned() -> None:
     assert layout.slices_offset == layout.meta_offset + 600 * META_BYTES
     assert layout.total_bytes % 4096 == 0 and layout.total_bytes >= layout.slices_offset + 600 * 2 * 8
     assert [slice_words(c) for c in (4096, 8192, 1 << 21, 1 << 30)] == [1, 2, 480, 480]
+
+
+@given(st.integers(1, 1 << 31), st.integers(0, 3000))
+def test_slices_of_any_block_fit_the_table_of_its_page(length: int, layers: int) -> None:
+    """However a block is cut, its slices cover it, are not empty and fit the row that its size class has."""
+    lengths = slice_lengths(length, layers)
+    assert sum(lengths) == length and min(lengths) > 0
+    assert len(lengths) <= slice_words(size_class(length))
+    assert max(lengths) <= 256 << 10 or length > 480 * (256 << 10)
 
 
 def test_header_comes_back_as_written(tmp_path: Path) -> None:
