@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+SCALE = float(os.environ.get("SCALE", "1"))
+"""`make nightly SCALE=0.1`: multiplies the counts of the nightly search."""
+
 SLOW_STEPS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 settings.register_profile(
@@ -20,7 +23,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "nightly",
-    max_examples=3000,
+    max_examples=max(1, round(3000 * SCALE)),
     stateful_step_count=100,
     deadline=None,
     print_blob=True,
