@@ -70,7 +70,7 @@ Authenticate = Callable[[str], tuple[int, str, bool]]
 """Token to (session, tenant, is_admin). Raises SessionLost."""
 
 
-class Guard(grpc.aio.ServerInterceptor[Any, Any]):
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """The interceptor. remote: tenant of a bearer credential, to its session; None where TCP is off."""
 
     def __init__(

@@ -151,11 +151,10 @@ class Daemon:
         """Gives each tier of memory without an arena_dir one below this daemon's own, so that nothing is left behind."""
         for table in ("[[host]]", "[[device]]"):
             first, *rest = config.split(table)
-            own = [
-                f'\narena_dir = "{self._arena}/{table[2:-2]}-{i}"' * ("arena_dir" not in part.split("\n[")[0])
-                for i, part in enumerate(rest)
-            ]
-            config = table.join([first, *(line + part for line, part in zip(own, rest, strict=True))])
+            parts = (
+                part if "arena_dir" in part.split("\n[")[0] else f'\narena_dir = "{self._arena}"{part}' for part in rest
+            )
+            config = table.join([first, *parts])
         return config
 
     def _await_ready(self, notify: socket.socket) -> None:
