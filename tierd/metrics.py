@@ -37,7 +37,6 @@ METRICS: Mapping[str, Row] = {
         "counter", "calls", "Calls served, by outcome: ok or the error's class.", ("method", "outcome")
     ),
     "tierd_call_seconds": Row("histogram", "seconds", "From a call's arrival to its reply.", ("method",)),
-    "tierd_calls_in_progress": Row("gauge", "calls", "Calls being served now."),
     "tierd_lookups_total": Row("counter", "lookups", "Sequences looked up or acquired."),
     "tierd_tokens_hit_total": Row(
         "counter", "tokens", "Tokens served by leases, by the nearest tier that held them.", ("tier",)
@@ -57,10 +56,15 @@ METRICS: Mapping[str, Row] = {
     "tierd_transfers_total": Row(
         "counter", "transfers", "Transfers finished, by link and outcome.", ("link", "outcome")
     ),
-    "tierd_transfer_seconds": Row("histogram", "seconds", "From a transfer's plan to its end, by link.", ("link",)),
+    "tierd_transfer_seconds": Row(
+        "histogram", "seconds", "From the start of a batch of transfers to its end, by link.", ("link",)
+    ),
     "tierd_corrupt_total": Row("counter", "pages", "Pages whose bytes were not what was committed.", ("tier",)),
     "tierd_tier_bytes": Row(
-        "gauge", "bytes", "Bytes of a tier: used, free in segments, unassigned; they add up to its capacity.", ("tier", "state")
+        "gauge",
+        "bytes",
+        "Bytes of a tier: used, free in segments, unassigned; they add up to its capacity.",
+        ("tier", "state"),
     ),
     "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state, and those pinned.", ("tier", "state")),
     "tierd_tier_serving": Row("gauge", "1 or 0", "Whether a tier is in service.", ("tier",)),
@@ -73,7 +77,6 @@ METRICS: Mapping[str, Row] = {
     "tierd_leases": Row("gauge", "leases", "Leases held."),
     "tierd_reservations": Row("gauge", "reservations", "Reservations open."),
     "tierd_queue_depth": Row("gauge", "entries", "Entries waiting in a queue.", ("queue",)),
-    "tierd_watch_dropped_total": Row("counter", "events", "Events dropped for slow watchers."),
     "tierd_notices": Row(
         "gauge", "1", "What the machine lacks and what is used instead, told once at start.", ("what",)
     ),
@@ -91,7 +94,6 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.calls = self._counter("tierd_calls_total")
         self.call_seconds = self._histogram("tierd_call_seconds")
-        self.calls_in_progress = self._gauge("tierd_calls_in_progress")
         self.lookups = self._counter("tierd_lookups_total")
         self.tokens_hit = self._counter("tierd_tokens_hit_total")
         self.tokens_missed = self._counter("tierd_tokens_missed_total")
@@ -112,7 +114,6 @@ class Metrics:
         self.leases = self._gauge("tierd_leases")
         self.reservations = self._gauge("tierd_reservations")
         self.queue_depth = self._gauge("tierd_queue_depth")
-        self.watch_dropped = self._counter("tierd_watch_dropped_total")
         self.notices = self._gauge("tierd_notices")
         self.info = self._gauge("tierd_info")
         ProcessCollector(namespace="tierd", registry=self.registry)

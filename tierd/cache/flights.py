@@ -8,6 +8,7 @@ exactly once; many may wait for one flight.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -130,6 +131,7 @@ class Flights:
 
     async def _fly(self, batch: StructArray, sources: dict[int, asyncio.Task[Outcome]]) -> Outcome:
         statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
+        begun = time.perf_counter()
         try:
             ready = await self._sources_ready(batch, sources)
             await self._targets_ready(batch)
@@ -141,6 +143,7 @@ class Flights:
             log.exception("transfer batch failed", count=len(batch))
         finally:
             self._finish(batch, statuses)
+            self._metrics.transfer_seconds.labels(link=self._link(batch)).observe(time.perf_counter() - begun)
         return dict(zip(batch["id"].tolist(), statuses.tolist(), strict=True))
 
     @staticmethod
@@ -170,9 +173,12 @@ class Flights:
             self.drop_failed()
         self._announce_stored(batch[statuses == BlockStatus.READY])
 
-    def _count(self, batch: StructArray, statuses: StructArray) -> None:
+    def _link(self, batch: StructArray) -> str:
         source, target = batch["source"]["tier"][0], batch["target"]["tier"][0]
-        link = f"{self._tiers[source].spec.name}>{self._tiers[target].spec.name}"
+        return f"{self._tiers[source].spec.name}>{self._tiers[target].spec.name}"
+
+    def _count(self, batch: StructArray, statuses: StructArray) -> None:
+        link = self._link(batch)
         good = statuses == BlockStatus.READY
         self._metrics.bytes.labels(link=link).inc(int(batch["source"]["length"][good].sum()))
         for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):

@@ -11,6 +11,7 @@ from collections import Counter
 import tierd
 from tierd.server.assembly import Assembly
 from tierd.server.sessions import Sessions
+from tierd.tiers.arena import Arena
 
 INTERVAL_S = 2.0
 
@@ -25,7 +26,12 @@ class Gauges:
 
     def start(self) -> None:
         """Begins to refresh."""
-        self._daemon.metrics.info.labels(version=tierd.__version__, instance=self._daemon.instance).set(1)
+        metrics = self._daemon.metrics
+        metrics.info.labels(version=tierd.__version__, instance=self._daemon.instance).set(1)
+        for tier in self._daemon.tiers:
+            if isinstance(tier, Arena):
+                metrics.arena_touch_rate.labels(tier=tier.spec.name).set(tier.first_touch_bytes_per_s)
+                metrics.arena_huge_share.labels(tier=tier.spec.name).set(tier.huge_page_share)
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     def stop(self) -> None:
