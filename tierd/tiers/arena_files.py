@@ -23,6 +23,7 @@ from tierd.tiers.lock import private_directory
 from tierd.tiers.mapping import address_of, map_file, populate
 
 SHM = Path("/dev/shm")
+HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
 LOCK_NAME = "owner.lock"
 PROBE_BYTES = 8 << 20
 _INSTANCE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -74,7 +75,7 @@ def choose_place(spec: TierSpec, *, instance: str, arena_dir: str = "") -> Arena
         mode = _mode_of(data, mounts)
     if not data.is_dir() or not base.is_dir():
         raise ConfigError(f"host.arena_dir: {data} is no directory; mount a tmpfs there or set another")
-    tables = SHM if mode == "hugetlbfs" else data
+    tables = tables_base(data, mounts)
     return ArenaPlace(
         data=private_directory(_below(data, instance, spec.name)),
         tables=private_directory(_below(tables, instance, spec.name)),
@@ -82,13 +83,18 @@ def choose_place(spec: TierSpec, *, instance: str, arena_dir: str = "") -> Arena
     )
 
 
-def instance_directory(base: Path, instance: str) -> Path:
-    """Where the tiers of an instance lie below a base."""
-    return base / f"tierd-{os.geteuid()}" / instance
+def tables_base(base: Path, mounts: list[Mount]) -> Path:
+    """The base of everything but data files: where small files can be, and can be written (hugetlbfs has no write)."""
+    return SHM if _mode_of(base, mounts) == "hugetlbfs" else base
+
+
+def user_directory(base: Path) -> Path:
+    """Where the instances of this user lie below a base."""
+    return base / f"tierd-{os.geteuid()}"
 
 
 def _below(base: Path, instance: str, name: str) -> Path:
-    return instance_directory(base, instance) / name
+    return user_directory(base) / instance / name
 
 
 def read_mounts(path: Path = Path("/proc/mounts")) -> Iterator[Mount]:
@@ -116,10 +122,13 @@ def _mount_of(path: Path, mounts: list[Mount]) -> Mount:
 def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
     """A hugetlbfs that holds the whole tier now, and whose pages divide a segment."""
     for mount in mounts:
-        if mount.kind == "hugetlbfs" and os.access(mount.path, os.W_OK | os.X_OK):
-            room = os.statvfs(mount.path)
-            if spec.segment_bytes % room.f_bsize == 0 and room.f_bavail * room.f_bsize >= spec.capacity_bytes:
-                return mount.path
+        if mount.kind != "hugetlbfs" or not os.access(mount.path, os.W_OK | os.X_OK):
+            continue
+        if (
+            spec.segment_bytes % os.statvfs(mount.path).f_bsize == 0
+            and (_find_free(mount.path) or 0) >= spec.capacity_bytes
+        ):
+            return mount.path
     return None
 
 
@@ -128,10 +137,9 @@ def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
 
 def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
     """Whether the tier fits. held_bytes: what its files take already. Raises ConfigError with the remedy."""
-    room = os.statvfs(place.data)
-    free = room.f_bavail * room.f_frsize
+    free = _find_free(place.data)
     needed = spec.capacity_bytes - held_bytes
-    if room.f_blocks and needed > free:
+    if free is not None and needed > free:
         raise ConfigError(
             f"{spec.name}.capacity: {_mib(spec.capacity_bytes)} needs {_mib(needed)} more in {place.data}, where {_mib(free)} "
             "are free; lower the capacity, enlarge the file system (mount -o remount,size=...), or set arena_dir; `tierctl doctor` "
@@ -143,6 +151,15 @@ def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
             f"{spec.name}.capacity: {_mib(spec.capacity_bytes)} is above the {_mib(limit)} that this process's control group may "
             "use; lower the capacity or raise the group's memory limit"
         )
+
+
+def _find_free(path: Path) -> int | None:
+    """Bytes free for new files; None without a limit. A hugetlbfs without a size of its own shares the machine's huge pages."""
+    room = os.statvfs(path)
+    if room.f_blocks:
+        return room.f_bavail * room.f_frsize
+    pool = HUGE_POOLS / f"hugepages-{room.f_bsize // 1024}kB" / "free_hugepages"
+    return int(pool.read_text()) * room.f_bsize if pool.is_file() else None
 
 
 def find_memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:

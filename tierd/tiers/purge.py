@@ -7,36 +7,38 @@ Purpose: what `tierd purge`, `tierctl doctor` and an arena's own release need. N
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.tiers.arena_files import LOCK_NAME, SHM, read_mounts
-from tierd.tiers.lock import find_owner, take_lock
+from tierd.tiers.arena_files import LOCK_NAME, SHM, read_mounts, tables_base, user_directory
+from tierd.tiers.lock import find_owner, private_directory, take_lock
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaFiles:
-    """One tier's files on this machine. owner: process id (0: unknown), None for an orphan."""
+    """One tier's files on this machine. data: directory of its data files; tables: of the rest, and of its lock; owner: process id
+    (0: unknown), None for an orphan."""
 
     instance: str
     tier: str
-    directory: Path
+    data: Path
+    tables: Path
     bytes: int
     owner: int | None
 
 
 def list_arenas(arena_dirs: Iterable[str] = ()) -> list[ArenaFiles]:
     """The arenas of this user below /dev/shm, every hugetlbfs and the directories given; orphans have no owner."""
-    found = []
-    for base in _bases(arena_dirs):
-        for directory in sorted((base / f"tierd-{os.geteuid()}").glob("*/*")):
-            if directory.is_dir() and not directory.is_symlink():
-                owner = find_owner(directory / LOCK_NAME)
-                size = sum(path.lstat().st_blocks * 512 for path in _files(directory))
-                found.append(ArenaFiles(directory.parent.name, directory.name, directory, size, owner))
-    return found
+    mounts = list(read_mounts())
+    huge = [mount.path for mount in mounts if mount.kind == "hugetlbfs"]
+    found: dict[Path, ArenaFiles] = {}
+    for base in dict.fromkeys([*huge, *(Path(d).resolve() for d in arena_dirs if d), SHM]):
+        for data in sorted(user_directory(base).glob("*/*")):
+            tables = user_directory(tables_base(base, mounts)) / data.parent.name / data.name
+            if data.is_dir() and not data.is_symlink() and tables not in found:
+                found[tables] = _describe(data, tables)
+    return list(found.values())
 
 
 def purge(instance: str, *, arena_dirs: Iterable[str] = ()) -> int:
@@ -44,16 +46,17 @@ def purge(instance: str, *, arena_dirs: Iterable[str] = ()) -> int:
 
     Raises AlreadyOwned, and then nothing has been removed, if a daemon uses any of them.
     """
-    directories = [a.directory for a in list_arenas(arena_dirs) if a.instance == instance]
+    arenas = [a for a in list_arenas(arena_dirs) if a.instance == instance]
     with contextlib.ExitStack() as locks:
-        for directory in directories:
-            lock = take_lock(directory / LOCK_NAME, what=f"arena of instance {instance}")
-            locks.callback(lock.release, remove=False)
+        for arena in arenas:
+            lock = take_lock(private_directory(arena.tables) / LOCK_NAME, what=f"arena of instance {instance}")
+            locks.callback(lock.release)
+        directories = {d for arena in arenas for d in (arena.data, arena.tables)}
         freed = remove_files(*directories)
         for path in {p for directory in directories for p in _files(directory.parent)}:
             path.unlink()  # the session table
-        for directory in directories:
-            (directory / LOCK_NAME).unlink()
+        for arena in arenas:
+            (arena.tables / LOCK_NAME).unlink()
     remove_empty(*directories)
     return freed
 
@@ -75,9 +78,11 @@ def remove_empty(*directories: Path) -> None:
 
 
 def _files(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.is_file() and not path.is_symlink()]
+    return (
+        [path for path in directory.iterdir() if path.is_file() and not path.is_symlink()] if directory.is_dir() else []
+    )
 
 
-def _bases(arena_dirs: Iterable[str]) -> list[Path]:
-    huge = [mount.path for mount in read_mounts() if mount.kind == "hugetlbfs"]
-    return list(dict.fromkeys([SHM, *huge, *(Path(d).resolve() for d in arena_dirs if d)]))
+def _describe(data: Path, tables: Path) -> ArenaFiles:
+    size = sum(path.lstat().st_blocks * 512 for directory in {data, tables} for path in _files(directory))
+    return ArenaFiles(data.parent.name, data.name, data, tables, size, find_owner(tables / LOCK_NAME))

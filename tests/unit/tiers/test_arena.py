@@ -443,13 +443,13 @@ async def test_purge_refuses_an_arena_in_use_and_frees_an_orphan(directory: Path
     """An owned arena is listed with its owner and left whole; an orphan is listed without, and purged to the last file."""
     arena, _ = await opened(directory, SPEC, segment(1))
     (arena_path(directory).parent / "sessions.tbl").write_bytes(b"x")
-    (here,) = [a for a in list_arenas([str(directory)]) if a.directory == arena_path(directory)]
+    (here,) = [a for a in list_arenas([str(directory)]) if a.data == arena_path(directory)]
     assert (here.instance, here.tier, here.owner) == ("t", "host.0", os.getpid()) and here.bytes >= MIB
     with pytest.raises(AlreadyOwned, match=str(os.getpid())):
         purge("t", arena_dirs=[str(directory)])
     put(arena, page(1))
     await arena.close(release=False)
-    (orphan,) = [a for a in list_arenas([str(directory)]) if a.directory == arena_path(directory)]
+    (orphan,) = [a for a in list_arenas([str(directory)]) if a.data == arena_path(directory)]
     assert orphan.owner is None
     assert purge("t", arena_dirs=[str(directory)]) >= MIB
     assert not arena_path(directory).parent.exists() and purge("t", arena_dirs=[str(directory)]) == 0
