@@ -34,7 +34,7 @@ REMOVED = np.dtype([("segment", "<u4"), ("reserved", "<u4"), ("offset", "<u8")])
 """One removed block: where it lay."""
 
 _HEADER = struct.Struct("<8sII16sQQ")  # magic, version, reserved, store, number, checksum
-_FRAME = struct.Struct("<II Q")  # payload bytes, reserved, checksum
+_FRAME = struct.Struct("<QQ")  # payload bytes, checksum
 _SEAL = struct.Struct("<16sQQ")  # store, number, offset of the frame: summed, not stored
 
 
@@ -175,7 +175,7 @@ class Journal:
         os.close(self._fd)
 
     def _frame(self, payload: bytes, *, offset: int) -> bytes:
-        return _FRAME.pack(len(payload), 0, _frame_sum((self._store, self.number, offset), payload)) + payload
+        return _FRAME.pack(len(payload), _frame_sum((self._store, self.number, offset), payload)) + payload
 
     def _cut_back(self) -> None:
         try:
@@ -230,7 +230,7 @@ def _header_holds(data: bytes, *, store: bytes, number: int) -> bool:
 def _payloads(data: bytes, origin: tuple[bytes, int]) -> Iterator[bytes]:
     offset = _HEADER.size
     while offset + _FRAME.size <= len(data):
-        length, _, checksum = _FRAME.unpack_from(data, offset)
+        length, checksum = _FRAME.unpack_from(data, offset)
         start = offset + _FRAME.size
         payload = data[start : start + length]
         if length > FRAME_LIMIT_BYTES or len(payload) < length:

@@ -30,6 +30,11 @@ class NullStore:
         self.place = ""
         self.notices: list[str] = []
 
+    @property
+    def serving(self) -> bool:
+        """Never."""
+        return False
+
     async def open(self) -> Recovered:
         """Nothing."""
         return Recovered([], np.zeros(0, EXTENT), np.zeros(0, META))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -66,13 +66,16 @@ def read_snapshot(directory: Path, *, store: bytes, number: int) -> StoredIndex:
     path = snapshot_path(directory, number)
     data = np.fromfile(path, dtype=np.uint8)
     header = _read_header(data, path, store=store, number=number)
-    segments, namespaces, sums, start = _read_tables(data[HEADER.itemsize :], header, path)
-    rows = np.minimum(int(header["rows"]), (len(data) - start - HEADER.itemsize) // META.itemsize)
-    metas = data[HEADER.itemsize + start :][: rows * META.itemsize].view(META)
+    bounds = _bounds(header)
+    tables = data[HEADER.itemsize : bounds.end]
+    if len(data) < bounds.end or record_checksum(tables) != int(header["tables_checksum"]):
+        raise CorruptRecord(f"{path}: the checksum of its tables does not hold; it is set aside")
+    rows = min(int(header["rows"]), (len(data) - bounds.end) // META.itemsize)
+    metas = data[bounds.end : bounds.end + rows * META.itemsize].view(META)
     return StoredIndex(
-        segments=segments,
-        metas=_intact_rows(metas, sums),
-        namespaces=namespaces,
+        segments={int(row["place"]): _segment(row) for row in data[HEADER.itemsize : bounds.namespaces].view(SEGMENT)},
+        metas=_intact_rows(metas, data[bounds.sums : bounds.end].copy().view("<u8")),
+        namespaces=msgpack.unpackb(data[bounds.namespaces : bounds.sums].tobytes()),
         next_segment=int(header["next_segment"]),
         next_generation=int(header["next_generation"]),
     )
@@ -124,18 +127,18 @@ def _read_header(data: NDArray[np.uint8], path: Path, *, store: bytes, number: i
     return header
 
 
-def _read_tables(
-    data: NDArray[np.uint8], header: Any, path: Path
-) -> tuple[dict[int, SegmentBegun], list[bytes], NDArray[np.uint64], int]:
-    namespaces_at = int(header["segments"]) * SEGMENT.itemsize
-    sums_at = namespaces_at + int(header["namespaces_bytes"])
-    end = sums_at + -(-int(header["rows"]) // PIECE_ROWS) * 8
-    tables = data[:end]
-    if len(tables) < end or record_checksum(tables) != int(header["tables_checksum"]):
-        raise CorruptRecord(f"{path}: the checksum of its tables does not hold; it is set aside")
-    segments = {int(r["place"]): _segment(r) for r in tables[:namespaces_at].view(SEGMENT)}
-    namespaces = msgpack.unpackb(tables[namespaces_at:sums_at].tobytes())
-    return segments, namespaces, np.frombuffer(tables[sums_at:].tobytes(), dtype="<u8"), end
+class _Bounds(NamedTuple):
+    """Offsets in the file: segments begin after the header, the blocks' rows at end."""
+
+    namespaces: int
+    sums: int
+    end: int
+
+
+def _bounds(header: Any) -> _Bounds:
+    namespaces = HEADER.itemsize + int(header["segments"]) * SEGMENT.itemsize
+    sums = namespaces + int(header["namespaces_bytes"])
+    return _Bounds(namespaces, sums, sums + -(-int(header["rows"]) // PIECE_ROWS) * 8)
 
 
 def _segment(row: Any) -> SegmentBegun:

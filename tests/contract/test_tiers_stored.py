@@ -1,0 +1,257 @@
+"""What every stored tier promises: one suite over the store past the page cache and the one through it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.tiers.store_world import (
+    CLASS_BYTES,
+    LENGTH,
+    PAGES,
+    PLACES,
+    POSITION,
+    World,
+    content,
+    extents_of,
+    metas_of,
+    pages,
+    segment,
+    spec,
+    tables_of,
+)
+from tierd.core.model import BlockStatus
+from tierd.core.plan import Plan
+from tierd.errors import AlreadyOwned, TierFailed
+from tierd.tiers.null import NullStore
+from tierd.tiers.slots import TABLE_SLICES
+from tierd.tiers.tier import StoredTier
+
+READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
+PLACE = ["tier", "segment", "slot", "length", "offset", "generation"]
+MODES = {"o_direct": "on", "buffered": "off"}
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def world(mode: str, tmp_path: Path) -> AsyncIterator[World]:
+    made = again(mode, tmp_path)
+    await made.open()
+    await made.begin(1)
+    yield made
+    await made.store.close(release=False)
+
+
+def again(mode: str, path: Path, **options: object) -> World:
+    return World.at(path / "store", direct=MODES[mode], **options)
+
+
+async def reopened(world: World, mode: str, path: Path, **options: object) -> World:
+    await world.store.close(release=False)
+    other = again(mode, path, **options)
+    other.next_generation = world.next_generation
+    return other
+
+
+async def test_store_is_a_stored_tier(world: World, mode: str) -> None:
+    """The store has the face of a stored tier, and says how it works."""
+    assert isinstance(world.store, StoredTier)
+    assert isinstance(NullStore(spec(), position=POSITION), StoredTier)
+    assert world.store.mode == mode
+    assert world.store.serving
+
+
+async def test_what_was_written_is_read_back(world: World) -> None:
+    """Blocks come back byte for byte with their slice tables, in whatever order they are asked for."""
+    slots = [5, 0, 1, 2, 7]
+    assert await world.write(range(5), segment=1, slots=slots) == [READY] * 5
+    order = [3, 0, 4, 2, 1]
+    assert await world.read(order) == [content(key) for key in order]
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 4097, CLASS_BYTES - 4096])
+async def test_every_length_that_fits_is_kept(world: World, length: int) -> None:
+    """A block of one byte and one that fills its slot come back whole, neighbours too."""
+    assert await world.write([1, 2, 3], segment=1, slots=[0, 1, 2], length=length) == [READY] * 3
+    assert await world.read([1, 2, 3]) == [content(key, length) for key in (1, 2, 3)]
+
+
+async def test_pages_that_are_not_aligned_are_served_too(world: World) -> None:
+    """A source or target that starts off a page boundary, or ends with the block, gives the same bytes."""
+    extents, metas = extents_of(1, [3], generation=1), metas_of([9])
+    source, target = memoryview(bytearray(content(9))), memoryview(bytearray(LENGTH + 1))[1:]
+    assert (await world.store.write(extents, metas, tables_of([9]), [source])).tolist() == [READY]
+    assert (await world.store.read(extents, [target], metas)).statuses.tolist() == [READY]
+    assert bytes(target) == content(9)
+
+
+async def test_what_does_not_fit_is_failed_alone(world: World) -> None:
+    """A block too long for its slot, with too many slices, beyond the segment or in an unknown one is FAILED; the others are stored."""
+    extents = np.concatenate([extents_of(1, [0, 1, PAGES, 2], generation=1), extents_of(77, [0], generation=9)])
+    extents["length"][0] = CLASS_BYTES
+    tables = tables_of(range(5))
+    tables[1] = np.zeros(TABLE_SLICES + 1, dtype=np.uint64)
+    statuses = await world.store.write(extents, metas_of(range(5)), tables, pages(5))
+    assert statuses.tolist() == [FAILED, FAILED, FAILED, READY, FAILED]
+
+
+async def test_synced_blocks_survive_in_the_next_life(world: World, mode: str, tmp_path: Path) -> None:
+    """What was written is found by the next open with full records, at its place, and reads back."""
+    await world.begin(2, place=3)
+    await world.write([1, 2], segment=1, slots=[4, 6])
+    await world.write([3], segment=2, slots=[0])
+    other = await reopened(world, mode, tmp_path)
+    found = await other.open()
+    assert sorted((s.segment, s.slot, s.class_bytes, s.pages, s.domain) for s in found.segments) == [
+        (1, 0, CLASS_BYTES, PAGES, 1),
+        (2, 3, CLASS_BYTES, PAGES, 1),
+    ]
+    assert set(other.held) == {1, 2, 3}
+    for key, (extent, meta) in other.held.items():
+        assert extent[PLACE].tolist() == world.held[key][0][PLACE].tolist()
+        assert extent["page"] == -1
+        assert meta["digest"].tolist() == world.held[key][1]["digest"].tolist()
+    assert await other.read([1, 2, 3]) == [content(key) for key in (1, 2, 3)]
+    await other.store.close(release=False)
+
+
+async def test_freed_blocks_are_gone_in_the_next_life(world: World, mode: str, tmp_path: Path) -> None:
+    """A block that was freed is not found again; its neighbours are."""
+    await world.write([1, 2, 3], segment=1, slots=[0, 1, 2])
+    world.free([2])
+    other = await reopened(world, mode, tmp_path)
+    await other.open()
+    assert set(other.held) == {1, 3}
+    await other.store.close(release=False)
+
+
+async def test_slot_that_was_reused_shows_the_new_block_only(world: World, mode: str, tmp_path: Path) -> None:
+    """A reader of the old block is told CORRUPT, the new one is read, and the next life knows the new one alone."""
+    await world.write([1], segment=1, slots=[0])
+    old = world.held[1]
+    world.free([1])
+    await world.write([2], segment=1, slots=[0])
+    world.held[1] = old
+    assert await world.read([1, 2]) == [CORRUPT, content(2)]
+    other = await reopened(world, mode, tmp_path)
+    await other.open()
+    assert set(other.held) == {2}
+    await other.store.close(release=False)
+
+
+async def test_segment_that_begins_ends_the_one_at_its_place(world: World, mode: str, tmp_path: Path) -> None:
+    """Blocks of the segment that lived at the place before are not readable, now or in the next life."""
+    await world.write([1], segment=1, slots=[0])
+    await world.begin(2, class_bytes=CLASS_BYTES // 2, pages=PAGES * 2)
+    assert await world.read([1]) == [FAILED]
+    await world.write([2], segment=2, slots=[3], length=9_000)
+    other = await reopened(world, mode, tmp_path)
+    found = await other.open()
+    assert [s.segment for s in found.segments] == [2]
+    assert set(other.held) == {2}
+    assert await other.read([2]) == [content(2, 9_000)]
+    await other.store.close(release=False)
+
+
+async def test_numbers_of_a_former_life_are_never_used_again(world: World, mode: str, tmp_path: Path) -> None:
+    """The next life's first segment id and generation are above every number seen, on any tier."""
+    foreign = extents_of(9, [0], generation=1 << 40)
+    foreign["tier"] = 0
+    world.store.apply(Plan(segments=[segment(123_456, place=1)], reserved=foreign))
+    other = await reopened(world, mode, tmp_path)
+    found = await other.open()
+    assert found.next_segment > 123_456
+    assert found.next_generation > 1 << 40
+    await other.store.close(release=False)
+
+
+async def test_namespace_records_come_back_in_order(world: World, mode: str, tmp_path: Path) -> None:
+    """Opaque records are kept over lives, once each, oldest first."""
+    world.store.note_namespaces([b"one", b"two"])
+    await world.store.keep_namespace(b"one")
+    await world.write([1], segment=1, slots=[0])
+    other = await reopened(world, mode, tmp_path)
+    assert (await other.open()).namespaces == [b"one", b"two"]
+    await other.store.keep_namespace(b"three")
+    third = await reopened(other, mode, tmp_path)
+    assert (await third.open()).namespaces == [b"one", b"two", b"three"]
+    await third.store.close(release=False)
+
+
+async def test_second_owner_is_refused(world: World, mode: str, tmp_path: Path) -> None:
+    """A directory that is in use cannot be opened again."""
+    with pytest.raises(AlreadyOwned):
+        await again(mode, tmp_path).open()
+
+
+async def test_smaller_capacity_drops_what_has_no_room(world: World, mode: str, tmp_path: Path) -> None:
+    """With fewer places the segments beyond them are dropped and said so, their files are gone, the others stay."""
+    await world.begin(2, place=PLACES - 1)
+    await world.write([1], segment=1, slots=[0])
+    await world.write([2], segment=2, slots=[0])
+    other = await reopened(world, mode, tmp_path, spec=spec(places=2))
+    await other.open()
+    assert set(other.held) == {1}
+    assert any("1 segments with 1 blocks" in notice for notice in other.store.notices)
+    assert len(list((tmp_path / "store").glob("*.slots"))) == 2
+    await other.store.close(release=False)
+    third = again(mode, tmp_path)
+    await third.open()
+    assert set(third.held) == {1}
+    await third.store.close(release=False)
+
+
+async def test_segment_beyond_the_capacity_is_refused(world: World) -> None:
+    """Preparing a segment at a place that the store does not have raises TierFailed."""
+    with pytest.raises(TierFailed, match="capacity"):
+        await world.store.prepare([segment(5, place=PLACES)])
+
+
+async def test_released_store_leaves_no_file(mode: str, tmp_path: Path) -> None:
+    """Close with release removes every file of the store."""
+    world = again(mode, tmp_path)
+    await world.open()
+    await world.store.close(release=True)
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+async def test_absent_tier_holds_nothing() -> None:
+    """The null store fails every block, refuses segments of its own and lets the rest pass."""
+    store = NullStore(spec(), position=POSITION)
+    assert len((await store.open()).extents) == 0
+    extents, metas = extents_of(1, [0], generation=1), metas_of([1])
+    assert (await store.write(extents, metas, tables_of([1]), pages(1))).tolist() == [FAILED]
+    assert (await store.read(extents, pages(1), metas)).statuses.tolist() == [FAILED]
+    with pytest.raises(TierFailed, match="absent"):
+        await store.prepare([segment(1)])
+    await store.sync()
+
+
+async def test_closed_store_takes_nothing(mode: str, tmp_path: Path) -> None:
+    """After close, reads and writes are FAILED, and a second close does nothing."""
+    world = again(mode, tmp_path)
+    await world.open()
+    await world.begin(1)
+    await world.store.close(release=False)
+    assert await world.write([1], segment=1, slots=[0]) == [FAILED]
+    await world.store.close(release=False)
+
+
+async def test_many_batches_at_once_do_not_mix(world: World) -> None:
+    """Batches written and read at the same time each get their own bytes."""
+    for place in range(1, PLACES):
+        await world.begin(place + 1, place=place)
+    jobs = [
+        world.write([10 * s + i for i in range(PAGES)], segment=s, slots=range(PAGES)) for s in range(1, PLACES + 1)
+    ]
+    assert await asyncio.gather(*jobs) == [[READY] * PAGES] * PLACES
+    keys = [[10 * s + i for s in range(1, PLACES + 1)] for i in range(PAGES)]
+    assert await asyncio.gather(*(world.read(k) for k in keys)) == [[content(key) for key in k] for k in keys]

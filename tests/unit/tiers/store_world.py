@@ -1,0 +1,142 @@
+"""A small NVMe store and what stands around it: pages of memory, blocks whose bytes follow from their key, plans."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tierd.core.block import slice_lengths
+from tierd.core.meta import new_meta
+from tierd.core.model import EXTENT, FREED, BlockStatus, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.core.plan import Plan
+from tierd.tiers.checksum import slice_sums, table_digest
+from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.tier import Recovered
+
+POSITION = 2
+CLASS_BYTES = 64 << 10
+PAGES = 8
+SEGMENT_BYTES = CLASS_BYTES * PAGES
+PLACES = 4
+LENGTH = 50_000
+"""Of a block: no multiple of 4 KiB, and less than its slot has."""
+LAYERS = 5
+
+
+def content(key: int, length: int = LENGTH) -> bytes:
+    """The bytes of a block: a function of its key."""
+    return np.random.default_rng(key).bytes(length)
+
+
+def spec(*, places: int = PLACES, segment_bytes: int = SEGMENT_BYTES) -> TierSpec:
+    return TierSpec(TierKind.NVME, 0, places * segment_bytes, segment_bytes, slot_overhead_bytes=4096)
+
+
+def segment(number: int, *, place: int = 0, pages: int = PAGES, class_bytes: int = CLASS_BYTES) -> SegmentAssignment:
+    return SegmentAssignment(POSITION, place, number, 1, class_bytes, pages, 0, None, False)
+
+
+def extents_of(number: int, slots: Sequence[int], *, generation: int, length: int = LENGTH) -> StructArray:
+    rows = np.zeros(len(slots), dtype=EXTENT)
+    rows["tier"], rows["segment"], rows["slot"], rows["length"] = POSITION, number, slots, length
+    rows["offset"] = np.array(slots, dtype=np.uint64) * CLASS_BYTES
+    rows["generation"] = np.arange(len(slots)) + generation
+    return rows
+
+
+def metas_of(keys: Sequence[int], length: int = LENGTH) -> StructArray:
+    """As the core gives them: names, lengths, digests; nothing of the place."""
+    metas = new_meta(len(keys))
+    metas["hash"] = np.frombuffer(b"".join(k.to_bytes(32, "little") for k in keys), dtype=np.uint8).reshape(-1, 32)
+    metas["namespace"], metas["domain"], metas["tokens"], metas["layers"] = 3, 1, 16, LAYERS
+    metas["stored_length"] = metas["logical_length"] = length
+    for row, table in zip(metas, tables_of(keys, length), strict=True):
+        row["digest"] = np.frombuffer(table_digest(table), dtype=np.uint8)
+    return metas
+
+
+def tables_of(keys: Sequence[int], length: int = LENGTH) -> list[np.ndarray]:
+    return [slice_sums(content(k, length), slice_lengths(length, LAYERS)) for k in keys]
+
+
+def freed(extents: StructArray) -> StructArray:
+    rows = np.zeros(len(extents), dtype=FREED)
+    rows["extent"], rows["was_ready"] = extents, True
+    return rows
+
+
+def key_of(meta: np.void) -> int:
+    return int.from_bytes(meta["hash"].tobytes(), "little")
+
+
+@dataclass
+class World:
+    """A store and its neighbours. next_generation counts as the core does; held: key to its extent and META rows."""
+
+    store: NvmeStore
+    next_generation: int = 1
+    held: dict[int, tuple[StructArray, StructArray]] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, path: Path, **options: object) -> World:
+        return cls(NvmeStore(options.pop("spec", spec()), position=POSITION, path=path, **options))  # type: ignore[arg-type]
+
+    async def open(self) -> Recovered:
+        found = await self.store.open()
+        self.next_generation = max(self.next_generation, found.next_generation)
+        self.held = {key_of(m): (found.extents[i : i + 1], found.metas[i : i + 1]) for i, m in enumerate(found.metas)}
+        return found
+
+    async def begin(self, number: int, *, place: int = 0, **changes: int) -> None:
+        begun = segment(number, place=place, **changes)
+        self.store.apply(Plan(segments=[begun]))
+        await self.store.prepare([begun])
+
+    async def write(
+        self, keys: Sequence[int], *, segment: int, slots: Sequence[int], length: int = LENGTH
+    ) -> list[int]:
+        """Reserves pages with new generations and writes the blocks there."""
+        extents = extents_of(segment, slots, generation=self.next_generation, length=length)
+        self.next_generation += len(slots)
+        self.store.apply(Plan(reserved=extents))
+        metas, sources = metas_of(keys, length), pages(len(keys))
+        for key, source in zip(keys, sources, strict=True):
+            source[:length] = content(key, length)
+        statuses = await self.store.write(extents, metas, tables_of(keys, length), sources)
+        for i in np.flatnonzero(statuses == BlockStatus.READY):
+            self.held[keys[i]] = (extents[i : i + 1], metas[i : i + 1])
+        return [int(s) for s in statuses]
+
+    def free(self, keys: Sequence[int]) -> None:
+        rows = [self.held.pop(key)[0] for key in keys]
+        self.store.apply(Plan(freed=freed(np.concatenate(rows))))
+
+    async def read(self, keys: Sequence[int]) -> list[bytes | int]:
+        """What a mover would publish: bytes that passed every check, or else the status."""
+        extents = np.concatenate([self.held[key][0] for key in keys])
+        metas, targets = np.concatenate([self.held[key][1] for key in keys]), pages(len(keys))
+        result = await self.store.read(extents, targets, metas)
+        return [
+            judged(int(status), view, meta, table)
+            for status, view, meta, table in zip(result.statuses, targets, metas, result.slices, strict=True)
+        ]
+
+
+def judged(status: int, view: memoryview, meta: np.void, table: np.ndarray) -> bytes | int:
+    """As the mover judges a block that a store has read."""
+    if status != BlockStatus.READY:
+        return status
+    length = int(meta["stored_length"])
+    sums = slice_sums(view, slice_lengths(length, LAYERS))
+    good = table_digest(sums) == meta["digest"].tobytes() and np.array_equal(sums, table)
+    return bytes(view[:length]) if good else int(BlockStatus.CORRUPT)
+
+
+def pages(number: int) -> list[memoryview]:
+    """Page-aligned memory, a class of bytes each."""
+    area = memoryview(mmap.mmap(-1, max(1, number) * CLASS_BYTES))
+    return [area[i * CLASS_BYTES : (i + 1) * CLASS_BYTES] for i in range(number)]

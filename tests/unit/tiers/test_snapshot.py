@@ -1,0 +1,228 @@
+"""Snapshots, and the way from a directory's files to an index."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.tiers.store_world import metas_of
+from tierd.core.meta import META
+from tierd.errors import CorruptRecord, VersionMismatch
+from tierd.tiers import durable
+from tierd.tiers.checksum import record_checksum
+from tierd.tiers.journal import BlocksStored, Journal, Marks, NamespaceKept, SegmentBegun, journal_path
+from tierd.tiers.recovery import compact, load_index, settle
+from tierd.tiers.snapshot import HEADER, PIECE_ROWS, read_snapshot, snapshot_path, write_snapshot
+from tierd.tiers.stored_index import StoredIndex
+
+STORE = bytes(range(16))
+CLASS = 8192
+
+
+def index_of(rows: int) -> StoredIndex:
+    metas = np.repeat(metas_of([1], 10), rows)
+    metas["segment"], metas["offset"] = 1, np.arange(rows) * CLASS
+    metas["hash"][:, :8] = np.arange(rows, dtype="<u8").view(np.uint8).reshape(-1, 8)
+    segments = {0: SegmentBegun(0, 1, 9, CLASS, rows), 3: SegmentBegun(3, 4, 8, CLASS * 2, 5)}
+    return StoredIndex(segments, metas, [b"one", b"two"], 77, 1 << 50)
+
+
+def same(one: StoredIndex, other: StoredIndex) -> bool:
+    numbers = one.next_segment == other.next_segment and one.next_generation == other.next_generation
+    return numbers and one.segments == other.segments and one.namespaces == other.namespaces
+
+
+@pytest.mark.parametrize("rows", [0, 1, PIECE_ROWS, PIECE_ROWS + 1])
+def test_index_comes_back_whole(tmp_path: Path, rows: int) -> None:
+    """What was written is read: segments, blocks, namespaces and marks."""
+    index = index_of(rows)
+    length = write_snapshot(tmp_path, index, store=STORE, number=3)
+    found = read_snapshot(tmp_path, store=STORE, number=3)
+    assert same(found, index)
+    assert found.metas.tobytes() == index.metas.tobytes()
+    assert length == snapshot_path(tmp_path, 3).stat().st_size
+    assert os.listdir(tmp_path) == [snapshot_path(tmp_path, 3).name]
+
+
+def test_damaged_piece_costs_its_rows_alone(tmp_path: Path) -> None:
+    """A flipped bit among the blocks loses the rows under its checksum, and no other."""
+    index = index_of(3 * PIECE_ROWS)
+    write_snapshot(tmp_path, index, store=STORE, number=3)
+    flip(snapshot_path(tmp_path, 3), -PIECE_ROWS * META.itemsize - 5)
+    found = read_snapshot(tmp_path, store=STORE, number=3)
+    assert found.metas.tobytes() == np.delete(index.metas, slice(PIECE_ROWS, 2 * PIECE_ROWS)).tobytes()
+
+
+def test_cut_file_keeps_the_pieces_that_are_whole(tmp_path: Path) -> None:
+    """A file cut within its last piece gives the pieces before it."""
+    index = index_of(PIECE_ROWS + 10)
+    length = write_snapshot(tmp_path, index, store=STORE, number=3)
+    os.truncate(snapshot_path(tmp_path, 3), length - 1)
+    found = read_snapshot(tmp_path, store=STORE, number=3)
+    assert found.metas.tobytes() == index.metas[:PIECE_ROWS].tobytes()
+
+
+def test_flipped_bit_before_the_rows_refuses_the_file(tmp_path: Path) -> None:
+    """Any flipped bit in header, segments, namespaces or sums is noticed."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
+    path = snapshot_path(tmp_path, 3)
+    for at in range(path.stat().st_size - META.itemsize):
+        flip(path, at)
+        with pytest.raises((CorruptRecord, VersionMismatch)):
+            read_snapshot(tmp_path, store=STORE, number=3)
+        flip(path, at)
+
+
+@pytest.mark.parametrize("length", [0, 10, HEADER.itemsize, HEADER.itemsize + 8])
+def test_stump_is_refused(tmp_path: Path, length: int) -> None:
+    """A file cut within header or tables raises CorruptRecord."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
+    os.truncate(snapshot_path(tmp_path, 3), length)
+    with pytest.raises(CorruptRecord):
+        read_snapshot(tmp_path, store=STORE, number=3)
+
+
+def test_snapshot_of_another_store_is_refused(tmp_path: Path) -> None:
+    """A snapshot that another store wrote is not believed."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
+    with pytest.raises(CorruptRecord, match="another store"):
+        read_snapshot(tmp_path, store=bytes(16), number=3)
+
+
+def test_newer_snapshot_is_refused_and_kept(tmp_path: Path) -> None:
+    """A snapshot of a newer version stops the recovery and stays under its name."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
+    path = snapshot_path(tmp_path, 3)
+    data = np.fromfile(path, dtype=np.uint8)
+    data[: HEADER.itemsize].view(HEADER)["version"] = 2
+    data[HEADER.itemsize - 8 : HEADER.itemsize].view("<u8")[0] = record_checksum(data[: HEADER.itemsize - 8])
+    data.tofile(path)
+    with pytest.raises(VersionMismatch, match="newer"):
+        load_index(tmp_path, store=STORE)
+    assert path.exists()
+
+
+def test_snapshot_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When writing fails, the file of that name is what it was, and no temporary file is left."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "bad disk")
+
+    monkeypatch.setattr(durable, "sync_data", fail)
+    with pytest.raises(OSError, match="bad disk"):
+        write_snapshot(tmp_path, index_of(2), store=STORE, number=3)
+    assert len(read_snapshot(tmp_path, store=STORE, number=3).metas) == 1
+    assert len(os.listdir(tmp_path)) == 1
+
+
+# -- recovery
+
+
+def journal(path: Path, number: int, *slots: int) -> None:
+    metas = metas_of([s + 1 for s in slots], 10)
+    metas["segment"], metas["offset"] = 1, np.array(slots) * CLASS
+    begun = SegmentBegun(0, 1, 1, CLASS, 100)
+    Journal.create(path, store=STORE, number=number, first=[Marks(5, 5), begun, BlocksStored(metas)]).close()
+
+
+def slots_in(index: StoredIndex) -> list[int]:
+    return sorted((index.metas["offset"] // CLASS).tolist())
+
+
+def test_journals_follow_the_newest_snapshot(tmp_path: Path) -> None:
+    """Snapshot N and the journals from N on are the index; older files are passed over."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
+    write_snapshot(tmp_path, index_of(2), store=STORE, number=3)
+    journal(tmp_path, 2, 50)
+    journal(tmp_path, 3, 60)
+    journal(tmp_path, 4, 70)
+    loaded = load_index(tmp_path, store=STORE)
+    assert (loaded.base, loaded.next_number) == (3, 5)
+    assert slots_in(loaded.index) == [0, 1, 60, 70]
+
+
+def test_damaged_snapshot_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    """With the newest snapshot damaged, the one before and every journal after it are used; the damaged one is renamed and said."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
+    write_snapshot(tmp_path, index_of(2), store=STORE, number=2)
+    journal(tmp_path, 1, 50)
+    flip(snapshot_path(tmp_path, 2), 9)
+    loaded = load_index(tmp_path, store=STORE)
+    assert slots_in(loaded.index) == [0, 50]
+    assert len(loaded.notices) == 1
+    assert snapshot_path(tmp_path, 2).with_suffix(".damaged").exists()
+
+
+def test_settling_leaves_one_snapshot_and_one_journal(tmp_path: Path) -> None:
+    """After a start the directory holds a snapshot with everything and a fresh journal, and loads to the same."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
+    journal(tmp_path, 1, 50)
+    journal(tmp_path, 2, 60)
+    loaded = load_index(tmp_path, store=STORE)
+    settle(tmp_path, loaded, store=STORE, first=[Marks(900, 9000)]).journal.close()
+    assert sorted(os.listdir(tmp_path)) == [journal_path(tmp_path, 3).name, snapshot_path(tmp_path, 3).name]
+    again = load_index(tmp_path, store=STORE)
+    assert slots_in(again.index) == [0, 50, 60]
+    assert again.index.next_segment == 900
+
+
+def test_quiet_life_does_not_write_the_snapshot_again(tmp_path: Path) -> None:
+    """If nothing but marks was told since the snapshot, it stays as it is."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
+    Journal.create(tmp_path, store=STORE, number=1, first=[Marks(900, 9000)]).close()
+    inode = snapshot_path(tmp_path, 1).stat().st_ino
+    loaded = load_index(tmp_path, store=STORE)
+    settle(tmp_path, loaded, store=STORE, first=[Marks(901, 9001)]).journal.close()
+    assert snapshot_path(tmp_path, 1).stat().st_ino == inode
+    assert load_index(tmp_path, store=STORE).index.next_segment == 901
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_compaction_killed_between_its_steps_loses_nothing(tmp_path: Path, kept: int) -> None:
+    """Whichever old files a crash leaves beside the new snapshot, or the new snapshot missing, the index is the same."""
+    write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
+    journal(tmp_path, 1, 50)
+    journal(tmp_path, 2, 60)
+    journal(tmp_path, 3, 70)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    compact(tmp_path, store=STORE, number=3)
+    assert sorted(os.listdir(tmp_path)) == [journal_path(tmp_path, 3).name, snapshot_path(tmp_path, 3).name]
+    for name in sorted(before)[-kept:] if kept else []:
+        (tmp_path / name).write_bytes(before[name])
+    if kept == 3:
+        for name, data in before.items():
+            (tmp_path / name).write_bytes(data)
+        snapshot_path(tmp_path, 3).unlink()
+    assert slots_in(load_index(tmp_path, store=STORE).index) == [0, 50, 60, 70]
+
+
+def test_torn_journal_is_said_and_those_after_it_are_read(tmp_path: Path) -> None:
+    """A torn tail is named with its length; journals of later lives still count."""
+    journal(tmp_path, 1, 50)
+    journal(tmp_path, 2, 60)
+    path = journal_path(tmp_path, 1)
+    os.truncate(path, path.stat().st_size - 3)
+    loaded = load_index(tmp_path, store=STORE)
+    assert slots_in(loaded.index) == [60]
+    assert [notice.split(":")[0] for notice in loaded.notices] == ["journal 1"]
+
+
+def test_namespaces_and_marks_survive_compaction(tmp_path: Path) -> None:
+    """Compaction keeps namespaces in order and the highest marks."""
+    Journal.create(
+        tmp_path, store=STORE, number=1, first=[NamespaceKept(b"b"), NamespaceKept(b"a"), Marks(8, 9)]
+    ).close()
+    compact(tmp_path, store=STORE, number=2)
+    index = load_index(tmp_path, store=STORE).index
+    assert (index.namespaces, index.next_segment, index.next_generation) == ([b"b", b"a"], 8, 9)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
