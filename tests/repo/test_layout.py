@@ -10,6 +10,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 
+import tierd
 from tests.repo.source import ROOT, Module, modules, tracked_files
 
 FOLDERS = {"proto", "cuda", "configs", "tests", "deploy", "tools", "tierd"}
@@ -82,11 +83,11 @@ def test_base_install_is_small() -> None:
 
 
 def test_versions_agree() -> None:
-    """The version in pyproject.toml is the newest heading of the change log."""
+    """The version in pyproject.toml is the package's and the newest heading of the change log."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert heading
-    assert heading[1] == version
+    assert heading[1] == version == tierd.__version__
 
 
 @pytest.mark.parametrize("name", ["README.md", "tierd/README.md", "deploy/README.md"])
