@@ -66,7 +66,9 @@ class NamespaceSpec:
             ("rank_count", self.rank_count, 4096),
         ):
             if not 1 <= value <= top:
-                raise InvalidArgument(f"namespace.{name}: {value} is outside 1 to {top}; set it from the model's configuration")
+                raise InvalidArgument(
+                    f"namespace.{name}: {value} is outside 1 to {top}; set it from the model's configuration"
+                )
         if not self.model:
             raise InvalidArgument("namespace.model: empty; name the model")
         return self
