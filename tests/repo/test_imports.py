@@ -43,6 +43,7 @@ BUILDERS: dict[str, set[str]] = {
     "server/assembly.py": {"policies", "mover"},
     "cli/daemon.py": {"server", "logs"},
     "cli/leftovers.py": {"server", "tiers"},
+    "cli/conversation.py": {"worker"},
     "cli/demo.py": {"worker", "testing", "kernels"},
 }
 """The modules that put parts together, and what they may see beyond their part's row."""
