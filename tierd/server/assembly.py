@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ def _assemble(
         session_share=config.server.session_share,
         first_generation=max(found.next_generation for found in recovered),
         first_segment=max(found.next_segment for found in recovered),
+        first_id=secrets.randbits(60) + 1,
     )
     for position, found in enumerate(recovered):
         adopt(core, position, found, registry=registry, now=clock.now())

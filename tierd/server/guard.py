@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from tierd.clock import Clock
 from tierd.errors import (
@@ -66,6 +67,9 @@ class Outcome:
 CALLER: ContextVar[Caller] = ContextVar("caller")
 """The caller of the handler that runs."""
 
+Parse = Callable[[Any], Any]
+"""Bytes to a message. Raises DecodeError."""
+
 Authenticate = Callable[[str], tuple[int, str, bool]]
 """Token to (session, tenant, is_admin). Raises SessionLost."""
 
@@ -99,29 +103,32 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         if handler is None or details.method.startswith(OPEN_SERVICES):
             return handler
         metadata = {k: v for k, v in details.invocation_metadata or () if isinstance(v, str)}
+        parse = handler.request_deserializer
         if handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
-            call = self._stream(handler.unary_stream, details.method, metadata)
+            call = self._stream(handler.unary_stream, parse, details.method, metadata)
         elif handler.request_streaming:
-            make, call = (
-                grpc.stream_unary_rpc_method_handler,
-                self._unary(handler.stream_unary, details.method, metadata),
-            )
+            make = grpc.stream_unary_rpc_method_handler
+            call = self._unary(handler.stream_unary, lambda raw: _each_parsed(parse, raw), details.method, metadata)
         else:
-            make, call = grpc.unary_unary_rpc_method_handler, self._unary(handler.unary_unary, details.method, metadata)
-        return make(call, handler.request_deserializer, handler.response_serializer)
+            make = grpc.unary_unary_rpc_method_handler
+            call = self._unary(handler.unary_unary, lambda raw: _parsed(parse, raw), details.method, metadata)
+        # The bytes are parsed in here: grpc itself would answer a malformed message with UNKNOWN and a traceback.
+        return make(call, None, handler.response_serializer)
 
-    def _unary(self, inner: Callable[..., Awaitable[Any]], method: str, metadata: dict[str, str]) -> Any:
-        async def call(request: Any, context: Any) -> Any:
+    def _unary(self, inner: Callable[..., Awaitable[Any]], parse: Parse, method: str, metadata: dict[str, str]) -> Any:
+        async def call(raw: Any, context: Any) -> Any:
             async with self._guarded(method, metadata, context) as caller, asyncio.timeout_at(caller.deadline):
-                return await inner(request, context)
+                return await inner(parse(raw), context)
 
         return call
 
-    def _stream(self, inner: Callable[..., AsyncIterator[Any]], method: str, metadata: dict[str, str]) -> Any:
-        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+    def _stream(
+        self, inner: Callable[..., AsyncIterator[Any]], parse: Parse, method: str, metadata: dict[str, str]
+    ) -> Any:
+        async def call(raw: Any, context: Any) -> AsyncIterator[Any]:
             async with self._guarded(method, metadata, context):
-                async for reply in inner(request, context):
+                async for reply in inner(_parsed(parse, raw), context):
                     yield reply
 
         return call
@@ -191,6 +198,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             self._clock.advance(float(at_ms) / 1000)
         except ValueError:
             raise InvalidArgument(f"tierd-time-ms: {at_ms!r} is not a number of milliseconds") from None
+
+
+def _parsed(parse: Parse, raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"message: {len(raw)} bytes that are not the request's ({error}); use the stubs"
+        ) from error
+
+
+async def _each_parsed(parse: Parse, stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for raw in stream:
+        yield _parsed(parse, raw)
 
 
 async def _abort(context: Any, error: TierdError | TimeoutError) -> None:

@@ -1,0 +1,102 @@
+"""A client that obeys nothing: raw messages to both sockets, for what the SDK would never send."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import msgpack
+import numpy as np
+
+from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
+from tierd._proto import cache_pb2 as pb
+from tierd.core.model import HANDLE, PUT_BLOCK
+from tierd.errors import ERROR_KEY
+
+CALL_S = 15.0
+BLOCK_BYTES = 4096
+
+
+class RawClient:
+    """One session. `error_of` gives the class name of a call's error, as it travels."""
+
+    def __init__(self, target: str) -> None:
+        self.socket = connect(target)
+        self.hello = ask(self.socket, hello())[0]
+        self._channel = grpc.insecure_channel(f"unix:{target}/tierd.sock")
+        self.cache = cache_pb2_grpc.CacheStub(self._channel)
+        self.admin = admin_pb2_grpc.AdminStub(self._channel)
+        self.metadata = (("tierd-session", self.hello["token"]),)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+        self.socket.close()
+
+    def call(self, method: Any, message: Any) -> Any:
+        """The reply. Raises grpc.RpcError."""
+        return method(message, metadata=self.metadata, timeout=CALL_S)
+
+    def error_of(self, method: Any, message: Any) -> str:
+        """The error's class name, "" for a call that succeeds."""
+        try:
+            self.call(method, message)
+        except grpc.RpcError as error:
+            trailing = dict(error.trailing_metadata() or ())
+            return trailing.get(ERROR_KEY) or f"unnamed {error.code()}: {error.details()}"
+        return ""
+
+    def open_namespace(self, *, block_bytes: int = BLOCK_BYTES, model: str = "m") -> int:
+        """A namespace of 16 tokens a block."""
+        request = pb.OpenNamespaceRequest(model=model, tokens_per_block=16, block_bytes=block_bytes)
+        return int(self.call(self.cache.OpenNamespace, request).namespace)
+
+    def reserve(self, namespace: int, hashes: np.ndarray, *, length: int = BLOCK_BYTES) -> tuple[int, np.ndarray]:
+        """Reservation and handles in the host tier."""
+        group = pb.PutGroup(namespace=namespace, blocks=put_blocks(hashes, length=length).tobytes())
+        reply = self.call(self.cache.Reserve, pb.ReserveRequest(groups=[group], tier=pb.TIER_KIND_HOST))
+        return reply.reservation, np.frombuffer(reply.handles[0], dtype=HANDLE)
+
+    def page(self, handle: Any, *, writable: bool) -> memoryview:
+        """The mapped page of a handle."""
+        reply, fds = ask(self.socket, {"op": "map", "tier": int(handle["tier"]), "segment": int(handle["segment"])})
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        memory = memoryview(mmap.mmap(fds[0], reply["bytes"], prot=protection))
+        for fd in fds:
+            os.close(fd)
+        return memory[int(handle["offset"]) : int(handle["offset"]) + int(handle["length"])]
+
+
+def put_blocks(hashes: np.ndarray, *, length: int = BLOCK_BYTES, tokens: int = 16) -> np.ndarray:
+    """PUT_BLOCK [n]."""
+    blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
+    blocks["hash"], blocks["tokens"], blocks["length"] = hashes, tokens, length
+    return blocks
+
+
+def connect(target: str) -> socket.socket:
+    """A session socket before its hello."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(CALL_S)
+    connection.connect(f"{target}/session.sock")
+    return connection
+
+
+def hello(**changed: Any) -> dict[str, Any]:
+    """A hello that is accepted, but for what is changed."""
+    return {"op": "hello", "proto": 1, "format": 1, "sdk": "0", "name": "raw", "credential": None} | changed
+
+
+def ask(connection: socket.socket, message: Any) -> tuple[dict[str, Any], list[int]]:
+    """The reply and its descriptors."""
+    connection.send(message if isinstance(message, bytes) else msgpack.packb(message))
+    data, fds, _, _ = socket.recv_fds(connection, 65536, 4)
+    return msgpack.unpackb(data) if data else {}, list(fds)
