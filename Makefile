@@ -54,14 +54,14 @@ reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 
 # --- long checks: SCALE=0.1 makes them short, SCALE=10 long -----------------------------------------------------------
 
-NIGHTLY := $(foreach part,contract property sim system,$(if $(wildcard tests/$(part)/test_*.py),nightly-$(part)))
+NIGHTLY := $(foreach part,unit contract property sim system,$(if $(wildcard tests/$(part)),nightly-$(part)))
 
-nightly: $(NIGHTLY) ## contract, property, simulation and system tests in depth; SCALE= scales their counts
+nightly: $(NIGHTLY) ## every kind of test in depth, the slow ones too; SCALE= scales their counts
 
 weekly: ## the same with ten times the counts
 	$(MAKE) nightly SCALE=10
 
-nightly-%: .venv/.dev ## one part alone: contract, property, sim or system
+nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system
 	TIERD_HYPOTHESIS=nightly SCALE=$(SCALE) $(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadfile --timeout 3600 tests/$*
 
 ifneq ($(wildcard tools/bench.py),)

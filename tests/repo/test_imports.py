@@ -60,8 +60,8 @@ FOREIGN: dict[str, set[str]] = {
 }
 """Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""
 
-CLIENT_CORE = {"block", "model"}
-"""The modules of core that the SDK may use."""
+CLIENT_CORE = {"block", "model", "layout", "words"}
+"""The modules of core that the SDK may use: identity, dtypes, and how a mapped segment is laid out and read."""
 
 
 def parts_imported(module: Module) -> set[str]:
