@@ -50,7 +50,10 @@ class Listeners:
             {int(uid): tenant for uid, tenant in daemon.config.identity.tenants.items()},
             daemon.config.identity.credential_file,
         )
-        calls = SessionCalls(self._opened, daemon.cache.stop_session, daemon.cache.end_session, self._map_segment)
+        cache = daemon.cache
+        calls = SessionCalls(
+            self._opened, cache.stop_session, cache.end_session, self._map_segment, cache.release, cache.abort
+        )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(

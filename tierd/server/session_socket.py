@@ -1,9 +1,10 @@
 """The session socket: identity, descriptors and life, beside gRPC, which can carry none of them.
 
-AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply. An accept loop of its own, because asyncio's servers refuse SEQPACKET.
+AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
     hello  {op, proto, format, sdk, name, credential} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue
+    release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: a session of a former daemon that this process uses nothing of any more
     ping   {op} -> {ok}
     refused: {ok: false, error: class of tierd.errors, message}
@@ -198,13 +199,15 @@ class Connection:
             self._hello(request)
         elif op == "map":
             self._map(self.session, tier=_field(request, "tier", int), segment=_field(request, "segment", int))
+        elif op == "release":
+            self._release(self.session, request)
         elif op == "forget":
             self._owner.sessions.forget(_field(request, "session", int), by=self.session)
             self._send({"ok": True})
         elif op == "ping":
             self._send({"ok": True})
         else:
-            raise InvalidArgument(f"session socket: unknown op {op!r:.80}; known are hello, map, forget, ping")
+            raise InvalidArgument(f"session socket: unknown op {op!r:.80}; known are hello, map, release, forget, ping")
 
     def _hello(self, request: dict[str, Any]) -> None:
         _check_versions(request)
@@ -251,6 +254,18 @@ class Connection:
             os.close(files.data_fd)
             os.close(files.catalogue_fd)
 
+    def _release(self, session: Session, request: dict[str, Any]) -> None:
+        leases, reservations = _numbers(request, "leases"), _numbers(request, "reservations")
+        is_answered = _field(request, "reply", bool)
+        try:
+            self._owner.sessions.let_go(session, leases=leases, reservations=reservations)
+        except TierdError:
+            if is_answered:
+                raise
+            return
+        if is_answered:
+            self._send({"ok": True})
+
     def _send(self, reply: dict[str, Any], *, fds: list[int] | None = None) -> None:
         """A client that does not read its replies is not waited for."""
         try:
@@ -277,9 +292,16 @@ def _request(data: bytes) -> dict[str, Any]:
     return request
 
 
+def _numbers(request: dict[str, Any], name: str) -> list[int]:
+    value = request.get(name, [])
+    if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 1 << 64 for number in value):
+        raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not a list of ids; correct the request")
+    return value
+
+
 def _field(request: dict[str, Any], name: str, kind: type) -> Any:
     value = request.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not {kind.__name__}; correct the request")
     return value
 

@@ -12,12 +12,13 @@ process has gone, never after a time: a clock must not hand out memory that a li
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import hmac
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,12 +78,16 @@ class SessionCalls:
     """What the daemon does about sessions. on_open may refuse by raising a TierdError; the other two must not fail.
 
     map_segment(session, tier, segment) gives the files of a segment, or raises NotFound, NotPermitted, TierFailed.
+    on_release(session id, leases) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
+    view a client's garbage collector has found, which is no place to wait for a reply.
     """
 
     on_open: Callable[[Session], None]
     on_stop: Callable[[int], None]
     on_end: Callable[[int], None]
     map_segment: Callable[[Session, int, int], MappedFiles]
+    on_release: Callable[[int, Sequence[int]], None] = lambda _session, _leases: None
+    on_abort: Callable[[int, int], None] = lambda _session, _reservation: None
 
 
 class Sessions:
@@ -169,6 +174,14 @@ class Sessions:
     def map_segment(self, session: Session, *, tier: int, segment: int) -> MappedFiles:
         """The files of a segment. Raises NotFound, NotPermitted, TierFailed."""
         return self._calls.map_segment(session, tier, segment)
+
+    def let_go(self, session: Session, *, leases: Sequence[int], reservations: Sequence[int]) -> None:
+        """Ends leases and reservations; what has ended already is no fault. Raises SessionLost."""
+        if leases:
+            self._calls.on_release(session.id, leases)
+        for reservation in reservations:
+            with contextlib.suppress(NotFound):
+                self._calls.on_abort(session.id, reservation)
 
     def new_id(self) -> int:
         """An id that no session of this daemon or a former one has; below 2**63, never 0."""

@@ -118,7 +118,19 @@ async def rig():
             raise Unavailable("daemon: draining; try again later")
         rig.note("open", session.id)
 
-    calls = SessionCalls(opened, lambda i: rig.note("stop", i), lambda i: rig.note("end", i), open_files(rig))
+    def abort(session_id, reservation):
+        if reservation == 9:
+            raise NotFound("reservation 9")
+        rig.note("abort", session_id, reservation)
+
+    calls = SessionCalls(
+        opened,
+        lambda i: rig.note("stop", i),
+        lambda i: rig.note("end", i),
+        open_files(rig),
+        lambda i, leases: rig.note("release", i, *leases),
+        abort,
+    )
     rig.sessions = Sessions(calls, session_limit=3)
     rules = IdentityRules(credentials={"ads": "0123456789abcdef"})
     rig.socket = SessionSocket(
@@ -168,6 +180,16 @@ async def test_a_refused_map_keeps_the_session(rig):
         assert (await rig.ask(client, {"op": "ping"}))["ok"]
 
 
+async def test_release(rig):
+    """Leases and reservations end with one message, answered only if that is asked for; a repeated one is no fault."""
+    with rig.connect() as client:
+        session = (await rig.ask(client, HELLO))["session"]
+        client.send(msgpack.packb({"op": "release", "leases": [5, 2**63], "reply": False}))
+        await rig.until("release", session, 5, 2**63)
+        assert await rig.ask(client, {"op": "release", "reservations": [9, 7], "reply": True}) == {"ok": True}
+        assert ("abort", session, 7) in rig.events
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -177,6 +199,9 @@ async def test_a_refused_map_keeps_the_session(rig):
         msgpack.packb({"op": "nonsense"}),
         msgpack.packb({"op": "map", "tier": "0", "segment": 1}),
         msgpack.packb({"op": "map", "tier": True, "segment": 1}),
+        msgpack.packb({"op": "release", "leases": [-1], "reply": True}),
+        msgpack.packb({"op": "release", "leases": 5, "reply": True}),
+        msgpack.packb({"op": "release", "leases": [5]}),
         msgpack.packb({1: 2}),
         b"\x81\x91\x01\x02",
     ],
