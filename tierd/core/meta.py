@@ -66,16 +66,20 @@ def new_meta(count: int) -> StructArray:
 def seal(meta: StructArray, checksum: Checksum) -> StructArray:
     """A copy whose checksums hold, ready to be stored."""
     sealed = np.ascontiguousarray(meta).copy()
-    raw = sealed.view(np.uint8).reshape(len(sealed), META_BYTES)
-    for i, row in enumerate(raw):
-        sealed["checksum"][i] = checksum(row[: META_BYTES - 8].tobytes())
+    sealed["checksum"] = _sums(sealed, checksum)
     return sealed
 
 
 def intact(meta: StructArray, checksum: Checksum) -> NDArray[np.bool_]:
     """Which records have their magic, a version that this code reads, and a checksum that holds."""
     good = (meta["magic"] == META_MAGIC) & (meta["version"] == META_VERSION)
-    raw = np.ascontiguousarray(meta).view(np.uint8).reshape(len(meta), META_BYTES)
-    for i in np.flatnonzero(good):
-        good[i] = checksum(raw[i, : META_BYTES - 8].tobytes()) == int(meta["checksum"][i])
+    some = np.ascontiguousarray(meta[good])
+    good[good] = _sums(some, checksum) == some["checksum"]
     return np.asarray(good, dtype=np.bool_)
+
+
+def _sums(meta: StructArray, checksum: Checksum) -> NDArray[np.uint64]:
+    """The checksum that each record should have."""
+    raw = meta.tobytes()
+    starts = range(0, len(raw), META_BYTES)
+    return np.fromiter((checksum(raw[at : at + META_BYTES - 8]) for at in starts), dtype=np.uint64, count=len(meta))

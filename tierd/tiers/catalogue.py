@@ -33,7 +33,7 @@ from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.words import barrier, words_of
 from tierd.errors import CorruptRecord, InvalidArgument, VersionMismatch
-from tierd.tiers.checksum import record_checksum, table_digest
+from tierd.tiers.checksum import record_checksum, table_digests
 from tierd.tiers.mapping import map_file
 from tierd.tiers.tier import SliceTable
 
@@ -189,9 +189,7 @@ class Catalogue:
         slots = np.flatnonzero(self._entries[:, -1]).astype(np.uint32)
         metas = self._metas[slots]
         good = intact(metas, record_checksum) & self._is_here(slots, metas)
-        for i in np.flatnonzero(good).tolist():
-            table = self._tables[slots[i], : metas["slices"][i]]
-            good[i] = table_digest(table) == metas["digest"][i].tobytes()
+        good[good] = np.all(self._digests(slots[good], metas["slices"][good]) == metas["digest"][good], axis=1)
         return Survivors(slots[good], metas[good], highest=int(self._generations.max(initial=0)))
 
     # -- inner
@@ -208,9 +206,14 @@ class Catalogue:
                 f"slices: {records['slices'].max()} of one block, the limit for pages of {assignment.class_bytes} bytes is "
                 f"{self.layout.slice_words}; cut the block into fewer slices"
             )
-        for i, table in enumerate(slices):
-            records["digest"][i] = np.frombuffer(table_digest(table), dtype=np.uint8)
+        records["digest"] = table_digests([np.ascontiguousarray(table, dtype="<u8").tobytes() for table in slices])
         return seal(records, record_checksum)
+
+    def _digests(self, slots: NDArray[np.uint32], counts: NDArray[np.uint16]) -> NDArray[np.uint8]:
+        """The digests of these pages' slice tables as they stand: u8 [n, 16]."""
+        raw, row = self._tables[slots].tobytes(), self.layout.slice_words * WORD_BYTES
+        lengths = (counts.astype(np.int64) * WORD_BYTES).tolist()
+        return table_digests([raw[i * row : i * row + length] for i, length in enumerate(lengths)])
 
     def _is_here(self, slots: NDArray[np.uint32], metas: StructArray) -> NDArray[np.bool_]:
         """Which records belong where they stand, and are of the page's present generation."""

@@ -27,8 +27,8 @@ def _memory(buffer: Buffer) -> memoryview:
 
 
 def record_checksum(data: Buffer) -> int:
-    """xxh3-64 of a small record, as `tierd.core.meta.seal` and `intact` want it."""
-    return xxhash.xxh3_64_intdigest(_memory(data))
+    """xxh3-64 of a record, as `tierd.core.meta.seal` and `intact` want it."""
+    return xxhash.xxh3_64_intdigest(cast(bytes, data))
 
 
 def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
@@ -50,6 +50,11 @@ def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
 def table_digest(sums: NDArray[np.uint64]) -> bytes:
     """xxh3-128 over a slice table (little-endian u64 in order), 16 bytes in canonical order: the block's checksum."""
     return xxhash.xxh3_128_digest(np.ascontiguousarray(sums, dtype="<u8").tobytes())
+
+
+def table_digests(tables: Sequence[bytes]) -> NDArray[np.uint8]:
+    """`table_digest` of many tables given as their bytes: u8 [n, 16]."""
+    return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, tables)), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 def verify(view: Buffer, sums: NDArray[np.uint64], lengths: Sequence[int]) -> bool:
