@@ -123,10 +123,7 @@ class Cache:
 
     def restore_session(self, former: FormerHolder) -> None:
         """A session of a former daemon whose process still lives: its pages stay its own until the process is gone."""
-        session = former.holder.session
-        self.registry.keep_domain(former.holder.tenant, former.holder.domain)
-        self.core.open_session(session, domain=former.holder.domain)
-        self.core.restore(session, pinned=former.leased, reserved=former.reserved, now=self.clock.now())
+        self.core.restore(former.holder.session, pinned=former.leased, reserved=former.reserved, now=self.clock.now())
 
     def stop_session(self, session: int) -> None:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""

@@ -87,8 +87,8 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         holds = HoldTable(_tables(tiers) / "sessions.tbl")
         former = holds.open()
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
-        daemon = _assemble(config, tiers, recovered, instance=instance, holds=holds, started=started)
-        daemon.former = former
+        daemon = _assemble(config, tiers, recovered, instance=instance, holds=holds, former=former)
+        daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
         yield daemon
 
@@ -110,7 +110,7 @@ def _assemble(
     *,
     instance: Instance,
     holds: HoldTable,
-    started: float,
+    former: list[FormerHolder],
 ) -> Assembly:
     registry = NamespaceRegistry()
     instance.restore_namespaces(registry)
@@ -125,6 +125,10 @@ def _assemble(
         first_segment=max(found.next_segment for found in recovered),
         first_id=secrets.randbits(60) + 1,
     )
+    for session in (f.holder for f in former):
+        # Before their segments come back: a process that lives can still write to its own, so the daemon must not.
+        registry.keep_domain(session.tenant, session.domain)
+        core.open_session(session.session, domain=session.domain)
     for position, found in enumerate(recovered):
         adopt(core, position, found, registry=registry, now=clock.now())
     metrics = Metrics()
@@ -145,7 +149,7 @@ def _assemble(
             batch_blocks=config.mover.batch_blocks,
         )
     )
-    return Assembly(config, instance.id, tiers, cache, metrics, holds, started, instance)
+    return Assembly(config, instance.id, tiers, cache, metrics, holds, time.monotonic(), instance, former=former)
 
 
 def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> int:
