@@ -97,7 +97,7 @@ def encode_record(record: Record) -> bytes:
     return bytes(msgpack.packb(fields))
 
 
-def decode_record(payload: bytes) -> Record | None:
+def decode_record(payload: bytes | memoryview) -> Record | None:
     """What `encode_record` made; None if it is no record that this version knows."""
     try:
         kind, *fields = msgpack.unpackb(payload)
@@ -227,12 +227,12 @@ def _header_holds(data: bytes, *, store: bytes, number: int) -> bool:
     return bool(found_store == store and found_number == number)
 
 
-def _payloads(data: bytes, origin: tuple[bytes, int]) -> Iterator[bytes]:
-    offset = _HEADER.size
+def _payloads(data: bytes, origin: tuple[bytes, int]) -> Iterator[memoryview]:
+    view, offset = memoryview(data), _HEADER.size
     while offset + _FRAME.size <= len(data):
         length, checksum = _FRAME.unpack_from(data, offset)
         start = offset + _FRAME.size
-        payload = data[start : start + length]
+        payload = view[start : start + length]
         if length > FRAME_LIMIT_BYTES or len(payload) < length:
             return
         if checksum != _frame_sum((*origin, offset), payload):
@@ -241,5 +241,5 @@ def _payloads(data: bytes, origin: tuple[bytes, int]) -> Iterator[bytes]:
         offset = start + length
 
 
-def _frame_sum(origin: tuple[bytes, int, int], payload: bytes) -> int:
-    return record_checksum(_SEAL.pack(*origin) + payload)
+def _frame_sum(origin: tuple[bytes, int, int], payload: bytes | memoryview) -> int:
+    return record_checksum(b"".join((_SEAL.pack(*origin), payload)))

@@ -9,7 +9,7 @@ The format is described in FORMAT-NVME.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ def read_snapshot(directory: Path, *, store: bytes, number: int) -> StoredIndex:
 
 
 def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]:
-    segments = np.array([_segment_row(s) for s in index.segments.values()], dtype=SEGMENT).tobytes()
+    segments = _segment_rows(index.segments.values()).tobytes()
     namespaces = bytes(msgpack.packb(index.namespaces))
     metas = np.ascontiguousarray(index.metas)
     sums = np.array([record_checksum(piece) for piece in _pieces(metas)], dtype="<u8").tobytes()
@@ -101,8 +101,12 @@ def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]
         yield metas.view(np.uint8)
 
 
-def _segment_row(segment: SegmentBegun) -> tuple[int, int, int, int, int]:
-    return segment.place, segment.segment, segment.domain, segment.pages, segment.class_bytes
+def _segment_rows(segments: Collection[SegmentBegun]) -> StructArray:
+    rows = np.zeros(len(segments), dtype=SEGMENT)
+    for row, segment in zip(rows, segments, strict=True):
+        for name in SEGMENT.names or ():
+            row[name] = getattr(segment, name)
+    return rows
 
 
 def _pieces(metas: StructArray) -> Iterator[NDArray[np.uint8]]:

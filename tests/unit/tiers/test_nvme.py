@@ -155,6 +155,39 @@ async def test_freed_block_may_come_back_but_only_as_itself(world: World, tmp_pa
     await other.store.close(release=False)
 
 
+@pytest.mark.parametrize("writes", [True, False])
+async def test_numbers_in_use_are_never_given_again_after_a_crash(world: World, tmp_path: Path, writes: bool) -> None:
+    """Even with nothing synced, the next life counts on above every segment prepared and every generation written."""
+    if writes:
+        world.next_generation = 1 << 40
+        await world.write([1], segment=1, slots=[0])
+    else:
+        await world.begin(123_456, place=1)
+    die(world)
+    other = World.at(tmp_path / "store")
+    found = await other.open()
+    assert found.next_generation > 1 << 40 if writes else found.next_segment > 123_456
+    await other.store.close(release=False)
+
+
+async def test_segment_that_ends_under_a_write_fails_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that was being written when its segment ended is FAILED, and not counted as stored."""
+    gate, entered = threading.Event(), threading.Event()
+    write_at = slots.write_at
+
+    def slow(fd: int, offset: int, buffers: list[memoryview]) -> None:
+        entered.set()
+        gate.wait(10)
+        write_at(fd, offset, buffers)
+
+    monkeypatch.setattr(slots, "write_at", slow)
+    writing = asyncio.create_task(world.write([1], segment=1, slots=[0]))
+    await asyncio.to_thread(entered.wait, 10)
+    world.store.apply(Plan(segments=[segment(2)]))
+    gate.set()
+    assert await writing == [FAILED]
+
+
 # -- damaged
 
 
