@@ -13,8 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.audit import Audit
+from tierd.core.blocks import Names, hash_rows
+from tierd.core.draft import Draft
 from tierd.core.eviction import Policies
-from tierd.core.model import SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.core.gets import Gets
+from tierd.core.index import Index
+from tierd.core.leases import Sessions
+from tierd.core.listing import Listing
+from tierd.core.model import Reason, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import (
     Acquisition,
     Bools,
@@ -35,6 +45,11 @@ from tierd.core.plan import (
     TierStats,
     TransferIds,
 )
+from tierd.core.planner import Planner
+from tierd.core.puts import Puts
+from tierd.core.room import Room
+from tierd.core.upkeep import Upkeep
+from tierd.errors import InvalidArgument, NotFound
 
 
 class Core:
@@ -48,71 +63,104 @@ class Core:
         session_share: float = 0.5,
         first_generation: int = 1,
         first_segment: int = 1,
+        first_id: int = 1,
     ) -> None:
         """tiers: near to far, at most 64. policies: makes the eviction policy of a tier. session_share: of a tier's capacity, the most that one session may pin and reserve.
 
-        first_generation, first_segment: above every number that a surviving tier has used.
+        first_generation, first_segment: above every number that a surviving tier has used. first_id: of leases and reservations; far from
+        those of former daemons, so that a release that comes late frees nothing of somebody else.
         """
-        raise NotImplementedError
+        self._index = Index(tiers, policies=policies, first_generation=first_generation)
+        self._sessions = Sessions(self._index.tiers, share=session_share, first_id=first_id)
+        room = Room(self._index, first_segment=first_segment, domains=self._sessions.domains)
+        self._planner = Planner(self._index, room)
+        self._gets = Gets(self._planner, self._sessions)
+        self._puts = Puts(self._planner, self._sessions, self._gets)
+        self._upkeep = Upkeep(self._planner, self._sessions, self._gets, self._puts)
+        self._listing = Listing(self._index, self._sessions, self._planner.flights)
 
     # -- sessions
 
     def open_session(self, session: int, *, domain: int) -> None:
         """A session begins; ids (above 0) are never used twice. domain: what it may share segments and blocks with."""
-        raise NotImplementedError
+        if session <= 0 or session in self._sessions.open:
+            raise InvalidArgument(f"session {session}: not above 0, or open already; give every session an id of its own")
+        self._sessions.begin(session, domain)
 
     def end_session(self, session: int, now: float) -> Plan:
         """Its process is gone: leases and reservations end, its segments become the daemon's. Pages in a commit under way stay until finish_commit. Idempotent."""
-        raise NotImplementedError
+        draft = Draft()
+        self._upkeep.end_session(session, draft)
+        return draft.plan()
 
     def note_attached(self, session: int, *, tier: int, segment: int) -> None:
         """The session was handed the segment's descriptor (writable if it is the segment's writer)."""
-        raise NotImplementedError
+        self._upkeep.note_attached(session, tier, segment)
 
     def restore(self, session: int, *, pinned: StructArray, reserved: StructArray, now: float) -> Restored:
         """After adopt: what an open session held under a former daemon. pinned, reserved: EXTENT (tier, segment, slot, generation are read).
 
         Pages that are not as described are left out (Restored says which were taken).
         """
-        raise NotImplementedError
+        return self._upkeep.restore(self._sessions.get(session), pinned=pinned, reserved=reserved)
 
     # -- gets
 
     def lookup(self, groups: Sequence[GroupQuery], now: float) -> Found:
         """How much could be served, and from where. Changes nothing."""
-        raise NotImplementedError
+        return self._gets.lookup(groups)
 
     def acquire(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Acquisition:
         """Pins the longest prefix that can be brought into tiers of `kind` now, and plans the transfers."""
-        raise NotImplementedError
+        return self._gets.acquire(session, groups=groups, kind=kind, now=now)
 
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.
 
         Called again it answers the same.
         """
-        raise NotImplementedError
+        return self._gets.settle(lease)
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
         """Ends leases of the session; unknown ones are ignored (releasing twice is no fault). May be called before settle."""
-        raise NotImplementedError
+        draft, holder = Draft(), self._sessions.get(session)
+        for number in leases:
+            if number in holder.leases:
+                self._gets.let_go(holder, holder.leases[number], draft)
+        return draft.plan()
+
+    def report_attention(self, session: int, *, lease: int, group: int, mass: NDArray[np.float32]) -> None:
+        """Adds attention mass, as kernels measured it, to the blocks of a lease's group: float32 [ranks * blocks], rank-major.
+
+        Kept per block for policies that want it. Raises NotFound, InvalidArgument.
+        """
+        found = self._sessions.get(session).leases.get(lease)
+        if found is None:
+            raise NotFound(f"lease {lease}: not held by session {session}; report before releasing it")
+        blocks = found.held[group].blocks.reshape(-1) if group < len(found.held) else None
+        if blocks is None or len(blocks) != len(mass) or not np.isfinite(mass).all() or (mass < 0).any():
+            raise InvalidArgument(
+                f"attention: {len(mass)} values for group {group} of lease {lease}; send one finite value, 0 or more, for each "
+                f"of its {0 if blocks is None else len(blocks)} blocks"
+            )
+        np.add.at(self._index.blocks.attention, blocks, mass)
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Plan:
         """Transfers that bring the servable part near; pins nothing beyond them."""
-        raise NotImplementedError
+        return self._gets.prefetch(session, groups=groups, kind=kind, now=now)
 
     # -- puts
 
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: TierKind, now: float) -> Reserved:
         """Sets pages aside for the session to write."""
-        raise NotImplementedError
+        return self._puts.reserve(session, groups=groups, kind=kind)
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
         """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None: every reserved block as it was named in reserve (private pages must be named).
 
         NotFound: no such reservation of this session. InvalidArgument: an index twice, out of range or busy; longer than reserved; unnamed.
         """
-        raise NotImplementedError
+        return self._puts.begin_commit(session, reservation=reservation, blocks=blocks)
 
     def finish_commit(
         self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
@@ -122,33 +170,43 @@ class Core:
         digests: uint8 [n, 16]. A block that is held already is EXISTS: the own page is freed, the answer is the existing page. Without keep_open every other
         page of the reservation is freed too, unless a commit of it is under way. If the session has ended, blocks are published but no lease is made.
         """
-        raise NotImplementedError
+        return self._puts.finish_commit(committing, digests=digests, ok=ok, lease=lease, keep_open=keep_open, now=now)
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at their finish_commit). Unknown: nothing happens."""
-        raise NotImplementedError
+        draft = Draft()
+        self._puts.abort(self._sessions.get(session), reservation, reason=Reason.ABORTED, draft=draft)
+        return draft.plan()
 
     # -- in the background
 
     def persist(self, blocks: Ids, *, now: float) -> Plan:
         """Transfers to NVMe for those of the blocks without a page there; waits for those already on their way."""
-        raise NotImplementedError
+        draft = Draft()
+        self._planner.persist(self._upkeep.live(blocks), now=now, draft=draft)
+        return draft.plan()
 
     def demote(self, now: float, *, limit: int = 64) -> Plan:
         """What wants to move now: at most `limit` victims of tiers above their high watermark. Empty when content."""
-        raise NotImplementedError
+        draft = Draft()
+        self._planner.demote(limit=limit, now=now, draft=draft)
+        return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:
         """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or CORRUPT (condemns the source page too)."""
-        raise NotImplementedError
+        draft = Draft()
+        self._planner.finish(transfers, statuses, now=now, draft=draft)
+        return draft.plan()
 
     def verified(self, extents: StructArray) -> None:
         """The pages' bytes were checked and are as committed: clears UNVERIFIED where the generation still holds."""
-        raise NotImplementedError
+        self._upkeep.verified(extents)
 
     def condemn(self, extents: StructArray, *, now: float) -> Plan:
         """The pages' bytes are wrong: never found again, freed as soon as nobody pins them."""
-        raise NotImplementedError
+        draft = Draft()
+        self._upkeep.condemn(extents, draft)
+        return draft.plan()
 
     # -- at start, and for operators
 
@@ -160,82 +218,90 @@ class Core:
         Call with the nearest tier's first or last, as you like; a block on several tiers is one block. Refused: a place outside the segments, twice the same
         place or block, a digest that contradicts another tier's.
         """
-        raise NotImplementedError
+        return self._upkeep.adopt(tier, segments=segments, extents=extents, metas=metas, now=now)
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Plan:
         """Nothing in them is found again; pinned pages are freed when they are released. Commits under way into them are FAILED."""
-        raise NotImplementedError
+        draft = Draft()
+        self._upkeep.forget_namespaces(set(ids), draft)
+        return draft.plan()
 
     def evict(self, blocks: Ids, *, tier: int | None, now: float) -> Plan:
         """Frees pages of the blocks in a tier, or in all; pinned ones stay."""
-        raise NotImplementedError
+        draft = Draft()
+        self._upkeep.evict(blocks, tier, draft)
+        return draft.plan()
 
     def pin_blocks(self, blocks: Ids) -> int:
         """Operators' pin: never evicted, demoted or dropped for room until unpin_blocks. How many are pinned that were not."""
-        raise NotImplementedError
+        return self._upkeep.pin_blocks(blocks)
 
     def unpin_blocks(self, blocks: Ids) -> int:
         """How many were pinned."""
-        raise NotImplementedError
+        return self._upkeep.unpin_blocks(blocks)
 
     def drop_tier(self, tier: int, now: float) -> Plan:
         """The tier is lost: out of service, all its pages freed; pinned ones are never found again and freed when released."""
-        raise NotImplementedError
+        draft = Draft()
+        self._upkeep.drop_tier(tier, draft)
+        return draft.plan()
 
-    def set_serving(self, tier: int, serving: bool) -> None:
+    def set_serving(self, tier: int, serving: bool) -> None:  # noqa: FBT001
         """Out of service: a tier's blocks are not found and it is no target; nothing of it is freed."""
-        raise NotImplementedError
+        self._index.tiers[tier].serving = serving
 
     # -- what is held
 
     def find_block(self, namespace: int, block_hash: bytes) -> int | None:
         """The block's id."""
-        raise NotImplementedError
+        ids = self._index.blocks.find(Names(np.asarray([namespace], np.uint32), hash_rows(block_hash)))
+        return int(ids[0]) if self._index.nearest(ids, range(len(self._index.tiers)))[0] >= 0 else None
 
     def find_by_prefix(self, prefix: str) -> Ids:
         """Ids of blocks whose hash begins with the hexadecimal digits."""
-        raise NotImplementedError
+        return self._listing.with_prefix(prefix)
 
     def blocks(self, *, tier: int | None = None, namespace: int | None = None, pinned: bool = False) -> Ids:
         """Ids of all blocks that match, ascending."""
-        raise NotImplementedError
+        return self._listing.blocks(tier=tier, namespace=namespace, pinned=pinned)
 
     def describe(self, blocks: Ids) -> StructArray:
         """BLOCK_INFO [n]."""
-        raise NotImplementedError
+        return self._listing.describe(blocks)
 
     def pages(self, block: int) -> StructArray:
         """PAGE_INFO of the block's pages, nearest first."""
-        raise NotImplementedError
+        return self._listing.pages(block)
 
     def children(self, block: int) -> Ids:
         """Blocks that follow it."""
-        raise NotImplementedError
+        return self._listing.children(block)
 
     def extents(self, blocks: Ids, *, tier: int) -> StructArray:
         """EXTENT [n] of the blocks' pages in a tier; page -1 where there is none."""
-        raise NotImplementedError
+        return self._index.tiers[tier].extents(self._index.readable(tier, blocks))
 
     def metas(self, blocks: Ids) -> StructArray:
         """META [n]: everything but place, generation, store and checksum, which are a page's."""
-        raise NotImplementedError
+        return self._index.blocks.metas(blocks)
 
     def segments(self, tier: int) -> list[SegmentAssignment]:
         """The segments in use."""
-        raise NotImplementedError
+        pages_of = self._index.tiers[tier]
+        return [pages_of.assignment(place) for place, used in enumerate(pages_of.segments) if used is not None]
 
     def stats(self) -> CoreStats:
         """Counts over everything."""
-        raise NotImplementedError
+        return self._listing.stats()
 
     def tier_stats(self) -> list[TierStats]:
         """Per tier."""
-        raise NotImplementedError
+        return self._listing.tiers()
 
     def session_stats(self) -> list[SessionStats]:
         """Per session."""
-        raise NotImplementedError
+        return self._listing.sessions()
 
     def check(self) -> None:
         """Asserts every invariant; AssertionError names the first that is broken. Slow: for tests and `tierd check`."""
-        raise NotImplementedError
+        Audit(self._index, self._sessions, self._planner.flights).check()

@@ -229,7 +229,6 @@ class SessionStats:
 
     session: int
     domain: int
-    ended: bool
     leases: int
     reservations: int
     pinned_bytes: tuple[int, ...]
@@ -261,6 +260,7 @@ BLOCK_INFO = np.dtype(
         ("pins", "<u4"),  # over all tiers, transfers included
         ("hits", "<u4"),
         ("last_used", "<f8"),  # the `now` of the last use
+        ("attention", "<f4"),  # mass that workers reported
         ("tiers", "<u8"),  # bit t: tier t holds it
     ]
 )

@@ -1,0 +1,182 @@
+"""Every invariant of the core, asserted.
+
+Purpose: `Core.check`: what tests run after each step and `tierd check` on request. Non-purpose: speed, repair. Everything that the other
+parts keep incrementally is counted here again, from what it is derived from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+
+from tierd.core.blocks import Names
+from tierd.core.flights import Flights
+from tierd.core.index import Index
+from tierd.core.leases import BUSY, GONE, OPEN, Sessions
+from tierd.core.model import PageState
+from tierd.core.pages import Pages
+from tierd.core.plan import Ids
+
+
+class Audit:
+    """See the module. Each method asserts; the message names what is broken."""
+
+    def __init__(self, index: Index, sessions: Sessions, flights: Flights) -> None:
+        self._index, self._sessions, self._flights = index, sessions, flights
+
+    def check(self) -> None:
+        """Asserts everything."""
+        self._check_table()
+        self._check_families()
+        for tier in self._index.tiers:
+            self._check_states(tier)
+            self._check_segments(tier)
+            self._check_pins(tier)
+            self._check_attachments(tier)
+            self._check_policy(tier)
+        self._check_shares()
+
+    def _check_table(self) -> None:
+        blocks = self._index.blocks
+        known = blocks.known()
+        named = known[blocks.named[known]]
+        assert np.array_equal(blocks.table.ids(), named), "table: its ids are not the named blocks"
+        assert blocks.table.count == len(named), "table: its count is wrong"
+        found = blocks.find(Names(blocks.namespace[named], blocks.hash[named]))
+        assert np.array_equal(found, named), "table: a named block is not found by its name"
+
+    def _check_families(self) -> None:
+        blocks = self._index.blocks
+        known = blocks.known()
+        parents = blocks.parent[known]
+        family = np.bincount(parents[parents >= 0], minlength=blocks.top)
+        assert np.array_equal(family[: blocks.top], blocks.family[: blocks.top]), "family: not the number of children"
+        places = np.zeros(blocks.top, np.int64)
+        for tier in self._index.tiers:
+            owners = tier.block[tier.block >= 0]
+            np.add.at(places, owners, 1)
+        assert np.array_equal(places, blocks.places[: blocks.top]), "places: not the number of pages"
+        assert (blocks.places[known] + blocks.family[known] > 0).all(), "a block without page and family is still known"
+        assert (blocks.parent[known[blocks.places[known] == 0]] < 0).all(), "a block without page holds on to its parent"
+
+    def _check_states(self, tier: Pages) -> None:
+        live = np.flatnonzero(tier.place >= 0)
+        assert (tier.state[tier.place < 0] == PageState.FREE).all(), f"{tier.spec.name}: a page outside segments is in use"
+        for state in PageState:
+            pages = live[tier.state[live] == state]
+            assert tier.counts[state] == len(pages), f"{tier.spec.name}: count of {state.name} pages"
+            assert tier.bytes_in[state] == tier.class_bytes(pages).sum(), f"{tier.spec.name}: bytes of {state.name} pages"
+        whole = sum(s.pages * s.key.class_bytes for s in tier.segments if s is not None)
+        assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the four states do not add up to the segments"
+        assert tier.used_bytes <= tier.spec.capacity_bytes, f"{tier.spec.name}: more in use than its capacity"
+        free = tier.state == PageState.FREE
+        for name in ("pins", "doom", "flags", "length", "filler"):
+            assert not getattr(tier, name)[free].any(), f"{tier.spec.name}: a free page has {name}"
+        assert (tier.block[free] == -1).all(), f"{tier.spec.name}: a free page has a block"
+
+    def _check_segments(self, tier: Pages) -> None:
+        vacant = {place for place, segment in enumerate(tier.segments) if segment is None}
+        assert vacant == tier.vacant, f"{tier.spec.name}: vacant places"
+        spans = []
+        for place, segment in enumerate(tier.segments):
+            if segment is None:
+                continue
+            span = tier.pages_of(place)
+            spans.append((span.start, span.stop))
+            free = np.flatnonzero(tier.state[span] == PageState.FREE)
+            assert segment.spare == len(free), f"{tier.spec.name}: spare pages of segment {segment.id}"
+            assert not len(free) or segment.low <= free[0], f"{tier.spec.name}: lowest free page of segment {segment.id}"
+            is_open = place in tier.open_places(segment.key)
+            assert is_open == (segment.spare > 0), f"{tier.spec.name}: segment {segment.id} among the open ones"
+            idle = segment.spare == segment.pages and segment.key.writer not in self._sessions.domains
+            assert not idle, f"{tier.spec.name}: segment {segment.id} is empty and not in the pool"
+            assert segment.pages * segment.key.class_bytes <= tier.spec.segment_bytes, "a segment is over-full"
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(spans)), "page ids of two segments overlap"
+        used = tier.generation[tier.state != PageState.FREE]
+        assert len(np.unique(used)) == len(used), f"{tier.spec.name}: a generation is used twice"
+        assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation from the future"
+
+    def _check_pins(self, tier: Pages) -> None:
+        pins = np.zeros(len(tier.state), np.int64)
+        for tiers, pages in self._flights.pages():
+            np.add.at(pins, pages[tiers == tier.position], 1)
+        for lease in self._sessions.leases.values():
+            np.add.at(pins, lease.pages_in(tier.position), 1)
+        assert np.array_equal(pins, tier.pins), f"{tier.spec.name}: pins are not those of leases and flights"
+        reserved = np.zeros(len(tier.state), bool)
+        reserved[self._reserved(tier.position)] = True
+        for tiers, pages in self._flights.pages()[1:]:
+            reserved[pages[tiers == tier.position]] = True
+        late = tier.doom > 0
+        assert (reserved | late | (tier.state != PageState.RESERVED)).all(), f"{tier.spec.name}: a reserved page is nobody's"
+
+    def _reserved(self, tier: int) -> Ids:
+        """Pages of reservations in a tier, each once."""
+        held = {r.id: r for s in self._sessions.open.values() for r in s.reservations.values()}
+        held |= {commit.reservation.id: commit.reservation for commit in self._sessions.commits.values()}
+        parts = [r.pages[(r.tiers == tier) & ((r.state == OPEN) | (r.state == BUSY))] for r in held.values()]
+        pages = np.concatenate([np.zeros(0, np.int64), *parts])
+        assert len(np.unique(pages)) == len(pages), "a page is in two reservations"
+        assert (self._index.tiers[tier].state[pages] == PageState.RESERVED).all(), "a reservation has a page that is not reserved"
+        return pages
+
+    def _check_attachments(self, tier: Pages) -> None:
+        table = self._index.page[tier.position]
+        blocks = np.flatnonzero(table >= 0)
+        pages = table[blocks]
+        assert (tier.block[pages] == blocks).all(), f"{tier.spec.name}: a block points to a page of another"
+        assert not tier.doom[pages].any(), f"{tier.spec.name}: a doomed page is attached"
+        owned = np.flatnonzero((tier.block >= 0) & (tier.doom == 0))
+        assert np.array_equal(np.sort(pages), owned), f"{tier.spec.name}: a page has a block that does not know it"
+        assert (tier.pins[tier.doom > 0] > 0)[tier.block[tier.doom > 0] >= 0].all(), "a doomed page that nothing pins"
+        visible = self._index.blocks.named[blocks]
+        assert visible.all(), f"{tier.spec.name}: a block that cannot be named has an attached page"
+        filling = tier.state[pages] == PageState.RESERVED
+        assert (tier.filler[pages] > 0)[filling].all() and not tier.filler[pages][~filling].any(), "filler of a page"
+
+    def _check_policy(self, tier: Pages) -> None:
+        index, t = self._index, tier.position
+        table = index.page[t]
+        state = np.zeros(len(table), np.uint8)
+        state[table >= 0] = tier.state[table[table >= 0]]
+        tracked = (table >= 0) & (state < PageState.RETIRING)
+        assert len(index.policies[t]) == np.count_nonzero(tracked), f"{tier.spec.name}: the policy tracks something else"
+        pins = np.zeros(len(table), np.int64)
+        pins[table >= 0] = tier.pins[table[table >= 0]]
+        free = tracked & (pins == 0) & ~index.blocks.pinned
+        assert np.array_equal(index.held[t], ~free), f"{tier.spec.name}: held"
+        parents = index.blocks.parent[tracked]
+        children = np.bincount(parents[parents >= 0], minlength=len(table))
+        assert np.array_equal(children, index.children[t]), f"{tier.spec.name}: counts of children"
+        barred = ~free | ((children > 0) & ~index.blocks.lax)
+        assert np.array_equal(index.barred[t], barred), f"{tier.spec.name}: barred"
+        assert index.going[t] == np.count_nonzero(free), f"{tier.spec.name}: going"
+        assert index.tips[t] == np.count_nonzero(~barred), f"{tier.spec.name}: tips"
+
+    def _check_shares(self) -> None:
+        sessions = self._sessions
+        assert set(sessions.domains) == set(sessions.open), "domains of sessions"
+        owned = {lease for session in sessions.open.values() for lease in session.leases}
+        assert owned == set(sessions.leases), "a lease without a session, or a session without its lease"
+        for session in sessions.open.values():
+            for tier, pages_of in enumerate(self._index.tiers):
+                pins: Counter[int] = Counter()
+                for lease in session.leases.values():
+                    pins.update(lease.pages_in(tier).tolist())
+                assert pins == session.pinned[tier], f"session {session.id}: its pins in {pages_of.spec.name}"
+                size = int(pages_of.class_bytes(np.asarray(list(pins), np.int64)).sum())
+                assert size == session.pinned_bytes[tier], f"session {session.id}: pinned bytes in {pages_of.spec.name}"
+                reserved = self._reserved_bytes(session.id, tier)
+                assert reserved == session.reserved_bytes[tier], f"session {session.id}: reserved bytes in {pages_of.spec.name}"
+                assert size + reserved <= sessions.limits[tier], f"session {session.id}: beyond its share of {pages_of.spec.name}"
+
+    def _reserved_bytes(self, session: int, tier: int) -> int:
+        held = {id(r): r for r in self._sessions.open[session].reservations.values()}
+        for commit in self._sessions.commits.values():
+            if commit.reservation.session == session:
+                held[id(commit.reservation)] = commit.reservation
+        pages = [r.pages[(r.tiers == tier) & (r.state != GONE)] for r in held.values()]
+        return int(sum(self._index.tiers[tier].class_bytes(part).sum() for part in pages))

@@ -1,0 +1,252 @@
+"""Blocks: what is known by which name, as columns over dense ids.
+
+Purpose: name -> id, and what a block is (size, chain, digest, use). Non-purpose: where it lies (index.py). Names are found through the table by
+their first 8 bytes, mixed with the namespace, and compared in full.
+
+Life of an id: `add` (named, no page yet) -> pages come and go (index.py counts them in `places`) -> `fade` when the last is gone. A block
+without a page stays known as long as others name it as their parent (`family`), so that a chain mends when the block is
+written again; it has let go of its own parent, so there are at most as many of those as blocks with pages. `unname` makes a
+block unfindable for good; its id lives until its last page is gone.
+
+Invariants: `family[b]` is the number of ids with parent b; a free id is in no table, has no places and no family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.columns import lengthen, rows_for
+from tierd.core.meta import new_meta
+from tierd.core.model import HASH_BYTES, StructArray
+from tierd.core.plan import Bytes, Ids
+from tierd.core.table import Table
+
+Column = NDArray[Any]
+Words = NDArray[np.uint64]
+"""Hashes as uint64 [n, 4]."""
+
+_NAMESPACE_MIX = np.uint64(0xD6E8_FEB8_6659_FD93)
+_META_COLUMNS = {
+    "namespace": "namespace",
+    "domain": "domain",
+    "position": "position",
+    "tokens": "tokens",
+    "logical_length": "logical",
+    "stored_length": "length",
+    "epoch": "epoch",
+    "slices": "slices",
+    "codec": "codec",
+    "codec_version": "codec_version",
+    "time_ms": "time_ms",
+}
+
+
+def words(raw: Bytes) -> Words:
+    """uint8 [n, 32] as uint64 [n, 4]; [n, 16] as [n, 2]."""
+    return np.ascontiguousarray(raw).view("<u8").reshape(len(raw), raw.shape[-1] // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of n blocks: namespace uint32 [n], hash uint64 [n, 4]."""
+
+    namespace: Column
+    hash: Words
+
+    @property
+    def keys(self) -> Words:
+        """Table keys: uint64 [n]."""
+        return self.hash[:, 0] ^ (self.namespace.astype(np.uint64) * _NAMESPACE_MIX)
+
+    def at(self, rows: Ids) -> Names:
+        """Some of them."""
+        return Names(self.namespace[rows], self.hash[rows])
+
+    def firsts(self) -> NDArray[np.bool_]:
+        """Which names stand in no earlier row."""
+        columns = (*self.hash.T[1:], self.namespace, self.hash[:, 0])
+        order = np.lexsort(columns)
+        first = np.ones(len(order), bool)
+        first[1:] = np.logical_or.reduce([column[order][1:] != column[order][:-1] for column in columns])
+        out = np.zeros(len(order), bool)
+        out[order[first]] = True
+        return out
+
+
+class Blocks:
+    """See the module. Columns are indexed by block id; `columns` are lengthened together (index.py adds its own)."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[Column, int]] = []
+        self.key: Column = self.column(np.uint64)
+        self.hash: Column = self.column(np.uint64, width=4)
+        self.parent_hash: Column = self.column(np.uint64, width=4)
+        self.digest: Column = self.column(np.uint64, width=2)
+        self.time_ms: Column = self.column(np.uint64)
+        self.last_used: Column = self.column(np.float64)
+        self.attention: Column = self.column(np.float32)
+        self.namespace, self.domain = self.column(np.uint32), self.column(np.uint32)
+        self.position, self.tokens = self.column(np.uint32), self.column(np.uint32)
+        self.length, self.logical = self.column(np.uint32), self.column(np.uint32)
+        self.epoch, self.hits = self.column(np.uint32), self.column(np.uint32)
+        self.slices, self.codec = self.column(np.uint16), self.column(np.uint16)
+        self.codec_version: Column = self.column(np.uint16)
+        self.parent: Column = self.column(np.int32, fill=-1)
+        self.family: Column = self.column(np.int32)
+        self.places: Column = self.column(np.int32)
+        self.named: Column = self.column(np.bool_)
+        self.pinned: Column = self.column(np.bool_)
+        self.lax: Column = self.column(np.bool_)
+        self._free: Column = self.column(np.int32)
+        self._free_count = 0
+        self._rows = 0
+        self._lax_namespaces: set[int] = set()
+        self._lengthen(1)
+        self.table = Table(self.key)
+
+    def column(self, dtype: Any, *, width: int = 0, fill: int = 0) -> Column:
+        """A new column that grows with the others."""
+        array: Column = np.zeros((0, width) if width else 0, dtype)
+        self._columns.append((array, fill))
+        if self._columns[0][0] is not array:
+            lengthen(array, len(self._columns[0][0]), fill)
+        return array
+
+    @property
+    def top(self) -> int:
+        """No id in use is as great."""
+        return self._rows
+
+    @property
+    def count(self) -> int:
+        """Blocks that have a page and can be found."""
+        return int(np.count_nonzero(self.named[: self._rows] & (self.places[: self._rows] > 0)))
+
+    def find(self, names: Names) -> Ids:
+        """The id with each name, else -1. It may have no page at the moment."""
+        return self.table.find(names.keys, lambda rows, ids: self._same(names, rows, ids))
+
+    def parents_of(self, names: Names) -> Ids:
+        """The ids with those names that have a page, else -1."""
+        found = self.find(names)
+        found[(found >= 0) & (self.places[found] == 0)] = -1
+        return found
+
+    def add(self, metas: StructArray, now: float) -> Ids:
+        """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before."""
+        names = Names(metas["namespace"], words(metas["hash"]))
+        ids = self.find(names)
+        new = np.flatnonzero(ids < 0)
+        ids[new] = self._new_ids(len(new))
+        self._write(ids, metas, now)
+        self.key[ids[new]] = names.at(new).keys
+        self.table.insert(ids[new])
+        return ids
+
+    def link(self, ids: Ids) -> Ids:
+        """Finds the parents of distinct blocks that have none linked. Returns those that now have."""
+        ids = ids[(self.parent[ids] < 0) & self.parent_hash[ids].any(axis=1)]
+        parents = self.find(Names(self.namespace[ids], self.parent_hash[ids]))
+        kin = (parents >= 0) & (parents != ids)
+        self.parent[ids[kin]] = parents[kin]
+        np.add.at(self.family, parents[kin], 1)
+        linked: Ids = ids[kin]
+        return linked
+
+    def fade(self, ids: Ids) -> None:
+        """Distinct ids that have lost their last page: parents are let go, and what nobody names any more is free."""
+        parents = self.parent[ids].astype(np.int64)
+        self.parent[ids] = -1
+        parents = parents[parents >= 0]
+        np.subtract.at(self.family, parents, 1)
+        idle = np.union1d(ids, parents)
+        self._erase(idle[(self.places[idle] == 0) & (self.family[idle] == 0)])
+
+    def unname(self, ids: Ids) -> None:
+        """Distinct named ids are never found again."""
+        self.table.remove(ids)
+        self.named[ids] = False
+
+    def touch(self, ids: Ids, now: float) -> None:
+        """The blocks were used."""
+        self.hits[ids] += np.uint32(1)
+        self.last_used[ids] = now
+
+    def relax(self, namespaces: set[int]) -> Ids:
+        """Chains of these namespaces need not keep their heads (windows, states). Ids whose column changed."""
+        new = namespaces - self._lax_namespaces
+        if not new:
+            return np.zeros(0, np.int64)
+        self._lax_namespaces |= new
+        ids = self.known()
+        ids = ids[np.isin(self.namespace[ids], list(new))]
+        self.lax[ids] = True
+        return ids
+
+    def known(self) -> Ids:
+        """Every id in use, ascending, with or without pages."""
+        free = np.zeros(self._rows, bool)
+        free[self._free[: self._free_count]] = True
+        return np.flatnonzero(~free)
+
+    def metas(self, ids: Ids) -> StructArray:
+        """META [n] of what belongs to a block, not to a page."""
+        out = new_meta(len(ids))
+        for field, column in _META_COLUMNS.items():
+            out[field] = getattr(self, column)[ids]
+        out["hash"] = _raw(self.hash[ids])
+        out["parent"] = _raw(self.parent_hash[ids])
+        out["digest"] = _raw(self.digest[ids])
+        return out
+
+    def _same(self, names: Names, rows: Ids, ids: Ids) -> NDArray[np.bool_]:
+        same = (self.hash[ids] == names.hash[rows]).all(axis=1) & (self.namespace[ids] == names.namespace[rows])
+        return np.asarray(same, np.bool_)
+
+    def _write(self, ids: Ids, metas: StructArray, now: float) -> None:
+        for field, column in _META_COLUMNS.items():
+            getattr(self, column)[ids] = metas[field]
+        self.hash[ids] = words(metas["hash"])
+        self.parent_hash[ids] = words(metas["parent"])
+        self.digest[ids] = words(metas["digest"])
+        self.named[ids] = True
+        self.pinned[ids] = False
+        self.hits[ids] = 0
+        self.attention[ids] = 0
+        self.last_used[ids] = now
+        self.lax[ids] = bool(self._lax_namespaces) and np.isin(metas["namespace"], list(self._lax_namespaces))
+
+    def _new_ids(self, count: int) -> Ids:
+        reused = min(count, self._free_count)
+        self._free_count -= reused
+        old = self._free[self._free_count : self._free_count + reused][::-1].astype(np.int64)
+        self._lengthen(self._rows + count - reused)
+        fresh = np.arange(self._rows, self._rows + count - reused)
+        self._rows += count - reused
+        return np.concatenate((old, fresh))
+
+    def _erase(self, ids: Ids) -> None:
+        self.unname(ids[self.named[ids]])
+        self._free[self._free_count : self._free_count + len(ids)] = ids
+        self._free_count += len(ids)
+
+    def _lengthen(self, wanted: int) -> None:
+        have = len(self._columns[0][0])
+        if wanted <= have:
+            return
+        rows = rows_for(have, wanted)
+        for array, fill in self._columns:
+            lengthen(array, rows, fill)
+
+
+def _raw(values: Words) -> Bytes:
+    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+
+
+def hash_rows(raw: bytes) -> Words:
+    """One hash as uint64 [1, 4]."""
+    return words(np.frombuffer(raw, np.uint8).reshape(1, HASH_BYTES))

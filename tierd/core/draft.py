@@ -1,0 +1,63 @@
+"""A plan while it is being made.
+
+Purpose: collects what one step of the core decides, in order. Non-purpose: deciding. A page that was set aside and taken back within
+the step leaves no trace: nobody outside has seen it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierd.core.model import EXTENT, FREED, TRANSFER, SegmentAssignment, StructArray
+from tierd.core.plan import Ids, Plan, TransferIds
+
+
+class Draft:
+    """Arrays of a plan, part by part."""
+
+    def __init__(self) -> None:
+        self._freed: list[StructArray] = []
+        self._reserved: list[StructArray] = []
+        self._transfers: list[StructArray] = []
+        self._waits: list[TransferIds] = []
+        self._segments: list[SegmentAssignment] = []
+
+    def free(self, records: StructArray) -> None:
+        """FREED records."""
+        self._freed.append(records)
+
+    def reserve(self, extents: StructArray) -> None:
+        """EXTENT of pages set aside."""
+        self._reserved.append(extents)
+
+    def begin(self, assignment: SegmentAssignment) -> None:
+        """A segment begins a life."""
+        self._segments.append(assignment)
+
+    def transfer(self, records: StructArray) -> None:
+        """TRANSFER records, after those that they follow."""
+        self._transfers.append(records)
+
+    def wait(self, ids: TransferIds) -> None:
+        """Transfers of earlier plans."""
+        self._waits.append(ids)
+
+    def plan(self) -> Plan:
+        """What was collected."""
+        reserved, freed = _joined(self._reserved, EXTENT), _joined(self._freed, FREED)
+        if len(reserved) and len(freed):
+            unseen = np.intersect1d(reserved["generation"], freed["extent"]["generation"])
+            reserved = reserved[~np.isin(reserved["generation"], unseen)]
+            freed = freed[~np.isin(freed["extent"]["generation"], unseen)]
+        transfers = _joined(self._transfers, TRANSFER)
+        waits = np.unique(_joined(self._waits, np.dtype(np.uint64)))
+        return Plan(freed, self._segments, reserved, transfers, np.setdiff1d(waits, transfers["id"]))
+
+
+def _joined(parts: list[StructArray], dtype: np.dtype) -> StructArray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def no_ids() -> Ids:
+    """An empty array of ids."""
+    return np.zeros(0, np.int64)

@@ -1,0 +1,71 @@
+"""Transfers in flight.
+
+Purpose: what a transfer's id stands for until it ends. Non-purpose: why it was made, what its end means (planner.py). The page that a
+transfer fills names it in the column `filler`, so that a second request finds the flight. Invariant: both pages of a flight are
+pinned by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.columns import lengthen, rows_for
+from tierd.core.model import StructArray
+from tierd.core.plan import Ids, TransferIds
+from tierd.errors import NotFound
+
+FLIGHT = np.dtype(
+    [
+        ("block", "<i8"),
+        ("source_tier", "<i8"),
+        ("source_page", "<i8"),
+        ("target_tier", "<i8"),
+        ("target_page", "<i8"),
+        ("reason", "<u2"),
+    ]
+)
+
+
+class Flights:
+    """Rows of FLIGHT by transfer id."""
+
+    def __init__(self) -> None:
+        self._rows: NDArray[Any] = np.zeros(0, FLIGHT)
+        self._row_of: dict[int, int] = {}
+        self._free: list[int] = []
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def begin(self, flights: StructArray) -> TransferIds:
+        """Ids for new flights, rising from 1, never used twice."""
+        count = len(flights)
+        if len(self._free) < count:
+            old = len(self._rows)
+            lengthen(self._rows, rows_for(old, old + count))
+            self._free.extend(range(len(self._rows) - 1, old - 1, -1))
+        rows = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        ids = range(self._next, self._next + count)
+        self._next += count
+        self._rows[rows] = flights
+        self._row_of.update(zip(ids, rows, strict=True))
+        return np.arange(ids.start, ids.stop, dtype=np.uint64)
+
+    def end(self, ids: TransferIds) -> StructArray:
+        """Takes distinct flights out. Raises NotFound, and changes nothing, if one is not in flight."""
+        unknown = [i for i in ids.tolist() if i not in self._row_of]
+        if unknown or len(set(ids.tolist())) != len(ids):
+            raise NotFound(f"transfer {unknown[:1] or 'given twice'}: not in flight; finish each transfer of a plan once")
+        rows = [self._row_of.pop(i) for i in ids.tolist()]
+        self._free.extend(rows)
+        return self._rows[rows]
+
+    def pages(self) -> list[tuple[Ids, Ids]]:
+        """(tiers, pages) of all sources and of all targets."""
+        rows = self._rows[list(self._row_of.values())]
+        return [(rows[f"{end}_tier"], rows[f"{end}_page"]) for end in ("source", "target")]

@@ -1,0 +1,285 @@
+"""Gets: lookup, acquire, settle, release, prefetch.
+
+Purpose: from a question about groups to pins on readable pages of one kind of tier, in two steps with transfers between them. Non-purpose: how a
+transfer or room is made (planner.py, room.py).
+
+acquire: take the greatest token count N that is held anywhere; secure what N needs (a pin within the session's share, a page
+near or a flight to one); where that fails, those blocks count as not there, and N is taken again. settle does the same without
+flights: what can be read near now. So one failed block shortens the answer and loses nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.blocks import Names, words
+from tierd.core.draft import Draft, no_ids
+from tierd.core.groups import Span, block_tokens, check_groups, ends, longest, needed
+from tierd.core.leases import Held, Lease, Session, Sessions
+from tierd.core.model import EXTENT, Need, PageState, Reason, TierKind
+from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Served, ServedGroup
+from tierd.core.planner import Planner, Where, distinct
+from tierd.errors import InvalidArgument
+
+ATTEMPTS = 8
+"""Shorter token counts tried before a request that does not fit gets nothing; prefixes need two."""
+
+
+@dataclass(slots=True)
+class Sight:
+    """A question with what is known of its blocks. ids, tier: int64 and int8 [ranks, n] per group; -1 where nothing can be read."""
+
+    groups: Sequence[GroupQuery]
+    ids: list[Ids]
+    tier: list[NDArray[np.int8]]
+
+    def there(self, but: Ids | None = None) -> list[Bools]:
+        """Per group, which blocks can be read for every rank; not those in `but`."""
+        out = []
+        for ids in self.ids:
+            have = ids >= 0
+            if but is not None and len(but):
+                have &= ~np.isin(ids, but)
+            out.append(np.asarray(have.all(axis=0), bool))
+        return out
+
+    def spans(self, tokens: int) -> list[Span]:
+        """The blocks that each group needs for so many tokens."""
+        return [needed(group, tokens) for group in self.groups]
+
+    def wanted(self, spans: Sequence[Span]) -> Ids:
+        """Their distinct ids, those that end earlier in the sequence first."""
+        parts, keys = [], []
+        for group, ids, (first, stop) in zip(self.groups, self.ids, spans, strict=True):
+            part = ids[:, first:stop]
+            parts.append(part.ravel())
+            keys.append(np.broadcast_to(ends(group)[first:stop], part.shape).ravel())
+        order = np.argsort(np.concatenate(keys), kind="stable")
+        return distinct(np.concatenate(parts)[order])
+
+
+class Gets:
+    """See the module."""
+
+    def __init__(self, planner: Planner, sessions: Sessions) -> None:
+        self._planner, self._index, self._sessions = planner, planner.index, sessions
+
+    def lookup(self, groups: Sequence[GroupQuery]) -> Found:
+        """How much could be served, and from where."""
+        sight = self._look(groups, None)
+        tokens = longest(groups, sight.there())
+        return Found(tokens, sight.tier, self._tier_tokens(sight, tokens))
+
+    def acquire(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Acquisition:
+        """Pins on pages, readable or being filled, for the longest prefix that fits."""
+        holder, draft = self._sessions.get(session), Draft()
+        sight = self._look(groups, holder.domain)
+        self._relax(groups)
+        most = longest(groups, sight.there())
+        tokens = self._secure(sight, kind=kind, holder=holder, now=now, draft=draft)
+        tier_tokens = self._tier_tokens(sight, tokens)
+        if tokens == 0:
+            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0)
+        lease = Lease(self._sessions.next_id(), session, kind, tuple(groups), self._held(sight, tokens, kind), tokens)
+        self._pin(lease, holder)
+        for held in lease.held:
+            self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
+        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most)
+
+    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Plan:
+        """Transfers for the servable part; nothing is held."""
+        draft = Draft()
+        sight = self._look(groups, self._sessions.get(session).domain)
+        self._relax(groups)
+        self._secure(sight, kind=kind, holder=None, now=now, draft=draft)
+        return draft.plan()
+
+    def settle(self, lease_id: int) -> Served:
+        """Moves the lease's pins to what can be read now."""
+        lease = self._sessions.leases.get(lease_id)
+        if lease is None:
+            return Served(0, [], Plan())
+        if not lease.queries:
+            raise InvalidArgument(f"lease {lease_id}: made by a commit, which is settled from the start; use its handles")
+        draft, holder = Draft(), self._sessions.get(lease.session)
+        if not lease.settled and not self._is_good(lease):
+            self._shorten(lease, holder, draft)
+        lease.settled = True
+        if lease.tokens == 0:
+            self.let_go(holder, lease, draft)
+            return Served(0, [], draft.plan())
+        groups = [self._served(query, held) for query, held in zip(lease.queries, lease.held, strict=True)]
+        return Served(lease.tokens, groups, draft.plan())
+
+    def let_go(self, holder: Session, lease: Lease, draft: Draft) -> None:
+        """The lease ends."""
+        self._unpin(lease, holder, draft)
+        del holder.leases[lease.id], self._sessions.leases[lease.id]
+
+    def hold(self, holder: Session, *, kind: TierKind, where: Where, blocks: Ids) -> int:
+        """A lease on readable pages (of a commit, or from before a restart). 0 if that is beyond the session's share."""
+        for tier in np.unique(where.tiers).tolist():
+            if not self._sessions.room_for_pins(holder, tier, where.pages[where.tiers == tier]).all():
+                return 0
+        held = Held(0, where.tiers[None], where.pages[None], blocks[None])
+        lease = Lease(self._sessions.next_id(), holder.id, kind, (), [held], 0, settled=True)
+        self._pin(lease, holder)
+        return lease.id
+
+    # -- inside: looking
+
+    def _look(self, groups: Sequence[GroupQuery], domain: int | None) -> Sight:
+        """Finds every block. domain: the asker's; blocks of another are not there for it."""
+        check_groups(groups)
+        serving = self._index.serving()
+        sight = Sight(groups, [], [])
+        for group in groups:
+            shape = (len(group.namespaces), len(group.hashes))
+            namespaces = np.repeat(np.asarray(group.namespaces, np.uint32), shape[1])
+            ids = self._index.blocks.find(Names(namespaces, np.tile(words(group.hashes), (shape[0], 1))))
+            if domain is not None:
+                ids[(ids >= 0) & (self._index.blocks.domain[ids] != domain)] = -1
+            tier = self._index.nearest(ids, serving)
+            ids[tier < 0] = -1
+            sight.ids.append(ids.reshape(shape))
+            sight.tier.append(tier.reshape(shape))
+        return sight
+
+    def _tier_tokens(self, sight: Sight, tokens: int) -> list[int]:
+        rows = slice(*needed(sight.groups[0], tokens))
+        tier, weight = sight.tier[0][0, rows], block_tokens(sight.groups[0])[rows]
+        return [int(weight[tier == t].sum()) for t in range(len(self._index.tiers))]
+
+    def _relax(self, groups: Sequence[GroupQuery]) -> None:
+        lax = {namespace for group in groups if group.need != Need.PREFIX for namespace in group.namespaces}
+        if lax:
+            self._index.weigh(self._index.blocks.relax(lax))
+
+    # -- inside: securing
+
+    def _secure(self, sight: Sight, *, kind: TierKind, holder: Session | None, now: float, draft: Draft) -> int:
+        """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching."""
+        failed, brought = no_ids(), no_ids()
+        for _ in range(ATTEMPTS):
+            tokens = longest(sight.groups, sight.there(failed))
+            blocks = sight.wanted(sight.spans(tokens))
+            over, away = self._apart(blocks, kind=kind, holder=holder)
+            if len(over) == 0 and len(away):
+                brought = np.concatenate((brought, away))
+                reason = Reason.PREFETCH if holder is None else Reason.DEMAND
+                over = self._bring(blocks, away, kind=kind, reason=reason, now=now, draft=draft)
+            if len(over) == 0:
+                self._used(blocks, brought, kind=kind, demand=holder is not None, now=now)
+                return tokens
+            failed = np.concatenate((failed, over))
+        return 0
+
+    def _apart(self, blocks: Ids, *, kind: TierKind, holder: Session | None) -> tuple[Ids, Ids]:
+        """Blocks that may not come (no such tier in service, beyond the share), and those that have no page near."""
+        serving = self._index.serving(kind)
+        if not serving:
+            return blocks, no_ids()
+        near = self._planner.attached(blocks, serving)
+        return blocks[self._over_share(blocks, near, serving, holder)], blocks[near.pages < 0]
+
+    def _bring(
+        self, blocks: Ids, away: Ids, *, kind: TierKind, reason: Reason, now: float, draft: Draft
+    ) -> Ids:
+        """Flights for those away, while all the blocks are guarded. Which found no room."""
+        guarded = self._planner.guard(blocks)
+        self._planner.bring(away, kind, reason=reason, now=now, draft=draft)
+        self._planner.unguard(guarded, draft)
+        return away[self._planner.attached(away, self._index.serving(kind)).pages < 0]
+
+    def _over_share(self, blocks: Ids, near: Where, serving: list[int], holder: Session | None) -> Bools:
+        """Which blocks, in order, would take the holder beyond its share of the tiers."""
+        over = np.zeros(len(blocks), bool)
+        if holder is None or len(blocks) == 0:
+            return over
+        tiers = np.where(near.tiers >= 0, near.tiers, self._index.targets(blocks, serving))
+        for tier in np.unique(tiers).tolist():
+            rows = np.flatnonzero(tiers == tier)
+            pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
+            cost = pages_of.class_of(self._index.blocks.length[blocks[rows]])
+            if mine:
+                cost[[page in mine for page in near.pages[rows].tolist()]] = 0
+            over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
+        return over
+
+    def _used(self, blocks: Ids, brought: Ids, *, kind: TierKind, demand: bool, now: float) -> None:
+        """Policies hear of it, last block first; of those just brought near where they came from (their arrival was tracked)."""
+        near = self._planner.attached(blocks, self._index.serving(kind))
+        if demand:
+            here = ~np.isin(blocks, brought)
+            self._touch(blocks[here], near.at(here), now)
+            self._touch(blocks[~here], self._planner.sources(blocks[~here], kind), now)
+            self._index.blocks.touch(blocks, now)
+        for tier in np.unique(near.tiers).tolist():
+            self._planner.ask_again(tier, near.pages[near.tiers == tier][::-1], now)
+
+    def _touch(self, blocks: Ids, where: Where, now: float) -> None:
+        for tier in np.unique(where.tiers[where.tiers >= 0]).tolist():
+            self._index.touch(tier, blocks[where.tiers == tier][::-1], now)
+
+    # -- inside: leases
+
+    def _held(self, sight: Sight, tokens: int, kind: TierKind) -> list[Held]:
+        serving, out = self._index.serving(kind), []
+        for ids, (first, stop) in zip(sight.ids, sight.spans(tokens), strict=True):
+            blocks = ids[:, first:stop]
+            near = self._planner.attached(blocks.ravel(), serving)
+            out.append(Held(first, near.tiers.reshape(blocks.shape), near.pages.reshape(blocks.shape), blocks))
+        return out
+
+    def _pin(self, lease: Lease, holder: Session) -> None:
+        holder.leases[lease.id] = self._sessions.leases[lease.id] = lease
+        for tier in range(len(self._index.tiers)):
+            pages = lease.pages_in(tier)
+            if len(pages):
+                self._index.pin(tier, pages)
+                self._sessions.pin(holder, tier, pages)
+
+    def _unpin(self, lease: Lease, holder: Session, draft: Draft) -> None:
+        for tier in range(len(self._index.tiers)):
+            pages = lease.pages_in(tier)
+            if len(pages):
+                self._sessions.unpin(holder, tier, pages)
+                self._index.unpin(tier, pages, draft)
+
+    def _is_good(self, lease: Lease) -> bool:
+        for tier, pages_of in enumerate(self._index.tiers):
+            pages = lease.pages_in(tier)
+            if (pages_of.state[pages] < PageState.READY).any() or pages_of.doom[pages].any():
+                return False
+        return True
+
+    def _shorten(self, lease: Lease, holder: Session, draft: Draft) -> None:
+        """The lease's pins move to the longest part that can be read near now, within the share."""
+        sight, near = self._look(lease.queries, holder.domain), self._index.serving(lease.kind)
+        for ids in sight.ids:
+            ids[self._index.nearest(ids.ravel(), near).reshape(ids.shape) < 0] = -1
+        before = replace(lease)
+        failed = no_ids()
+        while True:
+            lease.tokens = longest(lease.queries, sight.there(failed))
+            blocks = sight.wanted(sight.spans(lease.tokens))
+            over = self._over_share(blocks, self._planner.attached(blocks, near), near, holder)
+            if not over.any():
+                break
+            failed = np.concatenate((failed, blocks[over]))
+        lease.held = self._held(sight, lease.tokens, lease.kind)
+        self._pin(lease, holder)
+        self._unpin(before, holder, draft)
+
+    def _served(self, group: GroupQuery, held: Held) -> ServedGroup:
+        shape = held.pages.shape
+        extents = np.zeros(shape, EXTENT)
+        for tier, pages_of in enumerate(self._index.tiers):
+            here = held.tiers == tier
+            extents[here] = pages_of.extents(held.pages[here])
+        tokens = block_tokens(group)[held.first : held.first + shape[1]].astype(np.uint32)
+        return ServedGroup(held.first, shape[1], extents, tokens, held.blocks)

@@ -1,0 +1,252 @@
+"""The index: which block lies in which page of which tier, and every arrow between page states.
+
+Purpose: keeps blocks, pages and eviction policies in step. Non-purpose: choosing. An arrow is one function:
+
+    set_aside  free -> reserved            publish  reserved -> ready            retire  ready -> retiring
+    discard    reserved -> free            revive   retiring -> ready            vacate  ready, retiring -> free
+
+A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready or a retiring one as a copy to read.
+A page is *doomed* when it is detached but something still pins it: nobody finds it again, and it is freed with its last pin. A block
+is *tracked* by a tier's policy while it has an attached page there that is reserved or ready.
+
+Invariants: a block has at most one attached page per tier; a pinned page is never freed; `held[t][b]` is False exactly for what tier t may
+give up now (tracked, no pin, no operator's pin), `barred` also covers blocks whose children are tracked there; `going[t]` and
+`tips[t]` count what is False in them; `children[t][b]` counts tracked children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.blocks import Blocks
+from tierd.core.draft import Draft
+from tierd.core.eviction import Policies
+from tierd.core.model import FREED, NO_PAGE, PageState, Reason, StructArray, TierKind, TierSpec
+from tierd.core.pages import Key, Pages
+from tierd.core.plan import Bools, Ids
+
+Column = NDArray[Any]
+
+
+class Index:
+    """See the module. Ids given to one call are distinct unless said otherwise."""
+
+    def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, first_generation: int) -> None:
+        self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
+        self.policies = [policies(spec) for spec in tiers]
+        self.blocks = Blocks()
+        self.page = [self.blocks.column(np.int32, fill=NO_PAGE) for _ in tiers]
+        self.held = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
+        self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
+        self.children = [self.blocks.column(np.int32) for _ in tiers]
+        self.going = [0 for _ in tiers]
+        self.tips = [0 for _ in tiers]
+        self.generation = first_generation
+        self.freed_by_reason = np.zeros(len(Reason), np.int64)
+        self.evictions = [0 for _ in tiers]
+
+    # -- questions
+
+    def serving(self, *kinds: TierKind) -> list[int]:
+        """Tiers in service, near to far; of these kinds, or all."""
+        return [t.position for t in self.tiers if t.serving and (not kinds or t.spec.kind in kinds)]
+
+    def attached(self, tier: int, blocks: Ids) -> Ids:
+        """The block's page in any state, else -1; -1 for block -1."""
+        pages: Ids = self.page[tier][blocks].astype(np.int64)
+        pages[blocks < 0] = NO_PAGE
+        return np.asarray(pages, np.int64)
+
+    def readable(self, tier: int, blocks: Ids) -> Ids:
+        """The block's page if it can be read (ready or retiring), else -1."""
+        pages = self.attached(tier, blocks)
+        if len(self.tiers[tier].state):
+            pages[self.tiers[tier].state[pages] < PageState.READY] = NO_PAGE
+        return pages
+
+    def nearest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
+        """Of these tiers, the first in which each block can be read; -1 for none."""
+        out = np.full(len(blocks), -1, np.int8)
+        for tier in reversed(tiers):
+            out[self.readable(tier, blocks) >= 0] = tier
+        return out
+
+    def targets(self, blocks: Ids, tiers: Sequence[int]) -> Ids:
+        """In which of the tiers a page for each block is made: striped by the first 8 bytes of the hash."""
+        stripe = (self.blocks.hash[blocks, 0] % np.uint64(len(tiers))).astype(np.int64)
+        chosen: Ids = np.asarray(tiers, np.int64)[stripe]
+        return chosen
+
+    # -- arrows
+
+    def set_aside(self, tier: int, key: Key, count: int) -> Ids:
+        """free -> reserved: up to `count` pages of segments that are in use."""
+        pages = self.tiers[tier].take(key, count, self.generation)
+        self.generation += len(pages)
+        return pages
+
+    def publish(self, tier: int, pages: Ids) -> None:
+        """reserved -> ready: attached pages have been filled."""
+        self.tiers[tier].move(pages, PageState.RESERVED, PageState.READY)
+        self.tiers[tier].filler[pages] = 0
+        self._weigh(tier, self.tiers[tier].block[pages])
+
+    def retire(self, tier: int, pages: Ids) -> None:
+        """ready -> retiring: attached pages are on their way out."""
+        self._leave(tier, self.tiers[tier].block[pages].astype(np.int64))
+        self.tiers[tier].move(pages, PageState.READY, PageState.RETIRING)
+
+    def revive(self, tier: int, pages: Ids, now: float) -> None:
+        """retiring -> ready: asked for again, or the way out failed."""
+        self.tiers[tier].move(pages, PageState.RETIRING, PageState.READY)
+        self._enter(tier, self.tiers[tier].block[pages].astype(np.int64), now)
+
+    def discard(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
+        """reserved -> free: pages that were never attached."""
+        assert (self.tiers[tier].block[pages] < 0).all(), "a page with a block is doomed, not discarded"
+        self._free(tier, pages, np.full(len(pages), reason), draft)
+
+    def vacate(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
+        """ready, retiring -> free: attached pages without pins."""
+        assert not self.tiers[tier].pins[pages].any(), "a pinned page is never freed"
+        self.doom(tier, pages, reason, draft)
+
+    # -- attach, doom, pin
+
+    def attach(self, tier: int, pages: Ids, blocks: Ids, now: float) -> None:
+        """Reserved pages get their blocks, which are tracked from now on, in this order (cold to hot)."""
+        pages_of, table = self.tiers[tier], self.page[tier]
+        assert (table[blocks] == NO_PAGE).all(), "a block has one page per tier"
+        pages_of.block[pages] = blocks
+        table[blocks] = pages
+        self.blocks.places[blocks] += 1
+        self._enter(tier, blocks, now)
+
+    def doom(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
+        """Attached pages are detached, whatever their state; freed at once, or with their last pin."""
+        pages_of = self.tiers[tier]
+        blocks = pages_of.block[pages].astype(np.int64)
+        self._leave(tier, blocks[pages_of.state[pages] != PageState.RETIRING])
+        ready = pages[pages_of.state[pages] == PageState.READY]
+        pages_of.move(ready, PageState.READY, PageState.RETIRING)
+        self.page[tier][blocks] = NO_PAGE
+        pages_of.doom[pages] = reason
+        self._weigh(tier, blocks)
+        self._sweep(tier, pages, draft)
+
+    def pin(self, tier: int, pages: Ids) -> None:
+        """One pin more on each; pages may repeat."""
+        np.add.at(self.tiers[tier].pins, pages, 1)
+        self._weigh_pages(tier, np.unique(pages))
+
+    def unpin(self, tier: int, pages: Ids, draft: Draft) -> None:
+        """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
+        pages_of = self.tiers[tier]
+        assert (pages_of.pins[pages] > 0).all(), "a page is unpinned more often than pinned"
+        np.subtract.at(pages_of.pins, pages, 1)
+        pages = np.unique(pages)
+        self._weigh_pages(tier, pages)
+        self._sweep(tier, pages[pages_of.doom[pages] > 0], draft)
+
+    def link(self, blocks: Ids) -> None:
+        """Finds parents that are known by now."""
+        linked = self.blocks.link(blocks)
+        for tier in range(len(self.tiers)):
+            self._count_children(tier, linked[self._tracked(tier, linked)], 1)
+
+    def touch(self, tier: int, blocks: Ids, now: float) -> None:
+        """The blocks were used in this tier; those that it does not track are passed over."""
+        self.policies[tier].touch(blocks[self._tracked(tier, blocks)], now)
+
+    def weigh(self, blocks: Ids) -> None:
+        """Blocks whose operator's pin or laxness changed."""
+        for tier in range(len(self.tiers)):
+            self._weigh(tier, blocks)
+
+    # -- inside
+
+    def _tracked(self, tier: int, blocks: Ids) -> Bools:
+        pages, state = self.page[tier][blocks], self.tiers[tier].state
+        if len(state) == 0:
+            return np.zeros(len(blocks), bool)
+        found = state[pages]
+        return np.asarray((pages >= 0) & ((found == PageState.READY) | (found == PageState.RESERVED)), bool)
+
+    def _enter(self, tier: int, blocks: Ids, now: float) -> None:
+        if len(blocks) == 0:
+            return
+        self.policies[tier].track(blocks, now)
+        self._count_children(tier, blocks, 1)
+        self._weigh(tier, blocks)
+
+    def _leave(self, tier: int, blocks: Ids) -> None:
+        """Call before the page's state or attachment changes; the caller weighs the blocks after it, or this does."""
+        if len(blocks) == 0:
+            return
+        self.policies[tier].forget(blocks)
+        self._count_children(tier, blocks, -1)
+        self.going[tier] -= int(np.count_nonzero(~self.held[tier][blocks]))
+        self.held[tier][blocks] = True
+        self._bar(tier, blocks)
+
+    def _count_children(self, tier: int, blocks: Ids, step: int) -> None:
+        parents = self.blocks.parent[blocks]
+        parents = parents[parents >= 0].astype(np.int64)
+        if len(parents):
+            np.add.at(self.children[tier], parents, step)
+            self._bar(tier, np.unique(parents))
+
+    def _bar(self, tier: int, blocks: Ids) -> None:
+        barred = self.barred[tier]
+        lead = (self.children[tier][blocks] > 0) & ~self.blocks.lax[blocks]
+        now = self.held[tier][blocks] | lead
+        self.tips[tier] += int(np.count_nonzero(barred[blocks])) - int(np.count_nonzero(now))
+        barred[blocks] = now
+
+    def _weigh(self, tier: int, blocks: Ids) -> None:
+        """Writes held, barred and going for distinct blocks."""
+        pins = self.tiers[tier].pins
+        if len(blocks) == 0 or len(pins) == 0:
+            return
+        free = self._tracked(tier, blocks) & (pins[self.page[tier][blocks]] == 0) & ~self.blocks.pinned[blocks]
+        held = self.held[tier]
+        self.going[tier] += int(np.count_nonzero(free)) - int(np.count_nonzero(~held[blocks]))
+        held[blocks] = ~free
+        self._bar(tier, blocks)
+
+    def _weigh_pages(self, tier: int, pages: Ids) -> None:
+        blocks = self.tiers[tier].block[pages]
+        self._weigh(tier, np.unique(blocks[blocks >= 0]))
+
+    def _sweep(self, tier: int, pages: Ids, draft: Draft) -> None:
+        """Frees those doomed pages that nothing pins."""
+        pages = pages[self.tiers[tier].pins[pages] == 0]
+        if len(pages):
+            self._free(tier, pages, self.tiers[tier].doom[pages], draft)
+
+    def _free(self, tier: int, pages: Ids, reasons: Column, draft: Draft) -> None:
+        pages_of = self.tiers[tier]
+        blocks = pages_of.block[pages].astype(np.int64)
+        draft.free(self._freed(tier, pages, reasons))
+        np.add.at(self.freed_by_reason, reasons.astype(np.int64), 1)
+        pages_of.give_back(pages)
+        blocks = blocks[blocks >= 0]
+        np.subtract.at(self.blocks.places, blocks, 1)
+        blocks = np.unique(blocks)
+        self.blocks.fade(blocks[self.blocks.places[blocks] == 0])
+
+    def _freed(self, tier: int, pages: Ids, reasons: Column) -> StructArray:
+        pages_of = self.tiers[tier]
+        out = np.zeros(len(pages), FREED)
+        out["extent"] = pages_of.extents(pages)
+        out["reason"] = reasons
+        out["was_ready"] = pages_of.state[pages] >= PageState.READY
+        blocks = pages_of.block[pages]
+        known = np.flatnonzero(blocks >= 0)
+        out["namespace"][known] = self.blocks.namespace[blocks[known]]
+        out["hash"][known] = np.ascontiguousarray(self.blocks.hash[blocks[known]]).view(np.uint8).reshape(-1, 32)
+        return out

@@ -1,0 +1,175 @@
+"""Who holds what: sessions, their leases (pins for reading) and reservations (pages for writing), and their shares.
+
+Purpose: the books of holding. Non-purpose: pages and blocks themselves. A session lives until its process is gone. What it holds
+in a tier, pinned and reserved together, stays within a share of the tier's bytes; a page that several of its leases pin
+counts once.
+
+Invariants: every lease and reservation belongs to an open session; `pinned[t]` counts, per page of tier t, the session's leases that
+pin it; the bytes beside it are the sum over its keys.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierd.core.draft import no_ids
+from tierd.core.model import StructArray, TierKind
+from tierd.core.pages import Pages
+from tierd.core.plan import Bools, Bytes, GroupQuery, Ids, Lengths
+from tierd.errors import NotFound
+
+OPEN, BUSY, GONE = 0, 1, 2
+"""A reserved page: the client writes it; a commit of it is under way; it is no longer of the reservation."""
+
+
+@dataclass(slots=True)
+class Held:
+    """Pages of one group that a lease pins, from its block `first` on: tiers, pages, blocks, all int64 [ranks, count]."""
+
+    first: int
+    tiers: Ids
+    pages: Ids
+    blocks: Ids
+
+
+@dataclass(slots=True)
+class Lease:
+    """queries: what was asked for; none for the lease of a commit. tokens: what the pins serve. settled: they are on readable pages."""
+
+    id: int
+    session: int
+    kind: TierKind
+    queries: Sequence[GroupQuery]
+    held: list[Held]
+    tokens: int
+    settled: bool = False
+
+    def pages_in(self, tier: int) -> Ids:
+        """Every pin of the lease in a tier; pages repeat if blocks do."""
+        parts = [held.pages[held.tiers == tier] for held in self.held]
+        return np.concatenate(parts) if parts else no_ids()
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Pages being written, by index over the whole reservation; a page is -1 where none was given.
+
+    hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. state: OPEN, BUSY or GONE. closing: it was
+    aborted, or its session ended; busy pages go on to their finish_commit.
+    """
+
+    id: int
+    session: int
+    domain: int
+    namespaces: Lengths
+    hash: Bytes
+    parent: Bytes
+    positions: Lengths
+    tokens: Lengths
+    lengths: Lengths
+    tiers: Ids
+    pages: Ids
+    state: Bytes
+    closing: bool = False
+
+    def rows(self, state: int) -> Ids:
+        """Indices in that state."""
+        return np.flatnonzero(self.state == state)
+
+
+@dataclass(slots=True)
+class Commit:
+    """A commit under way: rows of its reservation, and the names that it gives (META)."""
+
+    id: int
+    reservation: Reservation
+    rows: Ids
+    metas: StructArray
+
+
+@dataclass(slots=True)
+class Session:
+    """One session's holdings, per tier."""
+
+    id: int
+    domain: int
+    pinned: list[Counter[int]]
+    pinned_bytes: list[int]
+    reserved_bytes: list[int]
+    leases: dict[int, Lease] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+
+
+class Sessions:
+    """See the module. `domains` is every open session's domain, by id; others may read it."""
+
+    def __init__(self, tiers: Sequence[Pages], *, share: float, first_id: int = 1) -> None:
+        self._tiers = tiers
+        self.limits = [int(share * tier.spec.capacity_bytes) for tier in tiers]
+        self.domains: dict[int, int] = {}
+        self.open: dict[int, Session] = {}
+        self.leases: dict[int, Lease] = {}
+        self.commits: dict[int, Commit] = {}
+        self._next = first_id
+
+    def next_id(self) -> int:
+        """A new id for a lease, a reservation or a commit; never used twice."""
+        self._next += 1
+        return self._next - 1
+
+    def begin(self, session: int, domain: int) -> None:
+        """A session opens."""
+        none = [0] * len(self._tiers)
+        self.open[session] = Session(session, domain, [Counter() for _ in none], list(none), list(none))
+        self.domains[session] = domain
+
+    def get(self, session: int) -> Session:
+        """Raises NotFound."""
+        found = self.open.get(session)
+        if found is None:
+            raise NotFound(f"session {session}: not open here; open a session again")
+        return found
+
+    def end(self, session: int) -> Session | None:
+        """Closes the books of a session; what it held is for the caller to let go."""
+        self.domains.pop(session, None)
+        return self.open.pop(session, None)
+
+    def room_for_pins(self, session: Session, tier: int, pages: Ids) -> Bools:
+        """Which of the pages, in order, the session may pin in the tier; pages that it pins already take nothing."""
+        mine = session.pinned[tier]
+        _, where = np.unique(pages, return_index=True)
+        cost = np.zeros(len(pages), np.int64)
+        cost[where] = self._tiers[tier].class_bytes(pages[where])
+        if mine:
+            cost[np.fromiter((page in mine for page in pages.tolist()), bool, len(pages))] = 0
+        return self.room_for_bytes(session, tier, cost)
+
+    def room_for_bytes(self, session: Session, tier: int, cost: Ids) -> Bools:
+        """Up to which of the costs, in order, the session stays within its share."""
+        room = self.limits[tier] - session.pinned_bytes[tier] - session.reserved_bytes[tier]
+        return np.asarray(np.cumsum(cost) <= room, bool)
+
+    def pin(self, session: Session, tier: int, pages: Ids) -> None:
+        """Counts pins of the session; pages may repeat."""
+        mine = session.pinned[tier]
+        new = np.asarray([page for page in set(pages.tolist()) if page not in mine], np.int64)
+        mine.update(pages.tolist())
+        session.pinned_bytes[tier] += int(self._tiers[tier].class_bytes(new).sum())
+
+    def unpin(self, session: Session, tier: int, pages: Ids) -> None:
+        """Counts them off; call before the pages are freed."""
+        mine = session.pinned[tier]
+        mine.subtract(pages.tolist())
+        gone = np.asarray([page for page in set(pages.tolist()) if mine[page] == 0], np.int64)
+        for page in gone.tolist():
+            del mine[page]
+        session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(gone).sum())
+
+    def reserve(self, session: Session, tier: int, pages: Ids, *, step: int) -> None:
+        """Counts reserved pages: step 1 on, -1 off (before they are freed)."""
+        session.reserved_bytes[tier] += step * int(self._tiers[tier].class_bytes(pages).sum())

@@ -1,0 +1,149 @@
+"""What the core holds, for people and for the parts outside that must know: listings and counts.
+
+Purpose: answers as arrays and values. Non-purpose: changing anything. Listings over all blocks take time in proportion to them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from tierd.core.flights import Flights
+from tierd.core.index import Index
+from tierd.core.leases import Session, Sessions
+from tierd.core.model import HASH_BYTES, PageState, Reason, StructArray
+from tierd.core.pages import Key, Pages
+from tierd.core.plan import BLOCK_INFO, PAGE_INFO, ClassStats, CoreStats, Ids, SessionStats, TierStats
+from tierd.errors import InvalidArgument
+
+
+class Listing:
+    """See the module."""
+
+    def __init__(self, index: Index, sessions: Sessions, flights: Flights) -> None:
+        self._index, self._sessions, self._flights = index, sessions, flights
+
+    def with_prefix(self, prefix: str) -> Ids:
+        """Blocks whose hash begins with the hexadecimal digits."""
+        digits = prefix.lower()
+        if len(digits) > 2 * HASH_BYTES or any(c not in "0123456789abcdef" for c in digits):
+            raise InvalidArgument(f"hash prefix {prefix!r}: not up to {2 * HASH_BYTES} hexadecimal digits")
+        ids: Ids = self.blocks(tier=None, namespace=None, pinned=False)
+        raw = np.ascontiguousarray(self._index.blocks.hash[ids]).view(np.uint8).reshape(-1, HASH_BYTES)
+        whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
+        match = (raw[:, : len(whole)] == whole).all(axis=1)
+        if len(digits) % 2:
+            match &= raw[:, len(whole)] >> 4 == int(digits[-1], 16)
+        found: Ids = ids[match]
+        return found
+
+    def blocks(self, *, tier: int | None, namespace: int | None, pinned: bool) -> Ids:
+        """Ids of blocks that can be found and have a readable page, ascending."""
+        blocks = self._index.blocks
+        ids = np.flatnonzero(blocks.named[: blocks.top] & (blocks.places[: blocks.top] > 0))
+        if namespace is not None:
+            ids = ids[blocks.namespace[ids] == namespace]
+        tiers = range(len(self._index.tiers)) if tier is None else [tier]
+        ids = ids[self._index.nearest(ids, list(tiers)) >= 0]
+        return ids[self._pins(ids) > 0] if pinned else ids
+
+    def describe(self, ids: Ids) -> StructArray:
+        """BLOCK_INFO of each."""
+        blocks = self._index.blocks
+        out = np.zeros(len(ids), BLOCK_INFO)
+        metas = blocks.metas(ids)
+        for name in ("hash", "parent", "namespace", "domain", "position", "tokens"):
+            out[name] = metas[name]
+        out["block"], out["length"], out["pins"] = ids, metas["stored_length"], self._pins(ids)
+        out["hits"], out["last_used"] = blocks.hits[ids], blocks.last_used[ids]
+        out["attention"] = blocks.attention[ids]
+        for tier in range(len(self._index.tiers)):
+            out["tiers"] |= (self._index.readable(tier, ids) >= 0).astype(np.uint64) << np.uint64(tier)
+        return out
+
+    def pages(self, block: int) -> StructArray:
+        """PAGE_INFO of the block's pages."""
+        ids = np.asarray([block], np.int64)
+        rows = []
+        for tier, pages_of in enumerate(self._index.tiers):
+            page = self._index.attached(tier, ids)
+            if page[0] >= 0:
+                row = np.zeros(1, PAGE_INFO)
+                row["extent"], row["state"], row["pins"] = pages_of.extents(page), pages_of.state[page], pages_of.pins[page]
+                rows.append(row)
+        return np.concatenate(rows) if rows else np.zeros(0, PAGE_INFO)
+
+    def children(self, block: int) -> Ids:
+        """Blocks that name it as their parent."""
+        blocks, ids = self._index.blocks, self.blocks(tier=None, namespace=None, pinned=False)
+        same = (blocks.parent_hash[ids] == blocks.hash[block]).all(axis=1)
+        found: Ids = ids[same & (blocks.namespace[ids] == blocks.namespace[block])]
+        return found
+
+    def stats(self) -> CoreStats:
+        """Counts over everything."""
+        sessions, freed = self._sessions, self._index.freed_by_reason.tolist()
+        return CoreStats(
+            blocks=self._index.blocks.count,
+            sessions=len(sessions.open),
+            leases=len(sessions.leases),
+            reservations=sum(len(session.reservations) for session in sessions.open.values()),
+            transfers=len(self._flights),
+            freed={reason.name: freed[reason] for reason in Reason if freed[reason]},
+        )
+
+    def tiers(self) -> list[TierStats]:
+        """Per tier."""
+        return [self._tier(pages_of) for pages_of in self._index.tiers]
+
+    def sessions(self) -> list[SessionStats]:
+        """Per session."""
+        return [self._session(session) for session in self._sessions.open.values()]
+
+    def _pins(self, ids: Ids) -> Ids:
+        """Over all tiers; an operator's pin counts as one."""
+        pins: Ids = self._index.blocks.pinned[ids].astype(np.int64)
+        for tier, pages_of in enumerate(self._index.tiers):
+            pages = self._index.attached(tier, ids)
+            pins[pages >= 0] += pages_of.pins[pages[pages >= 0]]
+        return pins
+
+    def _tier(self, pages_of: Pages) -> TierStats:
+        spec, counts = pages_of.spec, pages_of.counts
+        segments = [segment for segment in pages_of.segments if segment is not None]
+        return TierStats(
+            name=spec.name,
+            kind=spec.kind,
+            capacity_bytes=spec.capacity_bytes,
+            used_bytes=pages_of.used_bytes,
+            assigned_bytes=len(segments) * spec.segment_bytes,
+            pages_free=counts[PageState.FREE],
+            pages_reserved=counts[PageState.RESERVED],
+            pages_ready=counts[PageState.READY],
+            pages_retiring=counts[PageState.RETIRING],
+            pages_pinned=int(np.count_nonzero(pages_of.pins)),
+            evictions=self._index.evictions[pages_of.position],
+            serving=pages_of.serving,
+            classes=_classes(pages_of),
+        )
+
+    def _session(self, session: Session) -> SessionStats:
+        return SessionStats(
+            session.id,
+            session.domain,
+            len(session.leases),
+            len(session.reservations),
+            tuple(session.pinned_bytes),
+            tuple(session.reserved_bytes),
+        )
+
+
+def _classes(pages_of: Pages) -> tuple[ClassStats, ...]:
+    sums: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for segment in pages_of.segments:
+        if segment is not None:
+            key: Key = segment.key
+            for place, count in enumerate((1, segment.pages, segment.spare)):
+                sums[key.domain, key.class_bytes][place] += count
+    return tuple(ClassStats(*key, *counts) for key, counts in sorted(sums.items()))

@@ -1,0 +1,324 @@
+"""The pages of one tier: segments, size classes, page ids, which pages are free.
+
+Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is
+cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
+run of page ids. An empty segment goes back to the common pool at once.
+
+Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those that a writer holds
+after a restart; page ids of one run are consecutive; generations and segment ids only rise. Which page is given does not
+depend on the order in which others came back: the lowest place, then the lowest slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.block import size_class
+from tierd.core.columns import lengthen
+from tierd.core.model import EXTENT, PageState, SegmentAssignment, StructArray, TierSpec
+from tierd.core.plan import Ids
+from tierd.errors import ConfigError
+
+Column = NDArray[Any]
+DAEMON = 0
+"""Writer of the segments that only the daemon writes."""
+
+
+class Key(NamedTuple):
+    """What the pages of one segment have in common. class_bytes includes the slot overhead."""
+
+    domain: int
+    class_bytes: int
+    writer: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free."""
+
+    id: int
+    key: Key
+    first: int
+    pages: int
+    spare: int
+    low: int = 0
+
+
+class Pages:
+    """One tier's pages. Columns are indexed by page id; the core's other parts read and write all but `state`."""
+
+    def __init__(self, spec: TierSpec, position: int) -> None:
+        if not 0 < spec.segment_bytes <= spec.capacity_bytes:
+            raise ConfigError(
+                f"{spec.name}.segment_bytes: {spec.segment_bytes} is outside 1 to the capacity of {spec.capacity_bytes}; "
+                "make the segments smaller or the tier larger"
+            )
+        self.spec, self.position, self.serving = spec, position, True
+        self.state: Column = np.zeros(0, np.uint8)
+        self.place: Column = np.zeros(0, np.int32)
+        self.pins: Column = np.zeros(0, np.uint32)
+        self.block: Column = np.zeros(0, np.int32)
+        self.length: Column = np.zeros(0, np.uint32)
+        self.flags: Column = np.zeros(0, np.uint16)
+        self.doom: Column = np.zeros(0, np.uint16)
+        self.generation: Column = np.zeros(0, np.uint64)
+        self.filler: Column = np.zeros(0, np.uint64)
+        self.counts = [0, 0, 0, 0]
+        self.bytes_in = [0, 0, 0, 0]
+        places = spec.capacity_bytes // spec.segment_bytes
+        self.segments: list[Segment | None] = [None] * places
+        self.last_id: list[int | None] = [None] * places
+        self.vacant = set(range(places))
+        self.holders: dict[int, dict[int, bool]] = {}
+        self._open: dict[Key, set[int]] = {}
+        self._runs: dict[int, list[int]] = {}
+        self._place_table = np.zeros((places, 3), np.int64)
+
+    # -- pages
+
+    def class_of(self, lengths: Column) -> Ids:
+        """Bytes of the page that a block of each length takes, slot overhead included."""
+        values, where = np.unique(lengths, return_inverse=True)
+        sizes = [size_class(int(value)) + self.spec.slot_overhead_bytes for value in values]
+        return np.asarray(sizes, np.int64)[where]
+
+    def class_bytes(self, pages: Ids) -> Ids:
+        """Bytes of each page."""
+        sizes: Ids = self._place_table[self.place[pages], 2]
+        return sizes
+
+    def take(self, key: Key, count: int, generation: int) -> Ids:
+        """free -> reserved: up to `count` free pages of the key's segments, with generations from `generation` on."""
+        taken: list[Ids] = []
+        for place in sorted(self._open.get(key, ())):
+            if count <= 0:
+                break
+            pages = self._take_from(place, count)
+            count -= len(pages)
+            taken.append(pages)
+        pages = np.concatenate(taken) if taken else np.zeros(0, np.int64)
+        self.generation[pages] = np.arange(generation, generation + len(pages), dtype=np.uint64)
+        return pages
+
+    def take_exactly(self, page: int, generation: int) -> None:
+        """free -> reserved: this page, with this generation (what a client holds over a restart, what was adopted)."""
+        self._claim(int(self.place[page]), np.asarray([page], np.int64))
+        self.generation[page] = generation
+
+    def adopt(self, pages: Ids, generations: Column) -> None:
+        """free -> reserved for many pages of segments that survived."""
+        places, counts = np.unique(self.place[pages], return_counts=True)
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            self._used(place, count)
+        self.generation[pages] = generations
+        self.move(pages, PageState.FREE, PageState.RESERVED)
+
+    def give_back(self, pages: Ids) -> None:
+        """Any state -> free; segments that are empty now go to the pool."""
+        if len(pages) == 0:
+            return
+        for state in PageState:
+            self.move(pages[self.state[pages] == state], state, PageState.FREE)
+        self.block[pages] = -1
+        for column in (self.pins, self.length, self.flags, self.doom, self.filler):
+            column[pages] = 0
+        order = np.argsort(self.place[pages], kind="stable")
+        places, starts, counts = np.unique(self.place[pages[order]], return_index=True, return_counts=True)
+        lows = np.minimum.reduceat(pages[order], starts)
+        for place, low, count in zip(places.tolist(), lows.tolist(), counts.tolist(), strict=True):
+            self._returned(place, low, count)
+
+    def move(self, pages: Ids, old: PageState, new: PageState) -> None:
+        """The books of a change of state; the arrows themselves are in index.py."""
+        assert (self.state[pages] == old).all(), f"{self.spec.name}: a page to become {new.name} is not {old.name}"
+        self.state[pages] = new
+        size = int(self.class_bytes(pages).sum())
+        self.counts[old] -= len(pages)
+        self.counts[new] += len(pages)
+        self.bytes_in[old] -= size
+        self.bytes_in[new] += size
+
+    def extents(self, pages: Ids) -> StructArray:
+        """EXTENT of each page; all zero with page -1 where a page is negative."""
+        out = np.zeros(len(pages), EXTENT)
+        out["tier"] = self.position
+        out["page"] = -1
+        at = np.flatnonzero(pages >= 0)
+        real = pages[at]
+        rows = self._place_table[self.place[real]]
+        slots = real - rows[:, 1]
+        out["segment"][at], out["slot"][at], out["offset"][at] = rows[:, 0], slots, slots * rows[:, 2]
+        for name in ("flags", "length", "generation"):
+            out[name][at] = getattr(self, name)[real]
+        out["page"][at] = real
+        return out
+
+    def find(self, extents: StructArray) -> Ids:
+        """Page ids by (segment, slot); -1 where no such segment is in use or the slot is beyond it."""
+        first = {s.id: (s.first, s.pages) for s in self.segments if s is not None}
+        known = [first.get(segment, (-1, 0)) for segment in extents["segment"].tolist()]
+        table = np.asarray(known, np.int64).reshape(-1, 2)
+        slots = extents["slot"].astype(np.int64)
+        return np.where(slots < table[:, 1], table[:, 0] + slots, -1)
+
+    # -- segments
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages that are not free."""
+        return self.bytes_in[PageState.RESERVED] + self.bytes_in[PageState.READY] + self.bytes_in[PageState.RETIRING]
+
+    def fits(self, class_bytes: int) -> bool:
+        """Whether a segment can hold a page of the class at all."""
+        return class_bytes <= self.spec.segment_bytes
+
+    def begin(self, key: Key, segment: int, domains: dict[int, int]) -> SegmentAssignment:
+        """A vacant place (there must be one) begins a life. domains: of every live session."""
+        place = min(self.vacant)
+        replaces = self.last_id[place]
+        held = self.holders.pop(replaces, {}) if replaces is not None else {}
+        fresh = any(
+            domains[session] != key.domain or (writable and session != key.writer)
+            for session, writable in held.items()
+            if session in domains
+        )
+        if held and not fresh:
+            self.holders[segment] = held
+        self._occupy(place, key, segment)
+        return self.assignment(place, replaces=replaces, fresh=fresh)
+
+    def adopt_segment(self, given: SegmentAssignment, writer: int) -> bool:
+        """A segment that survived takes its place again. False if it cannot: out of range, taken, or not of this shape."""
+        fits = given.class_bytes > 0 and given.pages == self.spec.segment_bytes // given.class_bytes
+        if given.slot not in self.vacant or not fits or not given.pages:
+            return False
+        self._occupy(given.slot, Key(given.domain, given.class_bytes, writer), given.segment)
+        return True
+
+    def assignment(self, place: int, *, replaces: int | None = None, fresh: bool = False) -> SegmentAssignment:
+        """The segment in use at a place, as a value."""
+        segment = self.segments[place]
+        assert segment is not None
+        domain, class_bytes, writer = segment.key
+        return SegmentAssignment(
+            self.position, place, segment.id, domain, class_bytes, segment.pages, writer, replaces, fresh
+        )
+
+    def key_of(self, place: int) -> Key:
+        """The key of a segment in use."""
+        segment = self.segments[place]
+        assert segment is not None
+        return segment.key
+
+    def open_places(self, key: Key) -> set[int]:
+        """Places of segments of the key that have a free page."""
+        return set(self._open.get(key, ()))
+
+    def pages_of(self, place: int) -> slice:
+        """The page ids of a segment in use."""
+        segment = self.segments[place]
+        assert segment is not None
+        return slice(segment.first, segment.first + segment.pages)
+
+    def hand_over(self, session: int) -> None:
+        """A session's process is gone: its segments become the daemon's, and it holds no descriptor any more."""
+        for place, segment in enumerate(self.segments):
+            if segment is not None and segment.key.writer == session:
+                self._close(place)
+                segment.key = segment.key._replace(writer=DAEMON)
+                self._reopen(place)
+                if segment.spare == segment.pages:
+                    self._vacate(place)
+        for held in self.holders.values():
+            held.pop(session, None)
+
+    def close_empty(self) -> None:
+        """Sends segments without any page in use to the pool (after a restart; otherwise that happens as they empty)."""
+        for place, segment in enumerate(self.segments):
+            if segment is not None and segment.spare == segment.pages and segment.key.writer == DAEMON:
+                self._vacate(place)
+
+    # -- inside
+
+    def _occupy(self, place: int, key: Key, segment: int) -> None:
+        count = self.spec.segment_bytes // key.class_bytes
+        first = self._run(count)
+        self.vacant.remove(place)
+        self.last_id[place] = segment
+        self.segments[place] = Segment(segment, key, first, count, count)
+        self._place_table[place] = segment, first, key.class_bytes
+        self.place[first : first + count] = place
+        self.counts[PageState.FREE] += count
+        self.bytes_in[PageState.FREE] += count * key.class_bytes
+        self._reopen(place)
+
+    def _run(self, count: int) -> int:
+        free = self._runs.get(count)
+        if free:
+            return free.pop()
+        first = len(self.state)
+        for column in (self.state, self.pins, self.length, self.flags, self.doom, self.generation, self.filler):
+            lengthen(column, first + count)
+        lengthen(self.block, first + count, -1)
+        lengthen(self.place, first + count, -1)
+        return first
+
+    def _take_from(self, place: int, count: int) -> Ids:
+        segment = self.segments[place]
+        assert segment is not None
+        state = self.state[segment.first + segment.low : segment.first + segment.pages]
+        pages = np.flatnonzero(state == PageState.FREE)[:count] + (segment.first + segment.low)
+        self._claim(place, pages)
+        segment.low = int(pages[-1]) + 1 - segment.first
+        return pages
+
+    def _claim(self, place: int, pages: Ids) -> None:
+        self._used(place, len(pages))
+        self.move(pages, PageState.FREE, PageState.RESERVED)
+
+    def _used(self, place: int, count: int) -> None:
+        segment = self.segments[place]
+        assert segment is not None and segment.spare >= count
+        segment.spare -= count
+        if segment.spare == 0:
+            self._close(place)
+
+    def _returned(self, place: int, page: int, count: int) -> None:
+        segment = self.segments[place]
+        assert segment is not None
+        segment.spare += count
+        segment.low = min(segment.low, page - segment.first)
+        if segment.spare == segment.pages:
+            self._vacate(place)
+        else:
+            self._reopen(place)
+
+    def _vacate(self, place: int) -> None:
+        segment = self.segments[place]
+        assert segment is not None
+        self._close(place)
+        self._runs.setdefault(segment.pages, []).append(segment.first)
+        self.place[segment.first : segment.first + segment.pages] = -1
+        self.counts[PageState.FREE] -= segment.pages
+        self.bytes_in[PageState.FREE] -= segment.pages * segment.key.class_bytes
+        self.segments[place] = None
+        self._place_table[place] = 0
+        self.vacant.add(place)
+
+    def _reopen(self, place: int) -> None:
+        segment = self.segments[place]
+        assert segment is not None
+        if segment.spare:
+            self._open.setdefault(segment.key, set()).add(place)
+
+    def _close(self, place: int) -> None:
+        key = self.key_of(place)
+        places = self._open.get(key, set())
+        places.discard(place)
+        if not places:
+            self._open.pop(key, None)
+

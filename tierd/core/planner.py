@@ -1,0 +1,298 @@
+"""Transfers: bringing blocks near, writing them far, and what their ends mean.
+
+Purpose: a wish (these blocks in that kind of tier) becomes flights with a page on both sides; a finished flight becomes a page that is
+ready, or none. Non-purpose: which wishes there are (gets.py, puts.py, core.py). Policies hear of a block when its transfer is decided, never
+when it ends, so the order of ends changes no later decision.
+
+A transfer's life: `bring` pins source and target and attaches the target -> `finish`: the target is published, or doomed; a retiring source
+is freed if the target is good, else revived. Whatever happened to either page meanwhile (asked for again, condemned, forgotten) shows in
+its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tierd.core.columns import runs
+from tierd.core.draft import Draft, no_ids
+from tierd.core.flights import FLIGHT, Flights
+from tierd.core.index import Index
+from tierd.core.model import NO_PAGE, TRANSFER, BlockStatus, PageState, Reason, StructArray, TierKind
+from tierd.core.pages import DAEMON, Key
+from tierd.core.plan import Bools, Codes, Ids, TransferIds
+from tierd.core.room import Room
+
+
+class Where(NamedTuple):
+    """A page per block: tiers and pages, int64 [n], both -1 for none."""
+
+    tiers: Ids
+    pages: Ids
+
+    def at(self, rows: Ids | Bools) -> Where:
+        """Some of them."""
+        return Where(self.tiers[rows], self.pages[rows])
+
+
+class Planner:
+    """See the module. Blocks given to one call are distinct, first of the sequence first."""
+
+    def __init__(self, index: Index, room: Room) -> None:
+        self.index, self.room, self.flights = index, room, Flights()
+        self._draining = [False for _ in index.tiers]
+
+    # -- where blocks are
+
+    def attached(self, blocks: Ids, tiers: Sequence[int]) -> Where:
+        """The first of the tiers in which each block has a page, filled or being filled."""
+        where = Where(np.full(len(blocks), -1, np.int64), np.full(len(blocks), NO_PAGE, np.int64))
+        for tier in reversed(tiers):
+            pages = self.index.attached(tier, blocks)
+            here = pages >= 0
+            where.tiers[here], where.pages[here] = tier, pages[here]
+        return where
+
+    def sources(self, blocks: Ids, kind: TierKind) -> Where:
+        """The readable page that is nearest to a kind of tier."""
+        tiers = sorted(self.index.serving(), key=lambda t: (abs(self.index.tiers[t].spec.kind - kind), t))
+        found = self.index.nearest(blocks, tiers).astype(np.int64)
+        where = Where(found, np.full(len(blocks), NO_PAGE, np.int64))
+        for tier in tiers:
+            here = found == tier
+            where.pages[here] = self.index.attached(tier, blocks[here])
+        return where
+
+    def guard(self, blocks: Ids) -> list[tuple[int, Ids]]:
+        """Pins every page of the blocks while room is made for others; undone by `unguard`."""
+        guarded = []
+        for tier in range(len(self.index.tiers)):
+            pages = self.index.attached(tier, blocks)
+            pages = pages[pages >= 0]
+            if len(pages):
+                self.index.pin(tier, pages)
+                guarded.append((tier, pages))
+        return guarded
+
+    def unguard(self, guarded: list[tuple[int, Ids]], draft: Draft) -> None:
+        """Ends a guard."""
+        for tier, pages in guarded:
+            self.index.unpin(tier, pages, draft)
+
+    # -- wishes
+
+    def bring(self, blocks: Ids, kind: TierKind, *, reason: Reason, now: float, draft: Draft) -> None:
+        """Transfers for guarded, readable blocks that have no page in tiers of the kind: as many as find room, in order.
+
+        Where device and nvme (or archive) meet, the way leads over a host tier, if one is in service.
+        """
+        targets = self.index.serving(kind)
+        if not targets or len(blocks) == 0:
+            return
+        where = self.sources(blocks, kind)
+        staged = self._is_staged(where, kind)
+        if staged.any():
+            where = self._stage(blocks, where, staged=staged, reason=reason, now=now, draft=draft)
+        to = self.index.targets(blocks, targets)
+        to[where.tiers < 0] = -1
+        for rows in runs(to):
+            target = int(to[rows[0]])
+            if target >= 0:
+                self._send(blocks[rows], where.at(rows), target=target, reason=reason, now=now, draft=draft)
+
+    def persist(self, blocks: Ids, *, now: float, draft: Draft) -> None:
+        """Transfers to nvme for blocks without a page there; waits for those under way."""
+        there = self.attached(blocks, self.index.serving(TierKind.NVME))
+        self.wait_for(there, draft)
+        blocks = blocks[(there.pages < 0) & (self.sources(blocks, TierKind.NVME).pages >= 0)]
+        guarded = self.guard(blocks)
+        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, now=now, draft=draft)
+        self.unguard(guarded, draft)
+
+    def wait_for(self, where: Where, draft: Draft) -> None:
+        """The plan waits for the flights that fill these pages."""
+        for tier in np.unique(where.tiers[where.tiers >= 0]).tolist():
+            fillers = self.index.tiers[tier].filler[where.pages[where.tiers == tier]]
+            draft.wait(fillers[fillers > 0])
+
+    def ask_again(self, tier: int, pages: Ids, now: float) -> None:
+        """Retiring pages among these stay after all."""
+        retiring = np.unique(pages[self.index.tiers[tier].state[pages] == PageState.RETIRING])
+        retiring = retiring[self.index.tiers[tier].doom[retiring] == 0]
+        if len(retiring):
+            self.index.revive(tier, retiring, now)
+
+    # -- demotion
+
+    def demote(self, *, limit: int, now: float, draft: Draft) -> None:
+        """At most `limit` victims of tiers above their high watermark, until their low one."""
+        for tier in self.index.serving():
+            while limit > 0:
+                gone = self._drain(tier, limit, now=now, draft=draft)
+                if not gone:
+                    break
+                limit -= gone
+
+    def _drain(self, tier: int, limit: int, *, now: float, draft: Draft) -> int:
+        """One batch of victims. How many left or are leaving."""
+        pages_of = self.index.tiers[tier]
+        used = pages_of.used_bytes - pages_of.bytes_in[PageState.RETIRING]
+        if used > pages_of.spec.high_watermark * pages_of.spec.capacity_bytes:
+            self._draining[tier] = True
+        excess = used - pages_of.spec.low_watermark * pages_of.spec.capacity_bytes
+        if not self._draining[tier] or excess <= 0:
+            self._draining[tier] = False
+            return 0
+        victims = self.room.coldest(tier, limit)
+        sizes = np.cumsum(pages_of.class_bytes(self.index.attached(tier, victims)))
+        return self._push_out(tier, victims[: int(np.searchsorted(sizes, excess)) + 1], now=now, draft=draft)
+
+    def _push_out(self, tier: int, victims: Ids, *, now: float, draft: Draft) -> int:
+        """Sends on what has no farther copy and a place to go; drops the rest. How many of the victims that were."""
+        sole = victims[~self.room.is_farther(tier, victims)]
+        to = self._next_tiers(tier, sole)
+        sent = 0
+        for rows in runs(to):
+            if len(rows) and to[rows[0]] >= 0:
+                blocks = sole[rows][::-1]
+                where = Where(np.full(len(blocks), tier), self.index.attached(tier, blocks))
+                done = self._send(blocks, where, target=int(to[rows[0]]), reason=Reason.DEMOTION, now=now, draft=draft)
+                self.index.retire(tier, where.pages[done])
+                sent += int(np.count_nonzero(done))
+        dead = np.concatenate((victims[self.room.is_farther(tier, victims)], sole[to < 0]))
+        dead = dead[self.index.readable(tier, dead) >= 0]
+        self.room.drop(tier, dead, draft)
+        return sent + len(dead)
+
+    def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
+        """Where each block would be demoted to: a tier of the next farther kind in service; -1 where none can hold it."""
+        kind = self.index.tiers[tier].spec.kind
+        farther = [t for t in self.index.serving() if self.index.tiers[t].spec.kind > kind]
+        if not farther:
+            return np.full(len(blocks), -1, np.int64)
+        to = self.index.targets(blocks, self.index.serving(self.index.tiers[farther[0]].spec.kind))
+        for target in np.unique(to).tolist():
+            pages_of = self.index.tiers[target]
+            unfit = pages_of.class_of(self.index.blocks.length[blocks]) > pages_of.spec.segment_bytes
+            to[(to == target) & unfit] = -1
+        return to
+
+    # -- ends
+
+    def finish(self, ids: TransferIds, statuses: Codes, *, now: float, draft: Draft) -> None:
+        """Transfers ended."""
+        flights = self.flights.end(ids)
+        good = statuses == BlockStatus.READY
+        for rows in runs(flights["target_tier"]):
+            self._end_targets(flights[rows], good[rows], draft)
+        for rows in runs(flights["source_tier"]):
+            self._end_sources(flights[rows], statuses[rows], now=now, draft=draft)
+
+    def _end_targets(self, flights: StructArray, good: Bools, draft: Draft) -> None:
+        tier, pages = int(flights["target_tier"][0]), flights["target_page"]
+        attached = self.index.tiers[tier].doom[pages] == 0
+        self.index.publish(tier, pages[good & attached])
+        if (~good & attached).any():
+            self.index.doom(tier, pages[~good & attached], Reason.FAILED, draft)
+        self.index.unpin(tier, pages, draft)
+
+    def _end_sources(self, flights: StructArray, statuses: Codes, *, now: float, draft: Draft) -> None:
+        tier, pages = int(flights["source_tier"][0]), flights["source_page"]
+        pages_of = self.index.tiers[tier]
+        corrupt = np.unique(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
+        if len(corrupt):
+            self.index.doom(tier, corrupt, Reason.CORRUPTED, draft)
+        leaving = (flights["reason"] == Reason.DEMOTION) & (pages_of.state[pages] == PageState.RETIRING)
+        leaving &= pages_of.doom[pages] == 0
+        arrived = np.zeros(len(pages), bool)  # and nobody wants the source to stay
+        for target in np.unique(flights["target_tier"]).tolist():
+            here = flights["target_tier"] == target
+            arrived[here] = self.index.readable(target, flights["block"][here]) >= 0
+        arrived &= ~self.index.blocks.pinned[flights["block"]]
+        self.index.revive(tier, pages[leaving & ~arrived], now)
+        self.index.unpin(tier, pages, draft)
+        freed = pages[leaving & arrived]
+        if len(freed):
+            self.index.evictions[tier] += len(freed)
+            self.index.vacate(tier, freed, Reason.DEMOTED, draft)
+
+    # -- inside
+
+    def _is_staged(self, where: Where, kind: TierKind) -> Bools:
+        """Which sources lie on the other side of the host tiers than the kind."""
+        kinds = np.asarray([t.spec.kind for t in self.index.tiers] + [kind])[where.tiers]
+        beyond = (kinds > TierKind.HOST) if kind < TierKind.HOST else (kinds < TierKind.HOST)
+        over = kind != TierKind.HOST and bool(self.index.serving(TierKind.HOST))
+        return np.asarray(beyond & over & (where.tiers >= 0), bool)
+
+    def _stage(
+        self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, now: float, draft: Draft
+    ) -> Where:
+        """The sources after staged blocks were sent to host tiers; none for those that found no room there."""
+        hosts = self.index.serving(TierKind.HOST)
+        coming = self.attached(blocks, hosts)
+        rest = staged & (coming.pages < 0)
+        self.bring(blocks[rest], TierKind.HOST, reason=reason, now=now, draft=draft)
+        coming = self.attached(blocks, hosts)
+        return Where(np.where(staged, coming.tiers, where.tiers), np.where(staged, coming.pages, where.pages))
+
+    def _send(
+        self, blocks: Ids, where: Where, *, target: int, reason: Reason, now: float, draft: Draft
+    ) -> Bools:
+        """Transfers to one tier; which blocks found room."""
+        pages = self._pages_for(blocks, target, draft)
+        sent = pages >= 0
+        blocks, where, pages = blocks[sent], where.at(sent), pages[sent]
+        if len(blocks) == 0:
+            return sent
+        flights = np.zeros(len(blocks), FLIGHT)
+        flights["block"], flights["reason"] = blocks, reason
+        flights["source_tier"], flights["source_page"] = where
+        flights["target_tier"], flights["target_page"] = target, pages
+        ids = self.flights.begin(flights)
+        self.index.tiers[target].filler[pages] = ids
+        self.index.pin(target, pages)
+        self.index.attach(target, pages[::-1], blocks[::-1], now)
+        for rows in runs(where.tiers):
+            source = int(where.tiers[rows[0]])
+            if reason != Reason.DEMOTION:
+                self.ask_again(source, where.pages[rows], now)
+            self.index.pin(source, where.pages[rows])
+        draft.transfer(self._records(ids, flights, draft))
+        return sent
+
+    def _pages_for(self, blocks: Ids, target: int, draft: Draft) -> Ids:
+        """Reserved pages for blocks in a tier that the daemon writes; -1 where there is no room."""
+        pages_of = self.index.tiers[target]
+        lengths = self.index.blocks.length[blocks]
+        classes, domains = pages_of.class_of(lengths), self.index.blocks.domain[blocks]
+        pages = np.full(len(blocks), NO_PAGE, np.int64)
+        for rows in runs(domains, classes):
+            key = Key(int(domains[rows[0]]), int(classes[rows[0]]), DAEMON)
+            got = self.room.reserve(target, key, len(rows), draft=draft)
+            pages[rows[: len(got)]] = got
+            pages_of.length[got] = lengths[rows[: len(got)]]
+            draft.reserve(pages_of.extents(got))
+        return pages
+
+    def _records(self, ids: TransferIds, flights: StructArray, draft: Draft) -> StructArray:
+        out = np.zeros(len(ids), TRANSFER)
+        out["id"], out["block"], out["reason"] = ids, flights["block"], flights["reason"]
+        out["target"] = self.index.tiers[int(flights["target_tier"][0])].extents(flights["target_page"])
+        for rows in runs(flights["source_tier"]):
+            pages_of = self.index.tiers[int(flights["source_tier"][rows[0]])]
+            pages = flights["source_page"][rows]
+            out["source"][rows] = pages_of.extents(pages)
+            out["after"][rows] = pages_of.filler[pages]
+        draft.wait(out["after"][out["after"] > 0])
+        return out
+
+
+def distinct(blocks: Ids) -> Ids:
+    """The ids that are not negative, each once, in the order of their first place."""
+    values, first = np.unique(blocks, return_index=True)
+    order = np.argsort(first)
+    values = values[order]
+    return values[values >= 0] if len(values) else no_ids()

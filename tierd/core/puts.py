@@ -1,0 +1,360 @@
+"""Puts: reserve, begin_commit, finish_commit, abort.
+
+Purpose: from named blocks to pages that one session may write, and from written pages to blocks that everybody finds. Non-purpose: room
+(room.py); hashing, which happens outside between begin_commit and finish_commit.
+
+Invariants: nothing of a reservation can be found before its commit; the blocks of one commit become findable together or not at all; of
+several reservations of one name the first commit wins; a busy page is freed by its finish_commit only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tierd.core.blocks import Names, hash_rows, words
+from tierd.core.columns import runs
+from tierd.core.draft import Draft
+from tierd.core.gets import Gets
+from tierd.core.leases import BUSY, GONE, OPEN, Commit, Reservation, Session, Sessions
+from tierd.core.meta import new_meta
+from tierd.core.model import (
+    COMMIT_BLOCK,
+    EXTENT,
+    HASH_BYTES,
+    NO_PAGE,
+    PUT_BLOCK,
+    UNVERIFIED,
+    BlockStatus,
+    Reason,
+    StructArray,
+    TierKind,
+)
+from tierd.core.pages import DAEMON, Key
+from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, PutQuery, Reserved
+from tierd.core.planner import Planner, Where, distinct
+from tierd.errors import InvalidArgument, NotFound
+
+UNKNOWN_NAMESPACE = 0xFFFF_FFFF
+"""Of pages that were reserved under a former daemon: they cannot be committed, only let go."""
+
+
+class Puts:
+    """See the module. dead: namespaces that were forgotten."""
+
+    def __init__(self, planner: Planner, sessions: Sessions, gets: Gets) -> None:
+        self._planner, self._index, self._sessions, self._gets = planner, planner.index, sessions, gets
+        self.dead = {UNKNOWN_NAMESPACE}
+
+    # -- reserve
+
+    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: TierKind) -> Reserved:
+        """Pages for what is not held yet."""
+        holder, draft = self._sessions.get(session), Draft()
+        wish = _wish(groups, session=session, domain=holder.domain)
+        statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
+        statuses[np.isin(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
+        ids = self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
+        where = self._nearest(ids)
+        statuses[where.pages >= 0] = BlockStatus.EXISTS
+        query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
+        guarded = self._planner.guard(distinct(np.concatenate((ids, self._parents(groups)))))
+        self._give(wish, holder, statuses=statuses, query=query, kind=kind, draft=draft)
+        self._planner.unguard(guarded, draft)
+        given = wish.pages >= 0
+        statuses[given] = BlockStatus.RESERVED
+        wish.state[given] = OPEN
+        extents = self._extents(Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.pages, where.pages)))
+        cuts = np.cumsum([len(group.blocks) for group in groups])[:-1]
+        number = self._keep(holder, wish) if given.any() else 0
+        return Reserved(number, np.split(statuses, cuts), np.split(extents, cuts), draft.plan())
+
+    def _give(
+        self, wish: Reservation, holder: Session, *, statuses: Codes, query: Ids, kind: TierKind, draft: Draft
+    ) -> None:
+        """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more."""
+        serving = self._index.serving(kind)
+        if not serving:
+            return
+        stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))
+        tiers = np.asarray(serving, np.int64)[(stripe % np.uint64(len(serving))).astype(np.int64)]
+        classes = np.zeros(len(tiers), np.int64)
+        free = statuses == BlockStatus.NO_ROOM
+        fits = free.copy()
+        for tier in np.unique(tiers).tolist():
+            rows = np.flatnonzero((tiers == tier) & free)
+            classes[rows] = self._index.tiers[tier].class_of(wish.lengths[rows])
+            fits[rows] = self._sessions.room_for_bytes(holder, tier, classes[rows])
+        rows = np.flatnonzero(free & ~_after_first(free & ~fits, query))
+        for part in runs(tiers[rows], classes[rows]):
+            at = rows[part]
+            tier = int(tiers[at[0]])
+            writer = holder.id if self._index.tiers[tier].spec.writer_owned else DAEMON
+            key = Key(holder.domain, int(classes[at[0]]), writer)
+            pages = self._planner.room.reserve(tier, key, len(at), draft=draft)
+            wish.pages[at[: len(pages)]] = pages
+            wish.tiers[at] = tier
+            self._index.tiers[tier].length[pages] = wish.lengths[at[: len(pages)]]
+            draft.reserve(self._index.tiers[tier].extents(pages))
+        self._take_back(wish, _after_first(free & (wish.pages < 0), query), Reason.ABORTED, draft)
+        for tier in np.unique(tiers).tolist():
+            self._sessions.reserve(holder, tier, wish.pages[(wish.pages >= 0) & (wish.tiers == tier)], step=1)
+
+    def _keep(self, holder: Session, wish: Reservation) -> int:
+        wish.id = self._sessions.next_id()
+        holder.reservations[wish.id] = wish
+        return wish.id
+
+    def _parents(self, groups: Sequence[PutQuery]) -> Ids:
+        """Ids of the blocks that the queries continue."""
+        names = Names(
+            np.asarray([group.namespace for group in groups], np.uint32),
+            np.concatenate([hash_rows(group.parent) for group in groups]),
+        )
+        return self._index.blocks.find(names)
+
+    # -- commit
+
+    def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
+        """Marks rows busy and names them."""
+        held = self._sessions.get(session).reservations.get(reservation)
+        if held is None:
+            raise NotFound(f"reservation {reservation}: session {session} has none; reserve again")
+        if blocks is None:
+            rows = held.rows(OPEN)
+            if not held.hash[rows].any(axis=1).all():
+                raise InvalidArgument(f"reservation {reservation}: it has private pages; commit must name its blocks")
+        else:
+            rows = _named_rows(held, blocks)
+            held.hash[rows], held.parent[rows] = blocks["hash"], blocks["parent"]
+            held.positions[rows], held.tokens[rows] = blocks["position"], blocks["tokens"]
+            self._shorten(held, rows, blocks["length"])
+        held.state[rows] = BUSY
+        commit = Commit(self._sessions.next_id(), held, rows, self._metas(held, rows))
+        self._sessions.commits[commit.id] = commit
+        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
+        return Committing(
+            commit.id, session, reservation, extents, commit.metas, held.lengths[rows].copy(), rows.astype(np.uint32)
+        )
+
+    def finish_commit(
+        self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
+    ) -> Committed:
+        """Publishes all, or none."""
+        commit = self._sessions.commits.get(committing.id)
+        if commit is None:
+            raise NotFound(f"commit {committing.id}: not under way; begin_commit gives one that is")
+        count = len(commit.rows)
+        if digests.shape != (count, 16) or ok.shape != (count,):
+            raise InvalidArgument(f"commit {commit.id}: digests {digests.shape}, ok {ok.shape} for {count} blocks; give one each")
+        del self._sessions.commits[commit.id]
+        draft, held = Draft(), commit.reservation
+        where = Where(held.tiers[commit.rows], held.pages[commit.rows])
+        statuses = np.full(count, BlockStatus.FAILED, np.uint16)
+        ids = np.full(count, -1, np.int64)
+        if bool(ok.all()) and not self._is_lost(held, commit.rows):
+            commit.metas["digest"] = digests
+            ids = self._publish(commit, where, statuses, now=now, draft=draft)
+        self._close(commit, failed=bool((ids < 0).any()), keep_open=keep_open, draft=draft)
+        found, own = self._nearest(ids), statuses == BlockStatus.READY
+        found.tiers[own], found.pages[own] = where.tiers[own], where.pages[own]
+        number = self._lease(held, found, ids, now) if lease and count else 0
+        return Committed(statuses, self._extents(found), ids, number, draft.plan())
+
+    def _publish(self, commit: Commit, where: Where, statuses: Codes, *, now: float, draft: Draft) -> Ids:
+        """New names get their pages; the ids of all names."""
+        names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
+        new = (self._nearest(self._index.blocks.find(names)).pages < 0) & names.firsts()
+        rows = np.flatnonzero(new)
+        self._make_way(names.at(rows), where.at(rows), commit.metas["digest"][rows], draft)
+        ids = self._index.blocks.add(commit.metas[rows], now)
+        self._index.link(ids)
+        for part in runs(where.tiers[rows]):
+            tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]
+            if self._index.tiers[tier].spec.writer_owned:
+                self._index.tiers[tier].flags[pages] = UNVERIFIED
+            self._index.attach(tier, pages[::-1], ids[part][::-1], now)
+            self._index.publish(tier, pages)
+        self._count_off(commit.reservation, commit.rows[rows])
+        commit.reservation.state[commit.rows[rows]] = GONE
+        statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
+        return self._index.blocks.find(names)
+
+    def _make_way(self, names: Names, where: Where, digests: Bytes, draft: Draft) -> None:
+        """Pages of those names that nobody can read now (tier out of service, transfer under way) go if they are in the way or differ."""
+        ids = self._index.blocks.find(names)
+        same = (self._index.blocks.digest[ids] == words(digests)).all(axis=1) if len(ids) else np.zeros(0, bool)
+        for tier in range(len(self._index.tiers)):
+            pages = self._index.attached(tier, ids)
+            pages = pages[(pages >= 0) & (~same | (where.tiers == tier))]
+            if len(pages):
+                self._index.doom(tier, pages, Reason.DUPLICATE, draft)
+
+    def _close(self, commit: Commit, *, failed: bool, keep_open: bool, draft: Draft) -> None:
+        """What of the reservation is not published stays open, or is freed."""
+        held = commit.reservation
+        busy = np.zeros(len(held.state), bool)
+        busy[commit.rows] = held.state[commit.rows] == BUSY
+        if failed and keep_open and not held.closing:
+            held.state[busy] = OPEN
+        else:
+            self._take_back(held, busy, Reason.FAILED if failed else Reason.DUPLICATE, draft)
+        if not keep_open:
+            held.closing = True
+            self._take_back(held, held.state == OPEN, Reason.ABORTED, draft)
+        holder = self._sessions.open.get(held.session)
+        if holder is not None and (held.closing or (held.state == GONE).all()):
+            holder.reservations.pop(held.id, None)
+
+    def _lease(self, held: Reservation, where: Where, ids: Ids, now: float) -> int:
+        """A lease on what was committed, if its session lives and all of it can be held."""
+        holder = self._sessions.open.get(held.session)
+        if holder is None or (where.pages < 0).any():
+            return 0
+        for tier in np.unique(where.tiers).tolist():
+            self._planner.ask_again(tier, where.pages[where.tiers == tier], now)
+        kind = self._index.tiers[int(where.tiers[0])].spec.kind
+        return self._gets.hold(holder, kind=kind, where=where, blocks=ids)
+
+    # -- ends
+
+    def abort(self, holder: Session, reservation: int, *, reason: Reason, draft: Draft) -> None:
+        """The reservation ends; busy pages go on to their finish_commit."""
+        held = holder.reservations.pop(reservation, None)
+        if held is not None:
+            held.closing = True
+            self._take_back(held, held.state == OPEN, reason, draft)
+
+    def adopt(self, holder: Session, where: Where, lengths: Lengths) -> int:
+        """A reservation of pages that were reserved under a former daemon."""
+        wish = _blank(len(lengths), session=holder.id, domain=holder.domain)
+        wish.tiers[:], wish.pages[:], wish.lengths[:], wish.state[:] = where.tiers, where.pages, lengths, OPEN
+        wish.namespaces[:] = UNKNOWN_NAMESPACE
+        for tier in np.unique(where.tiers).tolist():
+            self._sessions.reserve(holder, tier, where.pages[where.tiers == tier], step=1)
+        return self._keep(holder, wish)
+
+    # -- inside
+
+    def _take_back(self, held: Reservation, rows: Bools, reason: Reason, draft: Draft) -> None:
+        """reserved -> free for rows that have a page."""
+        at = np.flatnonzero(rows & (held.pages >= 0))
+        self._count_off(held, at)
+        for part in runs(held.tiers[at]):
+            self._index.discard(int(held.tiers[at[part[0]]]), held.pages[at[part]], reason, draft)
+        held.state[at] = GONE
+        held.pages[at] = NO_PAGE
+
+    def _count_off(self, held: Reservation, rows: Ids) -> None:
+        holder = self._sessions.open.get(held.session)
+        if holder is None or held.id == 0:
+            return
+        for tier in np.unique(held.tiers[rows]).tolist():
+            self._sessions.reserve(holder, tier, held.pages[rows[held.tiers[rows] == tier]], step=-1)
+
+    def _is_lost(self, held: Reservation, rows: Ids) -> bool:
+        """A namespace was forgotten, or a page's tier was lost, since the reserve."""
+        if self.dead & set(held.namespaces[rows].tolist()):
+            return True
+        return any(self._index.tiers[t].doom[p] > 0 for t, p in zip(held.tiers[rows], held.pages[rows], strict=True))
+
+    def _nearest(self, ids: Ids) -> Where:
+        """The nearest readable page of each block in any tier in service."""
+        tiers = self._index.nearest(ids, self._index.serving()).astype(np.int64)
+        pages = np.full(len(ids), NO_PAGE, np.int64)
+        for tier in np.unique(tiers[tiers >= 0]).tolist():
+            pages[tiers == tier] = self._index.attached(tier, ids[tiers == tier])
+        return Where(tiers, pages)
+
+    def _extents(self, where: Where) -> StructArray:
+        out = np.zeros(len(where.pages), EXTENT)
+        out["page"] = NO_PAGE
+        for tier in np.unique(where.tiers[where.pages >= 0]).tolist():
+            here = (where.tiers == tier) & (where.pages >= 0)
+            out[here] = self._index.tiers[tier].extents(where.pages[here])
+        return out
+
+    def _shorten(self, held: Reservation, rows: Ids, lengths: Lengths) -> None:
+        held.lengths[rows] = lengths
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            self._index.tiers[held.tiers[row]].length[held.pages[row]] = length
+
+    def _metas(self, held: Reservation, rows: Ids) -> StructArray:
+        metas = new_meta(len(rows))
+        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
+        metas["namespace"], metas["domain"] = held.namespaces[rows], held.domain
+        metas["hash"], metas["parent"] = held.hash[rows], held.parent[rows]
+        metas["position"], metas["tokens"] = held.positions[rows], held.tokens[rows]
+        metas["logical_length"] = metas["stored_length"] = held.lengths[rows]
+        for name in ("generation", "segment", "offset"):
+            metas[name] = extents[name]
+        return metas
+
+
+def _after_first(wrong: Bools, query: Ids) -> Bools:
+    """Rows that are wrong, or come after one that is in the same query."""
+    count = np.cumsum(wrong)
+    starts = np.searchsorted(query, query)
+    return np.asarray(count - (count[starts] - wrong[starts]) > 0, bool)
+
+
+def _blank(count: int, *, session: int, domain: int) -> Reservation:
+    return Reservation(
+        id=0,
+        session=session,
+        domain=domain,
+        namespaces=np.zeros(count, np.uint32),
+        hash=np.zeros((count, HASH_BYTES), np.uint8),
+        parent=np.zeros((count, HASH_BYTES), np.uint8),
+        positions=np.zeros(count, np.uint32),
+        tokens=np.zeros(count, np.uint32),
+        lengths=np.zeros(count, np.uint32),
+        tiers=np.full(count, -1, np.int64),
+        pages=np.full(count, NO_PAGE, np.int64),
+        state=np.full(count, GONE, np.uint8),
+    )
+
+
+def _wish(groups: Sequence[PutQuery], *, session: int, domain: int) -> Reservation:
+    """The queries as one reservation without pages."""
+    if not groups:
+        raise InvalidArgument("groups: none; reserve at least one")
+    wish = _blank(sum(len(group.blocks) for group in groups), session=session, domain=domain)
+    start = 0
+    for number, group in enumerate(groups):
+        _check_put(number, group)
+        rows = slice(start, start + len(group.blocks))
+        start = rows.stop
+        wish.namespaces[rows] = group.namespace
+        wish.hash[rows] = group.blocks["hash"]
+        if len(group.blocks):
+            wish.parent[rows] = np.concatenate((np.frombuffer(group.parent, np.uint8)[None], group.blocks["hash"][:-1]))
+        wish.positions[rows] = np.arange(group.position, group.position + len(group.blocks))
+        wish.tokens[rows], wish.lengths[rows] = group.blocks["tokens"], group.blocks["length"]
+    return wish
+
+
+def _check_put(number: int, group: PutQuery) -> None:
+    if group.blocks.dtype != PUT_BLOCK:
+        raise InvalidArgument(f"groups[{number}].blocks: dtype {group.blocks.dtype}; give PUT_BLOCK")
+    if len(group.parent) != HASH_BYTES:
+        raise InvalidArgument(f"groups[{number}].parent: {len(group.parent)} bytes instead of {HASH_BYTES}; zeros at the start")
+    if (group.blocks["length"] == 0).any():
+        raise InvalidArgument(f"groups[{number}].blocks: a length of 0 bytes; give at least 1")
+
+
+def _named_rows(held: Reservation, blocks: StructArray) -> Ids:
+    """The rows that COMMIT_BLOCK records speak of."""
+    if blocks.dtype != COMMIT_BLOCK:
+        raise InvalidArgument(f"commit: dtype {blocks.dtype}; give COMMIT_BLOCK")
+    rows = blocks["index"].astype(np.int64)
+    if (rows >= len(held.state)).any() or len(np.unique(rows)) != len(rows):
+        raise InvalidArgument(f"commit: an index twice or beyond the {len(held.state)} blocks of reservation {held.id}")
+    if (held.state[rows] != OPEN).any():
+        raise InvalidArgument(f"commit: a block of reservation {held.id} has no page, or is committed already; leave it out")
+    if (blocks["length"] > held.lengths[rows]).any() or (blocks["length"] == 0).any():
+        raise InvalidArgument(f"commit: a length is 0 or above what reservation {held.id} set aside; reserve the full length")
+    if not blocks["hash"].any(axis=1).all():
+        raise InvalidArgument("commit: a hash of zeros; name every block")
+    return rows

@@ -1,0 +1,152 @@
+"""Room: pages for those who ask, from what is free, from the common pool, or from what is coldest.
+
+Purpose: which page is given, and what leaves for it. Non-purpose: what the page is for. In this order:
+1. a free page of a segment of the right key (domain, class, writer);
+2. a vacant place begins a life as such a segment;
+3. the coldest block is dropped if its page has the right key;
+4. else the segment that holds the coldest block is emptied whole and begins a new life. One in which something is held is passed over
+   for the next colder block's.
+So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
+
+Coldest first, but children before their parents: a candidate that still has children in the tier waits for them. Only when everything
+that may go is held back by children that may not (pinned tails), the coldest goes all the same. Emptying a segment can break a chain too;
+the rest serves again once the missing block is written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tierd.core.draft import Draft, no_ids
+from tierd.core.index import Index
+from tierd.core.model import PageState, Reason
+from tierd.core.pages import Key
+from tierd.core.plan import Bools, Ids
+
+FIRST_LOOK = 16
+"""Victims asked for at first when only a segment can be given up; doubled until one will do."""
+
+
+class Room:
+    """See the module. domains: of every live session, by id."""
+
+    def __init__(self, index: Index, *, first_segment: int, domains: Mapping[int, int]) -> None:
+        self._index = index
+        self._domains = domains
+        self.next_segment = first_segment
+
+    def reserve(self, tier: int, key: Key, count: int, *, draft: Draft) -> Ids:
+        """Up to `count` pages of the key, reserved."""
+        pages_of = self._index.tiers[tier]
+        if not (pages_of.serving and pages_of.fits(key.class_bytes)):
+            return no_ids()
+        got = [self._index.set_aside(tier, key, count)]
+        missing = count - len(got[0])
+        while missing and (self._begin(tier, key, draft) or self._give_up(tier, key, missing, draft)):
+            got.append(self._index.set_aside(tier, key, missing))
+            missing -= len(got[-1])
+        return np.concatenate(got)
+
+    def coldest(self, tier: int, count: int, *, leaves: int = 1) -> Ids:
+        """Up to `count` blocks that may leave now, in the order in which they should.
+
+        leaves: how many to name when the coldest all wait for children; few, because the next leaf of a cold chain is often its own parent.
+        """
+        index = self._index
+        count = min(count, index.going[tier])
+        if count <= 0:
+            return no_ids()
+        victims = index.policies[tier].victims(count, index.held[tier])
+        assert victims is not None and len(victims) == count, "the policy lost count of what it tracks"
+        ready = victims[self._tails_first(tier, victims)]
+        if len(ready) == 0:
+            tips = index.policies[tier].victims(min(leaves, index.tips[tier]), index.barred[tier])
+            ready = victims if tips is None or len(tips) == 0 else tips
+        return ready
+
+    def drop(self, tier: int, blocks: Ids, draft: Draft) -> None:
+        """Frees the blocks' pages: DEMOTED where a farther tier holds them, else EVICTED."""
+        kept = self.is_farther(tier, blocks)
+        for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
+            if len(those):
+                self._index.evictions[tier] += len(those)
+                self._index.vacate(tier, self._index.attached(tier, those), reason, draft)
+
+    def is_farther(self, tier: int, blocks: Ids) -> Bools:
+        """Which blocks can be read in a farther kind of tier."""
+        kind = self._index.tiers[tier].spec.kind
+        farther = [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
+        return np.asarray(self._index.nearest(blocks, farther) >= 0, bool)
+
+    def _tails_first(self, tier: int, victims: Ids) -> Bools:
+        """Which victims have no tracked child but ones that come before them in the list and may go themselves."""
+        blocks = self._index.blocks
+        children = self._index.children[tier][victims]
+        strict = (children > 0) & ~blocks.lax[victims]
+        may = np.ones(len(victims), bool)
+        if not strict.any():
+            return may
+        order = np.argsort(victims)
+        parents = blocks.parent[victims]
+        at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
+        counts = (victims[at] == parents) & (at > np.arange(len(victims)))
+        while True:
+            gone = np.bincount(at[counts & may], minlength=len(victims))
+            now = ~strict | (gone == children)
+            if (now == may).all():
+                return may
+            may = now
+
+    def _begin(self, tier: int, key: Key, draft: Draft) -> bool:
+        """A vacant place begins a life. False: there is none."""
+        pages_of = self._index.tiers[tier]
+        if not pages_of.vacant:
+            return False
+        draft.begin(pages_of.begin(key, self.next_segment, dict(self._domains)))
+        self.next_segment += 1
+        return True
+
+    def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
+        """Drops up to `count` coldest blocks of the key, or empties one segment. False: nothing may leave."""
+        passed: set[int] = set()
+        look, leaves = count, 1
+        while True:
+            victims = self.coldest(tier, look, leaves=leaves)
+            run = self._right(tier, victims, key)
+            if run:
+                self.drop(tier, victims[:run], draft)
+                return True
+            for victim, place in zip(victims, self._places(tier, victims), strict=True):
+                if self._index.tiers[tier].key_of(place) == key:
+                    self.drop(tier, victim[None], draft)
+                    return True
+                if place not in passed and self._empty(tier, place, draft):
+                    return True
+                passed.add(place)
+            if leaves >= self._index.going[tier]:
+                return False
+            look = leaves = max(FIRST_LOOK, 2 * look)
+
+    def _right(self, tier: int, victims: Ids, key: Key) -> int:
+        """How many victims, from the first on, lie in segments of the key."""
+        for count, place in enumerate(self._places(tier, victims)):
+            if self._index.tiers[tier].key_of(place) != key:
+                return count
+        return len(victims)
+
+    def _places(self, tier: int, victims: Ids) -> list[int]:
+        places: list[int] = self._index.tiers[tier].place[self._index.attached(tier, victims)].tolist()
+        return places
+
+    def _empty(self, tier: int, place: int, draft: Draft) -> bool:
+        """Drops all blocks of a segment. False, and nothing changed: something in it is held."""
+        pages_of = self._index.tiers[tier]
+        span = pages_of.pages_of(place)
+        used = np.flatnonzero(pages_of.state[span] != PageState.FREE) + span.start
+        blocks = pages_of.block[used].astype(np.int64)
+        if (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any():
+            return False
+        self.drop(tier, blocks, draft)
+        return True

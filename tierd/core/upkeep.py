@@ -1,0 +1,228 @@
+"""Upkeep: what happens to the books outside gets and puts.
+
+Purpose: ends of sessions, start after a restart, verification's verdicts, epochs, operators' wishes, lost tiers. Non-purpose: choosing victims
+(room.py). Common rule: pages that somebody pins are never freed; they are detached, so that nobody finds them, and freed with their last pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tierd.core.blocks import Names, words
+from tierd.core.columns import runs
+from tierd.core.draft import Draft
+from tierd.core.gets import Gets
+from tierd.core.leases import Session, Sessions
+from tierd.core.model import UNVERIFIED, PageState, Reason, SegmentAssignment, StructArray, TierKind
+from tierd.core.pages import DAEMON
+from tierd.core.plan import Bools, Ids, Restored
+from tierd.core.planner import Planner, Where, distinct
+from tierd.core.puts import Puts
+
+
+class Upkeep:
+    """See the module."""
+
+    def __init__(self, planner: Planner, sessions: Sessions, gets: Gets, puts: Puts) -> None:
+        self._planner, self._index, self._sessions, self._gets, self._puts = planner, planner.index, sessions, gets, puts
+
+    # -- sessions
+
+    def end_session(self, session: int, draft: Draft) -> None:
+        """Lets go of everything that the session held; its segments become the daemon's."""
+        holder = self._sessions.open.get(session)
+        if holder is None:
+            return
+        for lease in list(holder.leases.values()):
+            self._gets.let_go(holder, lease, draft)
+        for reservation in list(holder.reservations):
+            self._puts.abort(holder, reservation, reason=Reason.SESSION_ENDED, draft=draft)
+        self._sessions.end(session)
+        for tier in self._index.tiers:
+            tier.hand_over(session)
+
+    def note_attached(self, session: int, tier: int, segment: int) -> None:
+        """The session has the segment's descriptor."""
+        holder, pages_of = self._sessions.get(session), self._index.tiers[tier]
+        writers = [s.key.writer for s in pages_of.segments if s is not None and s.id == segment]
+        if writers or segment in pages_of.last_id:
+            held = pages_of.holders.setdefault(segment, {})
+            held[session] = held.get(session, False) or holder.id in writers
+
+    # -- start
+
+    def adopt(
+        self, tier: int, *, segments: Sequence[SegmentAssignment], extents: StructArray, metas: StructArray, now: float
+    ) -> Bools:
+        """Takes segments, then the blocks in them."""
+        pages_of = self._index.tiers[tier]
+        for given in segments:
+            pages_of.adopt_segment(given, given.writer if given.writer in self._sessions.domains else DAEMON)
+        pages = pages_of.find(extents)
+        good = self._is_sound(tier, extents, metas, pages)
+        rows = np.flatnonzero(good)
+        ids = self._index.blocks.add(metas[rows], now)
+        self._index.link(ids)
+        pages_of.adopt(pages[rows], extents["generation"][rows])
+        pages_of.length[pages[rows]] = metas["stored_length"][rows]
+        pages_of.flags[pages[rows]] = extents["flags"][rows] & UNVERIFIED
+        self._index.attach(tier, pages[rows], ids, now)
+        self._index.publish(tier, pages[rows])
+        self._index.generation = max(self._index.generation, 1 + int(extents["generation"].max(initial=0)))
+        self._planner.room.next_segment = max([self._planner.room.next_segment, *(given.segment + 1 for given in segments)])
+        pages_of.close_empty()
+        return good
+
+    def restore(self, holder: Session, *, pinned: StructArray, reserved: StructArray) -> Restored:
+        """Pins and reservations of a former daemon's session."""
+        where, taken = self._find(pinned, PageState.READY)
+        lease = 0
+        if taken.any():
+            where = where.at(taken)
+            blocks = self._owners(where)
+            lease = self._gets.hold(holder, kind=TierKind.HOST, where=where, blocks=blocks)
+        spots, free = self._find(reserved, PageState.FREE)
+        number = 0
+        if free.any():
+            spots = spots.at(free)
+            for tier, page, generation in zip(*spots, reserved["generation"][free].tolist(), strict=True):
+                self._index.tiers[tier].take_exactly(page, generation)
+                self._index.tiers[tier].length[page] = 1
+                self._index.generation = max(self._index.generation, generation + 1)
+            number = self._puts.adopt(holder, spots, reserved["length"][free])
+        return Restored(lease, number, taken & bool(lease), free)
+
+    # -- verdicts
+
+    def verified(self, extents: StructArray) -> None:
+        """Clears UNVERIFIED of pages that are still those."""
+        for rows in runs(extents["tier"]):
+            pages_of = self._index.tiers[int(extents["tier"][rows[0]])]
+            pages = _still(pages_of.generation, extents[rows])
+            pages_of.flags[pages] &= np.uint16(~UNVERIFIED & 0xFFFF)
+
+    def condemn(self, extents: StructArray, draft: Draft) -> None:
+        """Dooms pages that are still those."""
+        for rows in runs(extents["tier"]):
+            tier = int(extents["tier"][rows[0]])
+            pages_of = self._index.tiers[tier]
+            pages = np.unique(_still(pages_of.generation, extents[rows]))
+            pages = pages[(pages_of.state[pages] >= PageState.READY) & (pages_of.doom[pages] == 0)]
+            if len(pages):
+                self._index.doom(tier, pages, Reason.CORRUPTED, draft)
+
+    # -- operators
+
+    def live(self, blocks: Ids) -> Ids:
+        """Those of the ids that are blocks with a readable page, each once."""
+        blocks = distinct(np.asarray(blocks, np.int64))
+        blocks = blocks[blocks < self._index.blocks.top]
+        return blocks[self._index.nearest(blocks, range(len(self._index.tiers))) >= 0]
+
+    def forget_namespaces(self, namespaces: set[int], draft: Draft) -> None:
+        """Their blocks are never found again."""
+        blocks = self._index.blocks
+        self._puts.dead |= namespaces
+        ids = blocks.known()
+        ids = ids[blocks.named[ids] & np.isin(blocks.namespace[ids], list(namespaces))]
+        blocks.unname(ids)
+        for tier in range(len(self._index.tiers)):
+            self._doom_all(tier, ids, Reason.EPOCH_BUMPED, draft)
+
+    def evict(self, blocks: Ids, tier: int | None, draft: Draft) -> None:
+        """Frees pages that nothing holds."""
+        blocks = self.live(blocks)
+        for position in range(len(self._index.tiers)) if tier is None else [tier]:
+            pages = self._index.readable(position, blocks)
+            there = (pages >= 0) & ~self._index.blocks.pinned[blocks]
+            pages = pages[there]
+            pages = pages[self._index.tiers[position].pins[pages] == 0]
+            if len(pages):
+                self._index.vacate(position, pages, Reason.ADMIN, draft)
+
+    def pin_blocks(self, blocks: Ids) -> int:
+        """How many are pinned that were not."""
+        return self._set_pinned(blocks, pinned=True)
+
+    def unpin_blocks(self, blocks: Ids) -> int:
+        """How many were pinned."""
+        return self._set_pinned(blocks, pinned=False)
+
+    def drop_tier(self, tier: int, draft: Draft) -> None:
+        """Its pages are gone, those reserved by clients too (their commits will fail)."""
+        pages_of = self._index.tiers[tier]
+        pages_of.serving = False
+        self._doom_all(tier, np.flatnonzero(self._index.page[tier] >= 0), Reason.TIER_LOST, draft)
+        pages_of.doom[(pages_of.state == PageState.RESERVED) & (pages_of.doom == 0)] = Reason.TIER_LOST
+
+    # -- inside
+
+    def _set_pinned(self, blocks: Ids, *, pinned: bool) -> int:
+        blocks = self.live(blocks)
+        blocks = blocks[self._index.blocks.pinned[blocks] != pinned]
+        self._index.blocks.pinned[blocks] = pinned
+        self._index.weigh(blocks)
+        return len(blocks)
+
+    def _doom_all(self, tier: int, blocks: Ids, reason: Reason, draft: Draft) -> None:
+        pages = self._index.attached(tier, blocks)
+        pages = pages[pages >= 0]
+        if len(pages):
+            self._index.doom(tier, pages, reason, draft)
+
+    def _is_sound(self, tier: int, extents: StructArray, metas: StructArray, pages: Ids) -> Bools:
+        """Which survivors can be taken: a free page of a known segment, once; a new name here; nothing that contradicts."""
+        pages_of, blocks = self._index.tiers[tier], self._index.blocks
+        good = pages >= 0
+        good[good] = pages_of.state[pages[good]] == PageState.FREE
+        good &= metas["stored_length"] + pages_of.spec.slot_overhead_bytes <= pages_of.class_bytes(pages)
+        names = Names(metas["namespace"], words(metas["hash"]))
+        for once in (_firsts(pages, good), names.firsts()):
+            good &= once
+        good &= ~np.isin(metas["namespace"], list(self._puts.dead))
+        ids = blocks.find(names)
+        good &= (ids < 0) | (self._index.attached(tier, ids) < 0)
+        known = (ids >= 0) & (blocks.places[ids] > 0)
+        good &= ~known | (blocks.digest[ids] == words(metas["digest"])).all(axis=1)
+        return np.asarray(good, bool)
+
+    def _find(self, extents: StructArray, state: PageState) -> tuple[Where, Bools]:
+        """Pages by place; and which are in this state (a used one: with this generation; a free one: not twice)."""
+        pages = np.full(len(extents), -1, np.int64)
+        good = np.zeros(len(extents), bool)
+        for rows in runs(extents["tier"]):
+            tier = int(extents["tier"][rows[0]])
+            if tier >= len(self._index.tiers):
+                continue
+            pages_of = self._index.tiers[tier]
+            pages[rows] = found = pages_of.find(extents[rows])
+            good[rows] = found >= 0
+            at, found = rows[found >= 0], found[found >= 0]
+            good[at] = pages_of.state[found] == state
+            if state != PageState.FREE:
+                good[at] &= pages_of.generation[found] == extents["generation"][at]
+            else:
+                good[rows] &= _firsts(pages[rows], good[rows])
+        return Where(extents["tier"].astype(np.int64), pages), good
+
+    def _owners(self, where: Where) -> Ids:
+        blocks = [self._index.tiers[t].block[p] for t, p in zip(where.tiers, where.pages, strict=True)]
+        return np.asarray(blocks, np.int64)
+
+
+def _firsts(pages: Ids, among: Bools) -> Bools:
+    """Which rows, of those among, hold a page for the first time."""
+    out = np.zeros(len(pages), bool)
+    rows = np.flatnonzero(among)
+    out[rows[np.unique(pages[rows], return_index=True)[1]]] = True
+    return out
+
+
+def _still(generation: Ids, extents: StructArray) -> Ids:
+    """Pages that have the extents' generations still."""
+    pages = extents["page"]
+    pages, wanted = pages[(pages >= 0) & (pages < len(generation))], extents["generation"]
+    wanted = wanted[(extents["page"] >= 0) & (extents["page"] < len(generation))]
+    return np.asarray(pages[generation[pages] == wanted], np.int64)
