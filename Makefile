@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: help demo test lint format bench nightly weekly gpu proto reference clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / && ($$1 != "bench" || "$(wildcard tools/bench.py)" != "") \
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / && ($$1 != "bench" || "$(wildcard tools/bench/__main__.py)" != "") \
 		{split($$1, name, ":"); printf "make %-12s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
 
 # --- .venv, made on demand: what runs the daemon, and on top of it what checks it -------------------------------------
@@ -64,12 +64,12 @@ weekly: ## the same with ten times the counts
 nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system
 	TIERD_HYPOTHESIS=nightly SCALE=$(SCALE) $(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadfile --timeout 3600 tests/$*
 
-ifneq ($(wildcard tools/bench.py),)
+ifneq ($(wildcard tools/bench/__main__.py),)
 bench: .venv/.dev ## measures against the machine's own limits: a table, and build/bench.json
-	$(BIN)/python tools/bench.py
+	$(BIN)/python -m tools.bench
 else
 bench:
-	@echo "make bench: tools/bench.py is not written yet; nothing was measured" >&2; exit 1
+	@echo "make bench: tools/bench is not written yet; nothing was measured" >&2; exit 1
 endif
 
 gpu:

@@ -17,6 +17,7 @@ POSITIONAL = 5
 WIDE: dict[str, int] = {
     "cache/cache.py:Cache.commit": 7,
     "cache/flights.py:Flights.__init__": 8,
+    "core/core.py:Core.__init__": 6,
     "core/core.py:Core.finish_commit": 6,
     "core/gets.py:Gets._bring": 6,
     "core/planner.py:Planner._send": 6,
