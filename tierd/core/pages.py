@@ -72,6 +72,7 @@ class Pages:
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
         self.last_id: list[int | None] = [None] * places
+        self._last_writer = [DAEMON] * places
         self.vacant = set(range(places))
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
@@ -224,6 +225,13 @@ class Pages:
         assert segment is not None
         return slice(segment.first, segment.first + segment.pages)
 
+    def note_attached(self, session: int, segment: int) -> None:
+        """The session has the descriptor of a segment, in use or the last of its place; writable if it is its writer."""
+        if segment in self.last_id:
+            held = self.holders.setdefault(segment, {})
+            writer = self._last_writer[self.last_id.index(segment)]
+            held[session] = held.get(session, False) or writer == session
+
     def hand_over(self, session: int) -> None:
         """A session's process is gone: its segments become the daemon's, and it holds no descriptor any more."""
         for place, segment in enumerate(self.segments):
@@ -248,7 +256,7 @@ class Pages:
         count = self.spec.segment_bytes // key.class_bytes
         first = self._run(count)
         self.vacant.remove(place)
-        self.last_id[place] = segment
+        self.last_id[place], self._last_writer[place] = segment, key.writer
         self.segments[place] = Segment(segment, key, first, count, count)
         self._place_table[place] = segment, first, key.class_bytes
         self.place[first : first + count] = place

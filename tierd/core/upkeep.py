@@ -45,11 +45,7 @@ class Upkeep:
 
     def note_attached(self, session: int, tier: int, segment: int) -> None:
         """The session has the segment's descriptor."""
-        holder, pages_of = self._sessions.get(session), self._index.tiers[tier]
-        writers = [s.key.writer for s in pages_of.segments if s is not None and s.id == segment]
-        if writers or segment in pages_of.last_id:
-            held = pages_of.holders.setdefault(segment, {})
-            held[session] = held.get(session, False) or holder.id in writers
+        self._index.tiers[tier].note_attached(self._sessions.get(session).id, segment)
 
     # -- start
 
