@@ -165,10 +165,11 @@ class Puts:
     def _publish(self, commit: Commit, where: Where, statuses: Codes, *, now: float, draft: Draft) -> Ids:
         """New names get their pages; the ids of all names."""
         names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
-        new = (self._nearest(self._index.blocks.find(names)).pages < 0) & names.firsts()
+        known = self._index.blocks.find(names)
+        new = (self._nearest(known).pages < 0) & names.firsts()
         rows = np.flatnonzero(new)
-        self._make_way(names.at(rows), where.at(rows), commit.metas["digest"][rows], draft)
-        ids = self._index.blocks.add(commit.metas[rows], now)
+        self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
+        known[rows] = ids = self._index.blocks.add(commit.metas[rows], now)
         self._index.link(ids)
         for part in runs(where.tiers[rows]):
             tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]
@@ -179,12 +180,15 @@ class Puts:
         self._count_off(commit.reservation, commit.rows[rows])
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
-        return self._index.blocks.find(names)
+        again = np.flatnonzero(known < 0)
+        known[again] = self._index.blocks.find(names.at(again))
+        return known
 
-    def _make_way(self, names: Names, where: Where, digests: Bytes, draft: Draft) -> None:
-        """Pages of those names that nobody can read now (tier out of service, transfer under way) go if they are in the way or differ."""
-        ids = self._index.blocks.find(names)
-        same = (self._index.blocks.digest[ids] == words(digests)).all(axis=1) if len(ids) else np.zeros(0, bool)
+    def _make_way(self, ids: Ids, where: Where, digests: Bytes, draft: Draft) -> None:
+        """Pages of those blocks that nobody can read now (tier out of service, transfer under way) go if they are in the way or differ."""
+        if not (ids >= 0).any():
+            return
+        same = (self._index.blocks.digest[ids] == words(digests)).all(axis=1)
         for tier in range(len(self._index.tiers)):
             pages = self._index.attached(tier, ids)
             pages = pages[(pages >= 0) & (~same | (where.tiers == tier))]
@@ -257,7 +261,10 @@ class Puts:
         """A namespace was forgotten, or a page's tier was lost, since the reserve."""
         if self.dead & set(held.namespaces[rows].tolist()):
             return True
-        return any(self._index.tiers[t].doom[p] > 0 for t, p in zip(held.tiers[rows], held.pages[rows], strict=True))
+        return any(
+            self._index.tiers[int(held.tiers[part[0]])].doom[held.pages[part]].any()
+            for part in (rows[run] for run in runs(held.tiers[rows]))
+        )
 
     def _nearest(self, ids: Ids) -> Where:
         """The nearest readable page of each block in any tier in service."""

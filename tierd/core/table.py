@@ -1,11 +1,11 @@
 """Open-addressing table from 64-bit keys to dense ids, in numpy, vectorised over batches, grown in small steps.
 
 Purpose: where is the id with this key. Non-purpose: what makes two keys the same thing; the caller compares in full. A slot holds
-0 (never used), -1 (used once, removed) or id + 1; probing is linear. Growth makes a second array and moves some thousand
+0 (never used), -1 (used once, removed) or id + 1; probing steps 1, 2, 3, ... slots on, which meets every slot. Growth makes a second array and moves some thousand
 slots with each change, so no call pays for the whole; meanwhile both are searched.
 
-Invariants: an id is in one of the two arrays, once; between its home slot and its slot no slot is 0; `keys[id]` does not change
-while the id is in the table; at most 3 in 5 slots of the array that takes inserts are not 0.
+Invariants: an id is in one of the two arrays, once; on the way from its home slot to its slot no slot is 0; `keys[id]` does not change
+while the id is in the table; at most half of the slots of the array that takes inserts are not 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class _Slots:
         """Places distinct absent ids. Two that meet at one slot: the later writer stays, the other goes on."""
         slots = self.homes(keys)
         marks = (ids + 1).astype(np.int32)
+        step = 0
         while len(marks):
+            step += 1
             there = self.ids[slots]
             open_ = np.flatnonzero(there <= 0)
             at = slots[open_]
@@ -52,21 +54,23 @@ class _Slots:
             left = np.ones(len(marks), dtype=bool)
             left[open_[won]] = False
             marks = marks[left]
-            slots = (slots[left] + 1) & self.mask
+            slots = (slots[left] + step) & self.mask
 
     def remove(self, ids: Ids, keys: Keys) -> NDArray[np.bool_]:
         """Which of the ids were here; they are no more."""
         found = np.zeros(len(ids), dtype=bool)
         rows = np.arange(len(ids))
         slots = self.homes(keys)
+        step = 0
         while len(rows):
+            step += 1
             there = self.ids[slots]
             hit = there == ids[rows] + 1
             self.ids[slots[hit]] = -1
             found[rows[hit]] = True
             on = ~hit & (there != 0)
             rows = rows[on]
-            slots = (slots[on] + 1) & self.mask
+            slots = (slots[on] + step) & self.mask
         return found
 
 
@@ -116,7 +120,9 @@ class Table:
         rows = np.flatnonzero(out < 0)
         wanted = keys[rows]
         at = slots.homes(wanted)
+        step = 0
         while len(rows):
+            step += 1
             there = slots.ids[at]
             likely = np.flatnonzero((self._keys[there - 1] == wanted) & (there > 0))
             on = there != 0
@@ -126,10 +132,10 @@ class Table:
                 out[rows[likely[hit]]] = ids[hit]
                 on[likely[hit]] = False
             rows, wanted = rows[on], wanted[on]
-            at = (at[on] + 1) & slots.mask
+            at = (at[on] + step) & slots.mask
 
     def _make_room(self, count: int) -> None:
-        if (self._slots.used + count) * 5 <= len(self._slots.ids) * 3:
+        if (self._slots.used + count) * 2 <= len(self._slots.ids):
             return
         self._move(None)
         wanted = max(LEAST_SLOTS, 3 * (self.count + count), len(self._slots.ids) // 2)
