@@ -1,0 +1,59 @@
+"""The SDK of tierd: `from tierd.client import Client, NamespaceSpec`.
+
+Importing it loads numpy and the message types; grpc is loaded by the first call, asyncio's client by its name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tierd.client.client import Client
+from tierd.client.lease import Lease
+from tierd.client.reservation import AsyncReservation, Reservation
+from tierd.client.target import resolve_target
+from tierd.client.values import (
+    Committed,
+    Event,
+    EventKind,
+    Found,
+    GetResult,
+    Group,
+    OpenedNamespace,
+    PutGroup,
+    PutResult,
+)
+from tierd.core.block import KVGeometry, NamespaceSpec
+from tierd.core.model import BlockStatus, Need
+
+if TYPE_CHECKING:
+    from tierd.client.aio import AsyncClient
+
+__all__ = [
+    "AsyncClient",
+    "AsyncReservation",
+    "BlockStatus",
+    "Client",
+    "Committed",
+    "Event",
+    "EventKind",
+    "Found",
+    "GetResult",
+    "Group",
+    "KVGeometry",
+    "Lease",
+    "NamespaceSpec",
+    "Need",
+    "OpenedNamespace",
+    "PutGroup",
+    "PutResult",
+    "Reservation",
+    "resolve_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AsyncClient":
+        from tierd.client.aio import AsyncClient  # noqa: PLC0415
+
+        return AsyncClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

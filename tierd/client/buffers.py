@@ -1,0 +1,86 @@
+"""Bytes in and out of whatever holds them: the buffer protocol, numpy, DLPack (torch).
+
+Purpose: one flat view of bytes, never a copy. Non-purpose: knowing element types. Invariant: what is not contiguous, not on the CPU or,
+for output, not writable is refused with the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.errors import InvalidArgument
+
+Bytes = NDArray[np.uint8]
+
+
+def flat(buffer: Any, *, writable: bool = False) -> Bytes:
+    """The bytes of a buffer, uint8 [n], in place. Raises InvalidArgument."""
+    array = _array(buffer)
+    if not array.flags.c_contiguous:
+        raise InvalidArgument(
+            f"buffer: {array.shape} with strides {array.strides} is not contiguous; pass a contiguous one"
+        )
+    if writable and not array.flags.writeable:
+        raise InvalidArgument("buffer: it is read-only; pass a writable one to copy into")
+    return array.reshape(-1).view(np.uint8)
+
+
+def pieces(buffers: Any, lengths: Sequence[int], *, writable: bool = False) -> list[Bytes]:
+    """One flat view a block: of a list of buffers, or of one buffer that holds the blocks one behind the other.
+
+    Buffers may be longer than their block. Raises InvalidArgument where one is too short or missing.
+    """
+    if not isinstance(buffers, list | tuple):
+        return _cut(flat(buffers, writable=writable), lengths)
+    if len(buffers) < len(lengths):
+        raise InvalidArgument(f"buffers: {len(buffers)} for {len(lengths)} blocks; pass one each")
+    found = [flat(buffer, writable=writable) for buffer in buffers[: len(lengths)]]
+    for i, (piece, length) in enumerate(zip(found, lengths, strict=True)):
+        if len(piece) < length:
+            raise InvalidArgument(f"buffer {i}: {len(piece)} bytes for a block of {length}; pass a longer one")
+    return [piece[:length] for piece, length in zip(found, lengths, strict=True)]
+
+
+def _cut(whole: Bytes, lengths: Sequence[int]) -> list[Bytes]:
+    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
+    if len(ends) and int(ends[-1]) > len(whole):
+        raise InvalidArgument(f"buffer: {len(whole)} bytes for blocks of {int(ends[-1])} in all; pass a longer one")
+    return [whole[end - length : end] for end, length in zip(ends.tolist(), lengths, strict=True)]
+
+
+def _array(buffer: Any) -> NDArray[Any]:
+    if isinstance(buffer, np.ndarray):
+        return buffer
+    if hasattr(buffer, "__dlpack__"):
+        return _from_dlpack(buffer)
+    try:
+        return np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8)
+    except TypeError as error:
+        raise InvalidArgument(
+            f"buffer: {type(buffer).__name__} gives no contiguous bytes ({error}); pass bytes, a numpy array or a CPU tensor"
+        ) from error
+
+
+def _from_dlpack(buffer: Any) -> NDArray[Any]:
+    try:
+        return np.from_dlpack(buffer)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        # numpy has no bfloat16 and no float8: the same bytes as integers of one byte.
+        try:
+            return np.from_dlpack(buffer.view(_byte_type(buffer)))
+        except Exception as error:
+            raise InvalidArgument(
+                f"buffer: {type(buffer).__name__} cannot be read through DLPack ({error}); pass a contiguous CPU tensor that"
+                " needs no gradient"
+            ) from error
+
+
+def _byte_type(tensor: Any) -> Any:
+    """torch.uint8, without importing torch: the module is there if the tensor is."""
+    import sys  # noqa: PLC0415
+
+    return sys.modules[type(tensor).__module__.partition(".")[0]].uint8

@@ -1,0 +1,185 @@
+"""Client: the verbs of tierd, synchronous.
+
+Purpose: a thin face over verbs.py. Threads may share a client. Non-purpose: any logic of its own; AsyncClient (aio.py) is the same face,
+awaited.
+
+    with Client() as client:
+        ns = client.open_namespace(NamespaceSpec(model="llama", tokens_per_block=16, block_bytes=2 << 20))
+        client.put(ns, tokens, blocks)
+        got = client.get(ns, tokens)        # got.tokens, got.views: read-only arrays that hold their pins
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tierd.client import protocol
+from tierd.client.connection import Connector, Link, Options, Transport
+from tierd.client.lease import Lease
+from tierd.client.reservation import Reservation
+from tierd.client.steps import Steps, run
+from tierd.client.target import resolve_target
+from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
+from tierd.client.verbs import Verbs
+from tierd.core.block import NamespaceSpec
+from tierd.core.model import StructArray
+
+T = TypeVar("T")
+
+TIMEOUT_S = 10.0
+HURRY_S = 0.1
+"""What best_effort waits for a daemon that does not answer a hello."""
+
+
+def options(name: str, credential_file: str, *, best_effort: bool) -> Options:
+    """How a client connects: in a hurry if it may do without."""
+    if best_effort:
+        return Options(name, credential_file, connect_timeout_s=HURRY_S, is_patient=False)
+    return Options(name, credential_file)
+
+
+class Client:
+    """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only); None: TIERD_TARGET.
+
+    timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
+    Nothing connects before the first call; after a daemon's restart or a fork the next call connects again. Every verb but those of
+    a best-effort client raises the errors of tierd.errors.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        name: str = "",
+        timeout_s: float = TIMEOUT_S,
+        best_effort: bool = False,
+        credential_file: str = "",
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._connector = Connector(resolve_target(target), options(name, credential_file, best_effort=best_effort))
+        self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=True, pages=self._reservation)
+
+    @property
+    def target(self) -> str:
+        """Where the daemon is."""
+        return str(self._connector.target)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the daemon's tiers, near to far, as `tier_of` and `tier_tokens` count them; empty before the first call."""
+        link = self._connector.link
+        return link.session.tiers if link and link.session else ()
+
+    def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
+        """Names a namespace; the daemon adds the tenant. Raises InvalidArgument for an impossible spec, best effort or not."""
+        return self._run(self._verbs.open_namespace(spec.checked(), self._deadline(timeout_s)))
+
+    def lookup(
+        self,
+        groups: OpenedNamespace | Group | Sequence[Group],
+        hashes: Hashes | None = None,
+        *,
+        tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Found:
+        """How much of a sequence could be served, and from where. groups, or a namespace and its hashes."""
+        wanted = protocol.groups_of(groups, hashes, tokens)
+        return self._run(self._verbs.lookup(wanted, self._deadline(timeout_s)))
+
+    def prefetch(
+        self,
+        groups: OpenedNamespace | Group | Sequence[Group],
+        hashes: Hashes | None = None,
+        *,
+        tokens: int | None = None,
+        tier: str = "host",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Begins to bring blocks near and returns at once: how many are on their way because of this."""
+        wanted = protocol.groups_of(groups, hashes, tokens)
+        return self._run(self._verbs.prefetch(wanted, tier, self._deadline(timeout_s)))
+
+    def acquire(
+        self,
+        groups: OpenedNamespace | Group | Sequence[Group],
+        hashes: Hashes | None = None,
+        *,
+        tokens: int | None = None,
+        tier: str = "host",
+        timeout_s: float | None = None,
+    ) -> Lease:
+        """Pins the longest servable prefix in the wanted tier; a lease that is false if there is none."""
+        wanted = protocol.groups_of(groups, hashes, tokens)
+        return self._run(self._verbs.acquire(wanted, tier, self._deadline(timeout_s)))
+
+    def get(
+        self,
+        namespace: OpenedNamespace,
+        what: Tokens | Hashes | Group,
+        *,
+        out: Any = None,
+        timeout_s: float | None = None,
+    ) -> GetResult:
+        """The servable prefix of tokens, hashes or a group: as views, or copied into `out`, a list of buffers or one buffer."""
+        return self._run(self._verbs.get(namespace, what, out, self._deadline(timeout_s)))
+
+    def reserve(
+        self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None
+    ) -> Reservation:
+        """Sets pages aside to be written in place."""
+        wanted = [groups] if isinstance(groups, PutGroup) else list(groups)
+        return self._run(self._verbs.reserve(wanted, tier, self._deadline(timeout_s)))  # type: ignore[return-value]
+
+    def put(
+        self,
+        namespace: OpenedNamespace,
+        what: Tokens | Hashes | PutGroup,
+        blocks: Sequence[Any],
+        *,
+        durable: bool = False,
+        timeout_s: float | None = None,
+    ) -> PutResult:
+        """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced before it returns."""
+        return self._run(self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable))
+
+    def report_attention(self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None) -> None:
+        """Attention mass per rank and block of a lease's group, f32 [ranks, count]: a hint for eviction."""
+        self._run(self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s)))
+
+    def watch(self, *, after: int = 0) -> Iterator[Event]:
+        """Blocks stored and removed, as they happen; after: the last sequence number seen. Ends by raising when the daemon goes."""
+        request = protocol.watch_request(after)
+        link = self._run(self._verbs.connected(self._deadline(None)))
+        for message in link.opened(open_transport).stream("Watch", request):  # type: ignore[attr-defined]
+            yield from protocol.events_of(message)
+
+    def close(self) -> None:
+        """Ends the session. Views that are alive stay readable; leases and reservations end."""
+        self._connector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reservation(self, hold: Any, handles: StructArray, *, retry_after_ms: int = 0) -> Reservation:
+        return Reservation(hold, handles, ends=self._verbs, run=self._run, retry_after_ms=retry_after_ms)
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+    def _run(self, steps: Steps[T]) -> T:
+        return run(steps, open_transport)
+
+
+def open_transport(link: Link, address: str) -> Transport:
+    """The synchronous transport; grpc is loaded here, not with the SDK."""
+    from tierd.client.rpc import SyncTransport  # noqa: PLC0415
+
+    return SyncTransport(link, address)

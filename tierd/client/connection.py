@@ -1,0 +1,243 @@
+"""The connection to a daemon: made on the first call, made again after a restart or a fork, given up quickly where there is none.
+
+Purpose: one usable link at any time, and what becomes of the old ones. Non-purpose: verbs, retries (verbs.py). Invariants: a link is used
+only in the process that made it; a lost link's mappings live as long as views into them and no longer, and its daemon's successor is
+told when there are none, so that it need not keep their pages for the life of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tierd.client import forks
+from tierd.client.protocol import CREDENTIAL_KEY, SESSION_KEY
+from tierd.client.session import Session, connect_session
+from tierd.client.target import RemoteTarget, Target
+from tierd.errors import ConfigError, RetryError, TierdError, Unavailable
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 5.0
+"""Between attempts to connect, doubling; calls in between fail at once, if the client is asked to give up quickly."""
+FORGET_TIMEOUT_S = 1.0
+
+
+class Transport(Protocol):
+    """gRPC to one daemon: plain results from the synchronous one, awaitables from the other. All raise TierdErrors."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be used here and now (an asyncio channel belongs to its loop)."""
+        ...
+
+    def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """One request, one reply."""
+        ...
+
+    def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> Any:
+        """One request; every reply goes to take."""
+        ...
+
+    def push(self, method: str, requests: Any, *, timeout_s: float) -> Any:
+        """An iterator of requests, one reply."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the channel."""
+        ...
+
+
+OpenTransport = Callable[["Link", str], Transport]
+"""Makes the transport of a link to a gRPC address."""
+
+
+class Link:
+    """One daemon, one session, one process. number: tells links apart; session: None over TCP."""
+
+    def __init__(
+        self, number: int, session: Session | None, *, metadata: tuple[tuple[str, str], ...], address: str
+    ) -> None:
+        self.number = number
+        self.session = session
+        self.metadata = metadata
+        self.pid = os.getpid()
+        self.transport: Transport | None = None
+        self.pins: set[object] = set()
+        """Views into its segments that are alive."""
+        self.is_broken = False
+        """A call failed without a word from the daemon."""
+        self.is_lost = False
+        """Closed by the connector; another link takes its place."""
+        self.on_idle: Callable[[Link], None] = lambda _link: None
+        self._address = address
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a call may go over it."""
+        if (
+            self.is_broken
+            or self.is_lost
+            or self.pid != os.getpid()
+            or (self.transport is not None and not self.transport.fits)
+        ):
+            return False
+        return self.session is None or self.session.is_alive
+
+    def opened(self, open_transport: OpenTransport) -> Transport:
+        """Its transport, made on first use and where it is used."""
+        if self.transport is None:
+            self.transport = open_transport(self, self._address)
+        return self.transport
+
+    def unpin(self, pin: object) -> None:
+        """The last array of a view is gone."""
+        self.pins.discard(pin)
+        if self.is_lost and not self.pins:
+            self.on_idle(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to connect. name: shown to operators; is_patient: whether every call tries to connect, however lately that failed."""
+
+    name: str = ""
+    credential_file: str = ""
+    connect_timeout_s: float = 5.0
+    is_patient: bool = True
+
+
+class Connector:
+    """The current link of a client. Threads may share it."""
+
+    def __init__(self, target: Target, options: Options) -> None:
+        self.target = target
+        self.forgettable: deque[int] = deque()
+        """Sessions of former daemons that nothing of this process uses any more."""
+        self._options = options
+        self._link: Link | None = None
+        self._turn = threading.Lock()
+        self._numbers = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._next_try = 0.0
+        self._last_error: TierdError | None = None
+        self._is_closed = False
+        forks.register(self)
+
+    @property
+    def link(self) -> Link | None:
+        """The last link, usable or not."""
+        return self._link
+
+    def current(self) -> Link | None:
+        """The link, if it is usable. Raises Unavailable after close, and while a client in a hurry waits before the next try."""
+        link = self._link
+        if link is not None and link.is_usable:
+            return link
+        if self._is_closed:
+            raise Unavailable("client: it is closed; make another")
+        if self._last_error is not None and not self._options.is_patient and time.monotonic() < self._next_try:
+            raise Unavailable(str(self._last_error))
+        return None
+
+    def connect(self, *, instead_of: Link | None, timeout_s: float) -> Link:
+        """A new link in place of one that was found unusable; or what another thread has made in its place meanwhile.
+
+        Blocking. Raises what connecting raises.
+        """
+        with self._turn:
+            link = self.current() if self._link is not instead_of else None
+            if link is None:
+                self.lose(self._link)
+                link = self._link = self._try(timeout_s=min(timeout_s, self._options.connect_timeout_s))
+        self.forget()
+        return link
+
+    def _try(self, *, timeout_s: float) -> Link:
+        try:
+            link = self._open(timeout_s=timeout_s)
+        except RetryError as error:
+            self._last_error = error
+            self._next_try = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            raise
+        self._pause_s, self._last_error = FIRST_PAUSE_S, None
+        return link
+
+    def lose(self, link: Link | None) -> None:
+        """A link is of no more use. Its mappings stay for views that are alive."""
+        if link is None or link.is_lost:
+            return
+        link.is_lost = True
+        if link.session:
+            link.session.close()
+            if not link.pins:
+                self._idle(link)
+        if link.transport:
+            link.transport.close()
+
+    def forget(self) -> None:
+        """Tells the daemon which sessions of its predecessor nothing uses any more."""
+        link = self._link
+        while self.forgettable and link is not None and link.session:
+            with contextlib.suppress(IndexError, TierdError):
+                session = self.forgettable.popleft()
+                link.session.ask({"op": "forget", "session": session}, timeout_s=FORGET_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends the session. Views that are alive stay readable."""
+        self._is_closed = True
+        self.lose(self._link)
+
+    def forked(self) -> None:
+        """In a child: the parent's link is none of ours."""
+        forks.abandon(self._link)
+        if self._link and self._link.session:
+            # Only this process's copy of the descriptor; the parent's session goes on.
+            self._link.session.close()
+        self._turn = threading.Lock()
+        self._link, self._last_error = None, None
+        self.forgettable.clear()
+
+    def _open(self, *, timeout_s: float) -> Link:
+        self._numbers += 1
+        credential = _read_credential(self._options.credential_file)
+        if isinstance(self.target, RemoteTarget):
+            return self._open_remote(self.target, credential, timeout_s=timeout_s)
+        session = connect_session(self.target, name=self._options.name, credential=credential, timeout_s=timeout_s)
+        address, metadata = f"unix:{self.target.rpc_path}", ((SESSION_KEY, session.token),)
+        link = Link(self._numbers, session, metadata=metadata, address=address)
+        link.on_idle = self._idle
+        return link
+
+    def _open_remote(self, target: RemoteTarget, credential: str | None, *, timeout_s: float) -> Link:
+        # gRPC tells late that nobody listens; a plain connection tells at once.
+        try:
+            socket.create_connection((target.host, target.port), timeout=max(timeout_s, 0.001)).close()
+        except OSError as error:
+            raise Unavailable(
+                f"no daemon at {target} ({error}); is its server.tcp_listen set, and a tunnel open?"
+            ) from error
+        metadata = ((CREDENTIAL_KEY, f"Bearer {credential}"),) if credential else ()
+        return Link(self._numbers, None, metadata=metadata, address=str(target))
+
+    def _idle(self, link: Link) -> None:
+        """Called by finalisers too: no lock, no waiting."""
+        if link.session and link.pid == os.getpid():
+            self.forgettable.append(link.session.id)
+
+
+def _read_credential(path: str) -> str | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"credential_file: {path} cannot be read ({error}); give the path of a text file") from error

@@ -1,0 +1,168 @@
+"""Lease: pinned blocks to be read in place or copied out.
+
+Purpose: views that own their pin, copies that are checked. Non-purpose: how a lease is got (verbs.py). Invariants: a view is read-only, and its
+pages are pinned until the last array made from it (slices, reshapes, tensors) is collected; after a copy the generation words are
+read again, and what a changed one stands for is a miss with everything after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.client import buffers
+from tierd.client.pins import Bytes, Hold
+from tierd.client.protocol import Leased, LeasedGroup, leading_tokens, valid_blocks
+from tierd.client.session import Place
+from tierd.core.model import HANDLE, StructArray
+from tierd.core.words import barrier
+from tierd.errors import InvalidArgument, TierdError, ViewsAlive
+
+RELEASE_TIMEOUT_S = 5.0
+
+
+class Lease:
+    """What acquire gave: false if nothing. A context manager, which refuses to end while views are alive.
+
+    tokens: servable. handles: HANDLE [n], groups in order, within a group rank-major. groups: the same by group.
+    tier_tokens: per tier, tokens of the first group that were found there. whole: False if more is held than could be brought near.
+    """
+
+    def __init__(self, hold: Hold | None, leased: Leased, *, is_acknowledged: bool = True) -> None:
+        """is_acknowledged: whether `release` waits until the daemon has done it."""
+        self.tokens = leased.tokens
+        self.tier_tokens = leased.tier_tokens
+        self.whole = leased.whole
+        self.groups: tuple[LeasedGroup, ...] = leased.groups
+        parts = [group.handles.reshape(-1) for group in leased.groups]
+        self.handles: StructArray = np.concatenate([np.zeros(0, dtype=HANDLE), *parts])
+        self.hold = hold
+        self._is_acknowledged = is_acknowledged
+        if hold:
+            hold.watch(self)
+
+    @property
+    def id(self) -> int:
+        """The daemon's number for it; 0: nothing is held."""
+        return self.hold.lease if self.hold else 0
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __bool__(self) -> bool:
+        return self.hold is not None
+
+    def view(self, i: int) -> Bytes:
+        """The bytes of block i, read-only uint8 [length], in place; its pages stay pinned as long as any array made from it lives.
+
+        Raises StaleHandle, ForkedClient, InvalidArgument.
+        """
+        return self._views(self.handles[_index(i, len(self)) :][:1])[0]
+
+    def views(self) -> list[Bytes]:
+        """One view a block; they hold the lease together. Raises StaleHandle, ForkedClient."""
+        return self._views(self.handles)
+
+    def copy_into(self, out: Any) -> int:
+        """Copies the blocks into a list of buffers, or into one buffer one behind the other; how many blocks are good.
+
+        The number counts blocks from the first on (per rank); it is smaller than what was leased where a page was taken away
+        meanwhile. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
+        """
+        targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
+        for target, source in zip(targets, self._views(self.handles), strict=True):
+            np.copyto(target, source)
+        return self.check()
+
+    def check(self) -> int:
+        """How many blocks, from the first on (per rank), still are what was leased. Raises StaleHandle, ForkedClient."""
+        hold = self._held()
+        barrier()
+        good = np.ones(len(self.handles), dtype=np.bool_)
+        for place, rows in _by_place(self.handles):
+            segment = hold.link.session.segment(place) if hold.link.session else None
+            if segment is None or int(self.handles["slot"][rows].max()) >= len(segment.words):
+                good[rows] = False
+            else:
+                good[rows] = segment.words[self.handles["slot"][rows]] == self.handles["generation"][rows]
+        return valid_blocks(self.groups, good)
+
+    def tokens_of(self, blocks: int) -> int:
+        """Tokens that can be served with so many blocks of those leased."""
+        if len(self.groups) == 1 and self.groups[0].first == 0:
+            return min(self.tokens, leading_tokens(self.groups[0].handles[0], blocks))
+        return self.tokens if blocks == max((group.count for group in self.groups), default=0) else 0
+
+    def release(self) -> None:
+        """Unpins. Raises ViewsAlive while arrays made from it are alive; a lease that has ended already is no fault."""
+        hold = self.hold
+        if hold is None or hold.is_done:
+            return
+        if hold.has_views:
+            raise ViewsAlive(
+                f"lease {hold.lease}: arrays made from its views are alive; drop them first, or call detach() to let the last one release it"
+            )
+        if self._is_acknowledged and hold.link.is_usable and hold.link.session:
+            hold.settle()
+            with contextlib.suppress(TierdError):  # the daemon has gone, and the lease with it
+                hold.link.session.release([hold.lease], timeout_s=RELEASE_TIMEOUT_S)
+        hold.drop()
+
+    close = release
+
+    def detach(self) -> None:
+        """Ends this handle; the lease ends with its last view, now if there is none."""
+        if self.hold:
+            self.hold.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.release()
+        else:
+            self.detach()  # the traceback keeps views alive, and the error matters more
+
+    def _held(self) -> Hold:
+        if self.hold is None:
+            raise InvalidArgument("lease: it is empty; test it before use")
+        self.hold.check()
+        return self.hold
+
+    def _views(self, handles: StructArray) -> list[Bytes]:
+        if not len(handles):
+            return []
+        return cut_pages(self._held(), handles)
+
+
+def cut_pages(hold: Hold, handles: StructArray, *, writable: bool = False) -> list[Bytes]:
+    """The bytes of HANDLE [n], uint8 each, under one pin. Raises StaleHandle."""
+    pin = hold.pin()
+    wholes: dict[Place, Bytes] = {}
+    pages = []
+    columns = (handles[name].tolist() for name in ("tier", "segment", "offset", "length"))
+    for tier, segment, offset, length in zip(*columns, strict=True):
+        place = (tier, segment)
+        whole = wholes.get(place)
+        if whole is None:
+            whole = wholes[place] = hold.expose(place, pin, writable=writable)
+        pages.append(whole[offset : offset + length])
+    return pages
+
+
+def _by_place(handles: StructArray) -> list[tuple[Place, NDArray[np.intp]]]:
+    keys = handles["tier"].astype(np.uint64) << np.uint64(32) | handles["segment"]
+    return [((int(key) >> 32, int(key) & 0xFFFFFFFF), np.flatnonzero(keys == key)) for key in np.unique(keys)]
+
+
+def _index(i: int, count: int) -> int:
+    if not -count <= i < count:
+        raise InvalidArgument(f"block {i}: the lease has {count}; count from 0")
+    return i % count

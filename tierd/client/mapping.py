@@ -1,0 +1,103 @@
+"""Segments mapped into this process, for exactly as long as an array made from them is alive.
+
+Purpose: a descriptor to an array. Non-purpose: which segment. Invariants: no descriptor is kept; a mapping is read-only unless this
+session is the segment's writer; a writable one is not inherited by a forked child, and nothing is unmapped twice or in the wrong
+process. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.layout import (
+    CATALOGUE_HEADER,
+    CATALOGUE_MAGIC,
+    CATALOGUE_VERSION,
+    HEADER_BYTES,
+    NO_GENERATION,
+    WORD_BYTES,
+)
+from tierd.core.words import Words, words_of
+from tierd.errors import TierFailed, VersionMismatch
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_FAILED = ctypes.c_void_p(-1).value
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page."""
+
+    id: int
+    data: NDArray[np.uint8]
+    words: Words
+    is_writable: bool
+
+    @property
+    def address(self) -> int:
+        """Where the data begins in this process."""
+        return int(self.data.ctypes.data)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no page of it is in use now: it may have ended."""
+        return not (self.words != NO_GENERATION).any()
+
+
+def map_segment(segment: int, *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool) -> Segment:
+    """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises TierFailed, VersionMismatch."""
+    table = map_file(*catalogue, writable=False)
+    head = table[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)[0]
+    if head["magic"] != CATALOGUE_MAGIC or int(head["segment"]) != segment:
+        raise TierFailed(f"segment {segment}: the daemon sent a catalogue that is not its own; see the daemon's log")
+    if int(head["version"]) != CATALOGUE_VERSION:
+        raise VersionMismatch(
+            f"segment {segment}: catalogue of version {int(head['version'])}, this SDK reads {CATALOGUE_VERSION}; bring the older"
+            " side up to date"
+        )
+    pages = int(head["pages"])
+    if HEADER_BYTES + pages * WORD_BYTES > len(table):
+        raise TierFailed(f"segment {segment}: {pages} pages do not fit its catalogue of {len(table)} bytes")
+    words = words_of(table, offset=HEADER_BYTES, count=pages)
+    return Segment(segment, map_file(*data, writable=is_writable), words, is_writable)
+
+
+def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
+    """The first length bytes of a file, shared, left out of core dumps. Raises TierFailed."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise TierFailed(f"mmap of {length} bytes: {os.strerror(code)}; close other mappings or raise vm.max_map_count")
+    memory = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(memory, _unmap, address, length, os.getpid() if writable else 0).atexit = False
+    _libc.madvise(address, length, mmap.MADV_DONTDUMP)
+    if writable:
+        _libc.madvise(address, length, mmap.MADV_DONTFORK)
+    view = memoryview(memory)
+    return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
+
+
+def populate(pages: NDArray[np.uint8]) -> None:
+    """Makes pages present for writing in one go; without it each is a fault of its own. Only speed depends on it."""
+    start = int(pages.ctypes.data) // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(start, int(pages.ctypes.data) + len(pages) - start, _MADV_POPULATE_WRITE)
+
+
+def _unmap(address: int, length: int, pid: int) -> None:
+    # A child has no copy of a writable mapping, and something of its own may lie at the address.
+    if pid in (0, os.getpid()):
+        _libc.munmap(address, length)

@@ -1,0 +1,360 @@
+"""The protocol without I/O: from a call to its message, from a reply to its values.
+
+Purpose: pure functions, so that both transports share every rule. Non-purpose: sockets, time, who calls. Invariant: a reply that is not
+what the proto file promises is an OperatorError here, and never an index error later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tierd import errors
+from tierd._proto import cache_pb2 as pb
+from tierd.client.values import Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
+from tierd.core.block import NamespaceSpec
+from tierd.core.model import HANDLE, HASH_BYTES, PUT_BLOCK, BlockStatus, Durability, StructArray, TierKind
+from tierd.errors import InvalidArgument, OperatorError, StaleHandle, TierdError
+
+SESSION_KEY = "tierd-session"
+CREDENTIAL_KEY = "authorization"
+CHUNK_BYTES = 1 << 20
+
+GROUP_BLOCKS_MAX = 1 << 20
+"""Nothing a daemon would take comes near; it keeps a mistake from building a message of gigabytes."""
+
+
+# -- errors
+
+
+def error_of(name: str | None, message: str, *, status: str) -> TierdError:
+    """The error that the daemon raised. name: its class, from the trailing metadata; status: the gRPC status code's name."""
+    kind = getattr(errors, name or "", None)
+    if isinstance(kind, type) and issubclass(kind, TierdError):
+        return kind(message)
+    plain = _BY_STATUS.get(status)
+    if plain is not None:
+        return plain(f"daemon: {message}")
+    return OperatorError(f"daemon: {status}: {message}")
+
+
+_BY_STATUS: dict[str, type[TierdError]] = {
+    "UNAVAILABLE": errors.Unavailable,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "RESOURCE_EXHAUSTED": errors.Overloaded,
+    "UNAUTHENTICATED": errors.SessionLost,
+    "PERMISSION_DENIED": errors.NotPermitted,
+    "UNIMPLEMENTED": errors.Unsupported,
+    "INVALID_ARGUMENT": errors.InvalidArgument,
+    "CANCELLED": errors.Unavailable,
+}
+"""For what did not come from tierd itself: the transport, a proxy."""
+
+
+# -- namespaces
+
+
+def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
+    """Raises InvalidArgument."""
+    spec.checked()
+    shape = spec.geometry
+    return pb.OpenNamespaceRequest(
+        model=spec.model,
+        tokens_per_block=spec.tokens_per_block,
+        block_bytes=spec.block_bytes,
+        weights_digest=spec.weights_digest,
+        adapter=spec.adapter,
+        group=spec.group,
+        salt=spec.salt,
+        rank_count=spec.rank_count,
+        geometry=pb.Geometry(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            layout=shape.layout,
+        ),
+    )
+
+
+def take_namespace(namespace: OpenedNamespace, reply: pb.OpenNamespaceReply, *, link: int) -> None:
+    """Notes what a daemon answered. Raises StaleHandle if the namespace is in another epoch than when it was first opened.
+
+    A worker that has the old weights must not go on under the new epoch's name, so a moved epoch is never taken silently.
+    """
+    if len(reply.digest) != HASH_BYTES or not reply.namespace:
+        raise OperatorError(
+            f"daemon: namespace {reply.namespace} with a digest of {len(reply.digest)} bytes; versions differ?"
+        )
+    if namespace.is_open and namespace.digest != reply.digest:
+        raise StaleHandle(
+            f"namespace {namespace.spec.model}: epoch {namespace.epoch} has become {reply.epoch}; call open_namespace again once"
+            " this worker runs the new weights"
+        )
+    namespace.id, namespace.digest, namespace.epoch, namespace.link = reply.namespace, reply.digest, reply.epoch, link
+
+
+# -- what is asked for
+
+
+def groups_of(
+    what: OpenedNamespace | Group | Sequence[Group], hashes: Hashes | None, tokens: int | None
+) -> list[Group]:
+    """The groups of a call that takes groups, or a namespace and its hashes. Raises InvalidArgument."""
+    if isinstance(what, OpenedNamespace):
+        if hashes is None:
+            raise InvalidArgument("hashes: none for the namespace; pass namespace.hash(tokens)")
+        return [Group(what, hashes, tokens)]
+    if hashes is not None or tokens is not None:
+        raise InvalidArgument("hashes: given beside groups, which have their own; pass one or the other")
+    return [what] if isinstance(what, Group) else list(what)
+
+
+def sequence_group(namespace: OpenedNamespace, what: Tokens | Hashes | Group) -> Group:
+    """The group of a get: of tokens (a short last block included), of hashes, or as it is."""
+    if isinstance(what, Group):
+        return what
+    if _is_hashes(what):
+        return Group(namespace, checked_hashes(what))  # type: ignore[arg-type]
+    return Group(namespace, namespace.hash(what, with_tail=True), len(what))
+
+
+def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *, lengths: Sequence[int]) -> PutGroup:
+    """The group of a put of so many blocks. Tokens may have a short last block or leave it out. Raises InvalidArgument."""
+    if isinstance(what, PutGroup):
+        return what
+    if _is_hashes(what):
+        return PutGroup(namespace, checked_hashes(what), lengths=lengths)  # type: ignore[arg-type]
+    size, count = namespace.spec.tokens_per_block, len(what)
+    full = count // size
+    if len(lengths) not in (full, -(-count // size)):
+        raise InvalidArgument(
+            f"blocks: {len(lengths)} for {count} tokens, which are {full} full blocks of {size}; pass one each, and one more for the"
+            " rest if it shall be stored"
+        )
+    tail = len(lengths) > full
+    return PutGroup(namespace, namespace.hash(what, with_tail=tail), count if tail else full * size, lengths)
+
+
+def _is_hashes(what: Tokens | Hashes) -> bool:
+    return isinstance(what, np.ndarray) and what.ndim == 2
+
+
+def checked_hashes(hashes: Hashes) -> Hashes:
+    """uint8 [n, 32]. Raises InvalidArgument."""
+    array = np.ascontiguousarray(hashes)
+    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != HASH_BYTES or len(array) > GROUP_BLOCKS_MAX:
+        raise InvalidArgument(
+            f"hashes: {array.dtype} {array.shape} is not uint8 [blocks, {HASH_BYTES}]; pass what namespace.hash gives"
+        )
+    return array
+
+
+def tier_kind(name: str) -> int:
+    """The kind of tier that handles shall point into. Raises InvalidArgument."""
+    try:
+        return {"device": TierKind.DEVICE, "host": TierKind.HOST}[name]
+    except KeyError:
+        raise InvalidArgument(f"tier: {name!r} cannot be mapped; ask for 'host' or 'device'") from None
+
+
+def groups_message(groups: Iterable[Group]) -> list[pb.Group]:
+    """Groups as Lookup, Acquire and Prefetch carry them."""
+    return [_group_message(group) for group in groups]
+
+
+def _group_message(group: Group) -> pb.Group:
+    hashes = checked_hashes(group.hashes)
+    size = group.namespace.spec.tokens_per_block
+    group.namespace.block_tokens(len(hashes), tokens=group.tokens)
+    return pb.Group(
+        namespace=group.namespace.id,
+        ranks=group.ranks,
+        hashes=hashes.tobytes(),
+        tokens_per_block=size,
+        tokens=len(hashes) * size if group.tokens is None else group.tokens,
+        need=group.need.value,  # type: ignore[arg-type]
+        need_tokens=group.need_tokens,
+    )
+
+
+def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
+    """Bytes of each block. Raises InvalidArgument."""
+    covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)
+    if group.lengths is None:
+        return group.namespace.block_lengths(covered)
+    if len(group.lengths) != len(covered):
+        raise InvalidArgument(f"lengths: {len(group.lengths)} for {len(covered)} blocks; pass one each")
+    return np.asarray(group.lengths, dtype=np.uint32)
+
+
+def put_group_message(group: PutGroup) -> pb.PutGroup:
+    """A group as Reserve and Put carry it. Raises InvalidArgument."""
+    hashes = checked_hashes(group.hashes)
+    blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
+    blocks["hash"] = hashes
+    blocks["tokens"] = group.namespace.block_tokens(len(hashes), tokens=group.tokens)
+    blocks["length"] = put_lengths(group)
+    return pb.PutGroup(
+        namespace=group.namespace.id,
+        rank=group.rank,
+        parent=group.parent,
+        position=group.position,
+        blocks=blocks.tobytes(),
+    )
+
+
+def commit_request(
+    reservation: int, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool
+) -> pb.CommitRequest:
+    """blocks: COMMIT_BLOCK [n]; None: every block as it was named in Reserve."""
+    return pb.CommitRequest(
+        reservation=reservation,
+        blocks=None if blocks is None else pb.CommitGroup(blocks=blocks.tobytes()),
+        durability=(Durability.DURABLE if durable else Durability.MEMORY).value,  # type: ignore[arg-type]
+        lease=lease,
+        keep_open=keep_open,
+    )
+
+
+# -- what was answered
+
+
+@dataclass(frozen=True)
+class LeasedGroup:
+    """A group's part of a lease. first: number of the first block given; handles: HANDLE [ranks, count]."""
+
+    first: int
+    handles: StructArray
+
+    @property
+    def count(self) -> int:
+        """Blocks given per rank."""
+        return int(self.handles.shape[1])
+
+
+@dataclass(frozen=True)
+class Leased:
+    """What Acquire answered. whole: False if more is held than could be brought near now."""
+
+    lease: int = 0
+    tokens: int = 0
+    tier_tokens: tuple[int, ...] = ()
+    whole: bool = True
+    groups: tuple[LeasedGroup, ...] = ()
+
+
+def found(reply: pb.LookupReply, groups: Sequence[Group]) -> Found:
+    """What Lookup answered."""
+    tiers = []
+    for data, group in zip(reply.tier_of, groups, strict=False):
+        ranks = max(1, len(group.ranks))
+        tiers.append(np.frombuffer(data, dtype=np.int8).reshape(ranks, -1))
+    return Found(reply.tokens, tuple(tiers), tuple(reply.tier_tokens))
+
+
+def leased(reply: pb.AcquireReply, groups: Sequence[Group]) -> Leased:
+    """What Acquire answered."""
+    given = []
+    for part, group in zip(reply.groups, groups, strict=False):
+        ranks = max(1, len(group.ranks))
+        given.append(
+            LeasedGroup(part.first, handles_of(part.handles, count=ranks * part.count).reshape(ranks, part.count))
+        )
+    return Leased(reply.lease, reply.tokens, tuple(reply.tier_tokens), reply.whole, tuple(given))
+
+
+def handles_of(data: bytes, *, count: int | None = None) -> StructArray:
+    """HANDLE [n]. Raises OperatorError."""
+    if len(data) % HANDLE.itemsize or (count is not None and len(data) != count * HANDLE.itemsize):
+        raise OperatorError(
+            f"daemon: {len(data)} bytes of handles where {count} of {HANDLE.itemsize} were due; versions differ?"
+        )
+    return np.frombuffer(data, dtype=HANDLE)
+
+
+def statuses_of(data: bytes, *, count: int) -> NDArray[np.uint16]:
+    """u2 [count] of BlockStatus. Raises OperatorError."""
+    if len(data) != 2 * count:
+        raise OperatorError(f"daemon: {len(data)} bytes of statuses for {count} blocks; versions differ?")
+    return np.frombuffer(data, dtype="<u2").astype(np.uint16)
+
+
+def all_statuses(count: int, status: BlockStatus) -> NDArray[np.uint16]:
+    """The same status for each of so many blocks."""
+    return np.full(count, status, dtype=np.uint16)
+
+
+def watch_request(after: int) -> pb.WatchRequest:
+    """after: sequence number of the last event seen."""
+    return pb.WatchRequest(after=after)
+
+
+def events_of(message: pb.Events) -> Iterator[Event]:
+    """The events of one Watch message."""
+    for event in message.events:
+        hashes = np.frombuffer(event.hashes, dtype=np.uint8).reshape(-1, HASH_BYTES)
+        yield Event(event.sequence, EventKind(event.kind), event.tier, event.namespace, hashes, event.reason)
+
+
+def valid_blocks(groups: Sequence[LeasedGroup], good: NDArray[np.bool_]) -> int:
+    """How many blocks, from the first on, every rank of a lease's only group has whole. good: per handle, rank-major."""
+    if len(groups) != 1:
+        return 0 if not good.all() else max((g.count for g in groups), default=0)
+    whole = good.reshape(groups[0].handles.shape).all(axis=0)
+    return int(np.argmin(whole)) if not whole.all() else int(whole.size)
+
+
+def leading_tokens(handles: StructArray, blocks: int) -> int:
+    """Tokens that the first so many blocks cover."""
+    return int(handles["tokens"][:blocks].sum())
+
+
+# -- chunks, for clients that share no memory
+
+
+def put_chunks(message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool) -> Iterator[pb.PutChunk]:
+    """A Put's stream: the group alone, then each block's bytes in order, with checksums."""
+    durability = (Durability.DURABLE if durable else Durability.MEMORY).value
+    yield pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
+    for index, piece in enumerate(pieces):
+        for offset in range(0, len(piece), CHUNK_BYTES):
+            data = piece[offset : offset + CHUNK_BYTES].tobytes()
+            yield pb.PutChunk(index=index, offset=offset, data=data, checksum=xxhash.xxh3_64_intdigest(data))
+
+
+class Assembly:
+    """Blocks put together from a Get's chunks: every chunk checked, in order, ended by the first fault."""
+
+    def __init__(self, target: Callable[[int, int], NDArray[np.uint8]]) -> None:
+        """target: number of a block and its length to where its bytes go."""
+        self.whole: list[NDArray[np.uint8]] = []
+        self._target = target
+        self._current: NDArray[np.uint8] | None = None
+        self._filled = 0
+        self._is_broken = False
+
+    def take(self, chunk: pb.GetChunk) -> None:
+        """The next chunk. What does not fit or does not hold ends the prefix: never a wrong byte."""
+        if self._is_broken or not (chunk.data or chunk.status):
+            return
+        self._is_broken = not self._fits(chunk) or xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum
+        if self._is_broken or self._current is None:
+            return
+        self._filled = chunk.offset + len(chunk.data)
+        self._current[chunk.offset : self._filled] = np.frombuffer(chunk.data, dtype=np.uint8)
+        if self._filled == len(self._current):
+            self.whole.append(self._current)
+            self._current = None
+
+    def _fits(self, chunk: pb.GetChunk) -> bool:
+        """Whether the chunk continues the block in progress, or begins the next one."""
+        if chunk.status != BlockStatus.READY or chunk.index != len(self.whole):
+            return False
+        if self._current is None:
+            self._current, self._filled = self._target(chunk.index, chunk.length), 0
+        return chunk.offset == self._filled and self._filled + len(chunk.data) <= len(self._current)

@@ -1,0 +1,63 @@
+"""Put and get over TCP: chunks with checksums in place of handles.
+
+Purpose: the two verbs for clients that share no memory with the daemon. Non-purpose: chunks themselves (protocol.py). Invariant: a block whose
+chunks did not all hold is no block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd._proto import cache_pb2 as pb
+from tierd.client import buffers, protocol
+from tierd.client.connection import Link
+from tierd.client.steps import Pull, Push, Steps
+from tierd.client.values import GetResult, Group, PutGroup, PutResult
+from tierd.errors import OperatorError
+
+
+def put(
+    link: Link, group: PutGroup, sources: Sequence[buffers.Bytes], *, durable: bool, deadline: float
+) -> Steps[PutResult]:
+    """Sends blocks."""
+    chunks = protocol.put_chunks(protocol.put_group_message(group), sources, durable=durable)
+    reply = yield Push(link, "Put", chunks, deadline - time.monotonic())
+    return PutResult(protocol.statuses_of(reply.statuses, count=len(sources)))
+
+
+def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[GetResult]:
+    """Receives the servable prefix, into out or into arrays of its own."""
+    assembly = protocol.Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes))
+    request = pb.GetRequest(group=protocol.groups_message([group])[0])
+    yield Pull(link, "Get", request, deadline - time.monotonic(), assembly.take)
+    blocks = len(assembly.whole)
+    covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)
+    for array in assembly.whole if out is None else ():
+        array.flags.writeable = False
+    return GetResult(int(covered[:blocks].sum()), blocks, tuple(assembly.whole) if out is None else ())
+
+
+class _Targets:
+    """Where each block's bytes go: new memory, a list of buffers, or one buffer, block behind block."""
+
+    def __init__(self, out: Any, *, length_max: int) -> None:
+        self._out = out if out is None or isinstance(out, list | tuple) else buffers.flat(out, writable=True)
+        self._length_max = length_max
+        self._used = 0
+
+    def __call__(self, index: int, length: int) -> NDArray[np.uint8]:
+        if length > self._length_max:
+            raise OperatorError(
+                f"daemon: block {index} of {length} bytes in a namespace of {self._length_max}; versions differ?"
+            )
+        if self._out is None:
+            return np.empty(length, dtype=np.uint8)
+        if isinstance(self._out, list | tuple):
+            return buffers.pieces(list(self._out[index : index + 1]), [length], writable=True)[0]
+        begin, self._used = self._used, self._used + length
+        return buffers.pieces(self._out[begin:], [length], writable=True)[0]

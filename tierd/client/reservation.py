@@ -1,0 +1,190 @@
+"""Reservation: pages to be written in place, then published, or given back.
+
+Purpose: writable arrays over reserved pages. Non-purpose: how pages are got or published (verbs.py); the two faces below differ only in
+who waits. Invariants: only reserved pages are writable; after commit or abort the arrays that were given out are made read-only. That does
+not reach slices and tensors that the caller made from them: those must not be written to any more, since the page may
+be somebody's block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.client import mapping
+from tierd.client.lease import cut_pages
+from tierd.client.pins import Bytes, Hold
+from tierd.client.protocol import commit_request
+from tierd.client.values import Committed
+from tierd.core.model import BlockStatus, StructArray
+from tierd.errors import InvalidArgument, TierdError
+
+Steps = Generator[Any, Any, Any]
+
+COMMIT_TIMEOUT_S = 30.0
+"""A commit hashes and may write to a disk; whoever wants less waits for the whole put with its timeout."""
+
+
+class Ends(Protocol):
+    """How reservations end, as steps for either driver."""
+
+    def commit(self, pages: Any, request: Any, deadline: float) -> Steps:
+        """Publishes."""
+        ...
+
+    def abort(self, pages: Any, deadline: float) -> Steps:
+        """Gives back."""
+        ...
+
+
+class ReservedPages:
+    """What both faces of a reservation share; false if nothing is reserved, or not any more.
+
+    handles: HANDLE [n] and statuses: u2 [n] of BlockStatus (RESERVED, EXISTS, NO_ROOM, REJECTED, DEFERRED), groups in order.
+    retry_after_ms: with NO_ROOM or DEFERRED.
+    """
+
+    def __init__(
+        self,
+        hold: Hold | None,
+        handles: StructArray,
+        *,
+        ends: Ends,
+        run: Callable[[Steps], Any],
+        retry_after_ms: int = 0,
+    ) -> None:
+        self.handles = handles
+        self.retry_after_ms = retry_after_ms
+        self.hold = hold
+        self._ends = ends
+        self._run = run
+        self._given: list[tuple[int, weakref.ref[Bytes]]] = []
+        if hold:
+            hold.watch(self)
+
+    @property
+    def id(self) -> int:
+        """The daemon's number for it; 0: nothing is reserved."""
+        return self.hold.reservation if self.hold else 0
+
+    @property
+    def statuses(self) -> NDArray[np.uint16]:
+        """u2 [n] of BlockStatus."""
+        return np.asarray(self.handles["status"])
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __bool__(self) -> bool:
+        return self.hold is not None and not self.hold.is_done
+
+    def buffer(self, i: int) -> Bytes:
+        """The page of block i, writable uint8 [length]. Raises InvalidArgument if it is not reserved, StaleHandle, ForkedClient."""
+        found = self._cut([i])[i] if -len(self) <= i < len(self) else None
+        if found is None:
+            raise InvalidArgument(f"block {i}: it has no reserved page; look at statuses")
+        return found
+
+    def buffers(self) -> list[Bytes | None]:
+        """One writable page a block; None where none is reserved. Raises StaleHandle, ForkedClient."""
+        return self._cut(range(len(self)))
+
+    def held(self) -> Hold:
+        """The hold, good to be used. Raises InvalidArgument, StaleHandle, ForkedClient."""
+        if self.hold is None:
+            raise InvalidArgument("reservation: nothing was reserved; look at statuses")
+        self.hold.check()
+        return self.hold
+
+    def drop(self) -> None:
+        """Ends this handle: the pages go back with the last array over them."""
+        if self.hold:
+            self.hold.drop()
+
+    def seal(self, indices: Sequence[int] | None = None) -> None:
+        """The pages of these blocks (None: of all) are not the caller's to write any more."""
+        for i, reference in self._given:
+            array = reference()
+            if array is not None and (indices is None or i in indices):
+                array.flags.writeable = False
+        self._given = [
+            (i, ref) for i, ref in self._given if indices is not None and i not in indices and ref() is not None
+        ]
+
+    def _commit(self, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool) -> Steps:
+        request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
+        return self._ends.commit(self, request, time.monotonic() + COMMIT_TIMEOUT_S)
+
+    def _abort(self) -> Steps:
+        return self._ends.abort(self, time.monotonic() + COMMIT_TIMEOUT_S)
+
+    def _cut(self, wanted: Any) -> list[Bytes | None]:
+        found: list[Bytes | None] = [None] * len(self)
+        rows = [i % len(self) for i in wanted if self.handles["status"][i] == BlockStatus.RESERVED]
+        if not rows or self.hold is None:
+            return found
+        self.hold.check()
+        for i, page in zip(rows, cut_pages(self.hold, self.handles[rows], writable=True), strict=True):
+            mapping.populate(page)
+            self._given.append((i, weakref.ref(page)))
+            found[i] = page
+        return found
+
+
+class Reservation(ReservedPages):
+    """A reservation of the synchronous client. A context manager: left without commit, it is aborted."""
+
+    def commit(
+        self, blocks: StructArray | None = None, *, durable: bool = False, lease: bool = False, keep_open: bool = False
+    ) -> Committed:
+        """Publishes the written pages, all of the call's or none; the arrays must not be used after it.
+
+        blocks: COMMIT_BLOCK [n], see OpenedNamespace.naming; None: everything as it was named. durable: not before it is on NVMe, synced. lease: pin what was
+        committed. keep_open: blocks not named stay reserved.
+        """
+        return self._run(self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open))  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        """Gives the pages back as if nothing had been."""
+        self._run(self._abort())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self:
+            with contextlib.suppress(TierdError):
+                self.abort()
+
+
+class AsyncReservation(ReservedPages):
+    """A reservation of the asynchronous client. An async context manager: left without commit, it is aborted."""
+
+    async def commit(
+        self, blocks: StructArray | None = None, *, durable: bool = False, lease: bool = False, keep_open: bool = False
+    ) -> Committed:
+        """As Reservation.commit."""
+        return await self._run(self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open))  # type: ignore[no-any-return]
+
+    async def abort(self) -> None:
+        """As Reservation.abort."""
+        await self._run(self._abort())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self:
+            with contextlib.suppress(TierdError):
+                await self.abort()

@@ -1,0 +1,89 @@
+"""gRPC for one link: the channel, its options, its errors in our words. The only module that imports grpc; loaded on the first call.
+
+Purpose: the synchronous transport, and what the asynchronous one (rpc_aio.py) shares with it. Non-purpose: what is called. Invariants: every call
+has a deadline; every failure leaves as a TierdError; a failure that did not come from the daemon itself marks the link lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from tierd._proto import cache_pb2_grpc
+from tierd.client import forks
+from tierd.client.connection import Link
+from tierd.client.protocol import error_of
+from tierd.errors import ERROR_KEY, TierdError
+
+MESSAGE_MAX_BYTES = 8 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
+    # Channels never share connections: neither with a lost link's, nor across a fork.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.default_authority", "tierd"),
+)
+_LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
+
+
+class SyncTransport:
+    """Calls that wait."""
+
+    fits = True
+
+    def __init__(self, link: Link, address: str) -> None:
+        self._link = link
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._stub: Any = cache_pb2_grpc.CacheStub(self._channel)
+
+    def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """One request, one reply."""
+        with translated(self._link), forks.calling():
+            return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata)
+
+    def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
+        """One request; every reply goes to take."""
+        with translated(self._link), forks.calling():
+            for reply in getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata):
+                take(reply)
+
+    def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
+        """An iterator of requests, one reply."""
+        with translated(self._link), forks.calling():
+            return getattr(self._stub, method)(requests, timeout=timeout_s, metadata=self._link.metadata)
+
+    def stream(self, method: str, request: Any) -> Iterator[Any]:
+        """Replies for as long as they are wanted."""
+        call = getattr(self._stub, method)(request, metadata=self._link.metadata)
+        try:
+            with translated(self._link):
+                yield from call
+        finally:
+            call.cancel()
+
+    def close(self) -> None:
+        """Cancels what is in flight."""
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def translated(link: Link) -> Iterator[None]:
+    """Around a call: grpc's errors leave as ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise translate(error, link) from None
+
+
+def translate(error: Any, link: Link) -> TierdError:
+    """The error that the daemon raised, or what the transport's failure means."""
+    name = next((str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY), None)
+    status = error.code().name
+    if name is None and status in _LOST:
+        link.is_broken = True
+    return error_of(name, error.details() or status, status=status)

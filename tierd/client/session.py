@@ -1,0 +1,241 @@
+"""The client's end of the session socket: identity, mapped segments, and holds that end.
+
+Purpose: one blocking connection, whose life is the session's. Non-purpose: gRPC, reconnecting (connection.py). Invariants: descriptors
+are close-on-exec and closed as soon as they are mapped; `let_go` never blocks and takes no lock, so a finaliser may call it; after a
+reply that did not come in time the connection is closed, since the next reply would be the wrong one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+import tierd
+from tierd.client.mapping import Segment, map_segment
+from tierd.client.protocol import error_of
+from tierd.client.target import LocalTarget
+from tierd.core.model import StructArray
+from tierd.errors import (
+    DeadlineExceeded,
+    NotPermitted,
+    OperatorError,
+    Overloaded,
+    SessionLost,
+    Unavailable,
+    Unsupported,
+)
+
+PROTO_VERSION = 1
+FORMAT_VERSION = 1
+REPLY_MAX_BYTES = 1 << 16
+IDS_PER_MESSAGE = 200
+SWEEP_SEGMENTS = 32
+"""With more segments mapped than this, those that have become empty are dropped before another is mapped."""
+
+Place = tuple[int, int]
+"""Tier and segment."""
+
+
+class Session:
+    """A session with a local daemon. Raises what `connect_session` says."""
+
+    def __init__(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+        self.id = int(hello["session"])
+        self.token = str(hello["token"])
+        self.daemon = str(hello.get("daemon", ""))
+        self.instance = str(hello.get("instance", ""))
+        self.tiers: tuple[str, ...] = tuple(str(tier["name"]) for tier in hello.get("tiers", ()))
+        self._connection = connection
+        # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
+        self._glance = connection.dup()
+        self._glance.setblocking(False)
+        self._turn = threading.Lock()
+        self._segments: dict[Place, Segment] = {}
+        self._unsent: deque[dict[str, Any]] = deque()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the daemon still holds its end open: a look at the socket, a microsecond."""
+        if self._unsent:
+            self.flush()
+        try:
+            return bool(self._glance.recv(1, socket.MSG_PEEK))
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Ends the session's service; the daemon reuses what it held once this process has gone, or lets go."""
+        self._connection.close()
+        self._glance.close()
+        self._segments.clear()
+
+    def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """One request, its reply. Raises what the daemon raised, SessionLost, DeadlineExceeded."""
+        with self._turn:
+            reply, fds = self._exchange(request, timeout_s=timeout_s)
+        _close(fds)
+        return _checked(reply)
+
+    def map(self, handles: StructArray, *, timeout_s: float) -> None:
+        """Makes sure that the segments of HANDLE [n] are mapped. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
+        for place in self.unmapped(handles):
+            with self._turn:
+                if place not in self._segments:
+                    self._sweep()
+                    self._segments[place] = self._fetch(place, timeout_s=timeout_s)
+
+    def unmapped(self, handles: StructArray) -> set[Place]:
+        """Segments of HANDLE [n] that are not mapped yet."""
+        places = places_of(handles)
+        return {place for place in places if place not in self._segments}
+
+    def segment(self, place: Place) -> Segment | None:
+        """A mapped segment."""
+        return self._segments.get(place)
+
+    def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
+        """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
+        self._unsent.append({"leases": list(leases), "reservations": list(reservations)})
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket did not take before."""
+        while self._unsent:
+            with contextlib.suppress(IndexError):
+                ids = self._unsent.popleft()
+                try:
+                    self._tell({"op": "release", "reply": False, **ids})
+                except BlockingIOError:
+                    self._unsent.appendleft(ids)
+                    return
+                except OSError:
+                    self._unsent.clear()  # the daemon has gone, and the holds with it
+
+    def release(self, leases: Iterable[int], *, timeout_s: float) -> None:
+        """Ends leases and waits until the daemon has done it."""
+        ids = list(leases)
+        for start in range(0, len(ids), IDS_PER_MESSAGE):
+            part = ids[start : start + IDS_PER_MESSAGE]
+            self.ask({"op": "release", "leases": part, "reply": True}, timeout_s=timeout_s)
+
+    def _fetch(self, place: Place, *, timeout_s: float) -> Segment:
+        tier, segment = place
+        reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
+        try:
+            _checked(reply)
+            if len(fds) != 2:
+                raise OperatorError(
+                    f"daemon: {len(fds)} descriptors for segment {segment} instead of 2; versions differ?"
+                )
+            data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
+            return map_segment(segment, data=data, catalogue=catalogue, is_writable=bool(reply["writable"]))
+        finally:
+            _close(fds)
+
+    def _sweep(self) -> None:
+        if len(self._segments) >= SWEEP_SEGMENTS:
+            for place in [place for place, segment in self._segments.items() if segment.is_empty]:
+                del self._segments[place]
+
+    def _exchange(self, request: Mapping[str, Any], *, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        try:
+            self._connection.settimeout(max(timeout_s, 0.001))
+            self._connection.sendall(msgpack.packb(request))
+            data, fds = _receive(self._connection)
+        except TimeoutError as error:
+            self._connection.close()
+            self._glance.close()
+            raise DeadlineExceeded(
+                f"session socket: no answer to {request['op']} within {timeout_s:.3g} s; is the daemon stuck?"
+            ) from error
+        except OSError as error:
+            raise SessionLost(
+                f"session socket: the daemon has gone ({error}); the next call opens a session again"
+            ) from error
+        if not data:
+            _close(fds)
+            raise SessionLost("session socket: the daemon has gone; the next call opens a session again")
+        return msgpack.unpackb(data), fds
+
+    def _tell(self, request: Mapping[str, Any]) -> None:
+        self._glance.send(msgpack.packb(request), socket.MSG_NOSIGNAL)
+
+
+def connect_session(target: LocalTarget, *, name: str, credential: str | None, timeout_s: float) -> Session:
+    """Opens a session. Raises Unavailable, Overloaded, NotPermitted, VersionMismatch, DeadlineExceeded, Unsupported."""
+    if sys.platform != "linux":
+        raise Unsupported(f"tierd: {sys.platform} has no session sockets; give a daemon on Linux as host:port")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    hello = {
+        "op": "hello",
+        "proto": PROTO_VERSION,
+        "format": FORMAT_VERSION,
+        "sdk": tierd.__version__,
+        "name": name[:128],
+        "credential": credential,
+    }
+    try:
+        connection.settimeout(max(timeout_s, 0.001))
+        _connect(connection, target.session_path)
+        connection.sendall(msgpack.packb(hello))
+        data, fds = _receive(connection)
+        _close(fds)
+        return Session(connection, _checked(msgpack.unpackb(data) if data else {}))
+    except TimeoutError as error:
+        connection.close()
+        raise DeadlineExceeded(f"daemon at {target}: no hello within {timeout_s:.3g} s; is it stuck?") from error
+    except OSError as error:
+        connection.close()
+        raise Unavailable(f"daemon at {target}: it went away during hello ({error}); try again") from error
+    except BaseException:
+        connection.close()
+        raise
+
+
+def places_of(handles: StructArray) -> set[Place]:
+    """The segments that HANDLE [n] point into."""
+    return set(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
+
+
+def _connect(connection: socket.socket, path: str) -> None:
+    try:
+        connection.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        raise Unavailable(
+            f"no daemon at {path} ({error.strerror}); start `tierd serve`, or set TIERD_TARGET"
+        ) from error
+    except PermissionError as error:
+        raise NotPermitted(
+            f"daemon at {path}: this user may not connect; join the daemon's group, or run one of your own"
+        ) from error
+    except BlockingIOError as error:
+        raise Overloaded(f"daemon at {path}: its queue of new connections is full; try again") from error
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    # recv_fds of Python before 3.13 does not pass MSG_CMSG_CLOEXEC by itself.
+    data, fds, _flags, _address = socket.recv_fds(connection, REPLY_MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    return data, fds
+
+
+def _checked(reply: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(reply, dict) or "ok" not in reply:
+        raise Unavailable("session socket: the daemon closed it without a word; try again")
+    if not reply["ok"]:
+        raise error_of(str(reply.get("error")), str(reply.get("message")), status="refused")
+    return reply
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,108 @@
+"""Verbs as steps: a generator yields what must be waited for, a driver waits, synchronously or not.
+
+    Do(work)                blocking work that is not gRPC: connecting, mapping, copying
+    Call / Pull / Push      one call of gRPC
+
+Purpose: the logic of every verb exists once (verbs.py); `run` and `run_async` are all that differs. Invariant: what a step raises is raised
+in the generator at its yield.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tierd.client.connection import Link, OpenTransport
+
+T = TypeVar("T")
+Steps = Generator[Any, Any, T]
+"""A verb in progress, which returns T."""
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Blocking work."""
+
+    work: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, one reply."""
+
+    link: Link
+    method: str
+    request: Any
+    timeout_s: float
+
+    def send(self, open_transport: OpenTransport) -> Any:
+        """The reply, or an awaitable of it."""
+        return self.link.opened(open_transport).call(self.method, self.request, timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One request, a stream of replies, each given to take."""
+
+    link: Link
+    method: str
+    request: Any
+    timeout_s: float
+    take: Callable[[Any], None]
+
+    def send(self, open_transport: OpenTransport) -> Any:
+        """Nothing, or an awaitable of it."""
+        transport = self.link.opened(open_transport)
+        return transport.pull(self.method, self.request, timeout_s=self.timeout_s, take=self.take)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A stream of requests, one reply."""
+
+    link: Link
+    method: str
+    requests: Iterator[Any]
+    timeout_s: float
+
+    def send(self, open_transport: OpenTransport) -> Any:
+        """The reply, or an awaitable of it."""
+        return self.link.opened(open_transport).push(self.method, self.requests, timeout_s=self.timeout_s)
+
+
+def run(steps: Steps[T], open_transport: OpenTransport) -> T:
+    """Runs a verb to its end in this thread."""
+    answer: Any = None
+    error: BaseException | None = None
+    try:
+        while True:
+            step = steps.send(answer) if error is None else steps.throw(error)
+            answer = error = None
+            try:
+                answer = step.work() if isinstance(step, Do) else step.send(open_transport)
+            except BaseException as raised:  # noqa: BLE001 - handed to the verb, which cleans up and lets pass what is not its own
+                error = raised
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    finally:
+        error = None  # its traceback holds this frame, and through it every view of the verb
+
+
+async def run_async(steps: Steps[T], open_transport: OpenTransport) -> T:
+    """Runs a verb to its end on the running loop; blocking work goes to a thread."""
+    answer: Any = None
+    error: BaseException | None = None
+    try:
+        while True:
+            step = steps.send(answer) if error is None else steps.throw(error)
+            answer = error = None
+            try:
+                answer = await (asyncio.to_thread(step.work) if isinstance(step, Do) else step.send(open_transport))
+            except BaseException as raised:  # noqa: BLE001 - cancellation too: the verb gives back what it holds
+                error = raised
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    finally:
+        error = None  # its traceback holds this frame, and through it every view of the verb

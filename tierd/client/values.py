@@ -1,0 +1,201 @@
+"""What one asks the client for, and what it answers, apart from holds on memory (lease.py).
+
+Purpose: small immutable values. Non-purpose: messages (protocol.py). Invariant: arrays in answers are the caller's own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens
+from tierd.core.model import COMMIT_BLOCK, HASH_BYTES, ROOT, BlockStatus, Need, StructArray
+from tierd.errors import InvalidArgument
+
+Hashes = NDArray[np.uint8]
+"""uint8 [blocks, 32], first to last."""
+Tokens = Sequence[int] | NDArray[np.integer]
+NO_HASHES: Hashes = np.zeros((0, HASH_BYTES), dtype=np.uint8)
+
+
+@dataclass(eq=False)
+class OpenedNamespace:
+    """A namespace as the client knows it. id: of rank 0, ranks follow; digest: 32 bytes, begins every chain of hashes.
+
+    With `best_effort` it may be unopened (id 0): then it hashes to nothing, and every call with it is a miss.
+    """
+
+    spec: NamespaceSpec
+    id: int = 0
+    digest: bytes = b""
+    epoch: int = 0
+    link: int = field(default=0, repr=False)  # number of the connection that it was last opened over
+    owner: object = field(default=None, repr=False)  # whose connection that was
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a daemon has given it an id."""
+        return self.id != 0
+
+    def hash(self, tokens: Tokens, *, with_tail: bool = False, parent: bytes = ROOT) -> Hashes:
+        """The block hashes of a sequence, uint8 [blocks, 32]; a short last block only with_tail."""
+        if not self.is_open:
+            return NO_HASHES
+        size = self.spec.tokens_per_block
+        return hash_tokens(tokens, digest=self.digest, tokens_per_block=size, parent=parent, with_tail=with_tail)
+
+    def fold(self, hashes: Sequence[bytes]) -> Hashes:
+        """An engine's own block hashes, bound to this namespace."""
+        return fold_hashes(hashes, digest=self.digest) if self.is_open else NO_HASHES
+
+    def spans(self, tokens: int) -> list[tuple[int, int]]:
+        """(start, stop) in tokens of each block of a sequence, a short last one included."""
+        return list(block_spans(tokens, self.spec.tokens_per_block, with_tail=True))
+
+    def block_tokens(self, blocks: int, *, tokens: int | None = None) -> NDArray[np.uint32]:
+        """Tokens that each of so many consecutive blocks covers, of `tokens` in all (None: all are full). u4 [blocks]."""
+        size = self.spec.tokens_per_block
+        total = blocks * size if tokens is None else tokens
+        if -(-total // size) != blocks:
+            raise InvalidArgument(
+                f"tokens: {total} are {-(-total // size)} blocks of {size}, {blocks} were given; give one each"
+            )
+        covered = np.full(blocks, size, dtype=np.uint32)
+        if blocks:
+            covered[-1] = total - (blocks - 1) * size
+        return covered
+
+    def block_lengths(self, covered: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Bytes of blocks that cover so many tokens, in proportion to a full one's. u4 [blocks]."""
+        return np.asarray(
+            -(-covered.astype(np.uint64) * self.spec.block_bytes // self.spec.tokens_per_block), dtype=np.uint32
+        )
+
+    def naming(
+        self,
+        hashes: Hashes,
+        *,
+        index: Sequence[int],
+        parent: bytes = ROOT,
+        position: int = 0,
+        tokens: int | None = None,
+    ) -> StructArray:
+        """COMMIT_BLOCK [n] that names private pages, `index` of a reservation, as consecutive blocks of a sequence.
+
+        parent, position: of the first. tokens: covered by all (None: all blocks are full).
+        """
+        blocks = np.zeros(len(hashes), dtype=COMMIT_BLOCK)
+        blocks["hash"], blocks["index"] = hashes, index
+        blocks["parent"] = np.vstack([np.frombuffer(parent, dtype=np.uint8)[None], hashes[:-1]])[: len(hashes)]
+        blocks["position"] = position + np.arange(len(hashes))
+        blocks["tokens"] = self.block_tokens(len(hashes), tokens=tokens)
+        blocks["length"] = self.block_lengths(blocks["tokens"])
+        return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One attention group of a sequence to be found. tokens: covered by all the blocks (None: all are full)."""
+
+    namespace: OpenedNamespace
+    hashes: Hashes
+    tokens: int | None = None
+    ranks: tuple[int, ...] = (0,)
+    need: Need = Need.PREFIX
+    need_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PutGroup:
+    """Consecutive blocks of one rank to be stored. tokens: covered by all (None: all are full); lengths: bytes of each (None: in
+    proportion to their tokens); parent, position: hash of the block before the first, and the first one's number."""
+
+    namespace: OpenedNamespace
+    hashes: Hashes
+    tokens: int | None = None
+    lengths: Sequence[int] | None = None
+    rank: int = 0
+    parent: bytes = ROOT
+    position: int = 0
+
+    @classmethod
+    def private(cls, namespace: OpenedNamespace, count: int) -> PutGroup:
+        """So many pages that get their names at commit."""
+        return cls(namespace, np.zeros((count, HASH_BYTES), dtype=np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup says. tokens: servable now. tier_of: per group, int8 [ranks, blocks], position of the nearest tier, -1 a miss.
+
+    tier_tokens: per tier, tokens of the first group's servable part that would come from it.
+    """
+
+    tokens: int = 0
+    tier_of: tuple[NDArray[np.int8], ...] = ()
+    tier_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of each block: statuses u2 [n] of BlockStatus, READY and EXISTS where it is stored."""
+
+    statuses: NDArray[np.uint16]
+
+    @property
+    def stored(self) -> int:
+        """Blocks that are stored, from the first on without a gap."""
+        held = np.isin(self.statuses, (BlockStatus.READY, BlockStatus.EXISTS))
+        return int(np.argmin(held)) if not held.all() else len(held)
+
+    def __bool__(self) -> bool:
+        return self.stored == len(self.statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """The servable prefix. tokens, blocks: how much it is. views: one read-only uint8 array a block, each holding its pin; empty where
+    the blocks were copied into `out`. tier_tokens: tokens by the position of the tier where they were found."""
+
+    tokens: int = 0
+    blocks: int = 0
+    views: tuple[NDArray[np.uint8], ...] = field(default=(), repr=False)
+    tier_tokens: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+
+class EventKind(enum.IntEnum):
+    """What happened to blocks."""
+
+    STORED = 0
+    REMOVED = 1
+    LOST = 2
+    """Events were dropped for a slow watcher: what follows is not gapless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Blocks stored in or removed from a tier. hashes: uint8 [n, 32]; reason: why, for people."""
+
+    sequence: int
+    kind: EventKind
+    tier: int
+    namespace: int
+    hashes: Hashes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What became of each committed block: statuses u2 [n] (READY, EXISTS, FAILED), handles HANDLE [n], the lease if one was asked for."""
+
+    statuses: NDArray[np.uint16]
+    handles: StructArray
+    lease: Any = None  # Lease | None

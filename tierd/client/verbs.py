@@ -1,0 +1,382 @@
+"""The verbs: everything that a client does, once, as steps for either driver.
+
+Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), waiting (steps.py). Invariants: every verb ends
+within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
+a daemon has gone; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tierd._proto import cache_pb2 as pb
+from tierd.client import buffers, protocol, remote
+from tierd.client.complaints import Complaints
+from tierd.client.connection import Connector, Link
+from tierd.client.lease import Lease
+from tierd.client.pins import Hold
+from tierd.client.protocol import Leased
+from tierd.client.reservation import ReservedPages
+from tierd.client.steps import Call, Do, Steps
+from tierd.client.target import RemoteTarget
+from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
+from tierd.core.block import NamespaceSpec
+from tierd.core.model import COMMIT_BLOCK, HANDLE, BlockStatus, StructArray
+from tierd.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    SessionLost,
+    StaleHandle,
+    TierdError,
+    Unavailable,
+    Unsupported,
+)
+
+T = TypeVar("T")
+
+
+class Verbs:
+    """One client's verbs. Values in, values out; deadlines are of time.monotonic()."""
+
+    def __init__(
+        self, connector: Connector, *, best_effort: bool, is_acknowledged: bool, pages: Callable[..., ReservedPages]
+    ) -> None:
+        """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a reservation's face."""
+        self.connector = connector
+        self._best_effort = best_effort
+        self._is_acknowledged = is_acknowledged
+        self._pages = pages
+        self._complaints = Complaints(str(connector.target))
+
+    # -- namespaces
+
+    def open_namespace(self, spec: NamespaceSpec, deadline: float) -> Steps[OpenedNamespace]:
+        """The namespace; with best_effort and no daemon an unopened one, which opens itself with the first call that gets through."""
+        namespace = OpenedNamespace(spec)
+        yield from self._shrunk(self._opened([namespace], deadline), lambda: None)
+        return namespace
+
+    def connected(self, deadline: float) -> Steps[Link]:
+        """A usable link, best effort or not."""
+        return (yield from self._link(deadline))
+
+    # -- gets
+
+    def lookup(self, groups: Sequence[Group], deadline: float) -> Steps[Found]:
+        """What could be served."""
+
+        def steps() -> Steps[Found]:
+            if _is_empty(groups):
+                yield from self._opened(_spaces(groups), deadline)
+                return Found()
+            _, reply = yield from self._ask(
+                lambda: ("Lookup", pb.LookupRequest(groups=protocol.groups_message(groups))), _spaces(groups), deadline
+            )
+            return protocol.found(reply, groups)
+
+        return (yield from self._shrunk(steps(), Found))
+
+    def prefetch(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[int]:
+        """Blocks that are on their way because of this."""
+
+        def steps() -> Steps[int]:
+            kind: Any = protocol.tier_kind(tier)
+            if _is_empty(groups):
+                return 0
+            _, reply = yield from self._ask(
+                lambda: ("Prefetch", pb.PrefetchRequest(groups=protocol.groups_message(groups), tier=kind)),
+                _spaces(groups),
+                deadline,
+            )
+            return int(reply.started)
+
+        return (yield from self._shrunk(steps(), int))
+
+    def acquire(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
+        """A lease on the longest servable prefix, its segments mapped."""
+        return (yield from self._shrunk(self._acquire(groups, tier, deadline), self._empty_lease))
+
+    def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> Steps[GetResult]:
+        """The servable prefix of a sequence, as views or copied into out."""
+        return (yield from self._shrunk(self._get(namespace, what, out, deadline), GetResult))
+
+    def report_attention(self, lease: Lease, mass: Any, group: int, deadline: float) -> Steps[None]:
+        """Attention mass per rank and block of a lease's group."""
+
+        def steps() -> Steps[None]:
+            data = np.ascontiguousarray(mass, dtype="<f4").tobytes()
+            if lease.hold is not None:
+                request = pb.ReportAttentionRequest(lease=lease.id, group=group, mass=data)
+                yield from self._ask_holder(lease.hold, "ReportAttention", request, deadline)
+
+        yield from self._shrunk(steps(), lambda: None)
+
+    # -- puts
+
+    def reserve(self, groups: Sequence[PutGroup], tier: str, deadline: float) -> Steps[ReservedPages]:
+        """Pages to write, their segments mapped."""
+        return (yield from self._shrunk(self._reserve(groups, tier, deadline), lambda: self._no_pages(groups)))
+
+    def put(
+        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool
+    ) -> Steps[PutResult]:
+        """Stores blocks: reserve, copy, commit."""
+        steps = self._put(namespace, what, blocks, deadline, durable=durable)
+        return (yield from self._shrunk(steps, lambda: _dropped(blocks)))
+
+    def commit(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
+        """Publishes a reservation's pages."""
+        return (yield from self._shrunk(self._commit(pages, request, deadline), lambda: _not_committed(pages)))
+
+    def abort(self, pages: ReservedPages, deadline: float) -> Steps[None]:
+        """Gives a reservation's pages back."""
+
+        def steps() -> Steps[None]:
+            hold = pages.hold
+            if hold is None or hold.is_done:
+                return
+            pages.seal()
+            request = pb.AbortRequest(reservation=hold.reservation)
+            yield from self._ask_holder(hold, "Abort", request, deadline)
+            hold.settle()
+
+        yield from self._shrunk(steps(), lambda: None)
+
+    # -- inner steps
+
+    def _acquire(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
+        self._check_local("acquire")
+        kind: Any = protocol.tier_kind(tier)
+        if _is_empty(groups):
+            yield from self._opened(_spaces(groups), deadline)
+            return self._empty_lease()
+        link, reply = yield from self._ask(
+            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), tier=kind)),
+            _spaces(groups),
+            deadline,
+        )
+        leased = protocol.leased(reply, groups)
+        if not leased.lease:
+            return Lease(None, leased)
+        lease = Lease(Hold(link, lease=leased.lease), leased, is_acknowledged=self._is_acknowledged)
+        yield from self._map(link, lease.handles, deadline)
+        return lease
+
+    def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> Steps[GetResult]:
+        yield from self._opened([namespace], deadline)
+        group = protocol.sequence_group(namespace, what)
+        if not len(group.hashes):
+            return GetResult()
+        if isinstance(self.connector.target, RemoteTarget):
+            return (yield from remote.get((yield from self._link(deadline)), group, out, deadline))
+        lease = yield from self._acquire([group], "host", deadline)
+        if not lease:
+            return GetResult()
+        try:
+            if out is None:
+                views = tuple(lease.views())
+                return GetResult(lease.tokens, len(views), views, lease.tier_tokens)
+            blocks = yield Do(lambda: lease.copy_into(out))
+            return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens)
+        finally:
+            lease.detach()
+
+    def _reserve(self, groups: Sequence[PutGroup], tier: str, deadline: float) -> Steps[ReservedPages]:
+        self._check_local("reserve")
+        kind: Any = protocol.tier_kind(tier)
+        link, reply = yield from self._ask(
+            lambda: (
+                "Reserve",
+                pb.ReserveRequest(groups=[protocol.put_group_message(group) for group in groups], tier=kind),
+            ),
+            _spaces(groups),
+            deadline,
+        )
+        given = [
+            protocol.handles_of(data, count=len(group.hashes))
+            for data, group in zip(reply.handles, groups, strict=False)
+        ]
+        handles = np.concatenate([np.zeros(0, dtype=HANDLE), *given])
+        hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
+        pages = self._pages(hold, handles, retry_after_ms=reply.retry_after_ms)
+        yield from self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
+        return pages
+
+    def _put(
+        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool
+    ) -> Steps[PutResult]:
+        sources = [buffers.flat(block) for block in blocks]
+        yield from self._opened([namespace], deadline)
+        group = protocol.sequence_put(namespace, what, lengths=[len(source) for source in sources])
+        lengths = protocol.put_lengths(group)
+        sources = buffers.pieces(sources, lengths.tolist())
+        if not sources:
+            return PutResult(protocol.all_statuses(0, BlockStatus.READY))
+        if isinstance(self.connector.target, RemoteTarget):
+            link = yield from self._link(deadline)
+            return (yield from remote.put(link, group, sources, durable=durable, deadline=deadline))
+        pages = yield from self._reserve([group], "host", deadline)
+        statuses = pages.statuses.copy()
+        if pages:
+            try:
+                yield Do(lambda: _fill(pages, sources))
+                request = protocol.commit_request(pages.id, None, durable=durable, lease=False, keep_open=False)
+                committed = yield from self._commit(pages, request, deadline)
+            except BaseException:
+                pages.drop()
+                raise
+            statuses[statuses == BlockStatus.RESERVED] = committed.statuses
+        return PutResult(statuses)
+
+    def _commit(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
+        hold = pages.held()
+        pages.seal(_indices(request) if request.keep_open else None)
+        reply = yield from self._ask_holder(hold, "Commit", request, deadline)
+        if not request.keep_open:
+            hold.settle()
+        handles = protocol.handles_of(reply.handles)
+        lease = None
+        if reply.lease:
+            held = handles[handles["status"] != BlockStatus.FAILED]
+            leased = Leased(reply.lease, int(held["tokens"].sum()), groups=(protocol.LeasedGroup(0, held[None]),))
+            lease = Lease(Hold(hold.link, lease=reply.lease), leased, is_acknowledged=self._is_acknowledged)
+            yield from self._map(hold.link, held, deadline)
+        return Committed(handles["status"].astype(np.uint16), handles, lease)
+
+    def _map(self, link: Link, handles: StructArray, deadline: float) -> Steps[None]:
+        session = link.session
+        if session is not None and session.unmapped(handles):
+            yield Do(lambda: session.map(handles, timeout_s=_left(deadline)))
+
+    # -- links
+
+    def _ask(
+        self,
+        make: Callable[[], tuple[str, Any]] | None,
+        namespaces: Sequence[OpenedNamespace],
+        deadline: float,
+    ) -> Steps[tuple[Link, Any]]:
+        """One call over the current link, its namespaces opened there; once more over a new link if the daemon has gone.
+
+        make: method and message, from namespaces that are open; None: only open them.
+        """
+        is_first = True
+        while True:
+            link = yield from self._link(deadline)
+            try:
+                for namespace in namespaces:
+                    yield from self._open(namespace, link, deadline)
+                if make is None:
+                    return link, None
+                method, request = make()
+                return link, (yield Call(link, method, request, _left(deadline)))
+            except SessionLost:
+                link.is_broken = True
+                if not is_first:
+                    raise
+            except Unavailable:
+                if link.is_usable or not is_first:
+                    raise
+            is_first = False
+
+    def _opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Steps[None]:
+        yield from self._ask(None, namespaces, deadline)
+
+    def _ask_holder(self, hold: Hold, method: str, request: Any, deadline: float) -> Steps[Any]:
+        """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
+        hold.check()
+        try:
+            return (yield Call(hold.link, method, request, _left(deadline)))
+        except (SessionLost, Unavailable) as error:
+            if not isinstance(error, SessionLost) and hold.link.is_usable:
+                raise
+            hold.link.is_broken = True
+            raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
+
+    def _link(self, deadline: float) -> Steps[Link]:
+        link = self.connector.current()
+        if link is None:
+            seen = self.connector.link
+            link = yield Do(lambda: self.connector.connect(instead_of=seen, timeout_s=_left(deadline)))
+        elif self.connector.forgettable:
+            yield Do(self.connector.forget)
+        return link
+
+    def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
+        if namespace.link != link.number or namespace.owner is not self:
+            request = protocol.open_namespace_request(namespace.spec)
+            reply = yield Call(link, "OpenNamespace", request, _left(deadline))
+            protocol.take_namespace(namespace, reply, link=link.number)
+            namespace.owner = self
+
+    # -- failures
+
+    def _shrunk(self, steps: Steps[T], nothing: Callable[[], T]) -> Steps[T]:
+        """With best_effort a failure is `nothing`, and said once a minute."""
+        try:
+            return (yield from steps)
+        except TierdError as error:
+            if not self._best_effort:
+                raise
+            self._complaints.note(error)
+            return nothing()
+
+    def _check_local(self, verb: str) -> None:
+        if isinstance(self.connector.target, RemoteTarget):
+            raise Unsupported(
+                f"{verb}: handles need shared memory, and {self.connector.target} is remote; use put and get"
+            )
+
+    def _empty_lease(self) -> Lease:
+        return Lease(None, Leased())
+
+    def _no_pages(self, groups: Sequence[PutGroup]) -> ReservedPages:
+        handles = np.zeros(sum(len(group.hashes) for group in groups), dtype=HANDLE)
+        handles["status"] = BlockStatus.NO_ROOM
+        return self._pages(None, handles)
+
+
+def _left(deadline: float) -> float:
+    """Seconds. Raises DeadlineExceeded."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("call: its deadline has passed; allow more with timeout_s, or take it as a miss")
+    return left
+
+
+def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:
+    if not groups:
+        raise InvalidArgument("groups: none; a plain model has one")
+    return [group.namespace for group in groups]
+
+
+def _is_empty(groups: Sequence[Group]) -> bool:
+    """Nothing is asked for; an unopened namespace hashes to that, so the call is still a chance to open it."""
+    return not any(len(group.hashes) for group in groups)
+
+
+def _fill(pages: ReservedPages, sources: Sequence[buffers.Bytes]) -> None:
+    for target, source in zip(pages.buffers(), sources, strict=True):
+        if target is not None:
+            np.copyto(target, source)
+
+
+def _indices(request: pb.CommitRequest) -> list[int] | None:
+    """Which blocks of the reservation a commit names; None: all."""
+    if not request.HasField("blocks"):
+        return None
+    return np.frombuffer(request.blocks.blocks, dtype=COMMIT_BLOCK)["index"].tolist()  # type: ignore[no-any-return]
+
+
+def _dropped(blocks: Any) -> PutResult:
+    return PutResult(protocol.all_statuses(len(blocks) if hasattr(blocks, "__len__") else 0, BlockStatus.FAILED))
+
+
+def _not_committed(pages: ReservedPages) -> Committed:
+    handles = pages.handles[pages.statuses == BlockStatus.RESERVED].copy()
+    handles["status"] = BlockStatus.FAILED
+    return Committed(handles["status"].astype(np.uint16), handles)
