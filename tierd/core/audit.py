@@ -59,15 +59,21 @@ class Audit:
             np.add.at(places, owners, 1)
         assert np.array_equal(places, blocks.places[: blocks.top]), "places: not the number of pages"
         assert (blocks.places[known] + blocks.family[known] > 0).all(), "a block without page and family is still known"
-        assert (blocks.parent[known[blocks.places[known] == 0]] < 0).all(), "a block without page holds on to its parent"
+        assert (blocks.parent[known[blocks.places[known] == 0]] < 0).all(), (
+            "a block without page holds on to its parent"
+        )
 
     def _check_states(self, tier: Pages) -> None:
         live = np.flatnonzero(tier.place >= 0)
-        assert (tier.state[tier.place < 0] == PageState.FREE).all(), f"{tier.spec.name}: a page outside segments is in use"
+        assert (tier.state[tier.place < 0] == PageState.FREE).all(), (
+            f"{tier.spec.name}: a page outside segments is in use"
+        )
         for state in PageState:
             pages = live[tier.state[live] == state]
             assert tier.counts[state] == len(pages), f"{tier.spec.name}: count of {state.name} pages"
-            assert tier.bytes_in[state] == tier.class_bytes(pages).sum(), f"{tier.spec.name}: bytes of {state.name} pages"
+            assert tier.bytes_in[state] == tier.class_bytes(pages).sum(), (
+                f"{tier.spec.name}: bytes of {state.name} pages"
+            )
         whole = sum(s.pages * s.key.class_bytes for s in tier.segments if s is not None)
         assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the four states do not add up to the segments"
         assert tier.used_bytes <= tier.spec.capacity_bytes, f"{tier.spec.name}: more in use than its capacity"
@@ -87,7 +93,9 @@ class Audit:
             spans.append((span.start, span.stop))
             free = np.flatnonzero(tier.state[span] == PageState.FREE)
             assert segment.spare == len(free), f"{tier.spec.name}: spare pages of segment {segment.id}"
-            assert not len(free) or segment.low <= free[0], f"{tier.spec.name}: lowest free page of segment {segment.id}"
+            assert not len(free) or segment.low <= free[0], (
+                f"{tier.spec.name}: lowest free page of segment {segment.id}"
+            )
             is_open = place in tier.open_places(segment.key)
             assert is_open == (segment.spare > 0), f"{tier.spec.name}: segment {segment.id} among the open ones"
             idle = segment.spare == segment.pages and segment.key.writer not in self._sessions.domains
@@ -111,7 +119,9 @@ class Audit:
         for tiers, pages in self._flights.pages()[1:]:
             reserved[pages[tiers == tier.position]] = True
         late = tier.doom > 0
-        assert (reserved | late | (tier.state != PageState.RESERVED)).all(), f"{tier.spec.name}: a reserved page is nobody's"
+        assert (reserved | late | (tier.state != PageState.RESERVED)).all(), (
+            f"{tier.spec.name}: a reserved page is nobody's"
+        )
 
     def _reserved(self, tier: int) -> Ids:
         """Pages of reservations in a tier, each once."""
@@ -120,7 +130,9 @@ class Audit:
         parts = [r.pages[(r.tiers == tier) & ((r.state == OPEN) | (r.state == BUSY))] for r in held.values()]
         pages = np.concatenate([np.zeros(0, np.int64), *parts])
         assert len(np.unique(pages)) == len(pages), "a page is in two reservations"
-        assert (self._index.tiers[tier].state[pages] == PageState.RESERVED).all(), "a reservation has a page that is not reserved"
+        assert (self._index.tiers[tier].state[pages] == PageState.RESERVED).all(), (
+            "a reservation has a page that is not reserved"
+        )
         return pages
 
     def _check_attachments(self, tier: Pages) -> None:
@@ -143,7 +155,9 @@ class Audit:
         state = np.zeros(len(table), np.uint8)
         state[table >= 0] = tier.state[table[table >= 0]]
         tracked = (table >= 0) & (state < PageState.RETIRING)
-        assert len(index.policies[t]) == np.count_nonzero(tracked), f"{tier.spec.name}: the policy tracks something else"
+        assert len(index.policies[t]) == np.count_nonzero(tracked), (
+            f"{tier.spec.name}: the policy tracks something else"
+        )
         pins = np.zeros(len(table), np.int64)
         pins[table >= 0] = tier.pins[table[table >= 0]]
         free = tracked & (pins == 0) & ~index.blocks.pinned
@@ -170,8 +184,12 @@ class Audit:
                 size = int(pages_of.class_bytes(np.asarray(list(pins), np.int64)).sum())
                 assert size == session.pinned_bytes[tier], f"session {session.id}: pinned bytes in {pages_of.spec.name}"
                 reserved = self._reserved_bytes(session.id, tier)
-                assert reserved == session.reserved_bytes[tier], f"session {session.id}: reserved bytes in {pages_of.spec.name}"
-                assert size + reserved <= sessions.limits[tier], f"session {session.id}: beyond its share of {pages_of.spec.name}"
+                assert reserved == session.reserved_bytes[tier], (
+                    f"session {session.id}: reserved bytes in {pages_of.spec.name}"
+                )
+                assert size + reserved <= sessions.limits[tier], (
+                    f"session {session.id}: beyond its share of {pages_of.spec.name}"
+                )
 
     def _reserved_bytes(self, session: int, tier: int) -> int:
         held = {id(r): r for r in self._sessions.open[session].reservations.values()}

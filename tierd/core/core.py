@@ -84,12 +84,14 @@ class Core:
     def open_session(self, session: int, *, domain: int) -> None:
         """A session begins; ids (above 0) are never used twice. domain: what it may share segments and blocks with."""
         if session <= 0 or session in self._sessions.open:
-            raise InvalidArgument(f"session {session}: not above 0, or open already; give every session an id of its own")
+            raise InvalidArgument(
+                f"session {session}: not above 0, or open already; give every session an id of its own"
+            )
         self._sessions.begin(session, domain)
 
     def end_session(self, session: int, now: float) -> Plan:
         """Its process is gone: leases and reservations end, its segments become the daemon's. Pages in a commit under way stay until finish_commit. Idempotent."""
-        draft = Draft()
+        draft = Draft(now)
         self._upkeep.end_session(session, draft)
         return draft.plan()
 
@@ -119,11 +121,11 @@ class Core:
 
         Called again it answers the same.
         """
-        return self._gets.settle(lease)
+        return self._gets.settle(lease, now=now)
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
         """Ends leases of the session; unknown ones are ignored (releasing twice is no fault). May be called before settle."""
-        draft, holder = Draft(), self._sessions.get(session)
+        draft, holder = Draft(now), self._sessions.get(session)
         for number in leases:
             if number in holder.leases:
                 self._gets.let_go(holder, holder.leases[number], draft)
@@ -153,7 +155,7 @@ class Core:
 
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: TierKind, now: float) -> Reserved:
         """Sets pages aside for the session to write."""
-        return self._puts.reserve(session, groups=groups, kind=kind)
+        return self._puts.reserve(session, groups=groups, kind=kind, now=now)
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
         """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None: every reserved block as it was named in reserve (private pages must be named).
@@ -174,7 +176,7 @@ class Core:
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at their finish_commit). Unknown: nothing happens."""
-        draft = Draft()
+        draft = Draft(now)
         self._puts.abort(self._sessions.get(session), reservation, reason=Reason.ABORTED, draft=draft)
         return draft.plan()
 
@@ -182,20 +184,20 @@ class Core:
 
     def persist(self, blocks: Ids, *, now: float) -> Plan:
         """Transfers to NVMe for those of the blocks without a page there; waits for those already on their way."""
-        draft = Draft()
-        self._planner.persist(self._upkeep.live(blocks), now=now, draft=draft)
+        draft = Draft(now)
+        self._planner.persist(self._upkeep.live(blocks), draft=draft)
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 64) -> Plan:
         """What wants to move now: at most `limit` victims of tiers above their high watermark. Empty when content."""
-        draft = Draft()
-        self._planner.demote(limit=limit, now=now, draft=draft)
+        draft = Draft(now)
+        self._planner.demote(limit=limit, draft=draft)
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:
         """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or CORRUPT (condemns the source page too)."""
-        draft = Draft()
-        self._planner.finish(transfers, statuses, now=now, draft=draft)
+        draft = Draft(now)
+        self._planner.finish(transfers, statuses, draft=draft)
         return draft.plan()
 
     def verified(self, extents: StructArray) -> None:
@@ -204,7 +206,7 @@ class Core:
 
     def condemn(self, extents: StructArray, *, now: float) -> Plan:
         """The pages' bytes are wrong: never found again, freed as soon as nobody pins them."""
-        draft = Draft()
+        draft = Draft(now)
         self._upkeep.condemn(extents, draft)
         return draft.plan()
 
@@ -222,13 +224,13 @@ class Core:
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Plan:
         """Nothing in them is found again; pinned pages are freed when they are released. Commits under way into them are FAILED."""
-        draft = Draft()
+        draft = Draft(now)
         self._upkeep.forget_namespaces(set(ids), draft)
         return draft.plan()
 
     def evict(self, blocks: Ids, *, tier: int | None, now: float) -> Plan:
         """Frees pages of the blocks in a tier, or in all; pinned ones stay."""
-        draft = Draft()
+        draft = Draft(now)
         self._upkeep.evict(blocks, tier, draft)
         return draft.plan()
 
@@ -242,7 +244,7 @@ class Core:
 
     def drop_tier(self, tier: int, now: float) -> Plan:
         """The tier is lost: out of service, all its pages freed; pinned ones are never found again and freed when released."""
-        draft = Draft()
+        draft = Draft(now)
         self._upkeep.drop_tier(tier, draft)
         return draft.plan()
 

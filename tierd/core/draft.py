@@ -13,9 +13,10 @@ from tierd.core.plan import Ids, Plan, TransferIds
 
 
 class Draft:
-    """Arrays of a plan, part by part."""
+    """Arrays of a plan, part by part. now: the time of the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
+        self.now = now
         self._freed: list[StructArray] = []
         self._reserved: list[StructArray] = []
         self._transfers: list[StructArray] = []

@@ -60,7 +60,9 @@ class Flights:
         """Takes distinct flights out. Raises NotFound, and changes nothing, if one is not in flight."""
         unknown = [i for i in ids.tolist() if i not in self._row_of]
         if unknown or len(set(ids.tolist())) != len(ids):
-            raise NotFound(f"transfer {unknown[:1] or 'given twice'}: not in flight; finish each transfer of a plan once")
+            raise NotFound(
+                f"transfer {unknown[:1] or 'given twice'}: not in flight; finish each transfer of a plan once"
+            )
         rows = [self._row_of.pop(i) for i in ids.tolist()]
         self._free.extend(rows)
         return self._rows[rows]

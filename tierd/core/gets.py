@@ -76,11 +76,11 @@ class Gets:
 
     def acquire(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Acquisition:
         """Pins on pages, readable or being filled, for the longest prefix that fits."""
-        holder, draft = self._sessions.get(session), Draft()
+        holder, draft = self._sessions.get(session), Draft(now)
         sight = self._look(groups, holder.domain)
         self._relax(groups)
         most = longest(groups, sight.there())
-        tokens = self._secure(sight, kind=kind, holder=holder, now=now, draft=draft)
+        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft)
         tier_tokens = self._tier_tokens(sight, tokens)
         if tokens == 0:
             return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0)
@@ -92,20 +92,22 @@ class Gets:
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Plan:
         """Transfers for the servable part; nothing is held."""
-        draft = Draft()
+        draft = Draft(now)
         sight = self._look(groups, self._sessions.get(session).domain)
         self._relax(groups)
-        self._secure(sight, kind=kind, holder=None, now=now, draft=draft)
+        self._secure(sight, kind=kind, holder=None, draft=draft)
         return draft.plan()
 
-    def settle(self, lease_id: int) -> Served:
+    def settle(self, lease_id: int, *, now: float) -> Served:
         """Moves the lease's pins to what can be read now."""
         lease = self._sessions.leases.get(lease_id)
         if lease is None:
             return Served(0, [], Plan())
         if not lease.queries:
-            raise InvalidArgument(f"lease {lease_id}: made by a commit, which is settled from the start; use its handles")
-        draft, holder = Draft(), self._sessions.get(lease.session)
+            raise InvalidArgument(
+                f"lease {lease_id}: made by a commit, which is settled from the start; use its handles"
+            )
+        draft, holder = Draft(now), self._sessions.get(lease.session)
         if not lease.settled and not self._is_good(lease):
             self._shorten(lease, holder, draft)
         lease.settled = True
@@ -161,7 +163,7 @@ class Gets:
 
     # -- inside: securing
 
-    def _secure(self, sight: Sight, *, kind: TierKind, holder: Session | None, now: float, draft: Draft) -> int:
+    def _secure(self, sight: Sight, *, kind: TierKind, holder: Session | None, draft: Draft) -> int:
         """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching."""
         failed, brought = no_ids(), no_ids()
         for _ in range(ATTEMPTS):
@@ -171,9 +173,9 @@ class Gets:
             if len(over) == 0 and len(away):
                 brought = np.concatenate((brought, away))
                 reason = Reason.PREFETCH if holder is None else Reason.DEMAND
-                over = self._bring(blocks, away, kind=kind, reason=reason, now=now, draft=draft)
+                over = self._bring(blocks, away, kind=kind, reason=reason, draft=draft)
             if len(over) == 0:
-                self._used(blocks, brought, kind=kind, demand=holder is not None, now=now)
+                self._used(blocks, brought, kind=kind, demand=holder is not None, now=draft.now)
                 return tokens
             failed = np.concatenate((failed, over))
         return 0
@@ -186,12 +188,10 @@ class Gets:
         near = self._planner.attached(blocks, serving)
         return blocks[self._over_share(blocks, near, serving, holder)], blocks[near.pages < 0]
 
-    def _bring(
-        self, blocks: Ids, away: Ids, *, kind: TierKind, reason: Reason, now: float, draft: Draft
-    ) -> Ids:
+    def _bring(self, blocks: Ids, away: Ids, *, kind: TierKind, reason: Reason, draft: Draft) -> Ids:
         """Flights for those away, while all the blocks are guarded. Which found no room."""
         guarded = self._planner.guard(blocks)
-        self._planner.bring(away, kind, reason=reason, now=now, draft=draft)
+        self._planner.bring(away, kind, reason=reason, draft=draft)
         self._planner.unguard(guarded, draft)
         return away[self._planner.attached(away, self._index.serving(kind)).pages < 0]
 

@@ -70,7 +70,11 @@ class Listing:
             page = self._index.attached(tier, ids)
             if page[0] >= 0:
                 row = np.zeros(1, PAGE_INFO)
-                row["extent"], row["state"], row["pins"] = pages_of.extents(page), pages_of.state[page], pages_of.pins[page]
+                row["extent"], row["state"], row["pins"] = (
+                    pages_of.extents(page),
+                    pages_of.state[page],
+                    pages_of.pins[page],
+                )
                 rows.append(row)
         return np.concatenate(rows) if rows else np.zeros(0, PAGE_INFO)
 

@@ -329,4 +329,3 @@ class Pages:
         places.discard(place)
         if not places:
             self._open.pop(key, None)
-

@@ -83,7 +83,7 @@ class Planner:
 
     # -- wishes
 
-    def bring(self, blocks: Ids, kind: TierKind, *, reason: Reason, now: float, draft: Draft) -> None:
+    def bring(self, blocks: Ids, kind: TierKind, *, reason: Reason, draft: Draft) -> None:
         """Transfers for guarded, readable blocks that have no page in tiers of the kind: as many as find room, in order.
 
         Where device and nvme (or archive) meet, the way leads over a host tier, if one is in service.
@@ -94,21 +94,21 @@ class Planner:
         where = self.sources(blocks, kind)
         staged = self._is_staged(where, kind)
         if staged.any():
-            where = self._stage(blocks, where, staged=staged, reason=reason, now=now, draft=draft)
+            where = self._stage(blocks, where, staged=staged, reason=reason, draft=draft)
         to = self.index.targets(blocks, targets)
         to[where.tiers < 0] = -1
         for rows in runs(to):
             target = int(to[rows[0]])
             if target >= 0:
-                self._send(blocks[rows], where.at(rows), target=target, reason=reason, now=now, draft=draft)
+                self._send(blocks[rows], where.at(rows), target=target, reason=reason, draft=draft)
 
-    def persist(self, blocks: Ids, *, now: float, draft: Draft) -> None:
+    def persist(self, blocks: Ids, *, draft: Draft) -> None:
         """Transfers to nvme for blocks without a page there; waits for those under way."""
         there = self.attached(blocks, self.index.serving(TierKind.NVME))
         self.wait_for(there, draft)
         blocks = blocks[(there.pages < 0) & (self.sources(blocks, TierKind.NVME).pages >= 0)]
         guarded = self.guard(blocks)
-        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, now=now, draft=draft)
+        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, draft=draft)
         self.unguard(guarded, draft)
 
     def wait_for(self, where: Where, draft: Draft) -> None:
@@ -126,16 +126,16 @@ class Planner:
 
     # -- demotion
 
-    def demote(self, *, limit: int, now: float, draft: Draft) -> None:
+    def demote(self, *, limit: int, draft: Draft) -> None:
         """At most `limit` victims of tiers above their high watermark, until their low one."""
         for tier in self.index.serving():
             while limit > 0:
-                gone = self._drain(tier, limit, now=now, draft=draft)
+                gone = self._drain(tier, limit, draft=draft)
                 if not gone:
                     break
                 limit -= gone
 
-    def _drain(self, tier: int, limit: int, *, now: float, draft: Draft) -> int:
+    def _drain(self, tier: int, limit: int, *, draft: Draft) -> int:
         """One batch of victims. How many left or are leaving."""
         pages_of = self.index.tiers[tier]
         used = pages_of.used_bytes - pages_of.bytes_in[PageState.RETIRING]
@@ -147,9 +147,9 @@ class Planner:
             return 0
         victims = self.room.coldest(tier, limit)
         sizes = np.cumsum(pages_of.class_bytes(self.index.attached(tier, victims)))
-        return self._push_out(tier, victims[: int(np.searchsorted(sizes, excess)) + 1], now=now, draft=draft)
+        return self._push_out(tier, victims[: int(np.searchsorted(sizes, excess)) + 1], draft=draft)
 
-    def _push_out(self, tier: int, victims: Ids, *, now: float, draft: Draft) -> int:
+    def _push_out(self, tier: int, victims: Ids, *, draft: Draft) -> int:
         """Sends on what has no farther copy and a place to go; drops the rest. How many of the victims that were."""
         sole = victims[~self.room.is_farther(tier, victims)]
         to = self._next_tiers(tier, sole)
@@ -158,7 +158,7 @@ class Planner:
             if len(rows) and to[rows[0]] >= 0:
                 blocks = sole[rows][::-1]
                 where = Where(np.full(len(blocks), tier), self.index.attached(tier, blocks))
-                done = self._send(blocks, where, target=int(to[rows[0]]), reason=Reason.DEMOTION, now=now, draft=draft)
+                done = self._send(blocks, where, target=int(to[rows[0]]), reason=Reason.DEMOTION, draft=draft)
                 self.index.retire(tier, where.pages[done])
                 sent += int(np.count_nonzero(done))
         dead = np.concatenate((victims[self.room.is_farther(tier, victims)], sole[to < 0]))
@@ -181,14 +181,14 @@ class Planner:
 
     # -- ends
 
-    def finish(self, ids: TransferIds, statuses: Codes, *, now: float, draft: Draft) -> None:
+    def finish(self, ids: TransferIds, statuses: Codes, *, draft: Draft) -> None:
         """Transfers ended."""
         flights = self.flights.end(ids)
         good = statuses == BlockStatus.READY
         for rows in runs(flights["target_tier"]):
             self._end_targets(flights[rows], good[rows], draft)
         for rows in runs(flights["source_tier"]):
-            self._end_sources(flights[rows], statuses[rows], now=now, draft=draft)
+            self._end_sources(flights[rows], statuses[rows], draft=draft)
 
     def _end_targets(self, flights: StructArray, good: Bools, draft: Draft) -> None:
         tier, pages = int(flights["target_tier"][0]), flights["target_page"]
@@ -198,7 +198,7 @@ class Planner:
             self.index.doom(tier, pages[~good & attached], Reason.FAILED, draft)
         self.index.unpin(tier, pages, draft)
 
-    def _end_sources(self, flights: StructArray, statuses: Codes, *, now: float, draft: Draft) -> None:
+    def _end_sources(self, flights: StructArray, statuses: Codes, *, draft: Draft) -> None:
         tier, pages = int(flights["source_tier"][0]), flights["source_page"]
         pages_of = self.index.tiers[tier]
         corrupt = np.unique(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
@@ -211,7 +211,7 @@ class Planner:
             here = flights["target_tier"] == target
             arrived[here] = self.index.readable(target, flights["block"][here]) >= 0
         arrived &= ~self.index.blocks.pinned[flights["block"]]
-        self.index.revive(tier, pages[leaving & ~arrived], now)
+        self.index.revive(tier, pages[leaving & ~arrived], draft.now)
         self.index.unpin(tier, pages, draft)
         freed = pages[leaving & arrived]
         if len(freed):
@@ -227,20 +227,16 @@ class Planner:
         over = kind != TierKind.HOST and bool(self.index.serving(TierKind.HOST))
         return np.asarray(beyond & over & (where.tiers >= 0), bool)
 
-    def _stage(
-        self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, now: float, draft: Draft
-    ) -> Where:
+    def _stage(self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, draft: Draft) -> Where:
         """The sources after staged blocks were sent to host tiers; none for those that found no room there."""
         hosts = self.index.serving(TierKind.HOST)
         coming = self.attached(blocks, hosts)
         rest = staged & (coming.pages < 0)
-        self.bring(blocks[rest], TierKind.HOST, reason=reason, now=now, draft=draft)
+        self.bring(blocks[rest], TierKind.HOST, reason=reason, draft=draft)
         coming = self.attached(blocks, hosts)
         return Where(np.where(staged, coming.tiers, where.tiers), np.where(staged, coming.pages, where.pages))
 
-    def _send(
-        self, blocks: Ids, where: Where, *, target: int, reason: Reason, now: float, draft: Draft
-    ) -> Bools:
+    def _send(self, blocks: Ids, where: Where, *, target: int, reason: Reason, draft: Draft) -> Bools:
         """Transfers to one tier; which blocks found room."""
         pages = self._pages_for(blocks, target, draft)
         sent = pages >= 0
@@ -254,11 +250,11 @@ class Planner:
         ids = self.flights.begin(flights)
         self.index.tiers[target].filler[pages] = ids
         self.index.pin(target, pages)
-        self.index.attach(target, pages[::-1], blocks[::-1], now)
+        self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
         for rows in runs(where.tiers):
             source = int(where.tiers[rows[0]])
             if reason != Reason.DEMOTION:
-                self.ask_again(source, where.pages[rows], now)
+                self.ask_again(source, where.pages[rows], draft.now)
             self.index.pin(source, where.pages[rows])
         draft.transfer(self._records(ids, flights, draft))
         return sent

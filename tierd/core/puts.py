@@ -49,9 +49,9 @@ class Puts:
 
     # -- reserve
 
-    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: TierKind) -> Reserved:
+    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: TierKind, now: float) -> Reserved:
         """Pages for what is not held yet."""
-        holder, draft = self._sessions.get(session), Draft()
+        holder, draft = self._sessions.get(session), Draft(now)
         wish = _wish(groups, session=session, domain=holder.domain)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
         statuses[np.isin(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
@@ -60,21 +60,21 @@ class Puts:
         statuses[where.pages >= 0] = BlockStatus.EXISTS
         query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
         guarded = self._planner.guard(distinct(np.concatenate((ids, self._parents(groups)))))
-        self._give(wish, holder, statuses=statuses, query=query, kind=kind, draft=draft)
+        self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         statuses[given] = BlockStatus.RESERVED
         wish.state[given] = OPEN
-        extents = self._extents(Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.pages, where.pages)))
+        extents = self._extents(
+            Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.pages, where.pages))
+        )
         cuts = np.cumsum([len(group.blocks) for group in groups])[:-1]
         number = self._keep(holder, wish) if given.any() else 0
         return Reserved(number, np.split(statuses, cuts), np.split(extents, cuts), draft.plan())
 
-    def _give(
-        self, wish: Reservation, holder: Session, *, statuses: Codes, query: Ids, kind: TierKind, draft: Draft
-    ) -> None:
+    def _give(self, wish: Reservation, *, statuses: Codes, query: Ids, kind: TierKind, draft: Draft) -> None:
         """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more."""
-        serving = self._index.serving(kind)
+        serving, holder = self._index.serving(kind), self._sessions.get(wish.session)
         if not serving:
             return
         stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))
@@ -147,35 +147,37 @@ class Puts:
             raise NotFound(f"commit {committing.id}: not under way; begin_commit gives one that is")
         count = len(commit.rows)
         if digests.shape != (count, 16) or ok.shape != (count,):
-            raise InvalidArgument(f"commit {commit.id}: digests {digests.shape}, ok {ok.shape} for {count} blocks; give one each")
+            raise InvalidArgument(
+                f"commit {commit.id}: digests {digests.shape}, ok {ok.shape} for {count} blocks; give one each"
+            )
         del self._sessions.commits[commit.id]
-        draft, held = Draft(), commit.reservation
+        draft, held = Draft(now), commit.reservation
         where = Where(held.tiers[commit.rows], held.pages[commit.rows])
         statuses = np.full(count, BlockStatus.FAILED, np.uint16)
         ids = np.full(count, -1, np.int64)
         if bool(ok.all()) and not self._is_lost(held, commit.rows):
             commit.metas["digest"] = digests
-            ids = self._publish(commit, where, statuses, now=now, draft=draft)
+            ids = self._publish(commit, where, statuses, draft=draft)
         self._close(commit, failed=bool((ids < 0).any()), keep_open=keep_open, draft=draft)
         found, own = self._nearest(ids), statuses == BlockStatus.READY
         found.tiers[own], found.pages[own] = where.tiers[own], where.pages[own]
         number = self._lease(held, found, ids, now) if lease and count else 0
         return Committed(statuses, self._extents(found), ids, number, draft.plan())
 
-    def _publish(self, commit: Commit, where: Where, statuses: Codes, *, now: float, draft: Draft) -> Ids:
+    def _publish(self, commit: Commit, where: Where, statuses: Codes, *, draft: Draft) -> Ids:
         """New names get their pages; the ids of all names."""
         names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
         known = self._index.blocks.find(names)
         new = (self._nearest(known).pages < 0) & names.firsts()
         rows = np.flatnonzero(new)
         self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
-        known[rows] = ids = self._index.blocks.add(commit.metas[rows], now)
+        known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now)
         self._index.link(ids)
         for part in runs(where.tiers[rows]):
             tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]
             if self._index.tiers[tier].spec.writer_owned:
                 self._index.tiers[tier].flags[pages] = UNVERIFIED
-            self._index.attach(tier, pages[::-1], ids[part][::-1], now)
+            self._index.attach(tier, pages[::-1], ids[part][::-1], draft.now)
             self._index.publish(tier, pages)
         self._count_off(commit.reservation, commit.rows[rows])
         commit.reservation.state[commit.rows[rows]] = GONE
@@ -346,7 +348,9 @@ def _check_put(number: int, group: PutQuery) -> None:
     if group.blocks.dtype != PUT_BLOCK:
         raise InvalidArgument(f"groups[{number}].blocks: dtype {group.blocks.dtype}; give PUT_BLOCK")
     if len(group.parent) != HASH_BYTES:
-        raise InvalidArgument(f"groups[{number}].parent: {len(group.parent)} bytes instead of {HASH_BYTES}; zeros at the start")
+        raise InvalidArgument(
+            f"groups[{number}].parent: {len(group.parent)} bytes instead of {HASH_BYTES}; zeros at the start"
+        )
     if (group.blocks["length"] == 0).any():
         raise InvalidArgument(f"groups[{number}].blocks: a length of 0 bytes; give at least 1")
 
@@ -359,9 +363,13 @@ def _named_rows(held: Reservation, blocks: StructArray) -> Ids:
     if (rows >= len(held.state)).any() or len(np.unique(rows)) != len(rows):
         raise InvalidArgument(f"commit: an index twice or beyond the {len(held.state)} blocks of reservation {held.id}")
     if (held.state[rows] != OPEN).any():
-        raise InvalidArgument(f"commit: a block of reservation {held.id} has no page, or is committed already; leave it out")
+        raise InvalidArgument(
+            f"commit: a block of reservation {held.id} has no page, or is committed already; leave it out"
+        )
     if (blocks["length"] > held.lengths[rows]).any() or (blocks["length"] == 0).any():
-        raise InvalidArgument(f"commit: a length is 0 or above what reservation {held.id} set aside; reserve the full length")
+        raise InvalidArgument(
+            f"commit: a length is 0 or above what reservation {held.id} set aside; reserve the full length"
+        )
     if not blocks["hash"].any(axis=1).all():
         raise InvalidArgument("commit: a hash of zeros; name every block")
     return rows

@@ -26,7 +26,13 @@ class Upkeep:
     """See the module."""
 
     def __init__(self, planner: Planner, sessions: Sessions, gets: Gets, puts: Puts) -> None:
-        self._planner, self._index, self._sessions, self._gets, self._puts = planner, planner.index, sessions, gets, puts
+        self._planner, self._index, self._sessions, self._gets, self._puts = (
+            planner,
+            planner.index,
+            sessions,
+            gets,
+            puts,
+        )
 
     # -- sessions
 
@@ -67,7 +73,9 @@ class Upkeep:
         self._index.attach(tier, pages[rows], ids, now)
         self._index.publish(tier, pages[rows])
         self._index.generation = max(self._index.generation, 1 + int(extents["generation"].max(initial=0)))
-        self._planner.room.next_segment = max([self._planner.room.next_segment, *(given.segment + 1 for given in segments)])
+        self._planner.room.next_segment = max(
+            [self._planner.room.next_segment, *(given.segment + 1 for given in segments)]
+        )
         pages_of.close_empty()
         return good
 
