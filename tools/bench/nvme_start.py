@@ -41,9 +41,11 @@ def spec_for(blocks: int) -> TierSpec:
     return TierSpec(TierKind.NVME, 0, segments * segment_bytes, segment_bytes, slot_overhead_bytes=PAGE_ALIGN_BYTES)
 
 
-def records_of(blocks: int, store: bytes) -> list[Record]:
-    """What the journal of a store that holds so many blocks would say."""
+def records_of(blocks: int, store: bytes, *, namespace: int = 0) -> list[Record]:
+    """What the journal of a store that holds so many blocks, all of one namespace, would say."""
     metas = new_meta(blocks)
+    metas["namespace"], metas["domain"], metas["tokens"], metas["epoch"] = namespace, 1, 16, 1
+    metas["logical_length"], metas["slices"] = PAGE_ALIGN_BYTES, 1
     metas["hash"] = np.random.default_rng(1).integers(0, 256, (blocks, 32), dtype=np.uint8)
     metas["segment"], slots = np.divmod(np.arange(blocks), PAGES)
     metas["segment"] += 1
