@@ -57,11 +57,13 @@ class Page:
     """One page in a block table, perhaps in several (forks).
 
     array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes. hash: the block's name; empty while private.
-    origin: what the source needs to commit or release it. holders: block tables that contain it.
+    position: number of the block in its sequence, once named. origin: what the source needs to commit or release it.
+    holders: block tables that contain it.
     """
 
     array: Array
     hash: bytes = b""
+    position: int = 0
     origin: Any = None
     holders: int = 1
 

@@ -1,0 +1,226 @@
+"""The worker over a real daemon: what it gives never depends on what the daemon does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from tierd.client import Client
+from tierd.testing.daemon import Daemon
+from tierd.worker.checkpoint import random_checkpoint
+from tierd.worker.engine import Engine, EngineOptions
+from tierd.worker.model import Llama
+from tierd.worker.pages import LocalPages, page_shape
+from tierd.worker.report import Report, Request
+from tierd.worker.spec import LlamaSpec
+from tierd.worker.tierd_pages import TierdOptions, TierdPages
+
+SPEC = LlamaSpec(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=32,
+    max_positions=4096,
+    tied=True,
+)
+ROOMY = """
+[server]
+shutdown_deadline = "5 s"
+[[device]]
+kind = "cpu"
+capacity = "16 MiB"
+segment = "1 MiB"
+[[host]]
+capacity = "16 MiB"
+segment = "1 MiB"
+"""
+HOST_ONLY = ROOMY.partition("[[device]]")[0] + "[[host]]" + ROOMY.partition("[[host]]")[2]
+# A block of 16 tokens has 16 KiB: 32 fit the device tier, and a session may hold half of them.
+NARROW = """
+[server]
+shutdown_deadline = "5 s"
+[[device]]
+kind = "cpu"
+capacity = "512 KiB"
+segment = "64 KiB"
+[[host]]
+capacity = "512 KiB"
+segment = "64 KiB"
+[[nvme]]
+capacity = "2 MiB"
+segment = "1 MiB"
+"""
+RNG = np.random.default_rng(5)
+OPTIONS = EngineOptions(chunk_tokens=32)
+
+
+def prompt(count: int) -> tuple[int, ...]:
+    """Tokens that no other prompt begins with."""
+    return tuple(int(t) for t in RNG.integers(0, 64, count))
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    """Random weights; logits differ clearly."""
+    return Llama(random_checkpoint(SPEC, seed=3, scale=0.2))
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Daemon]:
+    """A daemon with room for everything."""
+    with Daemon(ROOMY) as daemon:
+        yield daemon
+
+
+def plain(model: Llama, *requests: Request) -> list[list[int]]:
+    """Tokens without a cache."""
+    reports = Engine(model, LocalPages(page_shape(model)), options=OPTIONS).generate(requests)
+    return [report.tokens for report in reports]
+
+
+class Worker:
+    """An engine with a session of its own."""
+
+    def __init__(self, daemon: Daemon, model: Llama, **options: Any) -> None:
+        self.client = Client(daemon.target, name="worker", timeout_s=20)
+        self.source = TierdPages(self.client, model, name="random", options=TierdOptions(**options))
+        self.engine = Engine(model, self.source, options=OPTIONS)
+
+    def serve(self, *requests: Request) -> list[Report]:
+        """Reports of these requests."""
+        return self.engine.generate(requests)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+        self.client.close()
+
+
+def test_a_second_worker_reuses_what_the_first_computed(roomy: Daemon, model: Llama) -> None:
+    """Another session reads the first one's pages in place, computes the rest only, and gives the tokens of no cache."""
+    request = Request(prompt(100), 30)
+    with Worker(roomy, model) as one, Worker(roomy, model) as two:
+        first, second = one.serve(request)[0], two.serve(request)[0]
+    assert first.tokens == second.tokens == plain(model, request)[0]
+    assert (first.reused_tokens, second.reused_tokens, second.computed_tokens) == (0, 96, 4)
+    assert second.tier_tokens == {"device.0": 96}
+    assert not one.source.faults + two.source.faults
+
+
+def test_a_conversation_goes_on_in_the_middle_of_a_block(roomy: Daemon, model: Llama) -> None:
+    """The tokens after a turn's last full block come back through their short block."""
+    with Worker(roomy, model) as worker:
+        start = prompt(50)
+        first = worker.serve(Request(start, 6))[0]
+        assert first.stored_tokens == 55
+        longer = Request((*start, *first.tokens, 7, 8), 6, marks=(first.stored_tokens,))
+        second = worker.serve(longer)[0]
+    assert (second.reused_tokens, second.computed_tokens) == (55, 3)
+    assert second.tokens == plain(model, longer)[0]
+    assert not worker.source.faults
+
+
+def test_the_second_of_two_equal_writers_goes_on_with_the_first_ones_pages(roomy: Daemon, model: Llama) -> None:
+    """Two workers compute the same prompt at once; the later commit finds the blocks there, and both give the same tokens."""
+    request = Request(prompt(70), 12)
+    with Worker(roomy, model) as one, Worker(roomy, model) as two:
+        live = [(worker.engine, worker.engine.begin(request)) for worker in (one, two)]
+        for engine, sequence in live:
+            engine.pick([sequence])
+        names = [[page.hash for page in sequence.table.pages[:4]] for _, sequence in live]
+        for engine, sequence in live:
+            while not sequence.is_done:
+                engine.step([sequence])
+        tokens = [engine.end(sequence).tokens for engine, sequence in live]
+    assert names[0] == names[1]
+    assert tokens[0] == tokens[1] == plain(model, request)[0]
+    assert not one.source.faults + two.source.faults
+
+
+def test_samples_share_pages_of_the_daemon(roomy: Daemon, model: Llama) -> None:
+    """Forks over the daemon's pages, some equal, give what forks over plain memory give."""
+    requests = [Request(prompt(37), 20, temperature=t, samples=3, seed=2) for t in (1.2, 0.0)]
+    with Worker(roomy, model) as worker:
+        got = [report.tokens for report in worker.serve(*requests)]
+    assert got == plain(model, *requests)
+    assert not worker.source.faults
+
+
+def test_without_a_device_tier_pages_lie_in_host_memory(model: Llama) -> None:
+    """The same worker runs on a daemon that has host memory only."""
+    request = Request(prompt(64), 5)
+    with Daemon(HOST_ONLY) as daemon, Worker(daemon, model) as worker:
+        assert worker.source.tier == "host"
+        got = [worker.serve(request)[0] for _ in range(2)]
+    assert got[0].tokens == got[1].tokens == plain(model, request)[0]
+    assert got[1].tier_tokens == {"host.0": 64}
+
+
+def test_tokens_are_right_when_memory_is_far_too_small(model: Llama) -> None:
+    """With a device tier that holds a fraction of the prompts, blocks come and go, and every answer is that of no cache."""
+    shared = prompt(200)
+    requests = [Request(shared[: 40 * i] + prompt(60), 20) for i in (1, 3, 5, 2, 4, 1)] + [Request(prompt(500), 8)]
+    want = plain(model, *requests)
+    with Daemon(NARROW) as daemon, Worker(daemon, model) as worker:
+        for _ in range(2):
+            got = [worker.serve(request)[0] for request in requests]
+            assert [report.tokens for report in got] == want
+        assert [report.tokens for report in worker.serve(*requests)] == want
+        assert sum(report.reused_tokens for report in got) > 0
+        assert worker.serve(Request(prompt(64), 2))[0].committed_blocks == 4
+
+
+@pytest.mark.parametrize("back", [True, False], ids=["restarted", "gone"])
+def test_a_killed_daemon_costs_nothing_but_the_cache(model: Llama, back: bool) -> None:
+    """A daemon that dies in the middle of a request changes no token; if it comes back, it is used again."""
+    request = Request(prompt(60), 40)
+    with Daemon(ROOMY) as daemon, Worker(daemon, model) as worker:
+        sequence = worker.engine.begin(request)
+        worker.engine.pick([sequence])
+        for step in range(39):
+            if step == 10:
+                daemon.kill()
+                if back:
+                    daemon.start()
+            worker.engine.step([sequence])
+        report = worker.engine.end(sequence)
+        assert report.tokens == plain(model, request)[0]
+        again = worker.serve(request)[0]
+        assert again.tokens == report.tokens
+        assert (again.reused_tokens > 0) == back
+
+
+def test_without_a_daemon_the_worker_computes(model: Llama, tmp_path: Any) -> None:
+    """A best-effort client and no daemon: everything is computed, nothing raises."""
+    request = Request(prompt(40), 5)
+    client = Client(str(tmp_path), best_effort=True)
+    with Engine(model, TierdPages(client, model, name="random"), options=OPTIONS) as engine:
+        report = engine.generate([request])[0]
+    assert report.tokens == plain(model, request)[0]
+    assert (report.reused_tokens, report.committed_blocks) == (0, 0)
+
+
+def test_attention_mass_reaches_the_daemon(roomy: Daemon, model: Llama) -> None:
+    """Mass is reported for leased pages without a fault."""
+    with Worker(roomy, model) as worker:
+        worker.engine = Engine(model, worker.source, options=EngineOptions(measure_attention=True))
+        request = Request(prompt(48), 4)
+        for _ in range(2):
+            worker.serve(request)
+    assert not worker.source.faults
+
+
+def test_every_page_goes_back(model: Llama) -> None:
+    """A worker uses its share many times over: nothing stays pinned or reserved behind a request."""
+    with Daemon(NARROW.replace("512 KiB", "1 MiB")) as daemon, Worker(daemon, model, reserve_pages=4) as worker:
+        for _ in range(8):  # 20 blocks each, where a session may hold 32
+            assert worker.serve(Request(prompt(320), 1))[0].committed_blocks == 20
+        assert not worker.source.faults

@@ -1,0 +1,270 @@
+"""Pages of the daemon's: read, written and named in place.
+
+Purpose: `PageSource` over `tierd.client.Client`. Non-purpose: what a page means to a sequence. Invariants: a page is mapped memory,
+never a copy, but for pages that found no room; a named page is read through a lease that lives as long as its array; whatever the
+daemon does, what a block table reads is what its sequence wrote: a failure means fewer named pages. `faults` counts failures by error.
+
+    with Client() as client, Engine(model, TierdPages(client, model, name="tiny-llama")) as engine:
+        ...
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup, Reservation
+from tierd.client.values import Hashes
+from tierd.core.model import ROOT
+from tierd.errors import ForkedClient, TierdError
+from tierd.worker.model import Llama
+from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TierdOptions:
+    """tier: "device" or "host", where pages lie; "" takes device if the daemon has one. reserve_pages: set aside at once, at least.
+
+    durable: commits wait until blocks are on NVMe.
+    """
+
+    tier: str = ""
+    reserve_pages: int = 16
+    durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Origin of a private page: its place in a reservation."""
+
+    reservation: Reservation
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Leased:
+    """Origin of a named page: its place in a lease, which ends when the last such page has been dropped."""
+
+    lease: Lease
+    index: int
+
+
+class TierdPages:
+    """A source of pages over a daemon. One caller thread. The client is the caller's to close, after this."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: Llama,
+        *,
+        name: str,
+        shape: PageShape | None = None,
+        options: TierdOptions | None = None,
+    ) -> None:
+        """name: of the model, for people; the weights' digest tells models apart. Raises what Client.open_namespace raises."""
+        self._client = client
+        self._shape = shape or page_shape(model)
+        self._options = options or TierdOptions()
+        self._namespace = client.open_namespace(namespace_spec(model, self._shape, name=name))
+        self._spare: list[Page] = []
+        self._memory = LocalPages(self._shape)
+        self.faults: Counter[str] = Counter()
+
+    @property
+    def shape(self) -> PageShape:
+        """What every page looks like."""
+        return self._shape
+
+    @property
+    def tier(self) -> str:
+        """The kind of tier where pages lie."""
+        has_device = any(name.startswith("device") for name in self._client.tiers)
+        return self._options.tier or ("device" if has_device else "host")
+
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
+        """The longest stored prefix: whole blocks, and the short block of the latest mark behind them if it is stored."""
+        return self._guarded(lambda: self._acquire(tokens, marks), Held)
+
+    def reserve(self, count: int) -> list[Page]:
+        """Private pages of the daemon's as far as there is room, of this process's own memory for the rest."""
+        if count > len(self._spare):
+            self._spare += self._guarded(lambda: self._set_aside(count - len(self._spare)), list)
+        taken, self._spare = self._spare[:count], self._spare[count:]
+        for page in taken:
+            page.holders = 1
+        return taken + self._memory.reserve(count - len(taken))
+
+    def commit(self, pages: Sequence[Page], tokens: Sequence[int], *, after: Page | None) -> list[Page]:
+        """Names pages, one call per reservation. Pages are changed in place, so that forks that hold them see the same."""
+        done = 0
+        for origin, run in groupby(pages, key=_reservation_of):
+            part = list(run)
+            size = self._shape.tokens_per_block
+            if isinstance(origin, Reservation):
+                self._name(origin, part, tokens[done * size : (done + len(part)) * size], after)
+            if part[-1].is_private:
+                break
+            done, after = done + len(part), part[-1]
+        return list(pages)
+
+    def commit_tail(self, page: Page, tokens: Sequence[int], *, after: Page | None) -> bool:
+        """Copies the beginning of a page, compact, into a short page of its own and publishes that."""
+        return self._guarded(lambda: self._commit_tail(page, tokens, after), bool)
+
+    def release(self, pages: Sequence[Page]) -> None:
+        """Named pages are unpinned, private ones kept for the next reserve."""
+        for page in pages:
+            if page.origin is None:
+                self._memory.release([page])
+                continue
+            page.holders -= 1
+            if page.holders == 0 and isinstance(page.origin, _Slot):
+                if page.origin.reservation:
+                    self._spare.append(page)
+            elif page.holders == 0:
+                page.array = page.origin = None  # the lease ends with its last array
+
+    def report_attention(self, pages: Sequence[Page], mass: Sequence[float]) -> None:
+        """One report per lease that the pages are held by."""
+        reports: dict[int, tuple[Lease, Any]] = {}
+        for page, weight in zip(pages, mass, strict=False):
+            if isinstance(page.origin, _Leased):
+                lease = page.origin.lease
+                _, row = reports.setdefault(lease.id, (lease, np.zeros((1, len(lease)), dtype=np.float32)))
+                row[0, page.origin.index] += weight
+        for lease, row in reports.values():
+            self._guarded(partial(self._client.report_attention, lease, row), lambda: None)
+
+    def close(self) -> None:
+        """Gives spare pages back: a reservation ends with its last page."""
+        self._spare.clear()
+        self._memory.close()
+
+    # -- inner steps, which may raise
+
+    def _acquire(self, tokens: Sequence[int], marks: Sequence[int]) -> Held:
+        size = self._shape.tokens_per_block
+        lease, hashes = self._lease(tokens, len(tokens) // size * size)
+        near = [mark for mark in marks if lease.tokens < mark < lease.tokens + size and mark <= len(tokens)]
+        for mark in sorted(near, reverse=True):
+            longer, its_hashes = self._lease(tokens, mark)
+            if longer.tokens == mark:
+                lease, hashes = longer, its_hashes
+                break
+        return self._held(lease, hashes)
+
+    def _lease(self, tokens: Sequence[int], count: int) -> tuple[Lease, Hashes]:
+        """A lease on the first `count` tokens, a short last block included, and the hashes that were asked for."""
+        hashes = self._namespace.hash(tokens[:count], with_tail=True)
+        covered = count if len(hashes) else 0
+        return self._client.acquire(self._namespace, hashes, tokens=covered, tier=self.tier), hashes
+
+    def _held(self, lease: Lease, hashes: Hashes) -> Held:
+        if not lease:
+            return Held()
+        counts = lease.handles["tokens"].tolist()
+        pages = [
+            Page(self._shape.view(view, count), hash=hashes[i].tobytes(), position=i, origin=_Leased(lease, i))
+            for i, (view, count) in enumerate(zip(lease.views(), counts, strict=True))
+        ]
+        tail = pages.pop() if counts[-1] < self._shape.tokens_per_block else None
+        tiers = {name: n for name, n in zip(self._client.tiers, lease.tier_tokens, strict=False) if n}
+        return Held(pages, tail, lease.tokens, tiers)
+
+    def _set_aside(self, count: int) -> list[Page]:
+        group = PutGroup.private(self._namespace, max(count, self._options.reserve_pages))
+        reservation = self._client.reserve(group, tier=self.tier)
+        return [
+            Page(self._shape.view(buffer), origin=_Slot(reservation, i), holders=0)
+            for i, buffer in enumerate(reservation.buffers())
+            if buffer is not None
+        ]
+
+    def _name(self, reservation: Reservation, pages: list[Page], tokens: Sequence[int], after: Page | None) -> None:
+        """Publishes pages of one reservation, or moves them to this process's memory.
+
+        The copies are made before: once Commit has been sent the pages may be freed (somebody's block of the same name lies
+        elsewhere, perhaps where it cannot be mapped), and of a call that failed nobody knows how far it came.
+        """
+        kept = self._memory.reserve(len(pages))
+        for copy, page in zip(kept, pages, strict=True):
+            copy.array[...] = page.array
+        held = self._guarded(lambda: self._publish(reservation, pages, tokens, after), Held)
+        if len(held.pages) == len(pages):
+            self._memory.release(kept)
+        else:
+            held = Held(kept)
+            self._spare.clear()
+        for page, now in zip(pages, held.pages, strict=True):
+            page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
+
+    def _publish(
+        self, reservation: Reservation, pages: Sequence[Page], tokens: Sequence[int], after: Page | None
+    ) -> Held:
+        """The pages of these blocks, under a lease; nothing if they were not stored."""
+        parent, position = (after.hash, after.position + 1) if after else (ROOT, 0)
+        hashes = self._namespace.hash(tokens, parent=parent)
+        index = [page.origin.index for page in pages]
+        if len(hashes) != len(index):
+            return Held()
+        blocks = self._namespace.naming(hashes, index=index, parent=parent, position=position)
+        lease = reservation.commit(blocks, durable=self._options.durable, lease=True, keep_open=True).lease
+        if lease is None or len(lease) != len(index):
+            return Held()
+        return Held(
+            [
+                Page(self._shape.view(view), hash=hashes[i].tobytes(), position=position + i, origin=_Leased(lease, i))
+                for i, view in enumerate(lease.views())
+            ]
+        )
+
+    def _commit_tail(self, page: Page, tokens: Sequence[int], after: Page | None) -> bool:
+        parent, position = (after.hash, after.position + 1) if after else (ROOT, 0)
+        hashes = self._namespace.hash(tokens, parent=parent, with_tail=True)
+        group = PutGroup(self._namespace, hashes, len(tokens), parent=parent, position=position)
+        with self._client.reserve(group, tier=self.tier) as reservation:
+            statuses = reservation.statuses.tolist()
+            if statuses == [BlockStatus.RESERVED]:
+                target = self._shape.view(reservation.buffer(0), len(tokens))
+                target[...] = page.array[:, :, : len(tokens)]
+                statuses = reservation.commit(durable=self._options.durable).statuses.tolist()
+        return statuses in ([BlockStatus.READY], [BlockStatus.EXISTS])
+
+    def _guarded(self, work: Callable[[], T], nothing: Callable[[], T]) -> T:
+        """What the daemon gave; `nothing` when it failed."""
+        try:
+            return work()
+        except ForkedClient:
+            raise
+        except TierdError as fault:
+            self.faults[type(fault).__name__] += 1
+            _log.debug("tierd gave nothing: %s", fault)
+            return nothing()
+
+
+def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpec:
+    """What tells this model's KV from all other: weights, shape, and the precision that it was computed in."""
+    return NamespaceSpec(
+        model=name,
+        tokens_per_block=shape.tokens_per_block,
+        block_bytes=shape.block_bytes,
+        weights_digest=f"{model.digest}/{model.backend.dtype}",
+        geometry=shape.geometry,
+    )
+
+
+def _reservation_of(page: Page) -> Reservation | Page | None:
+    """What a run of pages has in common: its reservation; a named page is a run of its own; None for plain memory."""
+    if isinstance(page.origin, _Slot):
+        return page.origin.reservation
+    return page if page.hash else None
