@@ -6,6 +6,7 @@ another loop it connects again.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -13,10 +14,10 @@ from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
 from tierd.client.client import TIMEOUT_S, options
-from tierd.client.connection import Connector, Link, Transport
+from tierd.client.connection import Connector, Link, OpenTransport, Transport
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
-from tierd.client.steps import Steps, run_async
+from tierd.client.steps import Do, Steps
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
@@ -167,3 +168,21 @@ def open_transport(link: Link, address: str) -> Transport:
     from tierd.client.rpc_aio import AsyncTransport  # noqa: PLC0415
 
     return AsyncTransport(link, address)
+
+
+async def run_async(steps: Steps[T], open_transport: OpenTransport) -> T:
+    """Runs a verb to its end on the running loop; blocking work goes to a thread."""
+    answer: Any = None
+    error: BaseException | None = None
+    try:
+        while True:
+            step = steps.send(answer) if error is None else steps.throw(error)
+            answer = error = None
+            try:
+                answer = await (asyncio.to_thread(step.work) if isinstance(step, Do) else step.send(open_transport))
+            except BaseException as raised:  # noqa: BLE001 - cancellation too: the verb gives back what it holds
+                error = raised
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    finally:
+        error = None  # its traceback holds this frame, and through it every view of the verb

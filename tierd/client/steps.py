@@ -3,13 +3,13 @@
     Do(work)                blocking work that is not gRPC: connecting, mapping, copying
     Call / Pull / Push      one call of gRPC
 
-Purpose: the logic of every verb exists once (verbs.py); `run` and `run_async` are all that differs. Invariant: what a step raises is raised
+Purpose: the logic of every verb exists once (verbs.py); `run` here and
+`run_async` (aio.py) are all that differs. Invariant: what a step raises is raised
 in the generator at its yield.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,24 +83,6 @@ def run(steps: Steps[T], open_transport: OpenTransport) -> T:
             try:
                 answer = step.work() if isinstance(step, Do) else step.send(open_transport)
             except BaseException as raised:  # noqa: BLE001 - handed to the verb, which cleans up and lets pass what is not its own
-                error = raised
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-    finally:
-        error = None  # its traceback holds this frame, and through it every view of the verb
-
-
-async def run_async(steps: Steps[T], open_transport: OpenTransport) -> T:
-    """Runs a verb to its end on the running loop; blocking work goes to a thread."""
-    answer: Any = None
-    error: BaseException | None = None
-    try:
-        while True:
-            step = steps.send(answer) if error is None else steps.throw(error)
-            answer = error = None
-            try:
-                answer = await (asyncio.to_thread(step.work) if isinstance(step, Do) else step.send(open_transport))
-            except BaseException as raised:  # noqa: BLE001 - cancellation too: the verb gives back what it holds
                 error = raised
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
