@@ -47,7 +47,9 @@ def verb(function: Command) -> Callable[..., Any]:
     """Adds --target and --json, and hands the function an Ask as its first argument."""
 
     @click.option(
-        "--target", metavar="DIR|HOST:PORT", help="The daemon: its runtime directory. [default: TIERD_TARGET]"
+        "--target",
+        metavar="DIR",
+        help="Runtime directory of the daemon. [default: TIERD_TARGET, else where it would be]",
     )
     @click.option("--json", "as_json", is_flag=True, help="Print JSON: raw numbers, whole hashes.")
     @functools.wraps(function)

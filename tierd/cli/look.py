@@ -6,6 +6,7 @@ Purpose: ask, then show. Non-purpose: changing anything. Invariant: what a table
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 import click
@@ -22,6 +23,7 @@ from tierd.errors import InvalidArgument
 HASH_DIGITS = 12
 """Of a block hash in a table: enough to tell blocks apart and to hand to `inspect`."""
 HASH_MAX_DIGITS = 64
+LABEL_VALUE = re.compile(r'="([^"]*)"')
 SORTS = ("recent", "hits", "position", "bytes")
 
 TIER_COLUMNS = (
@@ -38,6 +40,10 @@ TIER_COLUMNS = (
     Column("read", right=True, spare=2),
     Column("written", right=True, spare=3),
     Column("mode", spare=5),
+)
+COUNTER_COLUMNS = (
+    Column("counter"),
+    Column("count", right=True),
 )
 CLASS_COLUMNS = (
     Column("tier", style="bold"),
@@ -69,7 +75,7 @@ PAGE_COLUMNS = (
     Column("pins", right=True),
 )
 SESSION_COLUMNS = (
-    Column("session", right=True),
+    Column("session", right=True, spare=7),
     Column("name", style="bold"),
     Column("state"),
     Column("pid", right=True),
@@ -96,27 +102,37 @@ NAMESPACE_COLUMNS = (
 
 
 @click.command()
+@click.option("--counters", is_flag=True, help="Also every counter that is not zero.")
 @verb
-def status(ask: Ask) -> None:
+def status(ask: Ask, *, counters: bool) -> None:
     """How the daemon is: state, load, tiers, notices."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.StatusRequest())
         held = pb.TiersReply() if ask.as_json else daemon.ask(pb.TiersRequest())
-    ask.show(answer, lambda console, reply: draw_status(console, reply, held.tiers))
+    ask.show(answer, lambda console, reply: draw_status(console, reply, held.tiers, counters=counters))
 
 
-def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.TierInfo]) -> None:
+def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.TierInfo], *, counters: bool) -> None:
     """The state in a few lines, then the tiers, then what the machine lacks."""
     console.print(status_line(reply), soft_wrap=True)
     console.print(load_line(reply), soft_wrap=True)
     console.print()
     show_table(console, TIER_COLUMNS, tier_rows(tiers), empty="no tiers")
-    moved = [f"{name} {human_count(value)}" for name, value in sorted(reply.counters.items()) if value]
-    if moved:
+    if counters:
+        moved = [(short_counter(name), human_count(value)) for name, value in sorted(reply.counters.items()) if value]
         console.print()
-        console.print(Text("   ".join(moved), style="dim"))
+        show_table(console, COUNTER_COLUMNS, moved, empty="every counter is zero")
+    if reply.notices:
+        console.print()
     for notice in reply.notices:
         console.print(Text("note: ", style="yellow") + Text(notice), soft_wrap=True)
+
+
+def short_counter(name: str) -> str:
+    """`calls Acquire ok` for tierd_calls_total{method="Acquire",outcome="ok"}."""
+    bare, _, labels = name.partition("{")
+    values = LABEL_VALUE.findall(labels)
+    return " ".join([bare.removeprefix("tierd_").removesuffix("_total"), *values])
 
 
 def status_line(reply: pb.StatusReply) -> Text:

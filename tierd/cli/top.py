@@ -18,14 +18,15 @@ from dataclasses import dataclass
 import click
 from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection
 from tierd.cli.ask import DURATION, Ask, verb
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_share
-from tierd.cli.look import SESSION_COLUMNS, load_line, session_row, status_line
-from tierd.cli.render import Cell, Column, bar, facts, new_table, plain_lines, plain_of, share_text, show_json
+from tierd.cli.look import SESSION_COLUMNS, load_line, session_row, short_counter, status_line
+from tierd.cli.render import Cell, Column, bar, new_table, plain_lines, plain_of, share_text, show_json
 
 TOP_COLUMNS = (
     Column("tier", style="bold"),
@@ -39,8 +40,13 @@ TOP_COLUMNS = (
     Column("write", right=True),
     Column("evict/s", right=True, spare=1),
 )
-RATES_SHOWN = 8
-"""Counters in the line of rates."""
+RATE_COLUMNS = (
+    Column("counter", style="bold"),
+    Column("per s", right=True),
+)
+RATES_SHOWN = 6
+OWN_METHODS = {f'method="{method.name}"' for method in pb.DESCRIPTOR.services_by_name["Admin"].methods}
+"""Calls of operators, such as those that `top` makes: not what one wants to see."""
 SESSIONS_SHOWN = 10
 
 
@@ -73,7 +79,7 @@ class Change:
     def counters(self) -> list[tuple[str, float]]:
         """Counters that moved and their rates, fastest first."""
         old, new = self.before.status.counters, self.after.status.counters
-        rates = [(name, self.per_second(old.get(name, 0), value)) for name, value in new.items()]
+        rates = [(name, self.per_second(old.get(name, 0), n)) for name, n in new.items() if not is_own(name)]
         return sorted((rate for rate in rates if rate[1] > 0), key=lambda rate: (-rate[1], rate[0]))
 
 
@@ -132,28 +138,24 @@ def frame(change: Change, *, width: int, height: int) -> Group:
     status = change.after.status
     busy = change.per_second(change.before.status.cpu_s, status.cpu_s)
     tiers = new_table(TOP_COLUMNS, tier_rows(change), width=width)
-    room = max(1, min(SESSIONS_SHOWN, height - len(change.after.tiers.tiers) - 12))
+    room = max(1, min(SESSIONS_SHOWN, height - len(change.after.tiers.tiers) - RATES_SHOWN - 13))
     open_ones = sorted(change.after.sessions.sessions, key=lambda one: (-one.pinned_bytes - one.reserved_bytes, one.id))
     sessions = new_table(SESSION_COLUMNS, [session_row(one) for one in open_ones[:room]], width=width)
     hidden = f"   {len(open_ones) - room} more" if len(open_ones) > room else ""
     foot = Text(f"q ends{hidden}", style="dim")
-    return Group(
-        status_line(status),
-        load_line(status, busy=human_share(busy, 1)),
-        rates_line(change),
-        Text(),
-        tiers,
-        Text(),
-        sessions,
-        Text(),
-        foot,
-    )
+    head = (status_line(status), load_line(status, busy=human_share(busy, 1)))
+    return Group(*head, Text(), tiers, Text(), rate_table(change, width=width), Text(), sessions, Text(), foot)
 
 
-def rates_line(change: Change) -> Text:
+def is_own(counter: str) -> bool:
+    """Whether it counts operators' calls."""
+    return any(method in counter for method in OWN_METHODS)
+
+
+def rate_table(change: Change, *, width: int) -> Table | Text:
     """The counters that moved fastest."""
-    rates = [(name, f"{human_count(rate)}/s") for name, rate in change.counters()[:RATES_SHOWN]]
-    return facts(rates) if rates else Text("idle", style="dim")
+    rates = [(short_counter(name), human_count(rate)) for name, rate in change.counters()[:RATES_SHOWN]]
+    return new_table(RATE_COLUMNS, rates, width=width) if rates else Text("nothing moves", style="dim")
 
 
 def tier_rows(change: Change) -> list[list[Cell]]:

@@ -57,7 +57,7 @@ def served(admin: FakeAdmin, directory: Path) -> Iterator[Connection]:
     server.start()
     channel = grpc.insecure_channel(address)
     try:
-        yield Connection(channel, token="token-1", close=lambda: None)
+        yield Connection(channel, metadata=(("tierd-session", "token-1"),), close=lambda: None)
     finally:
         channel.close()
         server.stop(None)

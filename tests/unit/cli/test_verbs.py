@@ -1,0 +1,136 @@
+"""tierctl's verbs against a fake Admin service: what they ask, what they show, how they fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from click.testing import Result
+from fake_admin import HASH, FakeAdmin
+
+from tierd.errors import NotFound, NotPermitted, Unavailable
+
+Run = Callable[..., Result]
+
+SHOWN = {
+    ("status",): "serving",
+    ("tiers", "--classes"): "o_direct",
+    ("blocks",): HASH.hex()[:12],
+    ("inspect", HASH.hex()[:8]): HASH.hex(),
+    ("sessions",): "vllm-worker-0",
+    ("namespaces",): "llama-3-8b",
+    ("evict", "--tier", "host.0"): "evicted 3 blocks, 3.00 MiB; 1 pinned stayed",
+    ("pin", "00ff"): "pinned 1 block",
+    ("unpin", "00ff"): "unpinned 1 block",
+    ("drain",): "2 leases left",
+    ("flush",): "flushed 8 blocks",
+    ("epoch", "bump", "--model", "llama-3-8b"): "61 blocks became unreachable",
+    ("top", "--interval", "1 ms"): "evict/s",
+}
+
+
+@pytest.mark.parametrize("arguments", SHOWN, ids="-".join)
+def test_a_verb_shows_its_answer_without_escape_codes_in_a_pipe(run: Run, arguments: tuple[str, ...]) -> None:
+    """Every verb succeeds, shows what matters and colours nothing when stdout is no terminal."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert SHOWN[arguments] in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("arguments", SHOWN, ids="-".join)
+def test_every_verb_speaks_json(run: Run, arguments: tuple[str, ...]) -> None:
+    """Every verb prints one JSON object with --json."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert isinstance(json.loads(result.stdout), dict)
+
+
+def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
+    """JSON carries integers, hexadecimal hashes and short enum names."""
+    block = json.loads(run("blocks", "--json").stdout)["blocks"][0]
+    assert (block["hash"], block["bytes"], block["tiers"]) == (HASH.hex(), 65536, ["host.0", "nvme.0"])
+    assert json.loads(run("tiers", "--json").stdout)["tiers"][2]["kind"] == "nvme"
+    assert json.loads(run("status", "--json").stdout)["counters"] == {"tierd_hits": 99, "tierd_idle": 0}
+
+
+def test_calls_carry_the_session(run: Run, admin: FakeAdmin) -> None:
+    """Each call has the session's token in its metadata."""
+    run("status")
+    assert {token for _, _, token in admin.asked} == {"token-1"}
+
+
+def test_filters_reach_the_daemon(run: Run, admin: FakeAdmin) -> None:
+    """The options of `blocks` arrive as fields of the request."""
+    run(
+        "blocks",
+        "--tier",
+        "host.0",
+        "--namespace",
+        "0",
+        "--pinned",
+        "--prefix",
+        "0xAB",
+        "--sort",
+        "-hits",
+        "--limit",
+        "5",
+        "--offset",
+        "40",
+    )
+    asked = admin.last
+    assert (asked.tier, asked.namespace, asked.has_namespace, asked.pinned) == ("host.0", 0, True, True)
+    assert (asked.hash_prefix, asked.sort, asked.limit, asked.offset) == ("ab", "-hits", 5, 40)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "xyz"),
+        ("inspect", "a" * 65),
+        ("pin", ""),
+        ("pin",),
+        ("evict",),
+        ("evict", "--all", "--tier", "host.0"),
+        ("epoch", "bump"),
+        ("epoch", "bump", "--model", "m", "--namespace", "1"),
+        ("drain", "--deadline", "5 parsecs"),
+        ("blocks", "--sort", "colour"),
+        ("nonsense",),
+        ("replay", "/nowhere/trace.jsonl"),
+    ],
+    ids="-".join,
+)
+def test_a_malformed_command_line_ends_with_2_and_asks_nothing(
+    run: Run, admin: FakeAdmin, arguments: tuple[str, ...]
+) -> None:
+    """Usage errors are found before the daemon is asked."""
+    result = run(*arguments)
+    assert (result.exit_code, admin.asked) == (2, [])
+    assert result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NotFound("block ab12: nobody holds it; see `tierctl blocks`"), 1),
+        (NotPermitted("uid 7: no"), 1),
+        (Unavailable("gone; start it"), 3),
+    ],
+    ids=["not-found", "not-permitted", "unavailable"],
+)
+def test_a_failure_is_one_line_and_a_code(run: Run, admin: FakeAdmin, error: Exception, code: int) -> None:
+    """What the daemon raises is told in one line on stderr, nothing on stdout, and the exit code says of what sort it is."""
+    admin.answers["Inspect"] = error  # type: ignore[assignment]
+    result = run("inspect", "ab12")
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"tierctl: {error}\n")
+
+
+def test_help_lists_every_verb(run: Run) -> None:
+    """`tierctl --help` names each verb, and each verb has help of its own with --target and --json."""
+    listed = run("--help").stdout
+    for verb in {arguments[0] for arguments in SHOWN} | {"replay"}:
+        assert f"  {verb} " in listed
+        text = run(verb, *(["bump"] if verb == "epoch" else []), "--help").stdout
+        assert "--target" in text and "--json" in text, verb

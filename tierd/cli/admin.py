@@ -1,0 +1,115 @@
+"""A thin connection to the Admin service: a session like any client's, and one stub.
+
+Purpose: request message in, reply message out, errors as tierd's own. Non-purpose: drawing. Invariant: a connection that cannot
+be made is Unavailable, with the place that was tried and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, overload
+
+import grpc
+from google.protobuf.message import Message
+
+from tierd._proto import admin_pb2 as pb
+from tierd._proto import admin_pb2_grpc
+from tierd.client.protocol import SESSION_KEY, error_of
+from tierd.client.rpc import OPTIONS
+from tierd.client.session import connect_session
+from tierd.client.target import LocalTarget, resolve_target
+from tierd.errors import ERROR_KEY, DeadlineExceeded, NotPermitted, TierdError, Unavailable
+
+CALL_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+TIME_KEY = "tierd-time-ms"
+"""Metadata that moves a daemon's replay clock forward; others ignore it."""
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def connect(target: str | None) -> Connection:
+    """A session of its own with the daemon at a target. Raises InvalidArgument, Unavailable, NotPermitted and what a hello may be answered."""
+    place = resolve_target(target)
+    if not isinstance(place, LocalTarget):
+        raise NotPermitted(
+            f"daemon at {place}: it takes operators' calls on its own machine only; go there and give its runtime directory"
+        )
+    session = connect_session(place, name="tierctl", credential=None, timeout_s=CONNECT_TIMEOUT_S)
+    channel = grpc.insecure_channel(f"unix:{place.rpc_path}", options=OPTIONS)
+
+    def close() -> None:
+        channel.close()
+        session.close()
+
+    return Connection(channel, metadata=((SESSION_KEY, session.token),), close=close)
+
+
+class Connection:
+    """One session's way to the Admin service; a context manager."""
+
+    def __init__(self, channel: grpc.Channel, *, metadata: Metadata, close: Callable[[], None]) -> None:
+        self._stub: Any = admin_pb2_grpc.AdminStub(channel)
+        self._metadata = metadata
+        self._close = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def set_time(self, time_ms: float) -> None:
+        """Moves a replay clock forward to the trace's own time; a daemon with a real clock ignores it."""
+        self._call("Status", pb.StatusRequest(), CALL_TIMEOUT_S, ((TIME_KEY, f"{time_ms:.3f}"),))
+
+    @overload
+    def ask(self, request: pb.StatusRequest, *, timeout_s: float = ...) -> pb.StatusReply: ...
+    @overload
+    def ask(self, request: pb.TiersRequest, *, timeout_s: float = ...) -> pb.TiersReply: ...
+    @overload
+    def ask(self, request: pb.BlocksRequest, *, timeout_s: float = ...) -> pb.BlocksReply: ...
+    @overload
+    def ask(self, request: pb.InspectRequest, *, timeout_s: float = ...) -> pb.InspectReply: ...
+    @overload
+    def ask(self, request: pb.SessionsRequest, *, timeout_s: float = ...) -> pb.SessionsReply: ...
+    @overload
+    def ask(self, request: pb.NamespacesRequest, *, timeout_s: float = ...) -> pb.NamespacesReply: ...
+    @overload
+    def ask(self, request: pb.EvictRequest, *, timeout_s: float = ...) -> pb.EvictReply: ...
+    @overload
+    def ask(self, request: pb.PinRequest, *, method: str, timeout_s: float = ...) -> pb.PinReply: ...
+    @overload
+    def ask(self, request: pb.DrainRequest, *, timeout_s: float = ...) -> pb.DrainReply: ...
+    @overload
+    def ask(self, request: pb.FlushRequest, *, timeout_s: float = ...) -> pb.FlushReply: ...
+    @overload
+    def ask(self, request: pb.BumpEpochRequest, *, timeout_s: float = ...) -> pb.BumpEpochReply: ...
+    @overload
+    def ask(self, request: pb.QuiesceRequest, *, timeout_s: float = ...) -> pb.QuiesceReply: ...
+
+    def ask(self, request: Message, *, method: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """The reply to a request; the method is the request's name unless it is given. Raises what the daemon raised."""
+        return self._call(method or request.DESCRIPTOR.name.removesuffix("Request"), request, timeout_s)
+
+    def _call(self, method: str, request: Message, timeout_s: float, extra: Metadata = ()) -> Any:
+        try:
+            return getattr(self._stub, method)(request, timeout=timeout_s, metadata=(*self._metadata, *extra))
+        except grpc.RpcError as error:
+            raise told(error) from None
+
+
+def told(error: Any) -> TierdError:
+    """What the daemon raised, by the class name in the trailing metadata; else by the status code."""
+    name = next((str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY), None)
+    status = error.code().name
+    if name is None and status == "UNAVAILABLE":
+        return Unavailable(f"daemon: it went away during the call ({error.details()}); see its log")
+    if name is None and status == "DEADLINE_EXCEEDED":
+        return DeadlineExceeded(
+            "daemon: no answer in time; see `tierctl top`, or give more with --deadline where there is one"
+        )
+    return error_of(name, error.details() or status, status=status)

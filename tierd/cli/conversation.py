@@ -1,0 +1,62 @@
+"""The conversation that `tierd demo` holds: long real text, asked about in turns.
+
+Purpose: prompts that each begin with all that was said before. Non-purpose: models. Invariant: the text is at hand on every machine
+(the Python standard library's own sources), and the prompts never outgrow the model's positions.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.worker.text import BYTE_BOS
+
+MODULES = ("heapq.py", "bisect.py", "textwrap.py", "queue.py", "functools.py", "contextlib.py", "statistics.py")
+"""Read in this order until there is enough text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes in tokens: the text of the first turn, what each later turn adds, what each turn answers."""
+
+    first: int = 2000
+    later: int = 32
+    answer: int = 16
+
+    @classmethod
+    def within(cls, positions: int, *, turns: int) -> Plan:
+        """The plan for a model of so many positions: the usual one, or one with a shorter first turn."""
+        usual = cls()
+        spent = turns * usual.answer + (turns - 1) * usual.later + 1
+        return cls(first=min(usual.first, positions - spent))
+
+
+class Conversation:
+    """What was said so far, in tokens of a byte-level model."""
+
+    def __init__(self, plan: Plan, *, turns: int) -> None:
+        self._plan = plan
+        self._text = standard_text(plan.first + turns * plan.later)
+        self._read = 0
+        self.tokens: list[int] = [BYTE_BOS]
+
+    def ask(self) -> tuple[int, ...]:
+        """The next turn's prompt: all that was said, and the text's next passage."""
+        step = self._plan.later if self._read else self._plan.first
+        self.tokens += self._text[self._read : self._read + step]
+        self._read += step
+        return tuple(self.tokens)
+
+    def hear(self, answer: Sequence[int]) -> None:
+        """Takes an answer into what was said."""
+        self.tokens += answer
+
+
+def standard_text(length: int) -> bytes:
+    """So many bytes of the standard library's sources."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = b"\n\n".join((folder / name).read_bytes() for name in MODULES)
+    assert len(text) >= length, "the modules are longer than any plan"
+    return text[:length]

@@ -1,0 +1,239 @@
+"""`tierctl replay`: drives the daemon with a recorded trace, through the real client.
+
+Purpose: each request as an engine makes it: acquire the longest prefix, write what was missing, release. Non-purpose: reading traces
+(trace.py), sums (tally.py). Invariants: bytes are a function of the block's hash, so what is read can be proved; in lockstep nothing moves
+between two requests, and every step of one request happens at the trace's own time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import Connection
+from tierd.cli.ask import SIZE, Ask, verb
+from tierd.cli.exits import ExitCode
+from tierd.cli.figures import human_share
+from tierd.cli.render import show_json
+from tierd.cli.tally import Step, Tally, draw_tally
+from tierd.cli.trace import TOKENS_PER_BLOCK, Content, Request, hash_ids, read_trace
+from tierd.client import Client, Lease, NamespaceSpec, OpenedNamespace, PutGroup
+from tierd.core.model import ROOT, BlockStatus
+from tierd.errors import InvalidArgument
+
+MODEL = "tierctl-replay"
+STORED = (BlockStatus.READY, BlockStatus.EXISTS)
+QUIESCE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When requests are made. speed: the trace's time so many times faster (None: at once). lockstep: one after another, at the trace's time."""
+
+    speed: float | None = None
+    lockstep: bool = False
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--limit", type=click.IntRange(1), default=None, help="Only the first requests.")
+@click.option("--block-bytes", type=SIZE, default="64 KiB", show_default=True, help="Of a block of 512 tokens.")
+@click.option(
+    "--tier", type=click.Choice(["device", "host"]), default=None, help="Where blocks are wanted. [default: nearest]"
+)
+@click.option("--verify", is_flag=True, help="Compare every byte that is served with what was written.")
+@click.option(
+    "--lockstep", is_flag=True, help='Exactly as the core decides; needs a daemon with server.clock = "replay".'
+)
+@click.option(
+    "--speed", type=click.FloatRange(0, min_open=True), default=None, help="Keep the trace's pauses, this much faster."
+)
+@click.option("--cold", is_flag=True, help="Find nothing that an earlier replay has stored.")
+@verb
+def replay(
+    ask: Ask,
+    *,
+    trace: Path,
+    limit: int | None,
+    block_bytes: int,
+    tier: str | None,
+    verify: bool,
+    lockstep: bool,
+    speed: float | None,
+    cold: bool,
+) -> None:
+    """Replays a recorded trace (JSON lines, gzip or plain) and says where the tokens came from."""
+    if lockstep and speed is not None:
+        raise click.UsageError("replay: --lockstep has the trace's own time and --speed the clock's; leave one out")
+    requests = read_trace(trace, limit=limit)
+    spec = namespace_spec(block_bytes, salt=secrets.token_hex(8) if cold else "")
+    with ask.connect() as daemon, Client(ask.target, name="tierctl replay") as client:
+        replayer = Replayer(client, client.open_namespace(spec), tier=tier, verify=verify)
+        run = Run(replayer, daemon, Pace(speed, lockstep))
+        with shown_progress(len(requests), name=trace.name) as show:
+            run.all(requests, show)
+    report(ask, run.tally)
+
+
+def namespace_spec(block_bytes: int, *, salt: str = "") -> NamespaceSpec:
+    """The namespace of a replay. Raises InvalidArgument for a size that tokens do not divide."""
+    if block_bytes < TOKENS_PER_BLOCK or block_bytes % TOKENS_PER_BLOCK:
+        raise InvalidArgument(
+            f"--block-bytes: {block_bytes} is not a multiple of {TOKENS_PER_BLOCK}, the tokens of a block; write for example 64 KiB"
+        )
+    return NamespaceSpec(model=MODEL, tokens_per_block=TOKENS_PER_BLOCK, block_bytes=block_bytes, salt=salt)
+
+
+def report(ask: Ask, tally: Tally) -> None:
+    """Shows the sums; wrong bytes end the program with FAILED."""
+    if ask.as_json:
+        show_json(tally.plain())
+    else:
+        draw_tally(ask.console, tally)
+    if tally.wrong_blocks:
+        raise click.exceptions.Exit(ExitCode.FAILED)
+
+
+class Run:
+    """A trace on its way through a daemon. tally: the sums so far."""
+
+    def __init__(self, replayer: Replayer, daemon: Connection, pace: Pace) -> None:
+        self.tally = Tally(replayer.tiers)
+        self._replayer = replayer
+        self._daemon = daemon
+        self._pace = pace
+
+    def all(self, requests: Sequence[Request], show: Callable[[Tally], None]) -> None:
+        """Makes the requests, each shown when it is done."""
+        begun = time.monotonic()
+        for request in requests:
+            self._await_turn(request, begun)
+            self.tally.add(self._replayer.step(request))
+            if self._pace.lockstep:
+                self._daemon.ask(pb.QuiesceRequest(deadline_s=QUIESCE_TIMEOUT_S), timeout_s=QUIESCE_TIMEOUT_S + 5)
+            self.tally.elapsed_s = time.monotonic() - begun
+            show(self.tally)
+
+    def _await_turn(self, request: Request, begun: float) -> None:
+        if self._pace.lockstep:
+            self._daemon.set_time(request.time_ms)
+        elif self._pace.speed is not None:
+            time.sleep(max(0.0, begun + request.time_ms / 1000 / self._pace.speed - time.monotonic()))
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds by name, of the parts of one request."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Counts the time inside under a name."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - begun
+
+
+class Replayer:
+    """Makes a trace's requests with one client. tier: where blocks are wanted; None: the nearest kind that the daemon has."""
+
+    def __init__(self, client: Client, namespace: OpenedNamespace, *, tier: str | None, verify: bool) -> None:
+        self.tiers = client.tiers
+        self._client = client
+        self._namespace = namespace
+        self._tier = tier or self.tiers[0].partition(".")[0]
+        self._content = Content(namespace.spec.block_bytes)
+        self._verify = verify
+
+    def step(self, request: Request) -> Step:
+        """One request: get what is held, put the rest, release all."""
+        hashes = hash_ids(request.blocks, digest=self._namespace.digest)
+        watch = Stopwatch()
+        with watch.timed("acquire"):
+            lease = self._client.acquire(self._namespace, hashes, tokens=request.tokens, tier=self._tier)
+        wrong = self._wrong_blocks(lease, hashes) if self._verify and lease else 0
+        read = int(lease.handles["length"].sum())
+        written, refused = self._store(
+            request, hashes, first=-(-lease.tokens // TOKENS_PER_BLOCK), held=lease, watch=watch
+        )
+        return Step(request.tokens, lease.tier_tokens, watch.seconds, read, written, refused, wrong)
+
+    def _store(
+        self, request: Request, hashes: NDArray[np.uint8], *, first: int, held: Lease, watch: Stopwatch
+    ) -> tuple[int, int]:
+        """Writes the blocks from number `first` on and lets go of everything; bytes written, blocks not stored."""
+        if first >= len(hashes):
+            with watch.timed("release"):
+                held.release()
+            return 0, 0
+        with watch.timed("reserve"):
+            pages = self._client.reserve(self._put_group(request, hashes, first), tier=self._tier)
+        refused = int((~np.isin(pages.statuses, (BlockStatus.RESERVED, BlockStatus.EXISTS))).sum())
+        written, leases = 0, [held]
+        if pages:
+            with watch.timed("write"):
+                written = self._fill(pages.buffers(), hashes[first:])
+            with watch.timed("commit"):
+                committed = pages.commit(lease=True)
+            refused += int((~np.isin(committed.statuses, STORED)).sum())
+            leases += [committed.lease] if committed.lease else []
+        with watch.timed("release"):
+            for lease in leases:
+                lease.release()
+        return written, refused
+
+    def _put_group(self, request: Request, hashes: NDArray[np.uint8], first: int) -> PutGroup:
+        return PutGroup(
+            self._namespace,
+            hashes[first:],
+            tokens=request.tokens - first * TOKENS_PER_BLOCK,
+            parent=hashes[first - 1].tobytes() if first else ROOT,
+            position=first,
+        )
+
+    def _fill(self, buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8]) -> int:
+        """Writes each reserved page; the bytes written."""
+        written = 0
+        for page, block in zip(buffers, hashes, strict=True):
+            if page is not None:
+                page[:] = self._content.of(block, length=len(page))
+                written += len(page)
+        return written
+
+    def _wrong_blocks(self, lease: Lease, hashes: NDArray[np.uint8]) -> int:
+        """How many of the leased blocks are not what was written; a page taken away meanwhile is no wrong block but a miss."""
+        first = lease.groups[0].first
+        good = [self._content.matches(hashes[first + i], view) for i, view in enumerate(lease.views())]
+        return sum(not is_right for is_right in good[: lease.check()])
+
+
+@contextlib.contextmanager
+def shown_progress(total: int, *, name: str) -> Iterator[Callable[[Tally], None]]:
+    """A bar on stderr while a terminal watches; nothing otherwise."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[hits]}"))
+    with Progress(*columns, TimeRemainingColumn(compact=True), console=console, transient=True) as progress:
+        task = progress.add_task(name, total=total, hits="")
+
+        def show(tally: Tally) -> None:
+            hits = f"hits {human_share(sum(tally.tier_tokens), tally.tokens)}"
+            progress.update(task, completed=tally.requests, hits=hits)
+
+        yield show
