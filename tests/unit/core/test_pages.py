@@ -1,0 +1,143 @@
+"""Segments and pages of one tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, tier
+from tierd.core.model import PageState, SegmentAssignment
+from tierd.core.pages import Key, Pages
+from tierd.errors import ConfigError
+
+KEY = Key(domain=1, class_bytes=PAGE, writer=0)
+
+
+def pages_with(*segments: Key) -> Pages:
+    pages = Pages(tier(HOST, 16), 0)
+    for number, key in enumerate(segments):
+        pages.begin(key, number + 1, {})
+    return pages
+
+
+def test_the_lowest_free_page_is_given() -> None:
+    """Which page is given depends on which are free, not on the order in which they came back."""
+    first, second = pages_with(KEY, KEY), pages_with(KEY, KEY)
+    for pages, order in ((first, [1, 5, 2]), (second, [5, 2, 1])):
+        pages.take(KEY, 8, 1)
+        for page in order:
+            pages.give_back(np.asarray([page]))
+        assert pages.take(KEY, 2, 9).tolist() == [1, 2]
+
+
+def test_an_empty_segment_goes_to_the_pool() -> None:
+    """A place whose last page came back can begin a life of any other class, domain and writer."""
+    pages = pages_with(KEY)
+    taken = pages.take(KEY, 4, 1)
+    pages.give_back(taken[:3])
+    assert pages.vacant == {1, 2, 3}
+    pages.give_back(taken[3:])
+    begun = pages.begin(Key(2, 2 * PAGE, 5), 7, {})
+    assert (begun.slot, begun.replaces, begun.pages, begun.writer) == (0, 1, 2, 5)
+
+
+def test_page_ids_of_a_run_are_used_again() -> None:
+    """Columns grow with the greatest number of pages at one time, not with the number of lives."""
+    pages = pages_with()
+    for life in range(50):
+        pages.begin(KEY, life + 1, {})
+        pages.give_back(pages.take(KEY, 4, 4 * life + 1))
+    assert len(pages.state) == 4
+
+
+def test_extents_say_where_a_page_lies() -> None:
+    """Segment, slot, offset and generation of a page follow from its place."""
+    pages = pages_with(KEY, Key(1, 2 * PAGE, 0))
+    taken = pages.take(Key(1, 2 * PAGE, 0), 2, 40)
+    extents = pages.extents(np.append(taken, -1))
+    assert extents["segment"].tolist() == [2, 2, 0]
+    assert extents["slot"].tolist() == [0, 1, 0]
+    assert extents["offset"].tolist() == [0, 2 * PAGE, 0]
+    assert extents["generation"].tolist() == [40, 41, 0]
+    assert extents["page"].tolist() == [4, 5, -1]
+    assert pages.find(extents).tolist()[:2] == taken.tolist()
+
+
+@pytest.mark.parametrize(
+    ("held", "domains", "domain", "writer", "fresh"),
+    [
+        ({}, {1: 1}, 1, 1, False),
+        ({1: True}, {1: 1}, 1, 1, False),
+        ({1: True}, {1: 1}, 1, 2, True),
+        ({1: False}, {1: 1}, 1, 2, False),
+        ({1: False}, {1: 1}, 2, 2, True),
+        ({1: True}, {}, 2, 2, False),
+        ({1: True, 2: False}, {1: 1, 2: 1}, 1, 1, False),
+        ({1: True, 2: True}, {1: 1, 2: 1}, 1, 1, True),
+    ],
+)
+def test_a_file_is_reused_only_if_nobody_can_abuse_it(held, domains, domain, writer, fresh) -> None:
+    """fresh exactly if a live session writes to the old file and is not the new writer, or is of another domain."""
+    pages = pages_with(KEY)
+    pages.give_back(pages.take(KEY, 1, 1))
+    pages.holders[1] = dict(held)
+    begun = pages.begin(Key(domain, PAGE, writer), 2, domains)
+    assert begun.fresh is fresh
+    assert pages.holders.get(2, {}) == ({} if fresh else held)
+
+
+def test_descriptors_outlive_a_life() -> None:
+    """A file that was reused is still mapped by those who mapped it before."""
+    kit = Kit(tier(HOST, 4))
+    kit.core.open_session(2, domain=2)
+    first = kit.put(chain("a", 1))
+    assert first is not None
+    kit.core.note_attached(1, tier=0, segment=int(first.extents["segment"][0]))
+    kit.core.evict(first.blocks, tier=None, now=1.0)
+    again = kit.reserve(chain("b", 1)).plan.segments[0]
+    assert (again.replaces, again.fresh) == (1, False)
+    kit.core.abort(1, reservation=2, now=2.0)
+    kit.core.end_session(1, 3.0)
+    other = kit.reserve(chain("c", 1), session=2, namespace=2).plan.segments[0]
+    assert (other.replaces, other.fresh) == (2, False)
+
+
+def test_a_writer_hands_over() -> None:
+    """When a session ends its segments become the daemon's, empty ones go to the pool, and nobody writes them as its own."""
+    kit = Kit(tier(HOST, 8), tier(NVME, 8))
+    kit.core.open_session(2, domain=1)
+    kit.put(chain("a", 2))
+    assert [s.writer for s in kit.core.segments(0)] == [1]
+    kit.took(kit.core.end_session(1, 9.0))
+    assert [s.writer for s in kit.core.segments(0)] == [0]
+    kit.put(chain("b", 1), session=2)
+    assert [s.writer for s in kit.core.segments(0)] == [0, 2]
+
+
+def test_surviving_segments_take_their_places() -> None:
+    """A segment is adopted where it lay, once, and only if its shape is that of this tier."""
+    pages = pages_with()
+    good = SegmentAssignment(0, 2, 9, 1, PAGE, 4, 0, None, False)
+    assert pages.adopt_segment(good, 0)
+    assert not pages.adopt_segment(good, 0)
+    assert not pages.adopt_segment(replace(good, slot=3, pages=5), 0)
+    assert not pages.adopt_segment(replace(good, slot=4), 0)
+
+
+def test_states_are_counted_in_pages_and_bytes() -> None:
+    """The four states add up to the segments, whatever moves."""
+    pages = pages_with(KEY)
+    taken = pages.take(KEY, 3, 1)
+    pages.move(taken[:2], PageState.RESERVED, PageState.READY)
+    assert pages.counts == [1, 1, 2, 0]
+    assert pages.bytes_in == [PAGE, PAGE, 2 * PAGE, 0]
+    with pytest.raises(AssertionError):
+        pages.move(taken[:1], PageState.RESERVED, PageState.READY)
+
+
+def test_a_segment_must_fit_the_tier() -> None:
+    """A tier smaller than one segment is refused with the remedy."""
+    with pytest.raises(ConfigError, match="make the segments smaller"):
+        Pages(replace(tier(HOST, 4), segment_bytes=1 << 30), 0)
