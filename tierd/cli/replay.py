@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -38,11 +39,20 @@ QUIESCE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """When requests are made. speed: the trace's time so many times faster (None: at once). lockstep: one after another, at the trace's time."""
+class Options:
+    """How a trace is replayed, as the command line has it.
 
-    speed: float | None = None
+    speed: the trace's time so many times faster (None: no pauses). lockstep: one request after another, at the trace's time. cold: in a
+    namespace of its own. tier: where blocks are wanted (None: the nearest).
+    """
+
+    limit: int | None = None
+    block_bytes: int = 64 << 10
+    tier: str | None = None
+    verify: bool = False
     lockstep: bool = False
+    speed: float | None = None
+    cold: bool = False
 
 
 @click.command()
@@ -61,26 +71,16 @@ class Pace:
 )
 @click.option("--cold", is_flag=True, help="Find nothing that an earlier replay has stored.")
 @verb
-def replay(
-    ask: Ask,
-    *,
-    trace: Path,
-    limit: int | None,
-    block_bytes: int,
-    tier: str | None,
-    verify: bool,
-    lockstep: bool,
-    speed: float | None,
-    cold: bool,
-) -> None:
+def replay(ask: Ask, *, trace: Path, **options: Any) -> None:
     """Replays a recorded trace (JSON lines, gzip or plain) and says where the tokens came from."""
-    if lockstep and speed is not None:
+    how = Options(**options)
+    if how.lockstep and how.speed is not None:
         raise click.UsageError("replay: --lockstep has the trace's own time and --speed the clock's; leave one out")
-    requests = read_trace(trace, limit=limit)
-    spec = namespace_spec(block_bytes, salt=secrets.token_hex(8) if cold else "")
+    requests = read_trace(trace, limit=how.limit)
+    spec = namespace_spec(how.block_bytes, salt=secrets.token_hex(8) if how.cold else "")
     with ask.connect() as daemon, Client(ask.target, name="tierctl replay") as client:
-        replayer = Replayer(client, client.open_namespace(spec), tier=tier, verify=verify)
-        run = Run(replayer, daemon, Pace(speed, lockstep))
+        replayer = Replayer(client, client.open_namespace(spec), tier=how.tier, verify=how.verify)
+        run = Run(replayer, daemon, how)
         with shown_progress(len(requests), name=trace.name) as show:
             run.all(requests, show)
     report(ask, run.tally)
@@ -108,11 +108,11 @@ def report(ask: Ask, tally: Tally) -> None:
 class Run:
     """A trace on its way through a daemon. tally: the sums so far."""
 
-    def __init__(self, replayer: Replayer, daemon: Connection, pace: Pace) -> None:
+    def __init__(self, replayer: Replayer, daemon: Connection, options: Options) -> None:
         self.tally = Tally(replayer.tiers)
         self._replayer = replayer
         self._daemon = daemon
-        self._pace = pace
+        self._options = options
 
     def all(self, requests: Sequence[Request], show: Callable[[Tally], None]) -> None:
         """Makes the requests, each shown when it is done."""
@@ -120,16 +120,16 @@ class Run:
         for request in requests:
             self._await_turn(request, begun)
             self.tally.add(self._replayer.step(request))
-            if self._pace.lockstep:
+            if self._options.lockstep:
                 self._daemon.ask(pb.QuiesceRequest(deadline_s=QUIESCE_TIMEOUT_S), timeout_s=QUIESCE_TIMEOUT_S + 5)
             self.tally.elapsed_s = time.monotonic() - begun
             show(self.tally)
 
     def _await_turn(self, request: Request, begun: float) -> None:
-        if self._pace.lockstep:
+        if self._options.lockstep:
             self._daemon.set_time(request.time_ms)
-        elif self._pace.speed is not None:
-            time.sleep(max(0.0, begun + request.time_ms / 1000 / self._pace.speed - time.monotonic()))
+        elif self._options.speed is not None:
+            time.sleep(max(0.0, begun + request.time_ms / 1000 / self._options.speed - time.monotonic()))
 
 
 @dataclass(slots=True)
