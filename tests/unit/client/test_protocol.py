@@ -1,0 +1,134 @@
+"""The protocol without I/O."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.client.conftest import CLASS_BYTES, SPEC
+from tierd import errors
+from tierd._proto import cache_pb2 as pb
+from tierd.client import protocol
+from tierd.client.protocol import Assembly, LeasedGroup, error_of, put_chunks, valid_blocks
+from tierd.client.values import OpenedNamespace, PutGroup, PutResult
+from tierd.core.model import HANDLE, BlockStatus
+from tierd.errors import ERROR_KEY, GRPC_STATUS, InvalidArgument, OperatorError, TierdError
+
+NS = OpenedNamespace(SPEC, id=7, digest=bytes(32), epoch=1)
+
+
+@pytest.mark.parametrize("kind", GRPC_STATUS)
+def test_every_error_comes_back(kind):
+    """The name in the trailing metadata gives the very class back, with its words."""
+    error = error_of(kind.__name__, "thing: fault", status=GRPC_STATUS[kind])
+    assert (type(error), str(error)) == (kind, "thing: fault")
+
+
+@pytest.mark.parametrize("name", [None, "", "Exception", "ERROR_KEY", "GRPC_STATUS", "annotations", "NoSuchError"])
+def test_foreign_names_are_no_classes(name):
+    """A name that is no error of ours falls back to the status, and what is unknown is for an operator."""
+    assert type(error_of(name, "m", status="UNAVAILABLE")) is errors.Unavailable
+    assert type(error_of(name, "m", status="INTERNAL")) is OperatorError
+    assert ERROR_KEY == "tierd-error"
+
+
+@given(lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=6), step=st.integers(1, 4000), data=st.data())
+def test_assembly(lengths, step, data):
+    """Blocks come out whole and right; one damaged, missing or repeated chunk ends the prefix before its block, never later."""
+    blocks = [np.random.default_rng(n).integers(0, 256, n, dtype=np.uint8) for n in lengths]
+    chunks = []
+    for i, block in enumerate(blocks):
+        for offset in range(0, len(block), step):
+            part = block[offset : offset + step].tobytes()
+            chunks.append((i, pb.GetChunk(index=i, offset=offset, data=part, length=len(block), status=1, checksum=xxhash.xxh3_64_intdigest(part))))  # fmt: skip
+    at = data.draw(st.integers(0, len(chunks) - 1))
+    fault = data.draw(st.sampled_from(["none", "byte", "checksum", "drop", "twice", "status", "length"]))
+    index, chunk = chunks[at]
+    if fault == "byte":
+        chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
+    elif fault == "checksum":
+        chunk.checksum ^= 1
+    elif fault == "status":
+        chunk.status = int(BlockStatus.CORRUPT)
+    elif fault == "length":
+        chunk.length = max(0, chunk.length - step)
+    elif fault == "drop":
+        del chunks[at]
+    elif fault == "twice":
+        chunks.insert(at, chunks[at])
+    assembly = Assembly(lambda _, length: np.zeros(length, dtype=np.uint8))
+    for _, chunk in [(0, pb.GetChunk(tokens=5)), *chunks]:
+        assembly.take(chunk)
+    for got, block in zip(assembly.whole, blocks, strict=False):
+        if fault != "length":
+            assert np.array_equal(got, block)
+    if fault == "none":
+        assert len(assembly.whole) == len(blocks)
+    elif fault not in ("twice", "length"):
+        assert len(assembly.whole) <= index
+
+
+def test_put_chunks():
+    """A put's chunks cover every byte once, in order, at most a chunk's size each, with checksums that hold."""
+    pieces = [np.arange(n, dtype=np.uint32).view(np.uint8) for n in (10, 600_000)]
+    first, *rest = put_chunks(pb.PutGroup(namespace=7), pieces, durable=True)
+    assert (first.group.namespace, first.durability, first.data) == (7, 1, b"")
+    for index, piece in enumerate(pieces):
+        mine = [chunk for chunk in rest if chunk.index == index]
+        assert b"".join(chunk.data for chunk in mine) == piece.tobytes()
+        assert [chunk.offset for chunk in mine] == [i * protocol.CHUNK_BYTES for i in range(len(mine))]
+    assert all(xxhash.xxh3_64_intdigest(chunk.data) == chunk.checksum for chunk in rest)
+
+
+def test_lengths_follow_tokens():
+    """A short block's length is its share of a full one's unless it is given."""
+    group = PutGroup(NS, np.zeros((3, 32), dtype=np.uint8), tokens=33)
+    assert protocol.put_lengths(group).tolist() == [CLASS_BYTES, CLASS_BYTES, CLASS_BYTES // 16]
+
+
+@pytest.mark.parametrize(
+    ("good", "blocks"),
+    [([1, 1, 1, 1, 1, 1], 3), ([1, 1, 1, 1, 0, 1], 1), ([0, 1, 1, 1, 1, 1], 0), ([1, 1, 0, 1, 1, 0], 2)],
+)
+def test_a_block_is_good_on_every_rank(good, blocks):
+    """A block that one rank has lost is lost, with all after it."""
+    group = LeasedGroup(0, np.zeros((2, 3), dtype=HANDLE))
+    assert valid_blocks([group], np.array(good, dtype=np.bool_)) == blocks
+
+
+def test_groups_are_good_or_not():
+    """Of several groups either all is good or nothing."""
+    groups = [LeasedGroup(0, np.zeros((1, 2), dtype=HANDLE)), LeasedGroup(1, np.zeros((1, 1), dtype=HANDLE))]
+    assert valid_blocks(groups, np.array([True, True, True])) == 2
+    assert valid_blocks(groups, np.array([True, True, False])) == 0
+
+
+@pytest.mark.parametrize("data", [bytes(39), bytes(41), bytes(80)])
+def test_malformed_handles(data):
+    """A reply that is not what the protocol promises is an operator's business, not an index error."""
+    with pytest.raises(OperatorError, match="versions differ"):
+        protocol.handles_of(data, count=1)
+
+
+@pytest.mark.parametrize(("statuses", "stored"), [([], 0), ([1, 3], 2), ([1, 4, 1], 1), ([7], 0)])
+def test_stored(statuses, stored):
+    """Stored counts the prefix without a gap; a result is true if it is all."""
+    result = PutResult(np.array(statuses, dtype=np.uint16))
+    assert (result.stored, bool(result)) == (stored, stored == len(statuses))
+
+
+def test_unopened_namespaces_hash_to_nothing():
+    """What no daemon has given a digest to has no hashes."""
+    unopened = OpenedNamespace(SPEC)
+    assert unopened.hash([1] * 32).shape == unopened.fold([b"x"]).shape == (0, 32)
+
+
+def test_namespace_replies_are_checked():
+    """A digest of the wrong length is refused."""
+    reply = pb.OpenNamespaceReply(namespace=1, digest=b"x", epoch=1)
+    with pytest.raises(OperatorError):
+        protocol.take_namespace(OpenedNamespace(SPEC), reply, link=1)
+    assert issubclass(InvalidArgument, TierdError)
