@@ -54,7 +54,7 @@ reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 
 # --- long checks: SCALE=0.1 makes them short, SCALE=10 long -----------------------------------------------------------
 
-NIGHTLY := $(foreach part,unit contract property sim system,$(if $(wildcard tests/$(part)),nightly-$(part)))
+NIGHTLY := $(foreach part,unit contract property sim system,$(if $(wildcard tests/$(part)),nightly-$(part))) nightly-torch
 
 nightly: $(NIGHTLY) ## every kind of test in depth, the slow ones too; SCALE= scales their counts
 
@@ -64,13 +64,13 @@ weekly: ## the same with ten times the counts
 nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system
 	TIERD_HYPOTHESIS=nightly SCALE=$(SCALE) $(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadfile --timeout 3600 tests/$*
 
-ifneq ($(wildcard tools/bench/__main__.py),)
+nightly-torch: ## the worker against torch and transformers, in an environment of their own
+	test -d .venv-torch || $(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5' --editable '.[dev]'
+	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py
+
 bench: .venv/.dev ## measures against the machine's own limits: a table, and build/bench.json
 	$(BIN)/python -m tools.bench
-else
-bench:
-	@echo "make bench: tools/bench is not written yet; nothing was measured" >&2; exit 1
-endif
 
 gpu:
 	@echo "make gpu: the kernels come with the GPU tier, which is not built yet; nothing was checked" >&2; exit 1
