@@ -11,8 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: help demo test lint format bench nightly weekly gpu proto reference clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / && ($$1 != "bench" || "$(wildcard tools/bench/__main__.py)" != "") \
-		{split($$1, name, ":"); printf "make %-12s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {split($$1, name, ":"); printf "make %-14s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
 
 # --- .venv, made on demand: what runs the daemon, and on top of it what checks it -------------------------------------
 
@@ -31,7 +30,7 @@ help: ## this list
 
 # --- for people -------------------------------------------------------------------------------------------------------
 
-demo: .venv/.base ## a daemon, a worker and a small model: the second request reuses the first one's KV
+demo: .venv/.base ## a daemon, a worker and a small model: what reusing KV from each tier saves
 	$(BIN)/tierd demo
 
 test: lint ## all checks that a commit must pass
