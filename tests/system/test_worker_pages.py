@@ -8,7 +8,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from tierd.client import Client
+from tierd.client import Client, Reservation
+from tierd.errors import DeadlineExceeded
 from tierd.testing.daemon import Daemon
 from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.engine import Engine, EngineOptions
@@ -196,6 +197,32 @@ def test_a_killed_daemon_costs_nothing_but_the_cache(model: Llama, back: bool) -
         again = worker.serve(request)[0]
         assert again.tokens == report.tokens
         assert (again.reused_tokens > 0) == back
+
+
+def test_blocks_of_several_reservations_make_one_chain(roomy: Daemon, model: Llama) -> None:
+    """Pages set aside by different calls and committed by one are found again as one prefix."""
+    request = Request(prompt(160), 2)
+    with Worker(roomy, model, reserve_pages=3) as worker:
+        worker.serve(request)
+        assert worker.serve(request)[0].reused_tokens == 160
+
+
+def test_after_a_commit_that_failed_nothing_relies_on_the_page(
+    roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits of unknown outcome, their pages overwritten at once by somebody else, change no token."""
+
+    def fail(self: Reservation, blocks: Any, **_: Any) -> None:
+        for index in blocks["index"].tolist():
+            self.buffer(index)[:] = 0x7E
+        raise DeadlineExceeded("commit: no answer")
+
+    monkeypatch.setattr(Reservation, "commit", fail)
+    request = Request(prompt(100), 20, samples=2)
+    with Worker(roomy, model) as worker:
+        reports = worker.serve(request)
+    assert [report.tokens for report in reports] == plain(model, request)
+    assert worker.source.faults["DeadlineExceeded"] > 0
 
 
 def test_without_a_daemon_the_worker_computes(model: Llama, tmp_path: Any) -> None:
