@@ -1,0 +1,255 @@
+"""A plain model of what Core may do: dicts of pages, checked against every plan.
+
+Purpose: knows, from plans and answers alone, who holds which page and whose bytes lie in it, and fails at the first plan that would damage
+somebody. Non-purpose: predicting which block is chosen for what. A page's life is named by its generation, which is never used twice.
+
+Bytes are modelled by their name: a page holds the key (namespace, hash) that was written there, or garbage. A reserved page is garbage at once,
+because its holder may write any time; a transfer copies what lies in its source when it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tierd.core.model import BlockStatus, SegmentAssignment, StructArray, TierSpec
+from tierd.core.plan import Plan
+
+Key = tuple[int, bytes]
+"""(namespace id, block hash)."""
+
+
+class Stage(Enum):
+    """What a page is used for."""
+
+    WRITING = 1  # set aside for a session
+    FILLING = 2  # target of a transfer
+    READY = 3
+
+
+@dataclass
+class Page:
+    """A page from reserved to free."""
+
+    tier: int
+    page: int
+    segment: int
+    slot: int
+    generation: int
+    stage: Stage = Stage.WRITING
+    content: Key | None = None
+    condemned: bool = False
+
+
+@dataclass
+class Flight:
+    """A transfer under way. source is pinned only once it has been filled."""
+
+    id: int
+    after: int
+    source: int
+    target: int
+    key: Key
+    started: bool
+
+
+@dataclass
+class Model:
+    """Everything that outsiders know about the core's pages."""
+
+    tiers: list[TierSpec]
+    pages: dict[int, Page] = field(default_factory=dict)  # by generation
+    places: dict[tuple[int, int], int] = field(default_factory=dict)  # (tier, page) -> generation
+    slots: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (tier, segment, slot) -> generation
+    segments: dict[tuple[int, int], SegmentAssignment] = field(default_factory=dict)  # (tier, place)
+    writers: dict[int, int] = field(default_factory=dict)  # segment -> session
+    flights: dict[int, Flight] = field(default_factory=dict)
+    pins: Counter[int] = field(default_factory=Counter)  # by generation
+    held: dict[Key, dict[int, int]] = field(default_factory=dict)  # key -> tier -> generation
+    used_generations: set[int] = field(default_factory=set)
+    used_segments: set[int] = field(default_factory=set)
+    used_flights: set[int] = field(default_factory=set)
+    serving: dict[int, bool] = field(default_factory=dict)
+    descriptors: dict[int, dict[int, bool]] = field(default_factory=dict)  # segment -> session -> writable
+    sessions: dict[int, int] = field(default_factory=dict)  # live session -> domain
+    forgotten: set[int] = field(default_factory=set)  # namespaces
+    lost: set[int] = field(default_factory=set)  # tiers
+    landed: set[int] = field(default_factory=set)  # generations that became ready in the step under way
+
+    # -- plans
+
+    def apply(self, plan: Plan) -> None:
+        """Checks a plan against what is held, and takes it over."""
+        for row in plan.freed:
+            self._free(row)
+        for assignment in plan.segments:
+            self._begin(assignment)
+        for row in plan.reserved:
+            self._reserve(row)
+        for row in plan.transfers:
+            self._fly(row)
+        for waited in plan.waits.tolist():
+            assert waited in self.flights, f"plan waits for transfer {waited}, which is not in flight"
+        self.landed.clear()
+
+    def _free(self, row: StructArray) -> None:
+        extent = row["extent"]
+        generation = int(extent["generation"])
+        page = self.pages.pop(generation, None)
+        assert page is not None, f"freed a page that was not held: {extent}"
+        place = (int(extent["tier"]), int(extent["page"]))
+        assert (page.tier, page.page, page.slot) == (*place, int(extent["slot"]))
+        assert not self.pins[generation], f"freed a page with {self.pins[generation]} pins: {page}"
+        if generation not in self.landed:
+            assert bool(row["was_ready"]) == (page.stage is Stage.READY), f"was_ready is wrong for {page}"
+        if row["was_ready"]:
+            assert page.content == (int(row["namespace"]), row["hash"].tobytes()), "freed under another name"
+        del self.places[place], self.slots[page.tier, page.segment, page.slot]
+        self._unhold(page)
+
+    def _begin(self, new: SegmentAssignment) -> None:
+        spec = self.tiers[new.tier]
+        assert new.segment not in self.used_segments, f"segment id {new.segment} used twice"
+        assert new.slot < spec.capacity_bytes // spec.segment_bytes
+        assert 0 < new.pages * new.class_bytes <= spec.segment_bytes
+        old = self.segments.get((new.tier, new.slot))
+        assert new.replaces == (old.segment if old else None)
+        if old:
+            live = [p for p in self.pages.values() if p.tier == new.tier and p.segment == old.segment]
+            assert not live, f"segment {old.segment} was replaced while it holds {live}"
+            self._check_fresh(old.segment, new)
+        self.used_segments.add(new.segment)
+        self.segments[new.tier, new.slot] = new
+        self.writers[new.segment] = new.writer
+
+    def _check_fresh(self, old: int, new: SegmentAssignment) -> None:
+        mapped = {s: w for s, w in self.descriptors.pop(old, {}).items() if s in self.sessions}
+        danger = any(self.sessions[s] != new.domain or (w and s != new.writer) for s, w in mapped.items())
+        assert new.fresh or not danger, f"segment {old} is reused by {new} while {mapped} map it"
+        if not new.fresh:
+            self.descriptors[new.segment] = mapped
+
+    def _reserve(self, extent: StructArray) -> None:
+        tier, page, segment, slot = (int(extent[name]) for name in ("tier", "page", "segment", "slot"))
+        generation = int(extent["generation"])
+        assert generation not in self.used_generations, f"generation {generation} used twice"
+        assert (tier, page) not in self.places, f"page {page} of tier {tier} handed to two holders"
+        assert (tier, segment, slot) not in self.slots, "two pages in one slot"
+        assignment = next(a for (t, _), a in self.segments.items() if t == tier and a.segment == segment)
+        assert slot < assignment.pages
+        assert int(extent["offset"]) == slot * assignment.class_bytes
+        overhead = self.tiers[tier].slot_overhead_bytes
+        assert int(extent["length"]) + overhead <= assignment.class_bytes, "a page is shorter than its block"
+        self.used_generations.add(generation)
+        self.pages[generation] = Page(tier, page, segment, slot, generation)
+        self.places[tier, page] = generation
+        self.slots[tier, segment, slot] = generation
+
+    def _fly(self, row: StructArray) -> None:
+        flight_id, after = int(row["id"]), int(row["after"])
+        assert flight_id not in self.used_flights, "transfer id used twice"
+        source, target = int(row["source"]["generation"]), int(row["target"]["generation"])
+        assert source in self.pages, "a transfer reads a free page"
+        assert target in self.pages, "a transfer writes a free page"
+        page = self.pages[target]
+        assert page.stage is Stage.WRITING, "a transfer writes a page that is in use"
+        page.stage = Stage.FILLING
+        if after:
+            assert after in self.flights, "a transfer follows one that is not in flight"
+            assert self.flights[after].target == source
+            key = self.flights[after].key
+        else:
+            assert self.pages[source].stage is Stage.READY, "a transfer reads a page that is not ready"
+            assert self.pages[source].content is not None
+            key = self.pages[source].content
+            self.pins[source] += 1
+        assert not any(f.key == key and self.pages[f.target].tier == page.tier for f in self.flights.values()), (
+            "two flights of one block to one tier"
+        )
+        self.pins[target] += 1
+        self.used_flights.add(flight_id)
+        self.flights[flight_id] = Flight(flight_id, after, source, target, key, started=not after)
+
+    # -- what happens outside
+
+    def land(self, flight_id: int, status: BlockStatus) -> None:
+        """A transfer has ended (before the plan of `finish` is applied)."""
+        flight = self.flights.pop(flight_id)
+        self.pins[flight.target] -= 1
+        if flight.started:
+            self.pins[flight.source] -= 1
+        if status is BlockStatus.CORRUPT:
+            self.condemn(flight.source)
+        if status is BlockStatus.READY:
+            assert flight.started, "the test let a transfer succeed before the one that it follows"
+            self.publish(flight.target, self.pages[flight.source].content)
+            for follower in self.flights.values():
+                if follower.after == flight_id:
+                    follower.started = True
+                    self.pins[follower.source] += 1
+
+    def publish(self, generation: int, key: Key | None) -> None:
+        """The page is ready and holds the key, if anything may be found there."""
+        assert key is not None
+        page = self.pages[generation]
+        page.content = key
+        if key[0] in self.forgotten or page.tier in self.lost or page.condemned:
+            return
+        page.stage = Stage.READY
+        self.landed.add(generation)
+        tiers = self.held.setdefault(key, {})
+        assert page.tier not in tiers, f"two pages of one block in tier {page.tier}"
+        tiers[page.tier] = generation
+
+    def supersede(self, key: Key, tier: int, *, same: bool) -> None:
+        """A name is committed anew while nobody can read it. Old pages go: the one in that tier, and all if their bytes differ."""
+        old = {f.target for f in self.flights.values() if f.key == key} | set(self.held.get(key, {}).values())
+        for page in [self.pages[generation] for generation in old]:
+            if page.tier == tier or not same:
+                page.condemned = True
+                self._unhold(page)
+
+    def condemn(self, generation: int) -> None:
+        """The page's bytes are wrong."""
+        page = self.pages.get(generation)
+        if page is not None and page.stage is Stage.READY:
+            page.condemned = True
+            self._unhold(page)
+
+    def forget(self, namespaces: set[int]) -> None:
+        """Nothing of these namespaces may be found any more."""
+        self.forgotten |= namespaces
+        for key in [k for k in self.held if k[0] in namespaces]:
+            del self.held[key]
+
+    def lose(self, tier: int) -> None:
+        """Nothing in this tier may be found any more."""
+        self.lost.add(tier)
+        for tiers in self.held.values():
+            tiers.pop(tier, None)
+
+    def _unhold(self, page: Page) -> None:
+        if page.content is not None:
+            tiers = self.held.get(page.content, {})
+            if tiers.get(page.tier) == page.generation:
+                del tiers[page.tier]
+
+    # -- questions
+
+    def nearest(self, key: Key) -> int:
+        """The nearest serving tier that holds the key, or -1."""
+        tiers = self.held.get(key, {})
+        return min((t for t in tiers if self.serving.get(t, True)), default=-1)
+
+    def check_holds(self, extent: StructArray, key: Key) -> int:
+        """The extent is a live page with the bytes of this key; its generation."""
+        generation = int(extent["generation"])
+        page = self.pages.get(generation)
+        assert page is not None, f"a handle to a free page: {extent}"
+        assert (page.tier, page.page, page.segment, page.slot) == tuple(
+            int(extent[n]) for n in ("tier", "page", "segment", "slot")
+        )
+        assert page.stage is Stage.READY, f"a handle to {page}"
+        assert page.content == key, f"a handle to the wrong bytes: {page} instead of {key}"
+        return generation

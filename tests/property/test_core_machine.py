@@ -1,0 +1,199 @@
+"""Core against a plain model: random calls from several sessions, random ends of transfers, and every plan checked.
+
+What is promised: no page has two holders, no pinned page is freed, nothing is visible before commit, every handle leads to the bytes of its name,
+generations and ids never repeat, what leaves is announced, and when everybody has gone nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from core_clients import CORRUPT, FAILED, READY, SHARE, Clients, chains, kinds, picks
+from core_model import Stage
+from core_world import CHAINS, DEPTH, DOMAINS, WORLDS, chain
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from tierd.core.model import BlockStatus, TierKind
+
+requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
+
+
+class CoreMachine(Clients):
+    """What the daemon and its operators do, and what is true after every step."""
+
+    @initialize(world=st.sampled_from(sorted(WORLDS)), wanted=requests)
+    def begin(self, world: str, wanted: list[tuple[int, int, int]]) -> None:
+        self.build(world)
+        self.request(wanted, TierKind.HOST, hold=False)
+
+    # -- whole requests, so that tiers fill up
+
+    @rule(wanted=requests, kind=kinds, hold=st.sampled_from([False, False, True]))
+    def request(self, wanted: list[tuple[int, int, int]], kind: TierKind, hold: bool) -> None:
+        """Sequences are acquired, what is missing is put, and all is released, as an engine does."""
+        for who, where, which in wanted:
+            older = set(self.leases) | {0}
+            self.acquire(who, where, which, kind)
+            self.land_all()
+            for number in [i for i in self.leases if i not in older]:
+                self.settle([i for i, lease in self.leases.items() if not lease.settled].index(number))
+            self.put(who, where, which, kind)
+            for number in [i for i in self.leases if i not in older and not hold]:
+                self.release(list(self.leases).index(number))
+            self.demote(8)
+
+    def put(self, who: int, where: int, which: int, kind: TierKind) -> None:
+        older = set(self.reservations)
+        self.reserve(who, where, which, 0, DEPTH, private=False, kind=kind)
+        for number in [i for i in self.reservations if i not in older]:
+            able = [i for i, made in self.reservations.items() if made.pages.keys() - made.busy]
+            self.begin_commit(able.index(number), 0)
+            self.finish_commit(len(self.commits) - 1, good=True, lease=True, keep_open=False)
+
+    def land_all(self) -> None:
+        while self.model.flights:
+            self.finish(8, 0, READY)
+
+    # -- in the background
+
+    @precondition(lambda self: self.model.flights)
+    @rule(how_many=st.integers(1, 8), which=picks, bad=st.sampled_from([READY, READY, READY, FAILED, CORRUPT]))
+    def finish(self, how_many: int, which: int, bad: BlockStatus) -> None:
+        statuses: dict[int, BlockStatus] = {}
+        for _ in range(how_many):
+            able = [f for f in self.model.flights.values() if f.started and f.id not in statuses]
+            if not able:
+                break
+            flight = self.pick(able, which)
+            statuses[flight.id] = bad if not statuses else READY
+            if statuses[flight.id] is not READY:
+                self.fail_followers(flight.id, statuses)
+            self.model.land(flight.id, statuses[flight.id])
+        for failed in [i for i in statuses if i in self.model.flights]:
+            self.model.land(failed, FAILED)
+        self.tell(statuses)
+
+    def fail_followers(self, first: int, statuses: dict[int, BlockStatus]) -> None:
+        for follower in [f.id for f in self.model.flights.values() if f.after == first]:
+            statuses[follower] = FAILED
+            self.fail_followers(follower, statuses)
+
+    def tell(self, statuses: dict[int, BlockStatus]) -> None:
+        ids = np.array(list(statuses), np.uint64)
+        codes = np.array(list(statuses.values()), np.uint16)
+        self.apply(self.core.finish(ids, statuses=codes, now=self.tick()))
+
+    @rule(limit=st.integers(1, 8))
+    def demote(self, limit: int) -> None:
+        self.apply(self.core.demote(self.tick(), limit=limit))
+
+    @rule(which=picks, amount=st.integers(1, 6))
+    def persist(self, which: int, amount: int) -> None:
+        self.apply(self.core.persist(self.some_blocks(which, amount), now=self.tick()))
+
+    def some_blocks(self, which: int, amount: int) -> np.ndarray:
+        keys = [k for k, tiers in self.model.held.items() if tiers]
+        chosen = {keys[(which + i) % len(keys)] for i in range(amount)} if keys else set()
+        found = [self.core.find_block(*key) for key in sorted(chosen)]
+        assert None not in found
+        return np.array(found, np.int64)
+
+    # -- faults and operators
+
+    @precondition(lambda self: any(self.model.held.values()))
+    @rule(which=picks)
+    def condemn(self, which: int) -> None:
+        held = [g for tiers in self.model.held.values() for g in tiers.values()]
+        page = self.model.pages[self.pick(held, which)]
+        assert page.content is not None
+        block = self.core.find_block(*page.content)
+        assert block is not None
+        extents = self.core.extents(np.array([block]), tier=page.tier)
+        assert extents["generation"].tolist() == [page.generation]
+        self.model.condemn(page.generation)
+        self.apply(self.core.condemn(extents, now=self.tick()))
+        assert page.generation not in self.model.pages or self.may_be_pinned(page.generation)
+
+    def may_be_pinned(self, generation: int) -> bool:
+        return bool(self.model.pins[generation]) or any(not lease.settled for lease in self.leases.values())
+
+    @rule(which=picks, amount=st.integers(1, 4), where=st.integers(-1, 4))
+    def evict(self, which: int, amount: int, where: int) -> None:
+        tier = where if 0 <= where < len(self.specs) else None
+        self.apply(self.core.evict(self.some_blocks(which, amount), tier=tier, now=self.tick()))
+
+    @rule(which=picks, amount=st.integers(1, 3), pin=st.booleans())
+    def pin_blocks(self, which: int, amount: int, pin: bool) -> None:
+        blocks = self.some_blocks(which, amount)
+        changed = self.core.pin_blocks(blocks) if pin else self.core.unpin_blocks(blocks)
+        assert 0 <= changed <= len(blocks)
+
+    @rule(domain=st.sampled_from(DOMAINS), number=st.integers(0, 1))
+    def forget_namespace(self, domain: int, number: int) -> None:
+        old = self.namespaces[domain][number]
+        self.namespaces[domain][number] = next(self.namespace_ids)
+        self.model.forget({old})
+        self.apply(self.core.forget_namespaces([old], now=self.tick()))
+        left = [p for p in self.model.pages.values() if p.stage is Stage.READY and p.content and p.content[0] == old]
+        assert all(self.may_be_pinned(p.generation) for p in left)
+
+    @precondition(lambda self: len(self.specs) > 1 and not self.model.lost)
+    @rule(which=picks)
+    def drop_tier(self, which: int) -> None:
+        tier = which % len(self.specs)
+        self.model.lose(tier)
+        self.apply(self.core.drop_tier(tier, self.tick()))
+
+    @rule(which=picks, serving=st.booleans())
+    def set_serving(self, which: int, serving: bool) -> None:
+        tier = which % len(self.specs)
+        if tier not in self.model.lost:
+            self.model.serving[tier] = serving
+            self.core.set_serving(tier, serving)
+
+    # -- after every step
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.check()
+        for tier, stats in enumerate(self.core.tier_stats()):
+            held = sum(page.tier == tier for page in self.model.pages.values())
+            assert held == stats.pages_reserved + stats.pages_ready + stats.pages_retiring
+            assert stats.used_bytes <= stats.assigned_bytes <= stats.capacity_bytes
+        for stats in self.core.session_stats():
+            for spec, pinned, reserved in zip(self.specs, stats.pinned_bytes, stats.reserved_bytes, strict=True):
+                assert pinned + reserved <= SHARE * spec.capacity_bytes
+
+    @invariant()
+    def what_is_found_is_held(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for namespace in (n for pair in self.namespaces.values() for n in pair):
+            for number in range(CHAINS):
+                asked = chain(self.world, namespace, number)
+                found = self.core.lookup([asked.group()], self.now).tier_of[0]
+                assert found.tolist() == [[self.model.nearest((namespace, h)) for h in asked.hashes]]
+
+    def teardown(self) -> None:
+        """When everybody has gone and everything is dropped, every byte is free again."""
+        if not hasattr(self, "core") or sys.exc_info()[0] is not None:
+            return  # nothing was begun, or a step has failed already
+        self.land_all()
+        while self.commits:
+            self.finish_commit(0, good=True, lease=True, keep_open=False)
+        for session in sorted(self.model.sessions):
+            self.open_session(1)
+            self.end_session(sorted(self.model.sessions).index(session))
+        self.land_all()
+        self.core.unpin_blocks(self.core.blocks())
+        self.apply(self.core.evict(self.core.blocks(), tier=None, now=self.tick()))
+        assert not self.model.pages, f"left behind: {self.model.pages}"
+        self.core.check()
+        assert all(stats.assigned_bytes == 0 for stats in self.core.tier_stats())
+
+
+TestCore = CoreMachine.TestCase
