@@ -244,7 +244,8 @@ class Blocks:
 
 
 def _raw(values: Words) -> Bytes:
-    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+    # The width is said, since of no rows numpy cannot infer it.
+    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), values.shape[1] * values.itemsize)
 
 
 def hash_rows(raw: bytes) -> Words:

@@ -66,12 +66,12 @@ class Upkeep:
         good = self._is_sound(tier, extents, metas, pages)
         rows = np.flatnonzero(good)
         ids = self._index.blocks.add(metas[rows], now)
-        self._index.link(ids)
         pages_of.adopt(pages[rows], extents["generation"][rows])
         pages_of.length[pages[rows]] = metas["stored_length"][rows]
         pages_of.flags[pages[rows]] = extents["flags"][rows] & UNVERIFIED
         self._index.attach(tier, pages[rows], ids, now)
         self._index.publish(tier, pages[rows])
+        self._index.link(np.flatnonzero(self._index.blocks.places > 0))
         self._index.generation = max(self._index.generation, 1 + int(extents["generation"].max(initial=0)))
         self._planner.room.next_segment = max(
             [self._planner.room.next_segment, *(given.segment + 1 for given in segments)]

@@ -44,7 +44,9 @@ def chain(name: str, count: int) -> StructArray:
     return np.frombuffer(raw, np.uint8).reshape(count, 32)
 
 
-def group(hashes: StructArray, *, namespaces: tuple[int, ...] = (1,), tokens: int = 0, need: Need = Need.PREFIX, last: int = 0):
+def group(
+    hashes: StructArray, *, namespaces: tuple[int, ...] = (1,), tokens: int = 0, need: Need = Need.PREFIX, last: int = 0
+):
     """The question for a whole chain."""
     return GroupQuery(namespaces, hashes, TOKENS, tokens or TOKENS * len(hashes), need, last)
 
@@ -79,13 +81,17 @@ class Kit:
         self.took(answer.plan)
         return answer
 
-    def commit(self, reserved: Reserved, *, session: int = 1, good: bool = True, lease: bool = False, digest: int = 7) -> Committed:
+    def commit(
+        self, reserved: Reserved, *, session: int = 1, good: bool = True, lease: bool = False, digest: int = 7
+    ) -> Committed:
         """Commits a reservation as it was named."""
         begun = self.core.begin_commit(session, reservation=reserved.reservation, blocks=None, now=self.tick())
         self.core.check()
         return self.finish_commit(begun, good=good, lease=lease, digest=digest)
 
-    def finish_commit(self, begun, *, good: bool = True, lease: bool = False, keep_open: bool = False, digest: int = 7) -> Committed:
+    def finish_commit(
+        self, begun, *, good: bool = True, lease: bool = False, keep_open: bool = False, digest: int = 7
+    ) -> Committed:
         count = len(begun.indices)
         answer = self.core.finish_commit(
             begun,

@@ -251,7 +251,18 @@ def test_metas_know_what_was_committed() -> None:
     begun.metas["time_ms"], begun.metas["epoch"], begun.metas["slices"] = 99, 4, 2
     answer = kit.finish_commit(begun)
     metas = kit.core.metas(answer.blocks)
-    for name in ("hash", "parent", "namespace", "domain", "position", "tokens", "stored_length", "time_ms", "epoch", "slices"):
+    for name in (
+        "hash",
+        "parent",
+        "namespace",
+        "domain",
+        "position",
+        "tokens",
+        "stored_length",
+        "time_ms",
+        "epoch",
+        "slices",
+    ):
         assert np.array_equal(metas[name], begun.metas[name]), name
     assert metas["digest"].tolist() == [[7] * 16] * 2
 
@@ -304,4 +315,4 @@ def test_a_tier_that_came_back_with_other_bytes() -> None:
         answer = kit.commit(kit.reserve(a), digest=digest)
         assert answer.plan.freed["reason"].tolist() == reasons
         kit.core.set_serving(1, True)
-        assert [bin(int(t)).count("1") for t in kit.core.describe(kit.ids(a))["tiers"]] == [1 if reasons else 2] * 2
+        assert [int(t).bit_count() for t in kit.core.describe(kit.ids(a))["tiers"]] == [1 if reasons else 2] * 2

@@ -1,0 +1,179 @@
+"""Demotion, persistence, and what the ends of transfers mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, Kit, chain, group, tier
+from tierd.core.model import BlockStatus, Reason
+from tierd.errors import NotFound
+
+READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
+
+
+def test_demotion_runs_from_high_to_low() -> None:
+    """Nothing moves below the high watermark; above it the coldest leave until the low one."""
+    kit = Kit(tier(HOST, 16, high_watermark=0.7, low_watermark=0.5), tier(NVME, 16))
+    kit.put(chain("a", 11))
+    assert kit.demote().is_empty
+    kit.put(chain("b", 1))
+    plan = kit.demote()
+    assert plan.transfers["reason"].tolist() == [Reason.DEMOTION] * 4
+    assert kit.demote().is_empty
+    freed = kit.land().freed
+    assert freed["reason"].tolist() == [Reason.DEMOTED] * 4
+    assert kit.tiers_of(chain("a", 11)) == [0] * 7 + [1] * 4
+
+
+def test_demotion_goes_on_between_the_watermarks() -> None:
+    """With a limit, the next calls go on to the low watermark although the high one is no longer passed."""
+    kit = Kit(tier(HOST, 16, high_watermark=0.9, low_watermark=0.5), tier(NVME, 16))
+    kit.put(chain("a", 15))
+    assert [len(kit.demote(limit=3).transfers) for _ in range(4)] == [3, 3, 1, 0]
+
+
+def test_the_far_copy_makes_the_next_demotion_free() -> None:
+    """A block that was promoted keeps its nvme page, and leaves host memory without another write."""
+    kit = Kit(tier(HOST, 8, high_watermark=0.5, low_watermark=0.25), tier(NVME, 16))
+    kit.put(chain("a", 5))
+    assert len(kit.demote().transfers) == 3
+    kit.land()
+    kit.release(kit.acquire(group(chain("a", 5))).lease)
+    kit.land()
+    plan = kit.demote()
+    assert len(plan.transfers) == 0
+    assert plan.freed["reason"].tolist() == [Reason.DEMOTED] * 3
+
+
+def test_a_chain_of_tiers_drains_step_by_step() -> None:
+    """Device blocks go to the host, host blocks to nvme, and the last tier drops what is coldest."""
+    kit = Kit(
+        tier(DEVICE, 4, high_watermark=0.5, low_watermark=0.25),
+        tier(HOST, 4, high_watermark=0.5, low_watermark=0.25),
+        tier(NVME, 8, high_watermark=0.5, low_watermark=0.5),
+    )
+    for number in range(8):
+        kit.put(chain(f"{number}", 3), kind=DEVICE)
+        while not kit.demote().is_empty:
+            while kit.flying:
+                kit.land()
+    used = [stats.pages_ready for stats in kit.core.tier_stats()]
+    assert used[0] <= 2
+    assert used[1] <= 2
+    assert used[2] == 4
+    assert kit.core.stats().freed.keys() == {"DEMOTED", "EVICTED"}
+
+
+def test_without_a_farther_tier_blocks_are_evicted() -> None:
+    """Above the high watermark of the last tier in service, victims are freed."""
+    kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 8))
+    kit.put(chain("a", 3))
+    kit.core.set_serving(1, False)
+    plan = kit.demote()
+    assert plan.freed["reason"].tolist() == [Reason.EVICTED] * 2
+    assert kit.tiers_of(chain("a", 3)) == [0, -1, -1]
+
+
+def test_a_full_far_tier_drops_its_coldest() -> None:
+    """Demotion into a full tier makes room there."""
+    kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 4))
+    for name in "abc":
+        kit.put(chain(name, 2))
+        kit.took(kit.core.persist(kit.ids(chain(name, 2)), now=kit.tick()))
+        kit.land()
+        kit.took(kit.core.evict(kit.ids(chain(name, 2)), tier=0, now=kit.tick()))
+    assert [kit.tiers_of(chain(name, 2)) for name in "abc"] == [[-1, -1], [1, 1], [1, 1]]
+
+
+def test_a_far_tier_full_of_pins_stops_demotion_but_not_puts() -> None:
+    """If the far tier has no page to give, blocks stay; a put then drops the coldest."""
+    kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 4))
+    kit.put(chain("a", 4))
+    kit.took(kit.core.persist(kit.ids(chain("a", 4)), now=kit.tick()))
+    kit.land()
+    kit.core.pin_blocks(kit.ids(chain("a", 4)))
+    kit.took(kit.core.evict(kit.ids(chain("a", 4)), tier=0, now=kit.tick()))
+    kit.core.set_serving(0, True)
+    assert kit.reserve(chain("b", 1)).statuses[0].tolist() == [BlockStatus.NO_ROOM]
+    kit.core.unpin_blocks(kit.ids(chain("a", 4)))
+    kit.put(chain("b", 4))
+    kit.core.pin_blocks(kit.ids(chain("a", 4)))
+    kit.took(kit.core.evict(kit.ids(chain("b", 4)), tier=1, now=kit.tick()))
+    kit.demote()
+    assert kit.reserve(chain("c", 1)).statuses[0].tolist() == [BlockStatus.RESERVED]
+
+
+def test_blocks_that_no_far_segment_can_hold_do_not_block_the_way() -> None:
+    """A block longer than the far tier's segments is dropped when its turn comes, and the others go on."""
+    kit = Kit(tier(HOST, 16, high_watermark=0.5, low_watermark=0.1, segment=8), tier(NVME, 16, segment=1))
+    kit.put(chain("big", 1), length=4 * PAGE)
+    kit.put(chain("a", 8))
+    plan = kit.demote()
+    assert Reason.EVICTED in plan.freed["reason"]
+    assert len(plan.transfers) > 0
+    assert kit.tiers_of(chain("big", 1)) == [-1]
+
+
+@pytest.mark.parametrize("status", [FAILED, CORRUPT])
+def test_a_demotion_that_fails_keeps_the_block(status: BlockStatus) -> None:
+    """A failed write leaves the near page READY; corrupt bytes in the near page are never found again."""
+    kit, a = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.5), tier(NVME, 8)), chain("a", 3)
+    kit.put(a)
+    kit.demote()
+    freed = kit.land(status).freed["reason"].tolist()
+    if status is FAILED:
+        assert freed == [Reason.FAILED]
+        assert kit.tiers_of(a) == [0, 0, 0]
+    else:
+        assert sorted(freed) == [Reason.CORRUPTED, Reason.FAILED]
+        assert kit.tiers_of(a) == [0, 0, -1]
+
+
+def test_persist_writes_each_block_once() -> None:
+    """Blocks without an nvme page are written and stay near; written ones are left alone, those on their way are waited for."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
+    kit.put(a)
+    first = kit.took(kit.core.persist(kit.ids(a[:2]), now=kit.tick()))
+    assert first.transfers["reason"].tolist() == [Reason.DURABLE] * 2
+    kit.land(only=[0])
+    second = kit.took(kit.core.persist(np.append(kit.ids(a), [-1, 10**6]), now=kit.tick()))
+    assert len(second.transfers) == 2
+    assert second.waits.tolist() == [int(first.transfers["id"][1])]
+    kit.land()
+    assert kit.core.extents(kit.ids(a), tier=1)["page"].min() >= 0
+    assert kit.took(kit.core.persist(kit.ids(a), now=kit.tick())).is_empty
+    assert kit.tiers_of(a) == [0] * 4
+
+
+def test_device_blocks_are_persisted_over_the_host() -> None:
+    """A block that only the device holds reaches nvme in two chained transfers."""
+    kit, a = Kit(tier(DEVICE, 8), tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
+    kit.put(a, kind=DEVICE)
+    plan = kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    assert plan.transfers["target"]["tier"].tolist() == [1, 1, 2, 2]
+    assert plan.transfers["after"].tolist()[2:] == plan.transfers["id"].tolist()[:2]
+
+
+def test_an_unknown_transfer_is_an_error_and_changes_nothing() -> None:
+    """Finishing a transfer twice, or one that never was, raises NotFound before anything is taken."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
+    kit.put(a)
+    ids = kit.took(kit.core.persist(kit.ids(a), now=kit.tick())).transfers["id"]
+    for wrong in ([int(ids[0]), 99], [int(ids[0]), int(ids[0])]):
+        with pytest.raises(NotFound):
+            kit.core.finish(np.asarray(wrong, np.uint64), statuses=np.full(2, READY, np.uint16), now=kit.tick())
+    kit.land()
+    assert kit.core.stats().transfers == 0
+
+
+def test_pages_hold_what_the_target_needs() -> None:
+    """A transfer's target has the source's length, a page of the target tier's class with its overhead, and a new generation."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
+    kit.put(a, length=1000)
+    plan = kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    assert plan.transfers["target"]["length"].tolist() == [1000, 1000]
+    assert plan.segments[0].class_bytes == 2 * PAGE
+    assert plan.reserved["generation"].tolist() == plan.transfers["target"]["generation"].tolist()
+    generations = [*plan.transfers["source"]["generation"].tolist(), *plan.reserved["generation"].tolist()]
+    assert len(set(generations)) == 4

@@ -1,0 +1,286 @@
+"""Ends of sessions, restarts, verdicts, epochs, operators, lost tiers; listings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, commit_blocks, group, tier
+from tierd.core.core import Core
+from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, Reason
+from tierd.errors import InvalidArgument, NotFound
+from tierd.policies.eviction import EVICTION
+
+READY, RESERVED, FAILED = BlockStatus.READY, BlockStatus.RESERVED, BlockStatus.FAILED
+
+
+def survivors(kit: Kit, tier_number: int):
+    """What a tier would report after a crash: segments, extents, metas."""
+    ids = kit.core.blocks(tier=tier_number)
+    extents = kit.core.extents(ids, tier=tier_number)
+    metas = kit.core.metas(ids)
+    for name in ("generation", "segment", "offset"):
+        metas[name] = extents[name]
+    return kit.core.segments(tier_number), extents, metas
+
+
+def reborn(kit: Kit, *tiers, sessions=()) -> tuple[Kit, list[np.ndarray]]:
+    """A new core that adopted everything from an old one."""
+    new, taken = Kit(*tiers), []
+    for session in sessions:
+        new.core.open_session(session, domain=1)
+    for number in range(len(tiers)):
+        segments, extents, metas = survivors(kit, number)
+        taken.append(new.core.adopt(number, segments=segments, extents=extents, metas=metas, now=0.0))
+        new.core.check()
+    return new, taken
+
+
+def test_what_survived_is_held_again() -> None:
+    """After adopt every block is found where it lay, chains are known, and new numbers are above the old ones."""
+    specs, a = (tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
+    kit = Kit(*specs)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a[:2]), now=kit.tick()))
+    kit.land()
+    new, taken = reborn(kit, *specs)
+    assert [t.tolist() for t in taken] == [[True] * 4, [True] * 2]
+    assert new.tiers_of(a) == [0] * 4
+    assert new.core.extents(new.ids(a[:2]), tier=1)["page"].min() >= 0
+    assert new.core.describe(new.ids(a))["position"].tolist() == [0, 1, 2, 3]
+    assert new.core.children(int(new.ids(a)[0])).tolist() == [int(new.ids(a)[1])]
+    plan = new.reserve(chain("b", 1)).plan
+    assert plan.reserved["generation"][0] > kit.core.extents(kit.ids(a), tier=0)["generation"].max()
+    assert plan.segments[0].segment > max(s.segment for t in (0, 1) for s in kit.core.segments(t))
+    assert new.get(group(a)).groups[0].extents["flags"].tolist() == [[UNVERIFIED] * 4]
+
+
+def test_survivors_that_contradict_are_left_out() -> None:
+    """A place or a name twice, a place outside, an unknown segment and another digest than a nearer copy's are refused one by one."""
+    specs, a = (tier(HOST, 8), tier(NVME, 8)), chain("a", 6)
+    kit = Kit(*specs)
+    kit.put(a)
+    segments, extents, metas = survivors(kit, 0)
+    extents["slot"][1] = extents["slot"][0]
+    extents["segment"][1] = extents["segment"][0]
+    metas["hash"][2] = metas["hash"][0]
+    extents["slot"][3] = 77
+    extents["segment"][4] = 1234
+    new = Kit(*specs)
+    taken = new.core.adopt(0, segments=segments, extents=extents, metas=metas, now=0.0)
+    new.core.check()
+    assert taken.tolist() == [True, False, False, False, False, True]
+    far = [replace(segments[0], tier=1, class_bytes=2 * PAGE)]
+    extents, metas = extents[[0, 5]], metas[[0, 5]]
+    extents["segment"], extents["slot"] = far[0].segment, [0, 1]
+    metas["digest"][1] = 1
+    assert new.core.adopt(1, segments=far, extents=extents, metas=metas, now=0.0).tolist() == [True, False]
+    new.core.check()
+
+
+def test_chains_mend_over_several_tiers() -> None:
+    """A tail adopted before its head is linked to it when the head is adopted from another tier, in whatever order."""
+    specs, a = (tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
+    kit = Kit(*specs)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a[:2]), now=kit.tick()))
+    kit.land()
+    kit.took(kit.core.evict(kit.ids(a[:2]), tier=0, now=kit.tick()))
+    new, _ = reborn(kit, *specs)
+    assert new.tiers_of(a) == [1, 1, 0, 0]
+    assert new.core._index.blocks.parent[new.ids(a)].tolist() == [-1, *new.ids(a)[:3].tolist()]
+    new.release(new.acquire(group(a)).lease)
+    new.land()
+    assert new.tiers_of(a) == [0] * 4
+
+
+def test_a_session_that_lived_through_a_restart_keeps_what_it_held() -> None:
+    """Restored pins cannot be evicted, restored reservations are given to nobody else, both go when the session ends."""
+    specs, a = (tier(HOST, 8),), chain("a", 2)
+    kit = Kit(*specs)
+    kit.core.open_session(5, domain=1)
+    kit.put(a, session=5)
+    reserved = kit.reserve(chain("b", 4), session=5)
+    segments, extents, metas = survivors(kit, 0)
+    new = Kit(*specs)
+    new.core.open_session(5, domain=1)
+    new.core.adopt(0, segments=segments, extents=extents, metas=metas, now=0.0)
+    stranger = np.zeros(1, EXTENT)
+    stranger["segment"] = 99
+    held = new.core.restore(
+        5, pinned=np.concatenate((extents, stranger)), reserved=np.concatenate((reserved.extents[0], stranger)), now=1.0
+    )
+    new.core.check()
+    assert (held.pinned.tolist(), held.reserved.tolist()) == ([True, True, False], [True] * 4 + [False])
+    assert not new.took(new.core.evict(new.ids(a), tier=None, now=2.0)).freed.size
+    given = new.reserve(chain("c", 4), session=5).extents[0]
+    assert not set(zip(given["segment"].tolist(), given["slot"].tolist(), strict=True)) & set(
+        zip(reserved.extents[0]["segment"].tolist(), reserved.extents[0]["slot"].tolist(), strict=True)
+    )
+    new.took(new.core.end_session(5, 3.0))
+    assert new.took(new.core.evict(new.ids(a), tier=None, now=4.0)).freed.size == 2
+    assert new.core.tier_stats()[0].assigned_bytes == 0
+
+
+def test_a_restored_reservation_cannot_be_committed() -> None:
+    """Its namespace is not known any more: the commit is FAILED, and the pages are freed."""
+    kit = Kit(tier(HOST, 8))
+    reserved = kit.reserve(chain("a", 1))
+    segments, _, _ = survivors(kit, 0)
+    new = Kit(tier(HOST, 8))
+    new.core.adopt(
+        0, segments=segments, extents=np.zeros(0, EXTENT), metas=kit.core.metas(np.zeros(0, np.int64)), now=0.0
+    )
+    held = new.core.restore(1, pinned=np.zeros(0, EXTENT), reserved=reserved.extents[0], now=1.0)
+    begun = new.core.begin_commit(1, reservation=held.reservation, blocks=commit_blocks(chain("a", 1), [0]), now=2.0)
+    assert new.finish_commit(begun).statuses.tolist() == [FAILED]
+    assert new.core.tier_stats()[0].used_bytes == 0
+
+
+def test_the_end_of_a_session_frees_what_it_held() -> None:
+    """Leases, reservations and share are gone, committed blocks stay, and ending again does nothing."""
+    kit, a = Kit(tier(HOST, 16)), chain("a", 2)
+    kit.put(a)
+    kit.acquire(group(a))
+    kit.reserve(chain("b", 3))
+    plan = kit.took(kit.core.end_session(1, kit.tick()))
+    assert plan.freed["reason"].tolist() == [Reason.SESSION_ENDED] * 3
+    assert not plan.freed["was_ready"].any()
+    assert kit.tiers_of(a) == [0, 0]
+    assert kit.core.stats().leases == kit.core.stats().reservations == kit.core.stats().sessions == 0
+    assert kit.core.end_session(1, kit.tick()).is_empty
+    with pytest.raises(NotFound):
+        kit.acquire(group(a))
+
+
+def test_a_session_id_is_used_once_at_a_time() -> None:
+    """Opening an open session, or session 0, is refused."""
+    kit = Kit(tier(HOST, 8))
+    for session in (0, -1, 1):
+        with pytest.raises(InvalidArgument):
+            kit.core.open_session(session, domain=1)
+
+
+def test_an_epoch_bump_lets_leases_finish() -> None:
+    """Forgotten blocks are never found; pages that nobody pins are freed at once, pinned ones when they are released."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    kit.land()
+    acquired = kit.acquire(group(a[:2]))
+    served = kit.settle(acquired)
+    plan = kit.took(kit.core.forget_namespaces([1], now=kit.tick()))
+    assert plan.freed["reason"].tolist() == [Reason.EPOCH_BUMPED] * 6
+    assert kit.tiers_of(a) == [-1] * 4
+    assert kit.core.find_block(1, a[0].tobytes()) is None
+    assert (
+        kit.core.settle(acquired.lease, now=kit.tick()).groups[0].extents.tolist() == served.groups[0].extents.tolist()
+    )
+    freed = kit.release(acquired.lease).freed
+    assert freed["reason"].tolist() == [Reason.EPOCH_BUMPED] * 2
+    assert sorted(h.tobytes() for h in freed["hash"]) == sorted(h.tobytes() for h in a[:2])
+    assert kit.core.stats().blocks == 0
+
+
+def test_an_epoch_bump_during_a_transfer() -> None:
+    """Blocks that are forgotten while they travel arrive nowhere and leave nothing behind."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    kit.took(kit.core.forget_namespaces([1], now=kit.tick()))
+    freed = kit.land().freed
+    assert freed["reason"].tolist() == [Reason.EPOCH_BUMPED] * 4
+    assert [stats.used_bytes for stats in kit.core.tier_stats()] == [0, 0]
+
+
+def test_a_condemned_page_is_never_found_again() -> None:
+    """Its other copies are; a pinned one is freed at its release; an extent of an older generation condemns nothing."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    kit.land()
+    acquired = kit.acquire(group(a[:1]))
+    extents = kit.core.extents(kit.ids(a), tier=0)
+    plan = kit.took(kit.core.condemn(extents, now=kit.tick()))
+    assert plan.freed["reason"].tolist() == [Reason.CORRUPTED]
+    assert kit.tiers_of(a) == [1, 1]
+    assert kit.release(acquired.lease).freed["reason"].tolist() == [Reason.CORRUPTED]
+    assert kit.get(group(a)).tokens == 32
+    assert kit.took(kit.core.condemn(extents, now=kit.tick())).is_empty
+    kit.core.verified(extents)
+    assert kit.tiers_of(a) == [0, 0]
+
+
+def test_a_lost_tier_takes_its_blocks_with_it() -> None:
+    """Its pages are freed, pinned ones when released, its reservations fail at commit; other copies are still served."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a[:2]), now=kit.tick()))
+    kit.land()
+    acquired, reserved = kit.acquire(group(a[:1])), kit.reserve(chain("b", 1))
+    plan = kit.took(kit.core.drop_tier(0, kit.tick()))
+    assert plan.freed["reason"].tolist() == [Reason.TIER_LOST] * 3
+    assert kit.tiers_of(a) == [1, 1, -1, -1]
+    assert kit.settle(acquired).tokens == 0
+    assert kit.commit(reserved).statuses.tolist() == [FAILED]
+    assert kit.core.tier_stats()[0].used_bytes == 0
+    kit.core.set_serving(0, True)
+    assert kit.get(group(a)).tokens == 32
+
+
+def test_listings_tell_what_is_held() -> None:
+    """Filters, prefixes, pages, pins, hits and tiers of blocks, as operators see them."""
+    kit, a, b = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 3), chain("b", 2)
+    kit.put(a)
+    kit.put(b, namespace=2)
+    kit.took(kit.core.persist(kit.ids(a[:1]), now=kit.tick()))
+    kit.land()
+    kit.acquire(group(a[:2]))
+    ids = kit.ids(a)
+    assert kit.core.blocks(namespace=1).tolist() == sorted(ids.tolist())
+    assert kit.core.blocks(tier=1).tolist() == [ids[0]]
+    assert kit.core.blocks(pinned=True).tolist() == sorted(ids[:2].tolist())
+    assert kit.core.find_by_prefix(a[0].tobytes().hex()[:9]).tolist() == [ids[0]]
+    with pytest.raises(InvalidArgument):
+        kit.core.find_by_prefix("no hex")
+    rows = kit.core.describe(ids)
+    assert rows["tiers"].tolist() == [3, 1, 1]
+    assert rows["pins"].tolist() == [1, 1, 0]
+    assert rows["hits"].tolist() == [1, 1, 0]
+    pages = kit.core.pages(int(ids[0]))
+    assert pages["extent"]["tier"].tolist() == [0, 1]
+    assert pages["pins"].tolist() == [1, 0]
+    assert kit.core.children(int(ids[0])).tolist() == [ids[1]]
+    stats = kit.core.tier_stats()[0]
+    assert (stats.pages_ready, stats.pages_pinned, stats.used_bytes) == (5, 2, 5 * PAGE)
+    assert [(c.class_bytes, c.segments, c.pages, c.pages_free) for c in stats.classes] == [(PAGE, 2, 8, 3)]
+    assert kit.core.session_stats()[0].pinned_bytes == (2 * PAGE, 0)
+
+
+def test_a_block_that_returns_is_the_parent_of_its_children() -> None:
+    """A head that was lost and is written again gets back in front of its tail: it cannot leave before it."""
+    kit, a = Kit(tier(HOST, 8)), chain("a", 4)
+    kit.put(a)
+    before = kit.ids(a)
+    kit.took(kit.core.evict(before[:1], tier=None, now=kit.tick()))
+    assert kit.tiers_of(a) == [-1, 0, 0, 0]
+    kit.put(a)
+    assert kit.ids(a).tolist() == before.tolist()
+    kit.put(chain("b", 5))
+    assert kit.tiers_of(a)[0] == 0
+
+
+def test_a_daemon_of_ten_thousand_lives_stays_small() -> None:
+    """Ids, page columns and the table do not grow with the number of blocks that ever were."""
+    core = Core([tier(HOST, 64)], policies=lambda spec: EVICTION[spec.eviction](), session_share=1.0)
+    kit = Kit(tier(HOST, 64))
+    kit.core = core
+    core.open_session(1, domain=1)
+    for number in range(300):
+        kit.put(chain(f"{number}", 32))
+    assert core.stats().blocks == 64
+    assert core._index.blocks.top <= 200
+    assert len(core._index.tiers[0].state) == 64
+    assert len(core._index.blocks.table._slots.ids) <= 1024
