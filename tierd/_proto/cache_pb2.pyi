@@ -194,12 +194,14 @@ class PutGroup(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("groups", "tier")
+    __slots__ = ("groups", "tier", "durability")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[PutGroup]
     tier: TierKind
-    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ...) -> None: ...
+    durability: Durability
+    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "handles", "retry_after_ms")

@@ -18,6 +18,7 @@ import structlog
 from tierd.cache.background import Background
 from tierd.cache.events import Event, EventLog
 from tierd.cache.flights import Flights
+from tierd.cache.persistence import Persistence
 from tierd.clock import Clock
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.core import Core
@@ -103,6 +104,7 @@ class Cache:
             clock=parts.clock,
             sync_interval_s=parts.sync_interval_s,
         )
+        self.persistence = Persistence(parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock)
         self._tenants: dict[int, str] = {}
         self._held: dict[
             tuple[int, HoldKind, int], Rows
@@ -216,23 +218,33 @@ class Cache:
 
     # -- put
 
-    async def reserve(self, session: int, groups: Sequence[PutQuery], *, kind: TierKind) -> Reserved:
-        """Pages for the session to write. Raises Unavailable while draining, TierFailed."""
+    async def reserve(
+        self,
+        session: int,
+        groups: Sequence[PutQuery],
+        *,
+        kind: TierKind,
+        durability: Durability = Durability.MEMORY,
+        timeout_s: float = 0.0,
+    ) -> Reserved:
+        """Pages for the session to write. Raises Unavailable while draining, TierFailed.
+
+        durability: what the commit will ask for. Blocks that exist already have no commit to come, so they are made durable here, within
+        timeout_s; those that cannot be are FAILED.
+        """
         self._check_puts(session, groups)
         if self.is_draining:
             raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
         reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
         self.flights.start(reserved.plan)
-        if reserved.reservation:
-            try:
-                await self.flights.prepared(reserved.plan.segments)
-            except BaseException:
+        try:
+            await self._make_ready(reserved, groups, durability=durability, timeout_s=timeout_s)
+        except BaseException:
+            if reserved.reservation:
                 self._abort(session, reserved.reservation)
-                raise
-            pages = np.concatenate(
-                [e[s == BlockStatus.RESERVED] for e, s in zip(reserved.extents, reserved.statuses, strict=False)]
-            )
-            self._hold(session, HoldKind.RESERVATION, reserved.reservation, pages)
+            raise
+        if reserved.reservation:
+            self._hold(session, HoldKind.RESERVATION, reserved.reservation, _reserved_pages(reserved))
         for code, count in zip(*np.unique(np.concatenate(reserved.statuses), return_counts=True), strict=True):
             self.metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(int(count))
         self.background.wake()
@@ -260,7 +272,7 @@ class Cache:
         if not keep_open:
             self._drop_hold(session, HoldKind.RESERVATION, reservation)
         if durability is Durability.DURABLE:
-            await self._make_durable(committed, timeout_s=deadline - time.monotonic())
+            await self.persistence.keep_committed(committed, committing.metas, timeout_s=deadline - time.monotonic())
         self.background.wake()
         return committed
 
@@ -355,34 +367,14 @@ class Cache:
         reasons = np.full(len(new), Reason.NONE, dtype=np.uint16)
         self.flights.announce(metas[new], committed.extents["tier"][new], reasons)
 
-    async def _make_durable(self, committed: Committed, *, timeout_s: float) -> None:
-        """Writes the committed blocks to NVMe and syncs; those that did not get there are FAILED in `statuses`."""
-        held = committed.statuses != BlockStatus.FAILED
-        blocks = committed.blocks[held]
-        failed = ~await self.persist(blocks, timeout_s=timeout_s)
-        committed.statuses[np.flatnonzero(held)[failed]] = BlockStatus.FAILED
-
-    async def persist(self, blocks: StructArray, *, timeout_s: float) -> StructArray:
-        """Brings blocks onto NVMe, data and journal synced; bool per block whether it is there."""
-        deadline = time.monotonic() + timeout_s
-        plan = self.core.persist(blocks, now=self.clock.now())
-        self.flights.start(plan)
-        await self.flights.landed(plan, timeout_s=deadline - time.monotonic())
-        held = self.core.describe(blocks)["tiers"]
-        durable = np.zeros(len(blocks), dtype=np.bool_)
-        for tier in self.tiers:
-            here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
-            if tier.spec.kind is not TierKind.NVME or not here.any():
-                continue
-            try:
-                await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - time.monotonic()))
-            except TierFailed:
-                self.flights.drop_failed()
-                continue
-            except TimeoutError:
-                continue
-            durable |= here
-        return durable
+    async def _make_ready(
+        self, reserved: Reserved, groups: Sequence[PutQuery], *, durability: Durability, timeout_s: float
+    ) -> None:
+        """What a Reserve waits for before its handles leave. Raises TierFailed."""
+        # Every segment, not only those that begin here: another call may have begun one a moment ago.
+        await self.flights.prepared(np.unique(_reserved_pages(reserved)["segment"]).tolist())
+        if durability is Durability.DURABLE:
+            await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
 
     def _abort(self, session: int, reservation: int) -> None:
         self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
@@ -462,3 +454,12 @@ def _flat(served: Served) -> StructArray:
     """All extents of a lease, one after another."""
     parts = [group.extents.reshape(-1) for group in served.groups]
     return np.concatenate(parts) if parts else NOTHING.plan.reserved
+
+
+def _reserved_pages(reserved: Reserved) -> StructArray:
+    """The extents of a Reserve that are its caller's to write."""
+    given = [
+        extents[statuses == BlockStatus.RESERVED]
+        for extents, statuses in zip(reserved.extents, reserved.statuses, strict=True)
+    ]
+    return np.concatenate([NOTHING.plan.reserved, *given])

@@ -80,9 +80,9 @@ class Flights:
         _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
         return not late
 
-    async def prepared(self, segments: Sequence[SegmentAssignment]) -> None:
+    async def prepared(self, segments: Sequence[int]) -> None:
         """Waits until the segments can be written. Raises TierFailed."""
-        await asyncio.gather(*(asyncio.shield(t) for s in segments if (t := self._preparing.get(s.segment))))
+        await asyncio.gather(*(asyncio.shield(t) for s in segments if (t := self._preparing.get(s))))
 
     async def idle(self, *, timeout_s: float) -> bool:
         """Waits until nothing flies; False if time ran out."""

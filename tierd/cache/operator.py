@@ -109,7 +109,7 @@ class Operator:
         for i in range(0, len(rows), FLUSH_BATCH_BLOCKS):
             part = rows[i : i + FLUSH_BATCH_BLOCKS]
             still = np.isin(part["block"], self._core.blocks())
-            stored = await self._cache.persist(part["block"][still], timeout_s=deadline - loop.time())
+            stored = await self._cache.persistence.persist(part["block"][still], timeout_s=deadline - loop.time())
             blocks += int(stored.sum())
             size += int(part["length"][still][stored].sum())
         return blocks, size

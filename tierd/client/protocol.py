@@ -208,6 +208,15 @@ def put_group_message(group: PutGroup) -> pb.PutGroup:
     )
 
 
+def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool) -> pb.ReserveRequest:
+    """durable: what the commit will ask for; blocks that exist already are made durable now. Raises InvalidArgument."""
+    return pb.ReserveRequest(
+        groups=[put_group_message(group) for group in groups],
+        tier=int(tier_kind(tier)),  # type: ignore[arg-type]
+        durability=(Durability.DURABLE if durable else Durability.MEMORY).value,  # type: ignore[arg-type]
+    )
+
+
 def commit_request(
     reservation: int, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool
 ) -> pb.CommitRequest:

@@ -185,16 +185,12 @@ class Verbs:
         finally:
             lease.detach()
 
-    def _reserve(self, groups: Sequence[PutGroup], tier: str, deadline: float) -> Steps[ReservedPages]:
+    def _reserve(
+        self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
+    ) -> Steps[ReservedPages]:
         self._check_local("reserve")
-        kind: Any = protocol.tier_kind(tier)
         link, reply = yield from self._ask(
-            lambda: (
-                "Reserve",
-                pb.ReserveRequest(groups=[protocol.put_group_message(group) for group in groups], tier=kind),
-            ),
-            _spaces(groups),
-            deadline,
+            lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable)), _spaces(groups), deadline
         )
         given = [
             protocol.handles_of(data, count=len(group.hashes))
@@ -219,7 +215,7 @@ class Verbs:
         if isinstance(self.connector.target, RemoteTarget):
             link = yield from self._link(deadline)
             return (yield from remote.put(link, group, sources, durable=durable, deadline=deadline))
-        pages = yield from self._reserve([group], "host", deadline)
+        pages = yield from self._reserve([group], "host", deadline, durable=durable)
         statuses = pages.statuses.copy()
         if pages:
             try:

@@ -15,7 +15,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.core.block import Namespace
-from tierd.core.model import Durability, TierKind
+from tierd.core.model import TierKind
 from tierd.core.plan import GroupQuery
 from tierd.errors import InvalidArgument
 from tierd.server import streams, wire
@@ -67,9 +67,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return pb.PrefetchReply(started=self._cache.prefetch(CALLER.get().session, groups, self._kind(request.tier)))
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
-        session = CALLER.get().session
+        caller = CALLER.get()
         groups = wire.put_queries(request.groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)
-        reserved = await self._cache.reserve(session, groups, kind=self._kind(request.tier))
+        reserved = await self._cache.reserve(
+            caller.session,
+            groups,
+            kind=self._kind(request.tier),
+            durability=wire.durability(request.durability),
+            timeout_s=caller.left_s * 0.8,
+        )
         given = [
             wire.handles(
                 extents,
@@ -83,13 +89,11 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         caller = CALLER.get()
-        if int(request.durability) not in list(Durability):
-            raise InvalidArgument(f"durability: {request.durability} is unknown; the values are in cache.proto")
         committed = await self._cache.commit(
             caller.session,
             request.reservation,
             wire.commit_blocks(request, batch_limit=self._batch_limit),
-            durability=Durability(request.durability),
+            durability=wire.durability(request.durability),
             lease=request.lease,
             keep_open=request.keep_open,
             timeout_s=caller.left_s * 0.8,

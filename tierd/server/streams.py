@@ -17,6 +17,7 @@ from tierd.cache.cache import Cache
 from tierd.core.model import COMMIT_BLOCK, BlockStatus, Durability, StructArray, TierKind
 from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved
 from tierd.errors import CorruptRecord, InvalidArgument
+from tierd.server import wire
 from tierd.server.guard import Caller
 from tierd.tiers.checksum import record_checksum
 
@@ -38,7 +39,10 @@ async def put(
     """Takes a group's blocks in; BlockStatus u2[n]."""
     if len(group.blocks) and not group.blocks["hash"].any(axis=1).all():
         raise InvalidArgument("put: a block without a hash; name every block of a stream")
-    reserved = await cache.reserve(caller.session, [group], kind=TierKind.HOST)
+    durability = wire.durability(first.durability)
+    reserved = await cache.reserve(
+        caller.session, [group], kind=TierKind.HOST, durability=durability, timeout_s=caller.left_s * 0.8
+    )
     if not reserved.reservation:
         return reserved.statuses[0]
     try:
@@ -46,7 +50,7 @@ async def put(
     except BaseException:
         cache.abort(caller.session, reserved.reservation)
         raise
-    return await _commit(cache, caller, group, reserved, arrived=arrived, durability=Durability(first.durability))
+    return await _commit(cache, caller, group, reserved, arrived=arrived, durability=durability)
 
 
 async def _receive(

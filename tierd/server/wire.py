@@ -12,7 +12,7 @@ import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec
-from tierd.core.model import COMMIT_BLOCK, HANDLE, HASH_BYTES, PUT_BLOCK, ROOT, Need, StructArray, TierKind
+from tierd.core.model import COMMIT_BLOCK, HANDLE, HASH_BYTES, PUT_BLOCK, ROOT, Durability, Need, StructArray, TierKind
 from tierd.core.plan import Bytes, Committed, GroupQuery, PutQuery, Served
 from tierd.errors import InvalidArgument
 
@@ -44,6 +44,14 @@ def tier_kind(value: int) -> TierKind:
     if value not in (TierKind.DEVICE, TierKind.HOST):
         raise InvalidArgument(f"tier: kind {value} cannot be mapped by a client; ask for DEVICE (0) or HOST (1)")
     return TierKind(value)
+
+
+def durability(value: int) -> Durability:
+    """What a put asks for."""
+    try:
+        return Durability(value)
+    except ValueError:
+        raise InvalidArgument(f"durability: {value} is unknown; the values are in cache.proto") from None
 
 
 def queries(groups: Sequence[pb.Group], *, namespace_of: NamespaceOf, batch_limit: int) -> list[GroupQuery]:

@@ -1,0 +1,84 @@
+"""Bringing blocks onto NVMe for those who were promised that they are there.
+
+Purpose: what "durable" means, for commits, for reserves of blocks that exist already, and for flush. Non-purpose: demotion
+(background.py). Invariant: a block counts as durable only after data and journal were synced in this very call, with its page on the
+store before the sync began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from tierd.cache.flights import Flights
+from tierd.clock import Clock
+from tierd.core.core import Core
+from tierd.core.model import BlockStatus, StructArray, TierKind
+from tierd.core.plan import Bools, Committed, Ids, PutQuery, Reserved
+from tierd.errors import TierFailed
+from tierd.tiers.tier import Tier
+
+
+class Persistence:
+    """See the module."""
+
+    def __init__(self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock) -> None:
+        self._core = core
+        self._flights = flights
+        self._tiers = tiers
+        self._clock = clock
+
+    async def keep_committed(self, committed: Committed, metas: StructArray, *, timeout_s: float) -> None:
+        """Makes a commit's blocks, META [n], durable; those that could not be are FAILED in `statuses`."""
+        held = committed.statuses != BlockStatus.FAILED
+        failed = ~await self.persist(committed.blocks[held], metas[held], timeout_s=timeout_s)
+        committed.statuses[np.flatnonzero(held)[failed]] = BlockStatus.FAILED
+
+    async def keep_existing(self, reserved: Reserved, groups: Sequence[PutQuery], *, timeout_s: float) -> None:
+        """Makes those blocks of a reserve durable that exist already and so get no commit; else they are FAILED in `statuses`."""
+        for group, statuses in zip(groups, reserved.statuses, strict=True):
+            rows = np.flatnonzero(statuses == BlockStatus.EXISTS)
+            ids = [self._core.find_block(group.namespace, group.blocks["hash"][i].tobytes()) for i in rows.tolist()]
+            # None: it has gone since the core said that it exists.
+            found = np.array([i for i in ids if i is not None], dtype=np.int64)
+            durable = np.zeros(len(rows), dtype=np.bool_)
+            durable[[i is not None for i in ids]] = await self.persist(found, timeout_s=timeout_s)
+            statuses[rows[~durable]] = BlockStatus.FAILED
+
+    async def persist(self, blocks: Ids, metas: StructArray | None = None, *, timeout_s: float) -> Bools:
+        """Brings blocks onto NVMe, data and journal synced; bool per block whether it is there.
+
+        metas: META [n] of what is meant, None for what the ids stand for now: an id whose block goes during an await gets another one.
+        """
+        durable = np.zeros(len(blocks), dtype=np.bool_)
+        if not len(blocks):
+            return durable
+        metas = self._core.metas(blocks) if metas is None else metas
+        deadline = time.monotonic() + timeout_s
+        plan = self._core.persist(blocks, now=self._clock.now())
+        self._flights.start(plan)
+        await self._flights.landed(plan, timeout_s=deadline - time.monotonic())
+        held = np.where(_same(self._core.metas(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
+        for tier in self._tiers:
+            here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
+            if tier.spec.kind is TierKind.NVME and here.any() and await self._sync(tier, deadline):
+                durable |= here
+        return durable
+
+    async def _sync(self, tier: Tier, deadline: float) -> bool:
+        try:
+            await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - time.monotonic()))
+        except TierFailed:
+            self._flights.drop_failed()
+            return False
+        except TimeoutError:
+            return False
+        return True
+
+
+def _same(found: StructArray, meant: StructArray) -> Bools:
+    """Which rows name the same block."""
+    return np.asarray((found["hash"] == meant["hash"]).all(axis=1) & (found["namespace"] == meant["namespace"]))
