@@ -1,0 +1,158 @@
+"""Puts and gets over raw messages, every byte looked at: what the system tests do to a daemon, whatever state the SDK is in.
+
+`BlockClient.read` raises WrongBytes for anything but committed bytes; everything else that goes wrong is a smaller number.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.system.raw import BLOCK_BYTES, RawClient, ask
+from tierd._proto import admin_pb2 as apb
+from tierd._proto import cache_pb2 as pb
+from tierd.core.model import HANDLE, StructArray
+from tierd.testing import Daemon, content_of, is_content
+
+TOKENS = 16
+"""Of a block."""
+SOON_S = 10.0
+"""Tenfold what anything here should take: the bound of every wait, never of a measurement."""
+
+
+Memory = tuple[int, int]
+"""A page: inode of its file, offset in it."""
+
+
+class WrongBytes(AssertionError):
+    """A get gave bytes that were never committed under that name."""
+
+
+@dataclass(frozen=True)
+class Leased:
+    """What an Acquire gave. handles: HANDLE [n]; pages: their bytes, mapped."""
+
+    lease: int
+    handles: StructArray
+    pages: list[memoryview]
+
+
+class BlockClient(RawClient):
+    """A raw session that maps each segment once and keeps it mapped."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._mapped: dict[tuple[int, int, bool], memoryview] = {}
+        self._files: dict[tuple[int, int], int] = {}
+
+    def page(self, handle: Any, *, writable: bool) -> memoryview:
+        """The mapped page of a handle."""
+        place = (int(handle["tier"]), int(handle["segment"]), writable)
+        if place not in self._mapped:
+            self._mapped[place] = self._map(*place)
+        start = int(handle["offset"])
+        return self._mapped[place][start : start + int(handle["length"])]
+
+    def memory_of(self, handle: Any, *, writable: bool) -> Memory:
+        """Where the page really lies, whatever the segment is called."""
+        self.page(handle, writable=writable)
+        return self._files[int(handle["tier"]), int(handle["segment"])], int(handle["offset"])
+
+    def put(self, namespace: int, hashes: np.ndarray, *, length: int = BLOCK_BYTES, durable: bool = False) -> int:
+        """Stores the blocks that are not there yet; how many of the leading ones are stored now."""
+        reservation, handles = self.reserve(namespace, hashes, length=length)
+        self.write(handles, hashes)
+        statuses = handles["status"].copy()
+        if reservation:
+            durability = pb.DURABILITY_DURABLE if durable else pb.DURABILITY_MEMORY
+            reply = self.call(self.cache.Commit, pb.CommitRequest(reservation=reservation, durability=durability))
+            committed = np.frombuffer(reply.handles, dtype=HANDLE)["status"]
+            statuses[statuses == pb.BLOCK_STATUS_RESERVED] = committed
+        return _leading(np.isin(statuses, (pb.BLOCK_STATUS_READY, pb.BLOCK_STATUS_EXISTS)))
+
+    def write(self, handles: StructArray, hashes: np.ndarray) -> None:
+        """Fills the reserved ones of these pages."""
+        for handle, name in zip(handles, hashes, strict=True):
+            if handle["status"] == pb.BLOCK_STATUS_RESERVED:
+                self.page(handle, writable=True)[:] = content_of(name, int(handle["length"])).tobytes()
+
+    def acquire(self, namespace: int, hashes: np.ndarray) -> Leased:
+        """A lease on the leading blocks that can be served in host memory."""
+        group = pb.Group(namespace=namespace, hashes=hashes.tobytes())
+        reply = self.call(self.cache.Acquire, pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST))
+        given = b"".join(group.handles for group in reply.groups)
+        handles = np.frombuffer(given, dtype=HANDLE)
+        return Leased(reply.lease, handles, [self.page(handle, writable=False) for handle in handles])
+
+    def read(self, namespace: int, hashes: np.ndarray) -> int:
+        """How many leading blocks a get gives, each compared byte by byte. Raises WrongBytes."""
+        leased = self.acquire(namespace, hashes)
+        check_bytes(leased, hashes)
+        if leased.lease:
+            self.call(self.cache.Release, pb.ReleaseRequest(leases=[leased.lease]))
+        return len(leased.pages)
+
+    def lookup(self, namespace: int, hashes: np.ndarray) -> int:
+        """How many leading blocks are held anywhere."""
+        group = pb.Group(namespace=namespace, hashes=hashes.tobytes())
+        return int(self.call(self.cache.Lookup, pb.LookupRequest(groups=[group])).tokens) // TOKENS
+
+    def abort(self, reservation: int) -> None:
+        """Gives reserved pages back."""
+        self.call(self.cache.Abort, pb.AbortRequest(reservation=reservation))
+
+    def status(self) -> apb.StatusReply:
+        """The daemon's counts."""
+        return self.call(self.admin.Status, apb.StatusRequest())
+
+    def tiers(self) -> dict[str, apb.TierInfo]:
+        """By name."""
+        return {tier.name: tier for tier in self.call(self.admin.Tiers, apb.TiersRequest()).tiers}
+
+    def counter(self, name: str) -> int:
+        """Of `Status.counters`; 0 if it has not counted."""
+        return int(self.status().counters.get(name, 0))
+
+    def _map(self, tier: int, segment: int, writable: bool) -> memoryview:
+        reply, fds = ask(self.socket, {"op": "map", "tier": tier, "segment": segment})
+        assert reply["ok"], reply
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        memory = memoryview(mmap.mmap(fds[0], reply["bytes"], prot=protection))
+        self._files[tier, segment] = os.fstat(fds[0]).st_ino
+        for fd in fds:
+            os.close(fd)
+        return memory
+
+
+def check_bytes(leased: Leased, hashes: np.ndarray) -> None:
+    """Raises WrongBytes."""
+    for i, (page, name) in enumerate(zip(leased.pages, hashes, strict=False)):
+        if not is_content(page, name):
+            raise WrongBytes(f"block {i} of {len(leased.pages)} ({name.tobytes().hex()[:16]}): {leased.handles[i]}")
+
+
+def _leading(good: np.ndarray) -> int:
+    return len(good) if good.all() else int(np.argmin(good))
+
+
+@contextmanager
+def connected(daemon: Daemon) -> Iterator[BlockClient]:
+    """A session for as long as the block lasts."""
+    with BlockClient(daemon.target) as client:
+        yield client
+
+
+def await_true(ready: Callable[[], bool], what: str) -> float:
+    """Polls until it holds; the seconds that it took. Fails after SOON_S."""
+    begun = time.monotonic()
+    while not ready():
+        assert time.monotonic() - begun < SOON_S, f"{what}: not within {SOON_S:g} s"
+        time.sleep(0.002)
+    return time.monotonic() - begun

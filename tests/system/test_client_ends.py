@@ -1,0 +1,133 @@
+"""What a client held comes back when its process is gone, at once, and not a moment before."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.system.blocks import BlockClient, Memory, await_true, connected
+from tests.system.puppet import Puppet
+from tierd._proto import cache_pb2 as pb
+from tierd.testing import Daemon, chain
+
+SMALL = """\
+[[host]]
+capacity = "2 MiB"
+segment = "256 KiB"
+
+[[nvme]]
+capacity = "64 MiB"
+segment = "4 MiB"
+"""
+TIER_BLOCKS = 512
+"""Of 4 KiB, in the host tier."""
+SEEDS = itertools.count(1000)
+HELD = 40
+"""Blocks that the client under test leases, and as many that it reserves."""
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A host tier that is soon full."""
+    with Daemon(SMALL) as running:
+        yield running
+
+
+def _holding(daemon: Daemon) -> tuple[Puppet, set[Memory]]:
+    """A client with leases and reservations, and where their pages lie."""
+    puppet = Puppet(daemon.target)
+    assert puppet.put(1, HELD) == HELD
+    pages = puppet.lease(1, HELD) + puppet.reserve(2, HELD)
+    assert len(pages) == 2 * HELD
+    return puppet, set(pages)
+
+
+def _pages_given(client: BlockClient, *, rounds: int) -> set[Memory]:
+    """Stores blocks, whatever is in them, until the host tier was filled so often; every page that was given out for them."""
+    namespace, given = client.open_namespace(model="pressure"), set[Memory]()
+    for _ in range(rounds * TIER_BLOCKS // 128):
+        reservation, handles = client.reserve(namespace, chain(next(SEEDS), 128))
+        mine = handles[handles["status"] == pb.BLOCK_STATUS_RESERVED]
+        given |= {client.memory_of(handle, writable=True) for handle in mine}
+        if reservation:
+            client.call(client.cache.Commit, pb.CommitRequest(reservation=reservation))
+    return given
+
+
+def _quiet(client: BlockClient) -> bool:
+    found = client.status()
+    return (found.leases, found.reservations) == (0, 0)
+
+
+def test_killed_client(daemon: Daemon) -> None:
+    """Leases and reservations of a client that was killed come back by themselves, and their pages are used again."""
+    puppet, held = _holding(daemon)
+    with puppet, connected(daemon) as client:
+        assert (client.status().leases, client.status().reservations) == (1, 1)
+        puppet.kill()
+        took = await_true(lambda: _quiet(client), "holds of a killed client")
+        print(f"everything came back {took * 1000:.1f} ms after SIGKILL")
+        assert held & _pages_given(client, rounds=3)
+
+
+@pytest.mark.parametrize("way", ["hang_up", "stop"])
+def test_living_client(daemon: Daemon, way: str) -> None:
+    """While the process lives, closed socket or stopped, none of its pages is given to anybody, whatever the pressure."""
+    puppet, held = _holding(daemon)
+    with puppet, connected(daemon) as client:
+        getattr(puppet, way)()
+        assert not held & _pages_given(client, rounds=4)
+        if way == "stop":
+            puppet.go_on()
+        assert puppet.wrong() == 0
+        puppet.kill()
+        await_true(lambda: _quiet(client), "holds of a killed client")
+
+
+def test_child_with_the_socket(daemon: Daemon) -> None:
+    """A child that holds a copy of the session's socket keeps nothing alive once its parent is gone."""
+    puppet, _ = _holding(daemon)
+    with puppet, connected(daemon) as client:
+        child = puppet.fork()
+        try:
+            puppet.kill()
+            await_true(lambda: _quiet(client), "holds of a client whose child lives")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("way", ["hang_up", "stop", None])
+def test_client_across_a_crash(daemon: Daemon, way: str | None) -> None:
+    """A client that lives through a kill -9 of the daemon keeps its pages, bytes and all, until its process is gone."""
+    puppet, held = _holding(daemon)
+    with puppet:
+        if way:
+            getattr(puppet, way)()
+        daemon.restart()
+        with connected(daemon) as client:
+            restored: Callable[[], bool] = lambda: _quiet(client)  # noqa: E731
+            assert not restored(), "the new daemon does not know what the client holds"
+            assert not held & _pages_given(client, rounds=4)
+            if way == "stop":
+                puppet.go_on()
+            assert puppet.wrong() == 0
+            puppet.kill()
+            took = await_true(restored, "holds of a former daemon's client")
+            print(f"everything came back {took * 1000:.1f} ms after SIGKILL")
+            host = client.tiers()["host.0"]
+            assert (host.pages_pinned, host.pages_reserved) == (0, 0)
+
+
+def test_client_across_many_crashes(daemon: Daemon) -> None:
+    """Pages of one client stay its own through daemon after daemon."""
+    puppet, held = _holding(daemon)
+    with puppet:
+        for _ in range(4):
+            daemon.restart()
+            with connected(daemon) as client:
+                assert not held & _pages_given(client, rounds=1)
+            assert puppet.wrong() == 0

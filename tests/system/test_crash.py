@@ -1,0 +1,206 @@
+"""The first promise: whatever kills the daemon, whenever, a get gives committed bytes or a miss, and what was acknowledged durable is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SCALE
+from tests.system.blocks import SOON_S
+from tests.system.crash_load import TOKENS, Chain, chain_of, open_all
+from tierd.client import Client
+from tierd.testing import Daemon, is_content
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = 3
+KILLS_PER_RUN = 100
+RECENT_LIVES = 2
+"""What was stored during the last ones is checked whole after each restart."""
+SAMPLED_OLDER = 8
+"""Of everything older, so many chains."""
+
+
+def config(kills: int) -> str:
+    """A host tier under pressure, and a store that never has to evict."""
+    return f"""\
+[server]
+shutdown_deadline = "5 s"
+
+[[host]]
+capacity = "64 MiB"
+segment = "4 MiB"
+high_watermark = 0.8
+low_watermark = 0.6
+
+[[nvme]]
+capacity = "{512 + 24 * kills} MiB"
+segment = "8 MiB"
+"""
+
+
+class Oracle:
+    """What the workers were told, read from their logs; it knows nothing of the daemon."""
+
+    def __init__(self, directory: Path) -> None:
+        self.logs = [directory / f"worker-{i}.log" for i in range(WORKERS)]
+        self.lives: list[dict[int, None]] = [{}]
+        self.counts: Counter[str] = Counter()
+        self.complaints: list[str] = []
+        self._read = dict.fromkeys(self.logs, 0)
+
+    def listen(self) -> None:
+        """Takes in what is new in the logs; a line that is not finished waits for the next time."""
+        for path in self.logs:
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read[path])
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read[path] += len(whole)
+            for line in whole.splitlines():
+                self._take(json.loads(line))
+
+    def begin_life(self) -> None:
+        """What is told from now on belongs to the next daemon."""
+        self.listen()
+        self.lives.append({})
+
+    def to_check(self, chance: random.Random) -> list[Chain]:
+        """What was acknowledged durable: the newest whole, a sample of the rest."""
+        recent = [n for life in self.lives[-RECENT_LIVES:] for n in life]
+        older = [n for life in self.lives[:-RECENT_LIVES] for n in life]
+        return [chain_of(n) for n in dict.fromkeys(recent + chance.sample(older, min(SAMPLED_OLDER, len(older))))]
+
+    def everything(self) -> list[Chain]:
+        """Every chain that was ever acknowledged durable."""
+        return [chain_of(n) for n in dict.fromkeys(n for life in self.lives for n in life)]
+
+    def _take(self, record: dict[str, object]) -> None:
+        if "stored" in record:
+            self.counts["stored chains"] += 1
+            if record["durable"]:
+                self.counts["durable chains"] += 1
+                self.lives[-1][int(str(record["stored"]))] = None
+        elif "wrong" in record or "fault" in record:
+            self.complaints.append(str(record))
+        else:
+            self.counts.update({key: int(str(value)) for key, value in record.items()})
+
+
+@contextmanager
+def loaded(daemon: Daemon, oracle: Oracle) -> Iterator[None]:
+    """Workers at work; killed in the end."""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.system.crash_load", daemon.target, str(i), str(log)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+        )
+        for i, log in enumerate(oracle.logs)
+    ]
+    try:
+        yield
+        assert [worker.poll() for worker in workers] == [None] * WORKERS, "a worker died of its daemon"
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            assert worker.stdin
+            worker.stdin.close()
+
+
+def check(daemon: Daemon, chains: list[Chain], oracle: Oracle) -> None:
+    """Every byte of these chains. Lost and wrong ones go to the oracle's complaints."""
+    with Client(daemon.target, name="check", timeout_s=30.0) as client:
+        spaces = open_all(client)
+        for it in chains:
+            deadline = time.monotonic() + SOON_S
+            while True:
+                got = client.get(spaces[it.kind], it.hashes)
+                oracle.counts["blocks checked"] += got.blocks
+                wrong = [i for i, view in enumerate(got.views) if not is_content(view, it.hashes[i])]
+                blocks = got.blocks
+                del got
+                if wrong:
+                    oracle.complaints.append(f"wrong: blocks {wrong} of chain {it.number}")
+                if blocks == len(it.hashes):
+                    break
+                held = client.lookup(spaces[it.kind], it.hashes).tokens // TOKENS
+                if held < len(it.hashes) or time.monotonic() > deadline:  # room may be short for a moment
+                    oracle.complaints.append(
+                        f"lost: chain {it.number} has {held} of {len(it.hashes)} blocks, {blocks} came"
+                    )
+                    oracle.counts["lost"] += 1
+                    break
+
+
+def kill_and_restart(daemon: Daemon, chance: random.Random, *, start_s: float) -> int:
+    """Kills the daemon, perhaps its successors while they recover, and leaves one that serves; how many it killed."""
+    daemon.kill()
+    kills = 1
+    while chance.random() < 0.35:
+        daemon.start(wait=False)
+        time.sleep(chance.uniform(0.4, 1.1) * start_s)
+        daemon.kill()
+        kills += 1
+    daemon.start()
+    return kills
+
+
+def crash(kills: int, *, seed: int, directory: Path) -> None:
+    """A run: so many kills under load, with everything checked."""
+    chance, oracle, begun = random.Random(seed), Oracle(directory), time.monotonic()
+    with Daemon(config(kills)) as daemon:
+        before = time.monotonic()
+        daemon.restart()
+        start_s, done = time.monotonic() - before, 0
+        with loaded(daemon, oracle):
+            while done < kills:
+                time.sleep(chance.uniform(0.05, 0.6))
+                done += kill_and_restart(daemon, chance, start_s=start_s)
+                oracle.begin_life()
+                check(daemon, oracle.to_check(chance), oracle)
+                assert not oracle.complaints, f"seed {seed}, kill {done}: {oracle.complaints}\n{daemon.log[-6000:]}"
+        oracle.listen()
+        daemon.restart()
+        check(daemon, oracle.everything(), oracle)
+        blocks = sum(len(it.hashes) for it in oracle.everything())
+        print(
+            f"seed {seed}: {done} kills in {time.monotonic() - begun:.0f} s, {blocks} blocks acknowledged durable,"
+            f" {oracle.counts['blocks checked']} blocks checked, {oracle.counts['lost']} lost,"
+            f" {sum('wrong' in text for text in oracle.complaints)} wrong; workers: {dict(oracle.counts)}"
+        )
+        assert not oracle.complaints, f"seed {seed}: {oracle.complaints}"
+        assert blocks > kills
+        assert "Traceback" not in daemon.log, daemon.log
+
+
+def _seed() -> int:
+    return int(os.environ.get("CRASH_SEED", time.time_ns() % 1_000_000))
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    """20 kills under load: no durable block is lost, no byte is ever wrong, and each time the daemon serves again."""
+    crash(20, seed=_seed(), directory=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_killed_hundreds_of_times(tmp_path: Path) -> None:
+    """200 kills, times SCALE: as above."""
+    kills, seed = max(20, round(200 * SCALE)), _seed()
+    for i, start in enumerate(range(0, kills, KILLS_PER_RUN)):
+        directory = tmp_path / str(i)
+        directory.mkdir()
+        crash(min(KILLS_PER_RUN, kills - start), seed=seed + i, directory=directory)
