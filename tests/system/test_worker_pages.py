@@ -11,6 +11,7 @@ import pytest
 from tierd.client import Client, Reservation
 from tierd.errors import DeadlineExceeded
 from tierd.testing.daemon import Daemon
+from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.engine import Engine, EngineOptions
 from tierd.worker.model import Llama
@@ -88,9 +89,10 @@ def plain(model: Llama, *requests: Request) -> list[list[int]]:
 class Worker:
     """An engine with a session of its own."""
 
-    def __init__(self, daemon: Daemon, model: Llama, **options: Any) -> None:
+    def __init__(self, daemon: Daemon, model: Llama, kv_dtype: str = "float32", **options: Any) -> None:
         self.client = Client(daemon.target, name="worker", timeout_s=20)
-        self.source = TierdPages(self.client, model, name="random", options=TierdOptions(**options))
+        shape = page_shape(model, kv_dtype=kv_dtype)
+        self.source = TierdPages(self.client, model, name="random", shape=shape, options=TierdOptions(**options))
         self.engine = Engine(model, self.source, options=OPTIONS)
 
     def serve(self, *requests: Request) -> list[Report]:
@@ -251,3 +253,18 @@ def test_every_page_goes_back(model: Llama) -> None:
         for _ in range(8):  # 20 blocks each, where a session may hold 32
             assert worker.serve(Request(prompt(320), 1))[0].committed_blocks == 20
         assert not worker.source.faults
+
+
+def test_torch_works_in_the_same_pages(roomy: Daemon, model: Llama) -> None:
+    """A torch worker, bfloat16 pages too, reads what it stored as tensors over the mapped pages."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    on_torch = Llama(random_checkpoint(SPEC, seed=3, scale=0.2), Backend("torch"))
+    request = Request(prompt(100), 10)
+    for kv_dtype in ("float32", "bfloat16"):
+        with Worker(roomy, on_torch, kv_dtype=kv_dtype) as one, Worker(roomy, on_torch, kv_dtype=kv_dtype) as two:
+            first, second = one.serve(request)[0], two.serve(request)[0]
+        assert second.reused_tokens == 96
+        assert first.tokens == second.tokens
+        assert not one.source.faults + two.source.faults
+        if kv_dtype == "float32":
+            assert first.tokens == plain(model, request)[0]
