@@ -1,7 +1,7 @@
 """AsyncClient: the verbs of tierd on asyncio, the same face as Client, awaited.
 
-Purpose: nothing but that. Blocking work (connecting, mapping, copying) goes to a thread. A client belongs to the loop that first used it; in
-another loop it connects again.
+Purpose: nothing but that. Blocking work (connecting, mapping, copying) goes to a thread. A client may be used in one
+loop after another.
 """
 
 from __future__ import annotations

@@ -33,11 +33,6 @@ FORGET_TIMEOUT_S = 1.0
 class Transport(Protocol):
     """gRPC to one daemon: plain results from the synchronous one, awaitables from the other. All raise TierdErrors."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether it can be used here and now (an asyncio channel belongs to its loop)."""
-        ...
-
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
         ...
@@ -82,12 +77,7 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Whether a call may go over it."""
-        if (
-            self.is_broken
-            or self.is_lost
-            or self.pid != os.getpid()
-            or (self.transport is not None and not self.transport.fits)
-        ):
+        if self.is_broken or self.is_lost or self.pid != os.getpid():
             return False
         return self.session is None or self.session.is_alive
 

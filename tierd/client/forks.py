@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 FORK_WAIT_S = 1.0
@@ -34,6 +34,20 @@ class _Gate:
         self.calls = 0
         self.is_forking = False
 
+    def begin(self) -> None:
+        """A call begins; not in the middle of a fork."""
+        with self.changed:
+            if self.is_forking:
+                self.changed.wait_for(lambda: not self.is_forking, timeout=FORK_WAIT_S)
+            self.calls += 1
+
+    def end(self) -> None:
+        """A call has ended."""
+        with self.changed:
+            self.calls -= 1
+            if self.is_forking:
+                self.changed.notify_all()
+
 
 _gate = _Gate()
 _forkables: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -44,18 +58,18 @@ _abandoned: list[Any] = []
 @contextlib.contextmanager
 def calling() -> Iterator[None]:
     """Around one short call of gRPC."""
-    gate = _gate
-    with gate.changed:
-        if gate.is_forking:
-            gate.changed.wait_for(lambda: not gate.is_forking, timeout=FORK_WAIT_S)
-        gate.calls += 1
+    end = begin_call()
     try:
         yield
     finally:
-        with gate.changed:
-            gate.calls -= 1
-            if gate.is_forking:
-                gate.changed.notify_all()
+        end()
+
+
+def begin_call() -> Callable[[], None]:
+    """One short call of gRPC begins; the answer is to be called when it has ended, in any thread."""
+    gate = _gate
+    gate.begin()
+    return gate.end
 
 
 def register(forkable: Forkable) -> None:

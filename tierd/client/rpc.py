@@ -34,34 +34,32 @@ _LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
 class SyncTransport:
     """Calls that wait."""
 
-    fits = True
-
     def __init__(self, link: Link, address: str) -> None:
-        self._link = link
+        self.link = link
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
-        self._stub: Any = cache_pb2_grpc.CacheStub(self._channel)
+        self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
 
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
-        with translated(self._link), forks.calling():
-            return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata)
+        with translated(self.link), forks.calling():
+            return getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
-        with translated(self._link), forks.calling():
-            for reply in getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata):
+        with translated(self.link), forks.calling():
+            for reply in getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata):
                 take(reply)
 
     def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
         """An iterator of requests, one reply."""
-        with translated(self._link), forks.calling():
-            return getattr(self._stub, method)(requests, timeout=timeout_s, metadata=self._link.metadata)
+        with translated(self.link), forks.calling():
+            return getattr(self.stub, method)(requests, timeout=timeout_s, metadata=self.link.metadata)
 
     def stream(self, method: str, request: Any) -> Iterator[Any]:
         """Replies for as long as they are wanted."""
-        call = getattr(self._stub, method)(request, metadata=self._link.metadata)
+        call = getattr(self.stub, method)(request, metadata=self.link.metadata)
         try:
-            with translated(self._link):
+            with translated(self.link):
                 yield from call
         finally:
             call.cancel()

@@ -1,6 +1,7 @@
 """gRPC for one link on asyncio: the transport of AsyncClient. Loaded on its first call.
 
-Purpose: the same calls as rpc.py, awaited. Invariant: a channel belongs to the loop that it was made in.
+Purpose: the same calls as rpc.py, awaited. It uses the synchronous channel's futures and not grpc.aio, whose poller thread never leaves gRPC: a
+child of a fork could then never use gRPC again. It is no slower, and belongs to no loop.
 """
 
 from __future__ import annotations
@@ -10,54 +11,61 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import grpc.aio
-
-from tierd._proto import cache_pb2_grpc
+from tierd.client import forks
 from tierd.client.connection import Link
-from tierd.client.rpc import OPTIONS, translated
+from tierd.client.rpc import SyncTransport, translated
 
 
 class AsyncTransport:
     """Calls that are awaited."""
 
     def __init__(self, link: Link, address: str) -> None:
-        self._link = link
-        self._loop = asyncio.get_running_loop()
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
-        self._stub: Any = cache_pb2_grpc.CacheStub(self._channel)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the running loop, if any, is its own."""
-        return asyncio._get_running_loop() in (None, self._loop)
+        self._sync = SyncTransport(link, address)
 
     async def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
-        with translated(self._link):
-            return await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata)
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        ended = forks.begin_call()
+        call = getattr(self._sync.stub, method).future(request, timeout=timeout_s, metadata=self._sync.link.metadata)
 
-    async def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
-        """One request; every reply goes to take."""
-        with translated(self._link):
-            async for reply in getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata):
-                take(reply)
+        def arrived(_: Any) -> None:
+            ended()
+            _wake(loop, done)
+
+        call.add_done_callback(arrived)
+        try:
+            await done
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        with translated(self._sync.link):
+            return call.result()
 
     async def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
         """An iterator of requests, one reply."""
-        with translated(self._link):
-            return await getattr(self._stub, method)(requests, timeout=timeout_s, metadata=self._link.metadata)
+        return await self.call(method, requests, timeout_s=timeout_s)
+
+    async def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
+        """One request; every reply goes to take, in a thread."""
+        await asyncio.to_thread(self._sync.pull, method, request, timeout_s=timeout_s, take=take)
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
         """Replies for as long as they are wanted."""
-        call = getattr(self._stub, method)(request, metadata=self._link.metadata)
+        call = getattr(self._sync.stub, method)(request, metadata=self._sync.link.metadata)
         try:
-            with translated(self._link):
-                async for reply in call:
+            with translated(self._sync.link):
+                while (reply := await asyncio.to_thread(next, call, None)) is not None:
                     yield reply
         finally:
             call.cancel()
 
     def close(self) -> None:
-        """Closes in the background; in a loop that is gone there is nothing left to close."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._channel.close(None)))
+        """Cancels what is in flight."""
+        self._sync.close()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
+    """From gRPC's thread. A loop that is gone waits for nothing."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
