@@ -119,7 +119,7 @@ class Core:
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.
 
-        Called again it answers the same.
+        Called again it answers the same, less what was condemned since.
         """
         return self._gets.settle(lease, now=now)
 

@@ -108,7 +108,7 @@ class Gets:
                 f"lease {lease_id}: made by a commit, which is settled from the start; use its handles"
             )
         draft, holder = Draft(now), self._sessions.get(lease.session)
-        if not lease.settled and not self._is_good(lease):
+        if not self._is_good(lease):
             self._shorten(lease, holder, draft)
         lease.settled = True
         if lease.tokens == 0:
@@ -251,9 +251,12 @@ class Gets:
                 self._index.unpin(tier, pages, draft)
 
     def _is_good(self, lease: Lease) -> bool:
+        """Whether its pages can be handed out. Once settled, only wrong bytes take anything away: a lease outlives its epoch."""
         for tier, pages_of in enumerate(self._index.tiers):
             pages = lease.pages_in(tier)
-            if (pages_of.state[pages] < PageState.READY).any() or pages_of.doom[pages].any():
+            doom = pages_of.doom[pages]
+            lost = (doom == Reason.CORRUPTED) if lease.settled else (doom > 0)
+            if lost.any() or (pages_of.state[pages] < PageState.READY).any():
                 return False
         return True
 

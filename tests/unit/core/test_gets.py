@@ -356,3 +356,15 @@ def test_tokens_need_not_end_on_a_block() -> None:
     served = kit.get(group(a), coarse)
     assert served.tokens == 3 * TOKENS
     assert [g.count for g in served.groups] == [3, 2]
+
+
+def test_a_settled_lease_gives_up_what_is_condemned() -> None:
+    """Settled again after one of its pages was condemned, a lease serves what comes before that block."""
+    kit, a = Kit(tier(HOST, 8)), chain("a", 4)
+    kit.put(a)
+    acquired = kit.acquire(group(a))
+    served = kit.settle(acquired)
+    kit.took(kit.core.condemn(served.groups[0].extents[0][2:3], now=kit.tick()))
+    assert kit.settle(acquired).tokens == 32
+    kit.release(acquired.lease)
+    kit.core.check()

@@ -1,0 +1,123 @@
+"""A conductor over a real core, arena and store, without sockets: what `assemble` builds, and clients that write through the daemon's own mapping."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tierd.cache.cache import Cache, Lease
+from tierd.config import read_config, resolve
+from tierd.core.block import Namespace, NamespaceSpec
+from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, Durability, StructArray, TierKind
+from tierd.core.plan import Committed, GroupQuery, PutQuery, Reserved
+from tierd.server.assembly import Assembly, assemble
+from tierd.testing import content_of
+
+BLOCK_BYTES = 8192
+TOKENS = 16
+SOON_S = 10.0
+"""The bound of every wait, never of a measurement."""
+
+CONFIG = """
+[server]
+runtime_dir = "{root}/run"
+state_dir = "{root}/state"
+[[host]]
+capacity = "4 MiB"
+segment = "1 MiB"
+arena_dir = "{arena}"
+[[nvme]]
+path = "{root}/nvme"
+capacity = "8 MiB"
+segment = "1 MiB"
+"""
+
+
+@dataclass
+class World:
+    """A daemon's inside, and one session of it."""
+
+    daemon: Assembly
+    namespace: Namespace
+    session: int = 11
+
+    @property
+    def cache(self) -> Cache:
+        return self.daemon.cache
+
+    def query(self, hashes: np.ndarray) -> GroupQuery:
+        return GroupQuery(
+            namespaces=(self.namespace.id,), hashes=hashes, tokens_per_block=TOKENS, tokens=TOKENS * len(hashes)
+        )
+
+    def put_query(self, hashes: np.ndarray) -> PutQuery:
+        blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
+        blocks["hash"], blocks["tokens"], blocks["length"] = hashes, TOKENS, BLOCK_BYTES
+        return PutQuery(namespace=self.namespace.id, parent=ROOT, position=0, blocks=blocks)
+
+    async def reserve(self, hashes: np.ndarray, *, kind: TierKind = TierKind.HOST) -> Reserved:
+        """Pages, filled with what belongs there."""
+        reserved = await self.cache.reserve(self.session, [self.put_query(hashes)], kind=kind)
+        for extent, status, name in zip(reserved.extents[0], reserved.statuses[0], hashes, strict=True):
+            if status == BlockStatus.RESERVED:
+                self.cache.view(extent)[:BLOCK_BYTES] = content_of(name, BLOCK_BYTES).tobytes()
+        return reserved
+
+    async def commit(self, reservation: int, blocks: StructArray | None = None, **options: object) -> Committed:
+        wanted = {"durability": Durability.MEMORY, "lease": False, "keep_open": False, "timeout_s": SOON_S} | options
+        return await self.cache.commit(self.session, reservation, blocks, **wanted)  # type: ignore[arg-type]
+
+    async def put(self, hashes: np.ndarray, **options: object) -> Committed:
+        reserved = await self.reserve(hashes)
+        return await self.commit(reserved.reservation, **options)
+
+    async def acquire(self, hashes: np.ndarray, *, kind: TierKind = TierKind.HOST) -> Lease:
+        return await self.cache.acquire(self.session, [self.query(hashes)], kind=kind, timeout_s=SOON_S)
+
+    @property
+    def pins(self) -> int:
+        """Leases and reservations in the core's books, and rows of the holds file."""
+        stats = self.cache.core.stats()
+        return stats.leases + stats.reservations + self.daemon.holds.count
+
+
+@contextlib.contextmanager
+def directories() -> Iterator[dict[str, str]]:
+    """Where a daemon keeps its files: root and arena."""
+    root, arena = tempfile.mkdtemp(prefix="tierd-"), tempfile.mkdtemp(prefix="tierd-test-", dir="/dev/shm")
+    try:
+        yield {"root": root, "arena": arena}
+    finally:
+        shutil.rmtree(root)
+        shutil.rmtree(arena)
+
+
+@contextlib.asynccontextmanager
+async def opened(config: str = CONFIG, *, places: dict[str, str] | None = None) -> AsyncIterator[World]:
+    """A world; places: directories of a former one, to be taken up again."""
+    with contextlib.ExitStack() as stack:
+        found = places or stack.enter_context(directories())
+        for name, path in found.items():
+            config = config.replace("{" + name + "}", path)
+        async with assemble(resolve(read_config(config), environ={})) as daemon:
+            spec = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
+            daemon.cache.open_session(World.session, tenant="t")
+            namespace, _ = daemon.cache.open_namespace(World.session, spec)
+            await daemon.keep_namespace(namespace)
+            yield World(daemon, namespace)
+            await daemon.cache.flights.idle(timeout_s=SOON_S)
+
+
+def corrupt(path: Path, *, at: int) -> None:
+    """Turns one byte of a file over."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0xFF]))
