@@ -40,6 +40,12 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=limit)
         self._last = 0
         self._bell = asyncio.Event()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Lets every watcher finish once it has what there is: nothing follows."""
+        self._is_closed = True
+        self._bell.set()
 
     def add(self, kind: EventKind, *, tier: int, namespace: int, hashes: bytes, reason: str) -> None:
         """Appends one event and wakes the watchers."""
@@ -49,7 +55,7 @@ class EventLog:
         self._bell = asyncio.Event()
 
     async def follow(self, after: int = 0, *, sees: Callable[[int], bool] | None = None) -> AsyncIterator[list[Event]]:
-        """Batches of events after a sequence number (0: from now on), for ever.
+        """Batches of events after a sequence number (0: from now on), until `close`.
 
         sees: whether the watcher may hear of a namespace id; None: of all. A gap shows as one LOST event.
         """
@@ -62,6 +68,8 @@ class EventLog:
                 seen = [e for e in batch if sees is None or e.kind is EventKind.LOST or sees(e.namespace)]
                 if seen:
                     yield seen
+            elif self._is_closed:
+                return
             else:
                 await bell.wait()
 

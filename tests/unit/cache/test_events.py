@@ -54,3 +54,12 @@ async def test_other_tenants_are_not_seen() -> None:
         _add(log, 1, namespace=2)
         async with asyncio.timeout(5):
             assert [e.namespace for e in await waiting] == [2]
+
+
+async def test_close_ends_watchers() -> None:
+    """After close a watcher gets what there is, and then the end."""
+    log = EventLog(limit=10)
+    _add(log, 3)
+    async with aclosing(log.follow(1)) as events:
+        log.close()
+        assert [[e.sequence for e in batch] async for batch in events] == [[2, 3]]
