@@ -78,6 +78,11 @@ class Daemon:
         return self._process.pid
 
     @property
+    def arena(self) -> Path:
+        """Directory below which its memory lies."""
+        return self._arena
+
+    @property
     def log(self) -> str:
         """What the daemon has written so far, over all its lives."""
         path = self.root / "tierd.log"
