@@ -68,12 +68,16 @@ class Names:
 
     def firsts(self) -> NDArray[np.bool_]:
         """Which names stand in no earlier row."""
-        columns = (*self.hash.T[1:], self.namespace, self.hash[:, 0])
-        order = np.lexsort(columns)
-        first = np.ones(len(order), bool)
-        first[1:] = np.logical_or.reduce([column[order][1:] != column[order][:-1] for column in columns])
-        out = np.zeros(len(order), bool)
-        out[order[first]] = True
+        out = np.ones(len(self.hash), bool)
+        keys = self.keys
+        order = np.argsort(keys)
+        again = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+        rows = np.unique(order[np.concatenate((again, again + 1))])
+        seen: set[bytes] = set()
+        for row in rows.tolist():
+            name = self.hash[row].tobytes() + self.namespace[row].tobytes()
+            out[row] = name not in seen
+            seen.add(name)
         return out
 
 

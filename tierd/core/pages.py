@@ -160,11 +160,12 @@ class Pages:
 
     def find(self, extents: StructArray) -> Ids:
         """Page ids by (segment, slot); -1 where no such segment is in use or the slot is beyond it."""
-        first = {s.id: (s.first, s.pages) for s in self.segments if s is not None}
-        known = [first.get(segment, (-1, 0)) for segment in extents["segment"].tolist()]
-        table = np.asarray(known, np.int64).reshape(-1, 2)
+        used = sorted((s.id, s.first, s.pages) for s in self.segments if s is not None)
+        ids, first, pages = np.asarray([*used, (1 << 32, -1, 0)], np.int64).T
+        at = np.searchsorted(ids, extents["segment"])
         slots = extents["slot"].astype(np.int64)
-        return np.where(slots < table[:, 1], table[:, 0] + slots, -1)
+        known = (ids[at] == extents["segment"]) & (slots < pages[at])
+        return np.where(known, first[at] + slots, -1)
 
     # -- segments
 
