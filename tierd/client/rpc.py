@@ -16,7 +16,7 @@ from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
 from tierd.client.connection import Link
 from tierd.client.protocol import error_of
-from tierd.errors import ERROR_KEY, TierdError
+from tierd.errors import ERROR_KEY, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
 OPTIONS = (
@@ -76,6 +76,9 @@ def translated(link: Link) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise translate(error, link) from None
+    except ValueError as error:  # grpc's word for a channel that another thread has just closed
+        link.is_broken = True
+        raise Unavailable(f"daemon: the connection was closed during the call ({error}); try again") from error
 
 
 def translate(error: Any, link: Link) -> TierdError:

@@ -27,7 +27,14 @@ class AsyncTransport:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
         ended = forks.begin_call()
-        call = getattr(self._sync.stub, method).future(request, timeout=timeout_s, metadata=self._sync.link.metadata)
+        try:
+            with translated(self._sync.link):
+                call = getattr(self._sync.stub, method).future(
+                    request, timeout=timeout_s, metadata=self._sync.link.metadata
+                )
+        except BaseException:
+            ended()
+            raise
 
         def arrived(_: Any) -> None:
             ended()

@@ -110,6 +110,14 @@ async def test_restart(place):
         assert (await client.get(ns, TOKENS)).tokens == 40
 
 
+async def test_a_channel_that_breaks_is_replaced(daemon):
+    """A call whose connection breaks under it is made again over a new one."""
+    async with AsyncClient(daemon.target) as client:
+        ns = await client.open_namespace(SPEC)
+        client._connector.link.transport.close()
+        assert await client.put(ns, TOKENS, BLOCKS)
+
+
 async def test_no_daemon(tmp_path):
     """Without a daemon verbs are Unavailable, or misses with best effort."""
     async with AsyncClient(str(tmp_path)) as client:

@@ -234,6 +234,18 @@ def test_a_lease_without_views_ends_with_its_handle(client, daemon, stored):
     daemon.until(lambda: not daemon.leases)
 
 
+def test_views_made_apart_hold_the_lease_together(client, daemon, stored):
+    """Of views that were made one by one, the last one ends the lease."""
+    lease = client.acquire(stored, stored.hash(TOKENS))
+    first, second = lease.view(0), lease.view(1)
+    lease.detach()
+    del first
+    client.lookup(stored, stored.hash(TOKENS))  # what the daemon was told before has arrived by then
+    assert daemon.leases
+    del second
+    daemon.until(lambda: not daemon.leases)
+
+
 def test_an_error_inside_with_is_not_masked(client, stored):
     """An error that leaves a with block with views alive is the error that is seen."""
     with pytest.raises(ZeroDivisionError), client.acquire(stored, stored.hash(TOKENS)) as lease:
@@ -384,6 +396,22 @@ def test_a_lost_session_is_opened_again(client, daemon, stored):
         daemon._loop.call_soon_threadsafe(daemon.sessions.stop, session)
     daemon.until(lambda: daemon.calls["stop"] == 1)
     assert client.get(stored, TOKENS).tokens == 40
+
+
+def test_a_channel_that_breaks_is_replaced(client, stored):
+    """A call whose connection breaks under it is made again over a new one."""
+    client._connector.link.transport.close()
+    assert client.get(stored, TOKENS).tokens == 40
+
+
+def test_a_patient_client_tries_every_time(place):
+    """Without best effort, a call succeeds as soon as there is a daemon, however lately the last one failed."""
+    place.daemon.stop()
+    with Client(place.daemon.target) as client:
+        with pytest.raises(Unavailable):
+            client.open_namespace(SPEC)
+        place.restart()
+        assert client.open_namespace(SPEC).is_open
 
 
 def test_old_handles_are_stale_after_a_restart(place, client, stored, blocks):

@@ -1,0 +1,140 @@
+"""The client's end of the session socket, against a socket whose other end the test holds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgpack
+import numpy as np
+import pytest
+
+from tests.unit.client.conftest import CLASS_BYTES, PAGES, Memory
+from tierd.client import forks
+from tierd.client.mapping import map_segment
+from tierd.client.session import Session
+from tierd.core.model import HANDLE
+from tierd.errors import DeadlineExceeded, NotFound, OperatorError, SessionLost, TierFailed
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Session, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    session = Session(ours, {"session": 5, "token": "5.x"})
+    yield session, theirs
+    session.close()
+    theirs.close()
+
+
+def answer(theirs, reply, fds=()):
+    """What the other end sends next."""
+    socket.send_fds(theirs, [msgpack.packb(reply)], list(fds))
+
+
+def handles():
+    found = np.zeros(1, dtype=HANDLE)
+    found["segment"] = 1
+    return found
+
+
+def test_letting_go_never_waits(ends):
+    """What a full socket does not take is kept, and goes when there is room."""
+    session, theirs = ends
+    sent = 0
+    while not session._unsent:
+        session.let_go(leases=[sent])
+        sent += 1
+    session.let_go(leases=[sent], reservations=[9])
+    found = [msgpack.unpackb(theirs.recv(4096)) for _ in range(sent - 1)]
+    assert session.is_alive  # which also sends what is left
+    found += [msgpack.unpackb(theirs.recv(4096)) for _ in range(2)]
+    assert [m["leases"] for m in found] == [[i] for i in range(sent + 1)]
+    assert (found[-1]["reservations"], found[-1]["reply"]) == ([9], False)
+
+
+def test_letting_go_of_a_daemon_that_has_gone(ends):
+    """Nobody to tell is no fault."""
+    session, theirs = ends
+    theirs.close()
+    session.let_go(leases=[1])
+    assert (session.is_alive, len(session._unsent)) == (False, 0)
+
+
+def test_a_late_answer_is_never_taken_for_another(ends):
+    """After a request that was not answered in time the session is over."""
+    session, _theirs = ends
+    with pytest.raises(DeadlineExceeded):
+        session.ask({"op": "ping"}, timeout_s=0.01)
+    assert not session.is_alive
+    with pytest.raises(SessionLost):
+        session.ask({"op": "ping"}, timeout_s=1)
+
+
+def test_the_end_of_the_daemon(ends):
+    """End of file instead of an answer is SessionLost."""
+    session, theirs = ends
+    theirs.close()
+    with pytest.raises(SessionLost):
+        session.ask({"op": "ping"}, timeout_s=1)
+
+
+def test_refusals(ends):
+    """A refused map raises what the daemon says, and the session goes on."""
+    session, theirs = ends
+    answer(theirs, {"ok": False, "error": "NotFound", "message": "segment 1: gone"})
+    with pytest.raises(NotFound, match="segment 1: gone"):
+        session.map(handles(), timeout_s=1)
+    assert session.is_alive
+
+
+def test_descriptors_are_closed_whatever_comes(ends):
+    """Descriptors that came with a wrong answer are closed too."""
+    session, theirs = ends
+    before = len(os.listdir("/proc/self/fd"))
+    with open("/dev/null", "rb") as file:
+        answer(theirs, {"ok": True, "bytes": 1, "writable": False, "catalogue_bytes": 1}, [file.fileno()])
+        answer(theirs, {"ok": False, "error": "NotFound", "message": "x"}, [file.fileno()] * 2)
+    with pytest.raises(OperatorError, match="1 descriptors"):
+        session.map(handles(), timeout_s=1)
+    with pytest.raises(NotFound):
+        session.map(handles(), timeout_s=1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_a_foreign_catalogue(tmp_path, segment):
+    """Only the catalogue of the very segment is believed."""
+    memory = Memory(tmp_path)
+    size = memory.catalogue_path.stat().st_size
+    with open(memory.data, "rb") as data, open(memory.catalogue_path, "rb") as catalogue:
+        files = {"data": (data.fileno(), PAGES * CLASS_BYTES), "catalogue": (catalogue.fileno(), size)}
+        if segment == 1:
+            mapped = map_segment(segment, is_writable=False, **files)
+            assert (mapped.is_empty, mapped.data.flags.writeable, len(mapped.words)) == (True, False, PAGES)
+        else:
+            with pytest.raises(TierFailed, match="not its own"):
+                map_segment(segment, is_writable=False, **files)
+
+
+def test_a_fork_waits_for_calls_in_flight():
+    """A fork begins when no call is in flight, and calls begin when no fork is."""
+    end = forks.begin_call()
+    forking, order = threading.Event(), []
+
+    def fork():
+        forking.set()
+        forks._before()
+        order.append("fork")
+        forks._after_in_parent()
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    forking.wait()
+    order.append("call")
+    end()
+    thread.join()
+    with forks.calling():
+        order.append("next")
+    assert order == ["call", "fork", "next"]
