@@ -8,6 +8,7 @@ reservation is given back; a block is published in the core and in the catalogue
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import structlog
 from tierd.cache.background import Background
 from tierd.cache.events import Event, EventLog
 from tierd.cache.flights import Flights
+from tierd.cache.holdings import Holdings, Key
 from tierd.cache.persistence import Persistence
 from tierd.clock import Clock
 from tierd.core.block import Namespace, NamespaceSpec
@@ -37,11 +39,11 @@ from tierd.core.plan import (
     Reserved,
     Served,
 )
-from tierd.errors import InvalidArgument, NotPermitted, SessionLost, StaleHandle, TierFailed, Unavailable
+from tierd.errors import InvalidArgument, NotFound, NotPermitted, SessionLost, StaleHandle, Unavailable
 from tierd.metrics import Metrics
 from tierd.mover import Mover
-from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable, Rows
-from tierd.tiers.tier import MappedTier, Tier
+from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable
+from tierd.tiers.tier import MappedTier, SliceTable, Tier
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +88,7 @@ class Cache:
         self.parts = parts
         self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
         self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
-        self._holds = parts.holds
+        self._holdings = Holdings(parts.holds)
         self.flights = Flights(
             parts.core,
             tiers=parts.tiers,
@@ -106,9 +108,6 @@ class Cache:
         )
         self.persistence = Persistence(parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock)
         self._tenants: dict[int, str] = {}
-        self._held: dict[
-            tuple[int, HoldKind, int], Rows
-        ] = {}  # (session, kind, lease or reservation) -> rows of the holds file
         self._sampling = np.random.default_rng()
         self.is_draining = False
 
@@ -119,13 +118,16 @@ class Cache:
         if self.is_draining:
             raise Unavailable("daemon: draining, no new sessions; connect to another one or try again later")
         if holder is not None:
-            self._holds.add_holder(holder)
+            self._holdings.begin(holder)
         self._tenants[session] = tenant
         self.core.open_session(session, domain=self.registry.domain_of(tenant))
 
     def restore_session(self, former: FormerHolder) -> None:
         """A session of a former daemon whose process still lives: its pages stay its own until the process is gone."""
-        self.core.restore(former.holder.session, pinned=former.leased, reserved=former.reserved, now=self.clock.now())
+        taken = self.core.restore(
+            former.holder.session, pinned=former.leased, reserved=former.reserved, now=self.clock.now()
+        )
+        self._holdings.keep(former, leased=taken.pinned, reserved=taken.reserved)
 
     def stop_session(self, session: int) -> None:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
@@ -135,8 +137,7 @@ class Cache:
         """Its process is gone: everything that it held comes back. Safe to call twice."""
         self.stop_session(session)
         self.flights.start(self.core.end_session(session, now=self.clock.now()))
-        self._holds.drop_holder(session)
-        self._held = {key: rows for key, rows in self._held.items() if key[0] != session}
+        self._holdings.end(session)
         self.background.wake()
 
     def tenant_of(self, session: int) -> str:
@@ -189,23 +190,21 @@ class Cache:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole)
         try:
             await self.flights.landed(got.plan, timeout_s=deadline - time.monotonic())
-            served = await self._settle(session, got.lease)
+            served = await self._settle(got.lease)
+            if served.tokens:
+                self._hold((session, HoldKind.LEASE, got.lease), _flat(served))
         except BaseException:
-            self._give_back(session, got.lease)
+            self._give_back(session, [got.lease])
             raise
         self.background.wake()
         self._count_served(groups, got, served)
         if not served.tokens:
             return Lease(0, NOTHING, got.tier_tokens, whole=False)
-        self._hold(session, HoldKind.LEASE, got.lease, _flat(served))
         return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
     def release(self, session: int, leases: Sequence[int]) -> None:
-        """Unpins; unknown leases are ignored, so that a release can be repeated."""
-        self.tenant_of(session)
-        for lease in leases:
-            self._give_back(session, lease)
-        self.background.wake()
+        """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has ended."""
+        self._give_back(session, leases)
 
     def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: TierKind) -> int:
         """Begins to bring blocks near; gives how many are on their way because of this."""
@@ -214,6 +213,7 @@ class Cache:
             return 0
         plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now())
         self.flights.start(plan)
+        self.background.wake()
         return len(plan.transfers)
 
     # -- put
@@ -239,12 +239,12 @@ class Cache:
         self.flights.start(reserved.plan)
         try:
             await self._make_ready(reserved, groups, durability=durability, timeout_s=timeout_s)
-        except BaseException:
             if reserved.reservation:
-                self._abort(session, reserved.reservation)
+                where = np.flatnonzero(np.concatenate(reserved.statuses) == BlockStatus.RESERVED)
+                self._hold((session, HoldKind.RESERVATION, reserved.reservation), _reserved_pages(reserved), at=where)
+        except BaseException:
+            self._abort(session, reserved.reservation)
             raise
-        if reserved.reservation:
-            self._hold(session, HoldKind.RESERVATION, reserved.reservation, _reserved_pages(reserved))
         for code, count in zip(*np.unique(np.concatenate(reserved.statuses), return_counts=True), strict=True):
             self.metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(int(count))
         self.background.wake()
@@ -265,20 +265,21 @@ class Cache:
         self.tenant_of(session)
         deadline = time.monotonic() + timeout_s
         committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
-        committed = await asyncio.shield(self._finish_commit(committing, lease=lease, keep_open=keep_open))
-        if committed.lease:
-            held = committed.extents[committed.statuses != BlockStatus.FAILED]
-            self._hold(session, HoldKind.LEASE, committed.lease, held)
-        if not keep_open:
-            self._drop_hold(session, HoldKind.RESERVATION, reservation)
-        if durability is Durability.DURABLE:
-            await self.persistence.keep_committed(committed, committing.metas, timeout_s=deadline - time.monotonic())
+        # Not to be cut short: the pages are marked busy until it ends.
+        work = asyncio.ensure_future(self._finish_commit(committing, lease=lease, keep_open=keep_open))
+        try:
+            committed = await asyncio.shield(work)
+            if durability is Durability.DURABLE:
+                left = deadline - time.monotonic()
+                await self.persistence.keep_committed(committed, committing.metas, timeout_s=left)
+        except BaseException:
+            work.add_done_callback(lambda done: self._disown(session, done))
+            raise
         self.background.wake()
         return committed
 
     def abort(self, session: int, reservation: int) -> None:
-        """Frees a reservation's pages as if nothing had been. Raises NotFound."""
-        self.tenant_of(session)
+        """Frees a reservation's pages as if nothing had been; an unknown one is ignored."""
         self._abort(session, reservation)
 
     # -- what workers tell
@@ -288,9 +289,14 @@ class Cache:
         self.tenant_of(session)
         self.core.report_attention(session, lease=lease, group=group, mass=mass)
 
-    def view(self, extent: StructArray) -> memoryview:
-        """The bytes of a page in a mapped tier, writable."""
-        return self._mapped(extent).view(extent)  # type: ignore[arg-type]  # a row of an array is a np.void
+    def page(self, session: int, kind: HoldKind, number: int, extent: np.void) -> memoryview:
+        """The bytes of a page of a lease or a reservation, writable. Good until the next await. Raises StaleHandle.
+
+        For streams, which outlast what they were given: an abort, or the end of the session's process, frees pages under them.
+        """
+        if (session, kind, number) not in self._holdings:
+            raise StaleHandle(f"{kind.name.lower()} {number}: it has ended during the call; begin again")
+        return self._mapped(extent).view(extent)
 
     def watch(self, session: int, *, after: int, sees_all: bool) -> AsyncIterator[list[Event]]:
         """Batches of events for ever; of the session's tenant only, unless it sees all."""
@@ -299,7 +305,7 @@ class Cache:
 
     # -- inner steps
 
-    async def _settle(self, session: int, lease: int) -> Served:
+    async def _settle(self, lease: int) -> Served:
         """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page."""
         while True:
             served = self.core.settle(lease, now=self.clock.now())
@@ -336,27 +342,47 @@ class Cache:
         return np.asarray(suspect)
 
     async def _finish_commit(self, committing: Committing, *, lease: bool, keep_open: bool) -> Committed:
-        """From hashing to publication; not to be cut short, since the pages are marked busy."""
-        metas, extents = committing.metas, committing.extents
-        metas["layers"] = self._layers_of(metas["namespace"])
-        metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
-        metas["time_ms"] = time.time_ns() // 1_000_000
-        ok, slices = np.ones(len(extents), dtype=np.bool_), []
-        try:
-            views = [self._mapped(row).view(row)[: int(row["length"])] for row in extents]
-            hashed = await self.parts.mover.hash(views, metas)
-            metas["digest"], slices = hashed.digests, hashed.slices
-            metas["slices"] = [len(s) for s in slices]
-        except TierFailed:
-            ok[:] = False
+        """From hashing to publication, and to what the session holds of it."""
+        metas, slices = committing.metas, await self._hash(committing)
+        ok = np.full(len(metas), slices is not None)
         committed = self.core.finish_commit(
             committing, digests=metas["digest"], ok=ok, lease=lease, keep_open=keep_open, now=self.clock.now()
         )
-        self._publish(committed, metas, slices)
+        self._publish(committed, metas, slices or [])
         self.flights.start(committed.plan)
+        held, session = committed.statuses != BlockStatus.FAILED, committing.session
+        try:
+            if committed.lease:
+                self._hold((session, HoldKind.LEASE, committed.lease), committed.extents[held])
+        except BaseException:
+            self._give_back(session, [committed.lease])
+            raise
+        finally:
+            reservation = (session, HoldKind.RESERVATION, committing.reservation)
+            self._holdings.drop(reservation, only=committing.indices[held].astype(np.int64) if keep_open else None)
         return committed
 
-    def _publish(self, committed: Committed, metas: StructArray, slices: list) -> None:  # type: ignore[type-arg]
+    async def _hash(self, committing: Committing) -> list[SliceTable] | None:
+        """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
+        metas, extents = committing.metas, committing.extents
+        try:
+            metas["layers"] = self._layers_of(metas["namespace"])
+            metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
+            metas["time_ms"] = time.time_ns() // 1_000_000
+            views = [self._mapped(row).view(row)[: int(row["length"])] for row in extents]
+            hashed = await self.parts.mover.hash(views, metas)
+        except Exception:  # whatever it is, the pages must not stay busy
+            log.exception("commit failed", reservation=committing.reservation)
+            return None
+        metas["digest"], metas["slices"] = hashed.digests, [len(s) for s in hashed.slices]
+        return hashed.slices
+
+    def _disown(self, session: int, work: asyncio.Future[Committed]) -> None:
+        """A commit whose caller has gone: its blocks stay, its lease does not."""
+        if not work.cancelled() and work.exception() is None and work.result().lease:
+            self._give_back(session, [work.result().lease])
+
+    def _publish(self, committed: Committed, metas: StructArray, slices: Sequence[SliceTable]) -> None:
         """Catalogue entries of what is new, in the same step as the core's publication."""
         new = np.flatnonzero(committed.statuses == BlockStatus.READY)
         for position in np.unique(committed.extents["tier"][new]).tolist():
@@ -377,26 +403,25 @@ class Cache:
             await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
 
     def _abort(self, session: int, reservation: int) -> None:
-        self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
-        self._drop_hold(session, HoldKind.RESERVATION, reservation)
+        with contextlib.suppress(NotFound):  # the session has ended, and everything of it
+            self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
+        self._holdings.drop((session, HoldKind.RESERVATION, reservation))
         self.background.wake()
 
-    def _give_back(self, session: int, lease: int) -> None:
-        self.flights.start(self.core.release(session, leases=[lease], now=self.clock.now()))
-        self._drop_hold(session, HoldKind.LEASE, lease)
+    def _give_back(self, session: int, leases: Sequence[int]) -> None:
+        with contextlib.suppress(NotFound):
+            self.flights.start(self.core.release(session, leases=leases, now=self.clock.now()))
+        for lease in leases:
+            self._holdings.drop((session, HoldKind.LEASE, lease))
+        self.background.wake()
 
-    def _hold(self, session: int, kind: HoldKind, number: int, extents: StructArray) -> None:
-        """Writes into the holds file who has these pages, before the client learns of them."""
-        if session not in self._tenants:
-            raise SessionLost(f"session {session}: it ended during the call; open a session again")
-        self._held[session, kind, number] = self._holds.append(session, extents, kind=kind)
+    def _hold(self, key: Key, extents: StructArray, *, at: Ids | None = None) -> None:
+        """Writes into the holds file who has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
+        if key[0] not in self._tenants:
+            raise SessionLost(f"session {key[0]}: it ended during the call; open a session again")
+        self._holdings.add(key, extents, at=at)
 
-    def _drop_hold(self, session: int, kind: HoldKind, number: int) -> None:
-        rows = self._held.pop((session, kind, number), None)
-        if rows is not None:
-            self._holds.erase(rows)
-
-    def _mapped(self, extent: StructArray) -> MappedTier:
+    def _mapped(self, extent: np.void) -> MappedTier:
         tier = self.tiers[int(extent["tier"])]
         assert isinstance(tier, MappedTier)
         return tier

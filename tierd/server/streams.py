@@ -20,6 +20,7 @@ from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.server import wire
 from tierd.server.guard import Caller
 from tierd.tiers.checksum import record_checksum
+from tierd.tiers.holds import HoldKind
 
 CHUNK_BYTES = 1 << 20
 
@@ -45,55 +46,64 @@ async def put(
     )
     if not reserved.reservation:
         return reserved.statuses[0]
+    incoming = Incoming(cache, caller.session, group, reserved)
     try:
-        arrived = await _receive(cache, group, reserved, first=first, chunks=chunks)
+        await incoming.take(first)
+        async for chunk in chunks:
+            await incoming.take(chunk)
+        return await _commit(cache, caller, incoming, durability=durability)
     except BaseException:
         cache.abort(caller.session, reserved.reservation)
         raise
-    return await _commit(cache, caller, group, reserved, arrived=arrived, durability=durability)
 
 
-async def _receive(
-    cache: Cache, group: PutQuery, reserved: Reserved, *, first: pb.PutChunk, chunks: AsyncIterator[pb.PutChunk]
-) -> StructArray:
-    """Bytes that arrived per block, in order and each with its checksum."""
-    arrived = np.zeros(len(group.blocks), dtype=np.int64)
-    await _take(cache, first, group, reserved, arrived)
-    async for chunk in chunks:
-        await _take(cache, chunk, group, reserved, arrived)
-    return arrived
+class Incoming:
+    """The blocks of one Put while their bytes come in. arrived: bytes of each that are there, int64 [n]."""
+
+    def __init__(self, cache: Cache, session: int, group: PutQuery, reserved: Reserved) -> None:
+        self.group = group
+        self.reservation = reserved.reservation
+        self.statuses = reserved.statuses[0]
+        self.arrived = np.zeros(len(group.blocks), dtype=np.int64)
+        self._extents = reserved.extents[0]
+        self._cache, self._session = cache, session
+
+    async def take(self, chunk: pb.PutChunk) -> None:
+        """The next chunk, in order and with its checksum. Raises InvalidArgument, CorruptRecord, StaleHandle."""
+        i, end = chunk.index, chunk.offset + len(chunk.data)
+        self._check(chunk, end)
+        if await asyncio.to_thread(record_checksum, chunk.data) != chunk.checksum:
+            raise CorruptRecord(
+                f"chunk of block {i} at {chunk.offset}: its checksum does not hold; send the block again"
+            )
+        self.arrived[i] = end
+        if self.statuses[i] == BlockStatus.RESERVED and chunk.data:
+            # Looked up for every chunk: the reservation may have ended meanwhile, and its page be somebody else's.
+            page = self._cache.page(self._session, HoldKind.RESERVATION, self.reservation, self._extents[i])
+            page[chunk.offset : end] = chunk.data
+
+    def _check(self, chunk: pb.PutChunk, end: int) -> None:
+        i, blocks = chunk.index, self.group.blocks
+        if i >= len(blocks):
+            raise InvalidArgument(f"chunk.index: {i} is outside the group's {len(blocks)} blocks")
+        if chunk.offset != self.arrived[i] or end > blocks["length"][i] or len(chunk.data) > CHUNK_BYTES:
+            raise InvalidArgument(
+                f"chunk of block {i}: bytes {chunk.offset} to {end} do not follow the {self.arrived[i]} that are there, of "
+                f"{blocks['length'][i]}; send a block's chunks in order, {CHUNK_BYTES} bytes at most each"
+            )
 
 
-async def _take(cache: Cache, chunk: pb.PutChunk, group: PutQuery, reserved: Reserved, arrived: StructArray) -> None:
-    i, end = chunk.index, chunk.offset + len(chunk.data)
-    if i >= len(arrived):
-        raise InvalidArgument(f"chunk.index: {i} is outside the group's {len(arrived)} blocks")
-    if chunk.offset != arrived[i] or end > group.blocks["length"][i] or len(chunk.data) > CHUNK_BYTES:
-        raise InvalidArgument(
-            f"chunk of block {i}: bytes {chunk.offset} to {end} do not follow the {arrived[i]} that are there, of "
-            f"{group.blocks['length'][i]}; send a block's chunks in order, {CHUNK_BYTES} bytes at most each"
-        )
-    if await asyncio.to_thread(record_checksum, chunk.data) != chunk.checksum:
-        raise CorruptRecord(f"chunk of block {i} at {chunk.offset}: its checksum does not hold; send the block again")
-    arrived[i] = end
-    if reserved.statuses[0][i] == BlockStatus.RESERVED and chunk.data:
-        view = cache.view(reserved.extents[0][i])
-        view[chunk.offset : end] = chunk.data
-
-
-async def _commit(
-    cache: Cache, caller: Caller, group: PutQuery, reserved: Reserved, *, arrived: StructArray, durability: Durability
-) -> Codes:
-    statuses = reserved.statuses[0].copy()
+async def _commit(cache: Cache, caller: Caller, incoming: Incoming, *, durability: Durability) -> Codes:
+    group, statuses = incoming.group, incoming.statuses.copy()
     written = np.flatnonzero(statuses == BlockStatus.RESERVED)
-    whole = written[arrived[written] == group.blocks["length"][written]]
+    whole = written[incoming.arrived[written] == group.blocks["length"][written]]
     statuses[np.setdiff1d(written, whole)] = BlockStatus.FAILED
     if not len(whole):
-        cache.abort(caller.session, reserved.reservation)
+        cache.abort(caller.session, incoming.reservation)
         return statuses
     committed = await cache.commit(
         caller.session,
-        reserved.reservation,
+        incoming.reservation,
         _named(group, whole),
         durability=durability,
         lease=False,
@@ -120,29 +130,24 @@ async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int) ->
     if len(group.namespaces) != 1:
         raise InvalidArgument(f"get: {len(group.namespaces)} ranks; ask for one rank a call")
     lease = await cache.acquire(caller.session, [group], kind=TierKind.HOST, timeout_s=caller.left_s * 0.8)
-    yield pb.GetChunk(tokens=lease.served.tokens, index=first)
-    if not lease.lease:
-        return
     try:
-        served = lease.served.groups[0]
-        for i, extent in enumerate(served.extents[0], start=served.first):
-            if i >= first:
-                async for chunk in _send(cache, i, extent):
-                    yield chunk
+        yield pb.GetChunk(tokens=lease.served.tokens, index=first)
+        for served in lease.served.groups:
+            for i, extent in enumerate(served.extents[0], start=served.first):
+                for offset in range(0, int(extent["length"]) if i >= first else 0, CHUNK_BYTES):
+                    # Looked up for every chunk: the lease may have ended meanwhile, and its page be another block's.
+                    page = cache.page(caller.session, HoldKind.LEASE, lease.lease, extent)
+                    yield await _chunk(i, offset, bytes(page[offset : int(extent["length"])][:CHUNK_BYTES]), extent)
     finally:
         cache.release(caller.session, [lease.lease])
 
 
-async def _send(cache: Cache, index: int, extent: StructArray) -> AsyncIterator[pb.GetChunk]:
-    length = int(extent["length"])
-    view = cache.view(extent)[:length]
-    for offset in range(0, length, CHUNK_BYTES):
-        data = bytes(view[offset : offset + CHUNK_BYTES])
-        yield pb.GetChunk(
-            index=index,
-            offset=offset,
-            data=data,
-            checksum=await asyncio.to_thread(record_checksum, data),
-            length=length,
-            status=BlockStatus.READY,
-        )
+async def _chunk(index: int, offset: int, data: bytes, extent: np.void) -> pb.GetChunk:
+    return pb.GetChunk(
+        index=index,
+        offset=offset,
+        data=data,
+        checksum=await asyncio.to_thread(record_checksum, data),
+        length=int(extent["length"]),
+        status=BlockStatus.READY,
+    )

@@ -66,7 +66,7 @@ class World:
         reserved = await self.cache.reserve(self.session, [self.put_query(hashes)], kind=kind)
         for extent, status, name in zip(reserved.extents[0], reserved.statuses[0], hashes, strict=True):
             if status == BlockStatus.RESERVED:
-                self.cache.view(extent)[:BLOCK_BYTES] = content_of(name, BLOCK_BYTES).tobytes()
+                self.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
         return reserved
 
     async def commit(self, reservation: int, blocks: StructArray | None = None, **options: object) -> Committed:
@@ -79,6 +79,10 @@ class World:
 
     async def acquire(self, hashes: np.ndarray, *, kind: TierKind = TierKind.HOST) -> Lease:
         return await self.cache.acquire(self.session, [self.query(hashes)], kind=kind, timeout_s=SOON_S)
+
+    def page(self, extent: np.void) -> memoryview:
+        """A block's bytes, writable."""
+        return self.daemon.tiers[int(extent["tier"])].view(extent)[: int(extent["length"])]  # type: ignore[attr-defined]
 
     @property
     def pins(self) -> int:

@@ -1,0 +1,124 @@
+"""What the conductor promises when a call is cut short, a page is bad, a session goes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.cache.world import World, opened
+from tierd.core.model import BlockStatus
+from tierd.errors import SessionLost
+from tierd.testing import chain, is_content
+
+
+async def test_page_changed_after_its_commit_shortens_the_answer() -> None:
+    """A writer that scribbles over a committed page costs that block and those behind it, and no more."""
+    async with opened() as world:
+        committed = await world.put(chain(1, 4))
+        world.page(committed.extents[2])[0] ^= 0xFF
+        async with asyncio.timeout(10):
+            lease = await world.acquire(chain(1, 4))
+        assert lease.served.tokens == 32
+        for extent, name in zip(lease.served.groups[0].extents[0], chain(1, 4), strict=False):
+            assert is_content(world.page(extent), name)
+        world.cache.release(world.session, [lease.lease])
+        world.cache.core.check()
+        assert world.pins == 0
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_cancelled_acquire_holds_nothing(steps: int) -> None:
+    """An Acquire that is cancelled, at whatever await, leaves no lease."""
+    async with opened() as world:
+        await world.put(chain(1, 4))
+        task = asyncio.create_task(world.acquire(chain(1, 4)))
+        await _turns(steps)
+        task.cancel()
+        await _ended(task, world)
+        assert world.pins == 0
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+async def test_cancelled_commit_leaves_no_lease(steps: int) -> None:
+    """A Commit that is cancelled publishes or does not, and in either case nothing stays held."""
+    async with opened() as world:
+        reserved = await world.reserve(chain(1, 4))
+        task = asyncio.create_task(world.commit(reserved.reservation, lease=True))
+        await _turns(steps)
+        task.cancel()
+        await _ended(task, world)
+        async with asyncio.timeout(10):
+            while world.pins:  # noqa: ASYNC110  # the end of hashing rings no bell
+                await asyncio.sleep(0)
+        world.cache.core.check()
+        assert world.pins == 0
+
+
+async def test_commit_of_a_stopped_session_holds_nothing() -> None:
+    """A session whose socket closes during a Commit gets its blocks published and no lease."""
+    async with opened() as world:
+        reserved = await world.reserve(chain(1, 4))
+        task = asyncio.create_task(world.commit(reserved.reservation, lease=True))
+        await _turns(1)
+        world.cache.stop_session(world.session)
+        with pytest.raises(SessionLost):
+            await task
+        assert world.pins == 0
+
+
+async def test_acquire_of_a_stopped_session_holds_nothing() -> None:
+    """A session whose socket closes during an Acquire gets no lease."""
+    async with opened() as world:
+        await world.put(chain(1, 4))
+        task = asyncio.create_task(world.acquire(chain(1, 4)))
+        await _turns(1)
+        world.cache.stop_session(world.session)
+        with pytest.raises(SessionLost):
+            await task
+        assert world.pins == 0
+
+
+async def test_session_that_ends_during_a_call_is_told() -> None:
+    """A process that ends during an Acquire or a Commit leaves clean books behind, whatever its calls answer."""
+    async with opened() as world:
+        await world.put(chain(1, 4))
+        reserved = await world.reserve(chain(2, 4))
+        calls = [
+            asyncio.create_task(world.acquire(chain(1, 4))),
+            asyncio.create_task(world.commit(reserved.reservation, lease=True)),
+        ]
+        await _turns(1)
+        world.cache.end_session(world.session)
+        await asyncio.gather(*calls, return_exceptions=True)
+        world.cache.core.check()
+        assert world.pins == 0
+
+
+async def test_commits_in_parts_erase_their_rows() -> None:
+    """Pages that were committed with keep_open are held as a reservation no longer."""
+    async with opened() as world:
+        reserved = await world.reserve(chain(1, 4))
+        await world.commit(reserved.reservation, keep_open=True)
+        assert world.pins == 0
+
+
+async def test_committed_blocks_are_ready() -> None:
+    """A put answers READY for what was new and EXISTS for what was there."""
+    async with opened() as world:
+        assert (await world.put(chain(1, 4))).statuses.tolist() == [BlockStatus.READY] * 4
+        first, second = await world.reserve(chain(2, 2)), await world.reserve(chain(2, 2))
+        await world.commit(first.reservation)
+        assert (await world.commit(second.reservation)).statuses.tolist() == [BlockStatus.EXISTS] * 2
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def _ended(task: asyncio.Task, world: World) -> None:  # type: ignore[type-arg]
+    """The call has ended; what it answered in time is let go of."""
+    done = await asyncio.gather(task, return_exceptions=True)
+    if getattr(done[0], "lease", 0):
+        world.cache.release(world.session, [done[0].lease])  # type: ignore[union-attr]
