@@ -16,10 +16,17 @@ from tierd.worker.text import BYTE_BOS
 MODULES = ("heapq.py", "bisect.py", "textwrap.py", "queue.py", "functools.py", "contextlib.py", "statistics.py")
 """Read in this order until there is enough text."""
 
+BLOCK_TOKENS = 16
+"""Of the worker's pages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes in tokens: the text of the first turn, what each later turn adds, what each turn answers."""
+    """Sizes in tokens: the text of the first turn, what each later turn adds, what each turn answers.
+
+    All are multiples of BLOCK_TOKENS: each turn then ends with a full block (its last token is generated but not computed), and what
+    the next one reuses comes out of one tier at once.
+    """
 
     first: int = 2000
     later: int = 32
@@ -30,7 +37,7 @@ class Plan:
         """The plan for a model of so many positions: the usual one, or one with a shorter first turn."""
         usual = cls()
         spent = turns * usual.answer + (turns - 1) * usual.later + 1
-        return cls(first=min(usual.first, positions - spent))
+        return cls(first=min(usual.first, (positions - spent) // BLOCK_TOKENS * BLOCK_TOKENS))
 
 
 class Conversation:

@@ -1,0 +1,209 @@
+"""tierctl and tierd against a real daemon: every verb, its JSON, its failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from tierd.cli import ctl
+from tierd.cli import daemon as tierd_cli
+from tierd.client import Client, NamespaceSpec
+from tierd.testing import Daemon
+
+TOKENS = np.arange(16 * 6, dtype=np.uint32)
+BLOCK_BYTES = 8192
+MODEL = "cli-test"
+
+Run = Callable[..., Result]
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Daemon]:
+    """One daemon for the file."""
+    with Daemon() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(started: Daemon) -> Iterator[Client]:
+    """A client that has put six blocks."""
+    with Client(started.target, name="the test") as connected:
+        space = connected.open_namespace(NamespaceSpec(model=MODEL, tokens_per_block=16, block_bytes=BLOCK_BYTES))
+        assert connected.put(space, TOKENS, [bytes([i]) * BLOCK_BYTES for i in range(6)])
+        yield connected
+
+
+@pytest.fixture
+def run(started: Daemon, client: Client) -> Run:
+    """`run("status")`: the verb against the daemon."""
+    return lambda *arguments: CliRunner().invoke(ctl.cli, [*arguments, "--target", started.target], prog_name="tierctl")
+
+
+@pytest.fixture
+def ask(run: Run) -> Ask:
+    """The verb's JSON."""
+
+    def asked(*arguments: str) -> dict[str, Any]:
+        result = run(*arguments, "--json")
+        assert result.exit_code == 0, result.output
+        answer: dict[str, Any] = json.loads(result.stdout)
+        return answer
+
+    return asked
+
+
+def test_status_tells_what_is_so(run: Run, ask: Ask, started: Daemon) -> None:
+    """The pid, the state and the blocks are the daemon's, in JSON and in the picture."""
+    status = ask("status")
+    assert (status["pid"], status["state"], status["blocks"]) == (started.pid, "serving", 6)
+    shown = run("status", "--counters").stdout
+    assert f"pid {started.pid}" in shown and "host.0" in shown and "calls" in shown
+
+
+def test_tiers_add_up(ask: Ask) -> None:
+    """Each tier's pages are within its capacity, and classes show the blocks' size."""
+    host, nvme = ask("tiers")["tiers"]
+    assert (host["name"], host["kind"], nvme["kind"]) == ("host.0", "host", "nvme")
+    assert host["used_bytes"] >= 6 * BLOCK_BYTES
+    assert host["classes"][0]["class_bytes"] == BLOCK_BYTES
+
+
+def test_blocks_are_filtered_sorted_and_paged(ask: Ask) -> None:
+    """Pages of the list do not overlap and cover it; filters narrow it; the sort is kept."""
+    first, second = (
+        ask("blocks", "--sort", "position", "--limit", "4"),
+        ask("blocks", "--sort", "position", "--limit", "4", "--offset", "4"),
+    )
+    assert [b["position"] for b in first["blocks"] + second["blocks"]] == [0, 1, 2, 3, 4, 5]
+    one = first["blocks"][2]
+    assert ask("blocks", "--prefix", one["hash"][:16])["blocks"] == [
+        one | {"idle_s": pytest.approx(one["idle_s"], abs=60)}
+    ]
+    assert ask("blocks", "--tier", "nvme.0")["total"] + ask("blocks", "--pinned")["total"] == 0
+    assert ask("blocks", "--namespace", str(one["namespace"]))["total"] == 6
+
+
+def test_inspect_finds_parent_and_child(ask: Ask) -> None:
+    """A block shows its page, its parent and what follows it."""
+    chain = ask("blocks", "--sort", "position")["blocks"]
+    seen = ask("inspect", chain[2]["hash"][:20])
+    assert seen["block"]["parent"] == chain[1]["hash"]
+    assert seen["children"] == [chain[3]["hash"]]
+    assert [(page["tier"], page["state"]) for page in seen["pages"]] == [("host.0", "ready")]
+
+
+def test_sessions_and_namespaces_name_who_is_there(ask: Ask) -> None:
+    """The test's own session and its model are listed."""
+    sessions = {one["name"]: one for one in ask("sessions")["sessions"]}
+    assert sessions["the test"]["pid"] == os.getpid()
+    assert sessions["the test"]["state"] == "open"
+    assert [one["blocks"] for one in ask("namespaces")["namespaces"] if one["model"] == MODEL and one["current"]] == [6]
+
+
+def test_a_pinned_block_stays_when_all_is_evicted(ask: Ask) -> None:
+    """Evict drops everything but what an operator has pinned; unpinned, it goes too."""
+    block = ask("blocks")["blocks"][0]["hash"]
+    assert ask("pin", block)["blocks"] == 1
+    assert ask("evict", "--all") == {"blocks": 5, "bytes": 5 * BLOCK_BYTES, "pinned": 1}
+    assert ask("unpin", block)["blocks"] == 1
+    assert ask("evict", block)["blocks"] == 1
+    assert ask("status")["blocks"] == 0
+
+
+def test_flushed_blocks_survive_eviction_from_memory(ask: Ask) -> None:
+    """Flush writes what NVMe lacks, once; then the host tier can be emptied and nothing is lost."""
+    assert ask("flush") == {"blocks": 6, "bytes": 6 * BLOCK_BYTES}
+    assert ask("flush")["blocks"] == 0
+    ask("evict", "--tier", "host.0")
+    assert [block["tiers"] for block in ask("blocks")["blocks"]] == [["nvme.0"]] * 6
+    ask("evict", "--all")
+
+
+def test_an_epoch_bump_hides_what_was_stored(ask: Ask) -> None:
+    """Blocks of the old epoch are gone, and the namespace is listed in its next one."""
+    assert ask("epoch", "bump", "--model", MODEL) == {"namespaces": 1, "blocks": 6}
+    assert ask("status")["blocks"] == 0
+    epochs = {one["epoch"]: one["current"] for one in ask("namespaces")["namespaces"] if one["model"] == MODEL}
+    assert [current for _, current in sorted(epochs.items())][-2:] == [False, True]
+
+
+def test_top_counts_what_happens(ask: Ask) -> None:
+    """A frame carries the tiers and the rates of the time between two looks."""
+    frame = ask("top", "--interval", "20 ms")
+    assert frame["seconds"] >= 0.02
+    assert {tier["name"] for tier in frame["tiers"]} == {"host.0", "nvme.0"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("inspect", "ab" * 32), 1, "no tier holds"),
+        (("inspect", "not-hex"), 2, "hexadecimal"),
+        (("evict", "--tier", "moon.0"), 1, "host.0"),
+        (("epoch", "bump", "--model", "nobody"), 1, "nobody"),
+        (("replay", __file__), 2, "line 1"),
+        (("replay", "/nowhere"), 2, "/nowhere"),
+    ],
+    ids=lambda value: "-".join(value)[:30] if isinstance(value, tuple) else "",
+)
+def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], code: int, words: str) -> None:
+    """Thing, fault and remedy in one line on stderr, nothing on stdout, and a code that says of what sort it is."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith("tierctl: ") and result.stderr.count("\n") == 1 and words in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "top", "blocks", "flush", "replay"])
+def test_no_daemon_is_exit_code_3(tmp_path: Path, verb: str) -> None:
+    """Without a daemon every verb says so in one line that names the place and the remedy."""
+    trace = tmp_path / "trace"
+    trace.write_text('{"timestamp":0,"input_length":1,"hash_ids":[0]}\n')
+    arguments = [verb, *([str(trace)] if verb == "replay" else []), "--target", str(tmp_path)]
+    result = CliRunner().invoke(ctl.cli, arguments, prog_name="tierctl")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (3, "", 1)
+    assert str(tmp_path) in result.stderr and "tierd serve" in result.stderr
+
+
+def test_drain_then_purge(tmp_path: Path) -> None:
+    """Drain ends when nothing is held; after the daemon `tierd purge` frees what it left, once, and never while it runs."""
+    with Daemon(root=tmp_path) as daemon:
+        config = ["--config", str(tmp_path / "tierd.toml")]
+        environment = {"TIERD_RUNTIME_DIR": daemon.target, "TIERD_STATE_DIR": str(tmp_path / "state")}
+        purge = lambda: CliRunner(env=environment).invoke(tierd_cli.cli, ["purge", *config], prog_name="tierd")  # noqa: E731
+        running = purge()
+        assert running.exit_code == 1 and "held by process" in running.stderr
+        drained = CliRunner().invoke(ctl.cli, ["drain", "--deadline", "2 s", "--target", daemon.target])
+        assert drained.stdout == "drained; nothing is held any more\n"
+        daemon.stop()
+        assert "freed" in purge().stdout
+        assert purge().stdout == "nothing to free\n"
+
+
+def test_a_bad_configuration_is_one_line(tmp_path: Path) -> None:
+    """`tierd serve` with an unknown key names its nearest neighbour and ends with 1, without a traceback."""
+    config = tmp_path / "bad.toml"
+    config.write_text('[server]\nclok = "replay"\n')
+    result = CliRunner().invoke(tierd_cli.cli, ["serve", "--config", str(config)], prog_name="tierd")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "server.clock" in result.stderr
+
+
+def test_a_broken_pipe_is_quiet(started: Daemon, client: Client) -> None:
+    """`tierctl blocks | head -1` ends without a traceback."""
+    command = [sys.executable, "-m", "tierd.cli.ctl", "blocks", "--target", started.target]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+    process.wait()

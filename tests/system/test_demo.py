@@ -1,0 +1,61 @@
+"""`tierd demo`, whole, with a model small enough for a test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tierd.cli import demo
+from tierd.cli.daemon import cli
+from tierd.worker.engine import Engine
+from tierd.worker.report import Report
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model that computes 800 tokens in no time."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+    monkeypatch.setattr(demo, "RANDOM", replace(demo.RANDOM, **sizes, max_positions=1024))
+
+
+@pytest.fixture
+def roots(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories of the daemons that are started."""
+    found: list[Path] = []
+
+    class Noted(demo.Daemon):
+        def start(self, *, wait: bool = True) -> demo.Daemon:
+            found.append(self.root)
+            return super().start(wait=wait)
+
+    monkeypatch.setattr(demo, "Daemon", Noted)
+    return found
+
+
+def test_the_demo_serves_from_every_place_and_ends_well(roots: list[Path]) -> None:
+    """Cold, device, host, NVMe, after kill -9: each turn from where the table says, tokens equal, exit code 0, nothing left behind."""
+    result = CliRunner().invoke(cli, ["demo"])
+    assert result.exit_code == 0, result.output
+    assert len([line for line in result.stdout.splitlines() if line.endswith("  yes")]) == len(demo.SCENES)
+    assert "all 80 generated tokens" in result.stdout
+    assert len(roots) == 2  # before and after kill -9
+    assert not any(root.exists() for root in roots)
+
+
+def test_the_demo_ends_loudly_when_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a turn's tokens are not those of the run without a cache, the demo says which and ends with 1."""
+    run = demo.Stage._run
+
+    def other(stage: demo.Stage, engine: Engine, prompt: tuple[int, ...]) -> Report:
+        report = run(stage, engine, prompt)
+        return replace(report, tokens=[*report.tokens[:-1], 0]) if report.reused_tokens else report
+
+    monkeypatch.setattr(demo.Stage, "_run", other)
+    monkeypatch.setattr(demo, "SCENES", demo.SCENES[:2])
+    result = CliRunner().invoke(cli, ["demo"])
+    assert result.exit_code == 1
+    assert "FAILED: device:" in result.stdout
+    assert "all 80" not in result.stdout

@@ -1,0 +1,62 @@
+"""What the demo says of itself must be true: its faults are found, its prompts fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.cli.conversation import BLOCK_TOKENS, Conversation, Plan
+from tierd.cli.demo import SCENES, Scene, Stage, Turn, verdict
+from tierd.cli.render import new_console
+from tierd.worker.report import Report
+
+GOOD = Report(prompt_tokens=100, reused_tokens=90, tier_tokens={"host.0": 90}, ttft_s=0.1, tokens=[1, 2, 3])
+PLAIN = Report(prompt_tokens=100, ttft_s=1.0, tokens=[1, 2, 3])
+
+
+def turn(tier: str, **changes: object) -> Turn:
+    """A turn that was to come from a tier, its report changed."""
+    return Turn(Scene("a place", Stage.stay, tier), replace(GOOD, **changes), PLAIN)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tier", ["host.0", "*"])
+def test_a_turn_as_promised_has_no_fault(tier: str) -> None:
+    """Equal tokens, served from the named tier: exit code 0."""
+    assert turn(tier).fault == ""
+    assert verdict(new_console(), [turn(tier)]) == 0
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        turn("host.0", tokens=[1, 2, 4]),
+        turn("host.0", tokens=[1, 2]),
+        turn("nvme.0"),
+        turn("*", tier_tokens={}),
+        turn("", tier_tokens={"device.0": 10}),
+        turn("host.0", tier_tokens={"host.0": 10, "device.0": 80}),
+    ],
+    ids=["other-token", "fewer-tokens", "other-tier", "nothing", "not-cold", "mostly-elsewhere"],
+)
+def test_a_turn_that_differs_fails_loudly(faulty: Turn, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other tokens than without a cache, or another source than the table says: exit code 1 and a line that begins with FAILED."""
+    assert verdict(new_console(), [turn("host.0"), faulty]) == 1
+    assert "FAILED: a place" in capsys.readouterr().out
+
+
+@given(st.integers(600, 100_000))
+def test_prompts_keep_within_the_model(positions: int) -> None:
+    """The last prompt and its answer fit into the model's positions, each prompt begins with all that was said, turns end on blocks."""
+    plan = Plan.within(positions, turns=len(SCENES))
+    conversation = Conversation(plan, turns=len(SCENES))
+    said: list[int] = []
+    for _ in SCENES:
+        prompt = conversation.ask()
+        assert list(prompt[: len(said)]) == said
+        conversation.hear([7] * plan.answer)
+        said = list(conversation.tokens)
+        assert (len(said) - 1) % BLOCK_TOKENS == 0
+    assert len(said) <= positions

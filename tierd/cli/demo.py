@@ -1,0 +1,296 @@
+"""`tierd demo`: a conversation over a long text, each turn served from another place, and once after a crash.
+
+Purpose: a real daemon, a real worker, and one honest table. Non-purpose: benchmarking; the figures are this machine's, with whatever else it
+does. Invariants: every turn is also computed without a cache, and its tokens must be the same; a turn counts only if it was served from where
+the table says; the daemon, its directories and its memory are the demo's own and gone at the end.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.cli.conversation import Conversation, Plan
+from tierd.cli.exits import ExitCode
+from tierd.cli.figures import human_bytes, human_count, human_seconds
+from tierd.cli.render import Cell, Column, new_console, show_table
+from tierd.client import Client
+from tierd.errors import OperatorError
+from tierd.testing import Daemon
+from tierd.worker.checkpoint import open_checkpoint, random_checkpoint
+from tierd.worker.engine import Engine
+from tierd.worker.model import Llama
+from tierd.worker.pages import LocalPages, page_shape
+from tierd.worker.report import Report, Request
+from tierd.worker.spec import LlamaSpec
+from tierd.worker.text import BYTE_BOS
+from tierd.worker.tierd_pages import TierdPages, namespace_spec
+
+CONFIG = """\
+[server]
+session_share = 0.9
+
+[[device]]
+kind = "cpu"
+capacity = "96 MiB"
+segment = "2 MiB"
+
+[[host]]
+capacity = "160 MiB"
+segment = "2 MiB"
+
+[[nvme]]
+capacity = "256 MiB"
+segment = "4 MiB"
+"""
+RANDOM = LlamaSpec(
+    vocab_size=260,
+    hidden_size=512,
+    intermediate_size=1408,
+    layers=6,
+    q_heads=8,
+    kv_heads=4,
+    head_dim=64,
+    max_positions=4096,
+)
+"""A model whose prefill of 2,000 tokens takes seconds on two cores."""
+RANDOM_SCALE = 0.05
+"""Of its weights: large enough that each token depends on all before it."""
+SETTLE_TIMEOUT_S = 20.0
+COLUMNS = (
+    Column("served from", style="bold"),
+    Column("prompt", right=True),
+    Column("reused", right=True),
+    Column("first token", right=True),
+    Column("computed again", right=True),
+    Column("speed-up", right=True, style="bold green"),
+    Column("same tokens", spare=1),
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One turn: what the table calls its source, what brings it about, and the tier that must serve it ("" for none, "*" for any)."""
+
+    source: str
+    prepare: Callable[[Stage], None]
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A scene as it went: with the cache, and computed again without one."""
+
+    scene: Scene
+    cached: Report
+    plain: Report
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with it; empty if nothing."""
+        if self.cached.tokens != self.plain.tokens:
+            return f"{self.scene.source}: {self.cached.tokens} came out, {self.plain.tokens} without a cache"
+        if not self._is_from_tier():
+            found = dict(self.cached.tier_tokens) or "nothing"
+            return f"{self.scene.source}: {found} was found for {self.cached.prompt_tokens} tokens"
+        return ""
+
+    def _is_from_tier(self) -> bool:
+        tiers, half = self.cached.tier_tokens, self.cached.prompt_tokens / 2
+        if self.scene.tier == "*":
+            return sum(tiers.values()) > half
+        return tiers.get(self.scene.tier, 0) > half if self.scene.tier else not tiers
+
+
+def run_demo(folder: Path | None, *, keep: bool) -> int:
+    """The whole demo; its exit code. folder: a checkpoint, or None for random weights."""
+    console = new_console()
+    with ExitStack() as stack:
+        say = stack.enter_context(shown_steps(console, total=2 * len(SCENES) + 2))
+        say("making the model")
+        model = load_model(folder)
+        say("starting a daemon: device (host memory in its place), host, NVMe")
+        root = Path(tempfile.mkdtemp(prefix="tierd-demo-")) if keep else None
+        daemon = stack.enter_context(Daemon(CONFIG, root=root))
+        stage = stack.enter_context(Stage(daemon, model, name=folder.name if folder else "random"))
+        turns = [stage.play(scene, say) for scene in SCENES]
+    draw(console, model, turns)
+    if root:
+        console.print(f"log and directories: {root}", soft_wrap=True)
+    return verdict(console, turns)
+
+
+def load_model(folder: Path | None) -> Llama:
+    """The checkpoint of a folder, or random weights. Raises ConfigError for one whose tokens are not bytes."""
+    model = Llama(open_checkpoint(folder) if folder else random_checkpoint(RANDOM, scale=RANDOM_SCALE))
+    if model.spec.vocab_size <= BYTE_BOS:
+        raise OperatorError(
+            f"{folder}: a vocabulary of {model.spec.vocab_size} is below bytes and a first token; use tiny-llama"
+        )
+    return model
+
+
+class Stage:
+    """Daemon, worker and conversation; a context manager."""
+
+    def __init__(self, daemon: Daemon, model: Llama, *, name: str) -> None:
+        self._daemon = daemon
+        plan = Plan.within(model.spec.max_positions, turns=len(SCENES))
+        self._answer = plan.answer
+        self._conversation = Conversation(plan, turns=len(SCENES))
+        self._marks: tuple[int, ...] = ()
+        self._client = Client(daemon.target, name="tierd demo")
+        self._pages = TierdPages(self._client, model, name=name)
+        self._namespace = self._client.open_namespace(namespace_spec(model, self._pages.shape, name=name))
+        self._cached = Engine(model, self._pages)
+        self._plain = Engine(model, LocalPages(page_shape(model)))
+        self._plain.generate([Request((BYTE_BOS, *b"warm"), max_new_tokens=2)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cached.close()
+        self._client.close()
+
+    def play(self, scene: Scene, say: Say) -> Turn:
+        """One turn, with the cache and without."""
+        scene.prepare(self)
+        prompt = self._conversation.ask()
+        say(f"{scene.source}: {len(prompt):,} tokens")
+        cached = self._run(self._cached, prompt)
+        say(f"{scene.source}: the same without a cache")
+        plain = self._run(self._plain, prompt)
+        self._conversation.hear(cached.tokens)
+        self._marks = (*self._marks, cached.stored_tokens)
+        return Turn(scene, cached, plain)
+
+    def stay(self) -> None:
+        """Changes nothing."""
+
+    def leave_host(self) -> None:
+        """Everything is in host memory (and on NVMe), nothing on the device."""
+        self._flush()
+        self._evict("device.0")
+        self._fetch_to_host()
+
+    def leave_nvme(self) -> None:
+        """Everything is on NVMe and nowhere else."""
+        self._flush()
+        self._evict("device.0")
+        self._evict("host.0")
+
+    def crash(self) -> None:
+        """kill -9 on the daemon, and a new one on its directories. The worker goes on."""
+        self._daemon.restart()
+
+    def _run(self, engine: Engine, prompt: tuple[int, ...]) -> Report:
+        return engine.generate([Request(prompt, max_new_tokens=self._answer, marks=self._marks)])[0]
+
+    def _flush(self) -> None:
+        with connect(self._daemon.target) as admin:
+            admin.ask(pb.FlushRequest(deadline_s=SETTLE_TIMEOUT_S))
+
+    def _evict(self, tier: str) -> None:
+        """Leaves nothing in a tier; what the worker has just let go of may take a moment to be unpinned."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        with connect(self._daemon.target) as admin:
+            while (left := admin.ask(pb.EvictRequest(tier=tier)).pinned) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        if left:
+            raise OperatorError(
+                f"demo: {left} blocks in {tier} are still pinned after {SETTLE_TIMEOUT_S:g} s; run it again with --keep"
+            )
+
+    def _fetch_to_host(self) -> None:
+        """Brings what was said so far into host memory, if it does not lie there already."""
+        said = self._conversation.tokens[: self._marks[-1]]
+        hashes = self._namespace.hash(said, with_tail=True)
+        self._client.prefetch(self._namespace, hashes, tokens=len(said), tier="host")
+        with connect(self._daemon.target) as admin:
+            admin.ask(pb.QuiesceRequest(deadline_s=SETTLE_TIMEOUT_S))
+
+
+SCENES = (
+    Scene("nowhere: cold", Stage.stay, ""),
+    Scene("device", Stage.stay, "device.0"),
+    Scene("host memory", Stage.leave_host, "host.0"),
+    Scene("NVMe", Stage.leave_nvme, "nvme.0"),
+    Scene("after kill -9, restart", Stage.crash, "*"),
+)
+"""The turns of the conversation, in order."""
+
+
+@contextmanager
+def shown_steps(console: Console, *, total: int) -> Iterator[Say]:
+    """`say(step)`: a bar with the step's name while a terminal watches, one line a step in a pipe."""
+    if not console.is_terminal:
+        yield lambda step: print(step, flush=True)
+        return
+    columns = (SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+
+        def say(step: str) -> None:
+            started = progress.tasks[0].description != ""
+            progress.update(task, description=step, advance=1 if started else 0)
+
+        yield say
+
+
+def draw(console: Console, model: Llama, turns: Sequence[Turn]) -> None:
+    """What was run, then one row a turn."""
+    spec = model.spec
+    kv = human_bytes(page_shape(model).bytes_of(1))
+    console.print()
+    console.print(
+        Text(
+            f"{spec.layers} layers, hidden {spec.hidden_size}, {kv} of KV a token; {turns[-1].cached.prompt_tokens:,} tokens in the end",
+            style="dim",
+        )
+    )
+    console.print()
+    show_table(console, COLUMNS, [row(turn) for turn in turns], empty="no turns")
+    console.print()
+
+
+def row(turn: Turn) -> list[Cell]:
+    """A turn's cells, as COLUMNS names them."""
+    cached, plain = turn.cached, turn.plain
+    same = cached.tokens == plain.tokens
+    return [
+        turn.scene.source,
+        human_count(cached.prompt_tokens),
+        human_count(cached.reused_tokens),
+        human_seconds(cached.ttft_s),
+        human_seconds(plain.ttft_s),
+        f"{plain.ttft_s / cached.ttft_s:.1f} x" if cached.reused_tokens else "-",
+        Text("yes", style="green") if same else Text("NO", style="bold red"),
+    ]
+
+
+def verdict(console: Console, turns: Sequence[Turn]) -> int:
+    """The last line, and the exit code."""
+    faults = [turn.fault for turn in turns if turn.fault]
+    if not faults:
+        answers = sum(len(turn.cached.tokens) for turn in turns)
+        console.print(
+            Text(f"all {answers} generated tokens are those of a run without a cache", style="green"), soft_wrap=True
+        )
+        return ExitCode.OK
+    for fault in faults:
+        console.print(Text(f"FAILED: {fault}", style="bold red"), soft_wrap=True)
+    return ExitCode.FAILED
