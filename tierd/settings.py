@@ -82,7 +82,13 @@ class ServerConfig:
     queue_limit: int = _key(
         256, "Calls in progress at one time; the next one is refused.", unit="calls", least=1, most=65536
     )
-    max_batch_blocks: int = _key(4096, "Blocks in one call; more are refused.", unit="blocks", least=1, most=1 << 20)
+    max_batch_blocks: int = _key(
+        65536,
+        "Blocks in one call, ranks counted; more are refused. The default is a million tokens in blocks of 16.",
+        unit="blocks",
+        least=1,
+        most=100_000,
+    )
     call_timeout: Seconds = _key("30 s", "Deadline of a call that brings none of its own.", unit="seconds", least=0.001)
     shutdown_deadline: Seconds = _key(
         "10 s",

@@ -16,7 +16,7 @@ from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import COMMIT_BLOCK, HANDLE
 from tierd.errors import ERROR_KEY
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import SMALL, Daemon, chain, content_of, is_content
 
 KEPT = chain(7, 4)
 
@@ -24,7 +24,7 @@ KEPT = chain(7, 4)
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     """One daemon that has to bear everything in this file."""
-    with Daemon() as running:
+    with Daemon(SMALL.replace("[server]", "[server]\nmax_batch_blocks = 4096")) as running:
         yield running
 
 

@@ -1,6 +1,6 @@
 """For tests, the project's and its users': a real daemon in a directory of its own, and blocks whose bytes follow from their hash."""
 
 from tierd.testing.content import chain, content_of, is_content
-from tierd.testing.daemon import Daemon
+from tierd.testing.daemon import SMALL, Daemon
 
-__all__ = ["Daemon", "chain", "content_of", "is_content"]
+__all__ = ["SMALL", "Daemon", "chain", "content_of", "is_content"]
