@@ -138,14 +138,14 @@ class Ledger:
         results = await asyncio.gather(*flights, return_exceptions=True)
         for file, error in zip(files, results, strict=True):
             if isinstance(error, BaseException):
-                raise self._fail(file.path, error) from error
+                raise self.fail(file.path, error) from error
 
     async def _sync_journal(self, records: list[Record]) -> None:
         try:
             await self._in_thread(self._write_journal, records)
         except OSError as error:
             if self._opened.journal.is_abandoned or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise self._fail(self._opened.directory / "journal", error) from error
+                raise self.fail(self._opened.directory / "journal", error) from error
             self._pending = records + self._pending  # nothing of it is in the file; the next flight tries again
             self._timer = self._timer or asyncio.get_running_loop().call_later(LAG_S, self._flight)
             raise TierFailed(
@@ -157,8 +157,8 @@ class Ledger:
         self._opened.journal.append(records)
         self._opened.journal.sync()
 
-    def _fail(self, path: Path, error: BaseException) -> TierFailed:
-        """The end of this store: what the kernel could not write it may have forgotten."""
+    def fail(self, path: Path, error: BaseException) -> TierFailed:
+        """The end of this store: what the kernel could not write it may have forgotten. Gives what is to be raised."""
         self.failure = (
             f"{self._opened.name}: {path} could not be made durable ({error}); the store is out of service:"
             " check the disk, then restart"

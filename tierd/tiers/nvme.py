@@ -10,7 +10,7 @@ is served if every byte of it is still there, the new one if its record is durab
 
 Invariants:
 - `apply` touches memory alone.
-- Once a sync has failed the store has ended: `serving` is False, every later read and write is FAILED, `sync` raises.
+- Once a sync has failed, or UNWRITTEN_LIMIT writes in a row, the store has ended: `serving` is False, every later read and write is FAILED, `sync` raises.
 - `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled.
 - Nothing is written with a generation that the durable marks do not cover.
 """
@@ -53,6 +53,9 @@ from tierd.tiers.tier import ReadResult, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
+
+UNWRITTEN_LIMIT = 8
+"""So many slots in a row that cannot be written end the store."""
 
 _NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
 
@@ -99,6 +102,7 @@ class NvmeStore:
         self._headers = HeaderPool(queue_depth)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
+        self._unwritten = 0  # slots that could not be written since one could
         self._is_open = False
         self._opened: OpenStore
         self._ledger: Ledger
@@ -107,7 +111,7 @@ class NvmeStore:
 
     @property
     def serving(self) -> bool:
-        """Whether it takes reads and writes: open, and no sync has failed."""
+        """Whether it takes reads and writes: open, and not failed for good."""
         return self._is_open and not self._ledger.failure
 
     async def open(self) -> Recovered:
@@ -333,8 +337,21 @@ class NvmeStore:
         fill_headers(headers, batch.metas[rows], [batch.tables[i] for i in rows])
         payloads = [p.take() for p in self._payloads(batch, run)]
         buffers = vector(headers, payloads, class_bytes=run.class_bytes, filler=self._headers.zeros)
-        await self._opened.io.write(self._file(run), run.offset, buffers)
+        file = self._file(run)
+        try:
+            await self._opened.io.write(file, run.offset, buffers)
+        except OSError as error:
+            if len(rows) == 1:  # of a longer run each slot is tried alone
+                self._note_unwritten(file, error)
+            raise
+        self._unwritten = 0
         batch.statuses[rows] = BlockStatus.READY
+
+    def _note_unwritten(self, file: SlotFile, error: OSError) -> None:
+        """A bad sector costs a block; a disk that takes none at all is out of service. A full one may have room again."""
+        self._unwritten += error.errno not in (errno.ENOSPC, errno.EDQUOT)
+        if self._unwritten >= UNWRITTEN_LIMIT and not self._ledger.failure:
+            self._ledger.fail(file.path, error)
 
     def _payloads(self, batch: _Batch, run: Run) -> list[Payload]:
         lengths = batch.extents["length"][list(run.rows)].tolist()

@@ -35,6 +35,7 @@ from tierd.errors import ConfigError, TierFailed, VersionMismatch
 from tierd.tiers import durable, ledger, slots, store_files
 from tierd.tiers.journal import Journal, Record
 from tierd.tiers.mapping import address_of
+from tierd.tiers.nvme import UNWRITTEN_LIMIT
 from tierd.tiers.slots import HEADER_BYTES
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
@@ -300,6 +301,18 @@ async def test_failed_write_stores_nothing(world: World, tmp_path: Path, monkeyp
     other = await next_life(tmp_path)
     assert set(other.held) == {2}
     await other.store.close(release=False)
+
+
+async def test_store_that_takes_no_write_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed writes in a row, up to the limit, put the store out of service; one success in between starts the count anew."""
+    for failures in (UNWRITTEN_LIMIT - 1, UNWRITTEN_LIMIT):
+        assert await world.write([1], segment=1, slots=[0]) == [READY]
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "write_at", raiser(errno.EIO))
+            for _ in range(failures):
+                assert await world.write([2], segment=1, slots=[1]) == [FAILED]
+        assert world.store.serving == (failures < UNWRITTEN_LIMIT)
+    assert await world.write([3], segment=1, slots=[2]) == [FAILED]
 
 
 # -- syncs
