@@ -181,6 +181,8 @@ class Flights:
         link = self._link(batch)
         good = statuses == BlockStatus.READY
         self._metrics.bytes.labels(link=link).inc(int(batch["source"]["length"][good].sum()))
+        if (bad := int((statuses == BlockStatus.CORRUPT).sum())) > 0:
+            self._metrics.corrupt.labels(tier=self._tiers[int(batch["source"]["tier"][0])].spec.name).inc(bad)
         for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):
             outcome = BlockStatus(status).name.lower()
             self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))
