@@ -136,7 +136,7 @@ class Daemon:
         return self.start()
 
     def __enter__(self) -> Self:
-        if self._process is None:
+        if self._process is None or self._process.poll() is not None:
             self.start()
         return self
 

@@ -1,0 +1,192 @@
+"""Bits that change where blocks lie, while the daemon is down or up: a miss, a count and a log line, never bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import BlockClient, connected
+from tests.system.test_restart import wipe_arena
+from tierd._proto import admin_pb2 as apb
+from tierd.errors import Unavailable
+from tierd.testing import Daemon, chain, content_of
+from tierd.tiers.slots import HEADER_BYTES
+
+CONFIG = """\
+[server]
+shutdown_deadline = "2 s"
+
+[[host]]
+capacity = "8 MiB"
+segment = "1 MiB"
+
+[[nvme]]
+capacity = "32 MiB"
+segment = "4 MiB"
+"""
+NAMES = chain(1, 8)
+BAD = 3
+"""The block of NAMES that is damaged."""
+LENGTH = 64 << 10
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A daemon for one test."""
+    with Daemon(CONFIG) as running:
+        yield running
+
+
+def _namespace(client: BlockClient) -> int:
+    return client.open_namespace(block_bytes=LENGTH)
+
+
+def _put(daemon: Daemon, *, durable: bool) -> None:
+    with connected(daemon) as client:
+        assert client.put(_namespace(client), NAMES, length=LENGTH, durable=durable) == len(NAMES)
+
+
+def _read(daemon: Daemon) -> int:
+    """Blocks that a get gives, every byte compared; the daemon must serve on."""
+    with connected(daemon) as client:
+        found = client.read(_namespace(client), NAMES)
+        assert client.status().state == "serving"
+        return found
+
+
+def _corrupt(daemon: Daemon, tier: str) -> int:
+    with connected(daemon) as client:
+        return client.counter(f'tierd_corrupt_total{{tier="{tier}"}}')
+
+
+def flip(directory: Path, block: int, *, shift: int) -> None:
+    """Flips one bit, `shift` bytes from the start of the block's bytes, in the one file below that holds them."""
+    start = content_of(NAMES[block], LENGTH)[:64].tobytes()
+    found = [
+        (path, at) for path in directory.rglob("*") if path.is_file() and (at := path.read_bytes().find(start)) >= 0
+    ]
+    assert len(found) == 1, f"block {block} lies in {found}"
+    path, at = found[0]
+    flip_bit(path, at + shift)
+
+
+def flip_bit(path: Path, at: int) -> None:
+    """Through the file, so that whoever maps it sees it too."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 0x10]), at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+PLACES = [100, LENGTH - 1]
+HEADER_PLACES = [-HEADER_BYTES, -HEADER_BYTES + 100, -HEADER_BYTES + 256]
+
+
+@pytest.mark.parametrize("shift", PLACES + HEADER_PLACES)
+def test_store_slot(daemon: Daemon, shift: int) -> None:
+    """A flipped bit in a slot of the store, payload or header: that block and those after it are a miss, counted, and can be put again."""
+    _put(daemon, durable=True)
+    daemon.kill()
+    wipe_arena(daemon)
+    flip(daemon.root / "state", BAD, shift=shift)
+    daemon.start()
+    assert _read(daemon) == BAD
+    assert _corrupt(daemon, "nvme.0") == 1
+    _put(daemon, durable=True)
+    assert _read(daemon) == len(NAMES)
+
+
+@pytest.mark.parametrize("shift", PLACES)
+@pytest.mark.parametrize("is_up", [False, True], ids=["down", "up"])
+def test_arena(daemon: Daemon, shift: int, is_up: bool) -> None:
+    """A bit of the arena flipped between two lives, or after the new one has found the block again: a miss on the first hit, counted."""
+    _put(daemon, durable=False)
+    daemon.kill()
+    if is_up:
+        daemon.start()
+    flip(daemon.arena, BAD, shift=shift)
+    if not is_up:
+        daemon.start()
+    assert _read(daemon) == BAD
+    assert _corrupt(daemon, "host.0") == 1
+    _put(daemon, durable=False)
+    assert _read(daemon) == len(NAMES)
+
+
+def test_arena_with_a_far_copy(daemon: Daemon) -> None:
+    """A block whose copy in memory went bad is served from its store, not later than by the second get."""
+    _put(daemon, durable=True)
+    daemon.kill()
+    flip(daemon.arena, BAD, shift=5)
+    daemon.start()
+    assert _read(daemon) in (BAD, len(NAMES))
+    assert _read(daemon) == len(NAMES)
+
+
+def test_bad_memory_does_not_reach_the_store(daemon: Daemon) -> None:
+    """A page that went bad before it was written to the store is refused there: the put that wanted it durable is told."""
+    _put(daemon, durable=False)
+    daemon.kill()
+    flip(daemon.arena, BAD, shift=5)
+    daemon.start()
+    with connected(daemon) as client:
+        client.call(client.admin.Flush, apb.FlushRequest())
+    daemon.kill()
+    wipe_arena(daemon)
+    daemon.start()
+    assert _read(daemon) == BAD
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise(daemon: Daemon, seed: int) -> None:
+    """Bits flipped anywhere in what a daemon leaves: the next one serves committed bytes and misses, or refuses to start and says why."""
+    _put(daemon, durable=seed % 2 == 0)
+    daemon.stop() if seed % 4 < 2 else daemon.kill()
+    chance = random.Random(seed)
+    files = [
+        p
+        for d in (daemon.root / "state", daemon.arena)
+        for p in sorted(d.rglob("*"))
+        if p.is_file() and p.stat().st_size
+    ]
+    for path in files:
+        if path.suffix != ".lock":
+            used = _used_bytes(path)
+            for _ in range(2):
+                flip_bit(path, chance.randrange(used))
+    try:
+        daemon.start()
+    except Unavailable as error:
+        assert "Traceback" not in str(error), error
+        print("refused:", str(error).splitlines()[-1])
+        return
+    print("served", _read(daemon), "of", len(NAMES))
+
+
+def _used_bytes(path: Path) -> int:
+    """Up to the last byte that is not zero."""
+    used = np.flatnonzero(np.fromfile(path, dtype=np.uint8))
+    return int(used[-1]) + 1 if len(used) else 1
+
+
+@pytest.mark.parametrize("lost", ["nvme-0", "arena", "namespaces.jsonl"])
+def test_lost_files(daemon: Daemon, lost: str) -> None:
+    """A store, an arena or the list of namespaces that is gone is a miss at most: the daemon starts and serves."""
+    _put(daemon, durable=True)
+    daemon.kill()
+    if lost == "arena":
+        wipe_arena(daemon)
+    elif lost == "nvme-0":
+        shutil.rmtree(daemon.root / "state" / lost)
+    else:
+        (daemon.root / "state" / lost).unlink()
+    daemon.start()
+    assert _read(daemon) == len(NAMES)
