@@ -84,7 +84,7 @@ class Lease:
         barrier()
         good = np.ones(len(self.handles), dtype=np.bool_)
         for place, rows in _by_place(self.handles):
-            segment = hold.link.session.segment(place) if hold.link.session else None
+            segment = hold.segment(place)
             if segment is None or int(self.handles["slot"][rows].max()) >= len(segment.words):
                 good[rows] = False
             else:

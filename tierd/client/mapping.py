@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +39,16 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page."""
+    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page.
+
+    present: offsets of pages that `populate` has been through.
+    """
 
     id: int
     data: NDArray[np.uint8]
     words: Words
     is_writable: bool
+    present: set[int] = field(default_factory=set)
 
     @property
     def address(self) -> int:
@@ -91,10 +95,11 @@ def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
     return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
 
 
-def populate(pages: NDArray[np.uint8]) -> None:
-    """Makes pages present for writing in one go; without it each is a fault of its own. Only speed depends on it."""
-    start = int(pages.ctypes.data) // mmap.PAGESIZE * mmap.PAGESIZE
-    _libc.madvise(start, int(pages.ctypes.data) + len(pages) - start, _MADV_POPULATE_WRITE)
+def populate(segment: Segment, offset: int, length: int) -> None:
+    """Makes memory present for writing in one go; without it each 4 KiB are a fault of their own. Only speed depends on it."""
+    if offset not in segment.present:
+        segment.present.add(offset)
+        _libc.madvise(segment.address + offset, length, _MADV_POPULATE_WRITE)
 
 
 def _unmap(address: int, length: int, pid: int) -> None:

@@ -84,10 +84,14 @@ class Hold:
 
     def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Bytes:
         """A segment's bytes, which hold the pin. Raises StaleHandle."""
-        segment = self.link.session.segment(place) if self.link.session else None
+        segment = self.segment(place)
         if segment is None:
             raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; acquire again")
         return np.asarray(Exposed(segment, pin, writable=writable and segment.is_writable))
+
+    def segment(self, place: Place) -> Segment | None:
+        """A segment of its link, if it is mapped."""
+        return self.link.session.segment(place) if self.link.session else None
 
     def watch(self, handle: object) -> None:
         """When the handle is collected without having been closed, it counts as dropped."""

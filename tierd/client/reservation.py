@@ -131,11 +131,18 @@ class ReservedPages:
         if not rows or self.hold is None:
             return found
         self.hold.check()
+        self._populate(self.hold, self.handles[rows])
         for i, page in zip(rows, cut_pages(self.hold, self.handles[rows], writable=True), strict=True):
-            mapping.populate(page)
             self._given.append((i, weakref.ref(page)))
             found[i] = page
         return found
+
+    def _populate(self, hold: Hold, handles: StructArray) -> None:
+        columns = (handles[name].tolist() for name in ("tier", "segment", "offset", "length"))
+        for tier, segment, offset, length in zip(*columns, strict=True):
+            mapped = hold.segment((tier, segment))
+            if mapped is not None and mapped.is_writable:
+                mapping.populate(mapped, offset, length)
 
 
 class Reservation(ReservedPages):
