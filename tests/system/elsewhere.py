@@ -1,0 +1,189 @@
+"""A function of a test in a process of its own: another client, another user, one that forks and is killed.
+
+    def reader(talk: Talk, target: str) -> None:      # runs there
+        client = Client(target)
+        talk.say("ready")
+        seed = talk.hear()
+
+    with Elsewhere(reader, daemon.target) as other:   # runs in the test
+        assert other.hear() == "ready"
+        other.say(7)
+
+Values are JSON. Everything that the function's module imports is loaded before the user changes, so another uid needs no right to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+import tierd.client.aio
+import tierd.client.rpc
+import tierd.client.rpc_aio
+from tierd.testing import content_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PR_SET_PDEATHSIG = 1
+
+
+class Elsewhere:
+    """The process. Leaving the context kills it."""
+
+    def __init__(
+        self, function: Callable[..., None], target: str, *, uid: int | None = None, gid: int = 0, **given: Any
+    ):
+        place = {"module": function.__module__, "function": function.__name__, "uid": uid, "gid": gid}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.elsewhere", json.dumps(place | {"target": target, "given": given})],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def say(self, value: Any = None) -> None:
+        """What the function's next `hear` gives."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """What the function said next."""
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        assert line, f"the other process ended with status {self._process.wait()}"
+        return json.loads(line)
+
+    def ask(self, value: Any = None) -> Any:
+        """Say and hear."""
+        self.say(value)
+        return self.hear()
+
+    def kill(self) -> None:
+        """SIGKILL, and gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def finish(self) -> int:
+        """Lets the function end; the exit status."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        return self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+
+class Talk:
+    """The function's end."""
+
+    def say(self, value: Any = None) -> None:
+        """What the test's next `hear` gives."""
+        os.write(1, (json.dumps(value) + "\n").encode())
+
+    def hear(self) -> Any:
+        """What the test said next; ends the process if the test has gone."""
+        line = sys.stdin.readline()
+        if not line:
+            raise SystemExit(0)
+        return json.loads(line)
+
+
+class Child:
+    """A fork of this process that does one thing, says how it went, and is gone, or lives until it is released.
+
+    work: its result is what `result` gives; an error is its class's name. The child dies with its parent unless `is_orphan`.
+    """
+
+    def __init__(self, work: Callable[[], Any], *, lives: bool = False, is_orphan: bool = False) -> None:
+        self._answer, answer = os.pipe()
+        go, self._go = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(answer)
+            os.close(go)
+            return
+        os.close(self._answer)
+        os.close(self._go)
+        if not is_orphan:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            value = work()
+        except BaseException as error:
+            value = type(error).__name__
+        os.write(answer, json.dumps(value).encode())
+        os.close(answer)
+        if lives:
+            os.read(go, 1)
+        os._exit(0)
+
+    def result(self) -> Any:
+        """What the work gave; None if it was killed by what it did."""
+        data = b""
+        while part := os.read(self._answer, 65536):
+            data += part
+        os.close(self._answer)
+        return json.loads(data) if data else None
+
+    def end(self) -> int:
+        """Releases it and waits; the exit status as Popen gives it: -11 is SIGSEGV."""
+        os.close(self._go)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def mapping_of(array: np.ndarray) -> tuple[str, str, int]:
+    """Path, rights and offset in the file of the mapping where an array begins; from /proc/self/maps."""
+    address = array.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, offset, _device, _inode, *path = line.split(maxsplit=5)
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end:
+            return (path or [""])[0], rights, int(offset, 16) + address - start
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def main() -> None:
+    """Runs what it was started for."""
+    place = json.loads(sys.argv[1])
+    function = getattr(importlib.import_module(place["module"]), place["function"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if place["uid"] is not None:
+        os.setgroups([])
+        os.setgid(place["gid"])
+        os.setuid(place["uid"])
+    function(Talk(), place["target"], **place["given"])
+
+
+# What is imported late is imported now, before the user changes.
+assert tierd.client.rpc and tierd.client.rpc_aio and tierd.client.aio
+assert len(content_of(bytes(32), 8)) == 8
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A relay between a client and the daemon's gRPC socket, which counts what passes, or damages it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PART_BYTES = 1 << 16
+
+
+class Relay:
+    """Listens where `listen` says and connects to `forward`, both a path or (host, port); port 0: any.
+
+    passed: bytes in both directions so far. change: sees each part on its way, and gives what goes on.
+    """
+
+    def __init__(
+        self, listen: str | tuple[str, int], forward: str | tuple[str, int], *, change: Callable[[bytes], bytes] = bytes
+    ) -> None:
+        self.passed = 0
+        self._forward = forward
+        self._change = change
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = _socket(listen)
+        self._listener.bind(listen)
+        self._listener.listen()
+        self._start(self._accept)
+
+    @property
+    def port(self) -> int:
+        """Of a relay over TCP."""
+        return int(self._listener.getsockname()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for each in (self._listener, *self._sockets):
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = _socket(self._forward)
+                self._sockets += [near, far]
+                far.connect(self._forward)
+                self._start(lambda near=near, far=far: self._pass(near, far))
+                self._start(lambda near=near, far=far: self._pass(far, near))
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(PART_BYTES):
+                self.passed += len(part)
+                target.sendall(self._change(part))
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+class LocalRelay(Relay):
+    """A target whose gRPC socket is a relay, and whose session socket is the daemon's own."""
+
+    def __init__(self, target: str) -> None:
+        self.target = tempfile.mkdtemp(prefix="tierd-relay-")
+        os.symlink(f"{target}/session.sock", f"{self.target}/session.sock")
+        super().__init__(f"{self.target}/tierd.sock", f"{target}/tierd.sock")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        for path in Path(self.target).iterdir():
+            path.unlink()
+        Path(self.target).rmdir()
+
+
+def _socket(address: str | tuple[str, int]) -> socket.socket:
+    return socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)

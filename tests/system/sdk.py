@@ -1,0 +1,80 @@
+"""What the system tests of the SDK share: namespaces, blocks that tell their own content, and what the daemon says is held."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.system.blocks import await_true
+from tests.system.raw import RawClient
+from tierd._proto import admin_pb2 as apb
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutResult
+from tierd.testing import Daemon, chain, content_of, is_content
+
+MIB = 1 << 20
+BIG = NamespaceSpec(model="big", tokens_per_block=16, block_bytes=2 * MIB)
+SMALL = NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096)
+HOST_BYTES = 32 * MIB
+HOST = '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n'
+"""Memory alone: what does not fit is gone."""
+TENFOLD = 10 * HOST_BYTES
+
+
+def put(client: Client, namespace: OpenedNamespace, seed: int, count: int) -> PutResult:
+    """Stores a chain, each block with the content of its hash."""
+    hashes, size = chain(seed, count), namespace.spec.block_bytes
+    return client.put(namespace, hashes, [content_of(name, size) for name in hashes])
+
+
+def right(views: Sequence[np.ndarray], seed: int) -> int:
+    """How many of the views hold what the chain of this seed has there."""
+    hashes = chain(seed, len(views))
+    return sum(is_content(np.ascontiguousarray(view), name) for view, name in zip(views, hashes, strict=True))
+
+
+def churn(client: Client, *, seed: int, total: int = TENFOLD, byte: int = 0xEE) -> int:
+    """Stores blocks of 2 MiB that are all one byte until so many bytes have gone through; how many were stored."""
+    namespace = client.open_namespace(BIG)
+    block, stored = np.full(BIG.block_bytes, byte, dtype=np.uint8), 0
+    for turn in range(total // (4 * BIG.block_bytes)):
+        stored += client.put(namespace, chain(seed * 100_000 + turn, 4), [block] * 4).stored
+    return stored
+
+
+def held(daemon: Daemon) -> tuple[int, int, int, int]:
+    """Leases, reservations, pinned pages and reserved pages."""
+    with RawClient(daemon.target) as client:
+        return _held(client)
+
+
+def _held(client: RawClient) -> tuple[int, int, int, int]:
+    status = client.call(client.admin.Status, apb.StatusRequest())
+    tiers = client.call(client.admin.Tiers, apb.TiersRequest()).tiers
+    pages = (sum(tier.pages_pinned for tier in tiers), sum(tier.pages_reserved for tier in tiers))
+    return (status.leases, status.reservations, *pages)
+
+
+NOTHING = (0, 0, 0, 0)
+
+
+def session_names(daemon: Daemon) -> set[str]:
+    """Of all sessions in the daemon's books."""
+    with RawClient(daemon.target) as client:
+        return {session.name for session in client.call(client.admin.Sessions, apb.SessionsRequest()).sessions}
+
+
+def await_nothing_held(daemon: Daemon, after: str) -> float:
+    """Until the daemon says that nobody holds anything; the seconds that it took."""
+    gc.collect()
+    with RawClient(daemon.target) as client:
+        return await_true(lambda: _held(client) == NOTHING, f"everything given back after {after}")
+
+
+def arena_files(daemon: Daemon) -> list[Path]:
+    """The segments' files and catalogues."""
+    config = (daemon.root / "tierd.toml").read_text()
+    arena = config.split('arena_dir = "')[1].split('"')[0]
+    return [path for path in Path(arena).rglob("*") if path.is_file()]
