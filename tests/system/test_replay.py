@@ -131,11 +131,38 @@ def conversations(path: Path, *, count: int) -> Path:
     return path
 
 
+def test_a_second_replay_finds_the_first_and_a_cold_one_does_not(tmp_path: Path) -> None:
+    """What one replay stored the next one is served, unless it asks for a namespace of its own; no byte is wrong, at any pace."""
+    trace = conversations(tmp_path / "made-up.gz", count=6)
+    with Daemon() as daemon:
+        common = ("replay", str(trace), "--target", daemon.target, "--verify", "--block-bytes", "4 KiB")
+        first, again, cold = asked(*common), asked(*common, "--speed", "100000"), asked(*common, "--cold")
+    assert again["hit_ratio"] == 1.0
+    assert cold["tier_tokens"] == first["tier_tokens"]
+    assert again["wrong_blocks"] == cold["wrong_blocks"] == again["bytes_written"] == 0
+    assert again["latency_s"]["acquire"]["count"] == 6
+
+
+def test_verify_finds_bytes_that_are_not_the_blocks_own(tmp_path: Path) -> None:
+    """A block stored with other bytes than its hash stands for is counted, shown and ends the replay with 1."""
+    trace = conversations(tmp_path / "made-up.gz", count=1)
+    request = read_trace(trace)[0]
+    with Daemon() as daemon, Client(daemon.target) as client:
+        namespace = client.open_namespace(namespace_spec(4096))
+        hashes = hash_ids(request.blocks[:3], digest=namespace.digest)
+        assert client.put(namespace, hashes, [bytes(4096)] * 3)
+        arguments = ["replay", str(trace), "--target", daemon.target, "--block-bytes", "4 KiB"]
+        unseen = CliRunner().invoke(cli, arguments)
+        seen = CliRunner().invoke(cli, [*arguments, "--verify"])
+    assert (unseen.exit_code, seen.exit_code) == (0, 1)
+    assert "WRONG: 3 blocks" in seen.stdout
+
+
 def test_the_daemon_equals_the_core_on_a_made_up_trace(daemon: Daemon, tmp_path: Path) -> None:
     """In lockstep tokens found, bytes held, evictions and bytes copied are the core's own in every tier, and every tier takes part."""
-    trace = conversations(tmp_path / "made-up.gz", count=200)
-    outcome = replayed(daemon, trace, 200)
-    assert outcome == decided(daemon, trace, 200)
+    trace = conversations(tmp_path / "made-up.gz", count=130)
+    outcome = replayed(daemon, trace, 130)
+    assert outcome == decided(daemon, trace, 130)
     assert all(outcome.tokens)
 
 

@@ -94,7 +94,7 @@ def flush(ask: Ask, *, deadline: float) -> None:
 
 @click.group()
 def epoch() -> None:
-    """Epochs: making everything stored under old weights unreachable."""
+    """Makes what was stored under old weights unreachable."""
 
 
 @epoch.command()

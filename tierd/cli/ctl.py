@@ -44,6 +44,7 @@ def cli() -> None:
     """Looks into a running tierd and tells it what to do.
 
     The daemon is found by --target, else TIERD_TARGET, else where `tierd serve` puts its sockets.
+
     Exit codes: 0 ok, 1 failed, 2 usage, 3 no daemon.
     """
 

@@ -229,7 +229,7 @@ SCENES = (
     Scene("device", Stage.stay, "device.0"),
     Scene("host memory", Stage.leave_host, "host.0"),
     Scene("NVMe", Stage.leave_nvme, "nvme.0"),
-    Scene("after kill -9, restart", Stage.crash, "*"),
+    Scene("after kill -9", Stage.crash, "*"),
 )
 """The turns of the conversation, in order."""
 
@@ -272,7 +272,7 @@ def row(turn: Turn) -> list[Cell]:
     cached, plain = turn.cached, turn.plain
     same = cached.tokens == plain.tokens
     return [
-        turn.scene.source,
+        source_of(turn),
         human_count(cached.prompt_tokens),
         human_count(cached.reused_tokens),
         human_seconds(cached.ttft_s),
@@ -280,6 +280,12 @@ def row(turn: Turn) -> list[Cell]:
         f"{plain.ttft_s / cached.ttft_s:.1f} x" if cached.reused_tokens else "-",
         Text("yes", style="green") if same else Text("NO", style="bold red"),
     ]
+
+
+def source_of(turn: Turn) -> str:
+    """The scene's own words, and the tier where they leave it open."""
+    found = " + ".join(turn.cached.tier_tokens)
+    return f"{turn.scene.source}: {found}" if turn.scene.tier == "*" and found else turn.scene.source
 
 
 def verdict(console: Console, turns: Sequence[Turn]) -> int:

@@ -125,7 +125,7 @@ def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.Tier
     if reply.notices:
         console.print()
     for notice in reply.notices:
-        console.print(Text("note: ", style="yellow") + Text(notice), soft_wrap=True)
+        console.print(Text.assemble(("note: ", "yellow"), notice), soft_wrap=not console.is_terminal)
 
 
 def short_counter(name: str) -> str:
@@ -342,7 +342,7 @@ def session_row(session: pb.SessionInfo) -> list[Cell]:
 @click.command()
 @verb
 def namespaces(ask: Ask) -> None:
-    """Models and their epochs: what separates one cache from another."""
+    """Models, their tenants and epochs."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.NamespacesRequest())
     ask.show(answer, draw_namespaces)

@@ -72,7 +72,10 @@ class Options:
 @click.option("--cold", is_flag=True, help="Find nothing that an earlier replay has stored.")
 @verb
 def replay(ask: Ask, *, trace: Path, **options: Any) -> None:
-    """Replays a recorded trace (JSON lines, gzip or plain) and says where the tokens came from."""
+    """Drives the daemon with a recorded trace.
+
+    TRACE: JSON lines, gzip or plain. Says where the tokens came from, how long the calls took, and what moved.
+    """
     how = Options(**options)
     if how.lockstep and how.speed is not None:
         raise click.UsageError("replay: --lockstep has the trace's own time and --speed the clock's; leave one out")

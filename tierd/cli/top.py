@@ -79,7 +79,7 @@ class Change:
     def counters(self) -> list[tuple[str, float]]:
         """Counters that moved and their rates, fastest first."""
         old, new = self.before.status.counters, self.after.status.counters
-        rates = [(name, self.per_second(old.get(name, 0), n)) for name, n in new.items() if not is_own(name)]
+        rates = [(name, self.per_second(old.get(name, 0), n)) for name, n in new.items() if is_shown(name)]
         return sorted((rate for rate in rates if rate[1] > 0), key=lambda rate: (-rate[1], rate[0]))
 
 
@@ -147,9 +147,9 @@ def frame(change: Change, *, width: int, height: int) -> Group:
     return Group(*head, Text(), tiers, Text(), rate_table(change, width=width), Text(), sessions, Text(), foot)
 
 
-def is_own(counter: str) -> bool:
-    """Whether it counts operators' calls."""
-    return any(method in counter for method in OWN_METHODS)
+def is_shown(counter: str) -> bool:
+    """Whether it belongs among the rates: neither operators' own calls, nor bytes, which the tiers show."""
+    return "bytes" not in counter and not any(method in counter for method in OWN_METHODS)
 
 
 def rate_table(change: Change, *, width: int) -> Table | Text:
