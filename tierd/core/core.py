@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tierd.core.audit import Audit
 from tierd.core.blocks import Names, hash_rows
+from tierd.core.demotion import Demotion
 from tierd.core.draft import Draft
 from tierd.core.eviction import Policies
 from tierd.core.gets import Gets
@@ -74,6 +75,7 @@ class Core:
         self._sessions = Sessions(self._index.tiers, share=session_share, first_id=first_id)
         room = Room(self._index, first_segment=first_segment, domains=self._sessions.domains)
         self._planner = Planner(self._index, room)
+        self._demotion = Demotion(self._planner)
         self._gets = Gets(self._planner, self._sessions)
         self._puts = Puts(self._planner, self._sessions, self._gets)
         self._upkeep = Upkeep(self._planner, self._sessions, self._gets, self._puts)
@@ -191,7 +193,7 @@ class Core:
     def demote(self, now: float, *, limit: int = 64) -> Plan:
         """What wants to move now: at most `limit` victims of tiers above their high watermark. Empty when content."""
         draft = Draft(now)
-        self._planner.demote(limit=limit, draft=draft)
+        self._demotion.run(limit, draft)
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:

@@ -122,9 +122,9 @@ class Gets:
         self._unpin(lease, holder, draft)
         del holder.leases[lease.id], self._sessions.leases[lease.id]
 
-    def hold(self, holder: Session, *, kind: TierKind, where: Where, blocks: Ids) -> int:
-        """A lease on readable pages (of a commit, or from before a restart). 0 if that is beyond the session's share."""
-        for tier in np.unique(where.tiers).tolist():
+    def hold(self, holder: Session, *, kind: TierKind, where: Where, blocks: Ids, within_share: bool = True) -> int:
+        """A lease on readable pages (of a commit, or from before a restart). 0 if that is beyond the session's share and must not be."""
+        for tier in np.unique(where.tiers).tolist() if within_share else ():
             if not self._sessions.room_for_pins(holder, tier, where.pages[where.tiers == tier]).all():
                 return 0
         held = Held(0, where.tiers[None], where.pages[None], blocks[None])

@@ -36,6 +36,13 @@ class Key(NamedTuple):
     writer: int
 
 
+class Usage(NamedTuple):
+    """Bytes in pages that are not free and not retiring, of so many that could be."""
+
+    used_bytes: int
+    whole_bytes: int
+
+
 @dataclass(slots=True)
 class Segment:
     """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free."""
@@ -78,6 +85,7 @@ class Pages:
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
         self._place_table = np.zeros((places, 3), np.int64)
+        self._retiring = np.zeros(places, np.int64)
 
     # -- pages
 
@@ -142,6 +150,9 @@ class Pages:
         self.counts[new] += len(pages)
         self.bytes_in[old] -= size
         self.bytes_in[new] += size
+        for state, step in ((old, -1), (new, 1)):
+            if state == PageState.RETIRING:
+                np.add.at(self._retiring, self.place[pages], step)
 
     def extents(self, pages: Ids) -> StructArray:
         """EXTENT of each page; all zero with page -1 where a page is negative."""
@@ -173,6 +184,25 @@ class Pages:
     def used_bytes(self) -> int:
         """Bytes of pages that are not free."""
         return self.bytes_in[PageState.RESERVED] + self.bytes_in[PageState.READY] + self.bytes_in[PageState.RETIRING]
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of pages that are not free and not on their way out."""
+        return self.used_bytes - self.bytes_in[PageState.RETIRING]
+
+    def usage(self) -> dict[Key, Usage]:
+        """Per key, how much it uses of what it could: its segments and the vacant places."""
+        used: dict[Key, int] = {}
+        whole: dict[Key, int] = {}
+        for segment, retiring in zip(self.segments, self._retiring.tolist(), strict=True):
+            if segment is not None:
+                key = segment.key
+                used[key] = used.get(key, 0) + (segment.pages - segment.spare - retiring) * key.class_bytes
+                whole[key] = whole.get(key, 0) + segment.pages * key.class_bytes
+        vacant = {
+            key: len(self.vacant) * (self.spec.segment_bytes // key.class_bytes) * key.class_bytes for key in used
+        }
+        return {key: Usage(used[key], whole[key] + vacant[key]) for key in used}
 
     def fits(self, class_bytes: int) -> bool:
         """Whether a segment can hold a page of the class at all."""

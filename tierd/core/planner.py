@@ -42,7 +42,6 @@ class Planner:
 
     def __init__(self, index: Index, room: Room) -> None:
         self.index, self.room, self.flights = index, room, Flights()
-        self._draining = [False for _ in index.tiers]
 
     # -- where blocks are
 
@@ -100,7 +99,30 @@ class Planner:
         for rows in runs(to):
             target = int(to[rows[0]])
             if target >= 0:
-                self._send(blocks[rows], where.at(rows), target=target, reason=reason, draft=draft)
+                self.send(blocks[rows], where.at(rows), target=target, reason=reason, draft=draft)
+
+    def send(self, blocks: Ids, where: Where, *, target: int, reason: Reason, draft: Draft) -> Bools:
+        """Transfers from these pages to one tier; which blocks found room."""
+        pages = self._pages_for(blocks, target, draft)
+        sent = pages >= 0
+        blocks, where, pages = blocks[sent], where.at(sent), pages[sent]
+        if len(blocks) == 0:
+            return sent
+        flights = np.zeros(len(blocks), FLIGHT)
+        flights["block"], flights["reason"] = blocks, reason
+        flights["source_tier"], flights["source_page"] = where
+        flights["target_tier"], flights["target_page"] = target, pages
+        ids = self.flights.begin(flights)
+        self.index.tiers[target].filler[pages] = ids
+        self.index.pin(target, pages)
+        self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
+        for rows in runs(where.tiers):
+            source = int(where.tiers[rows[0]])
+            if reason != Reason.DEMOTION:
+                self.ask_again(source, where.pages[rows], draft.now)
+            self.index.pin(source, where.pages[rows])
+        draft.transfer(self._records(ids, flights, draft))
+        return sent
 
     def persist(self, blocks: Ids, *, draft: Draft) -> None:
         """Transfers to nvme for blocks without a page there; waits for those under way."""
@@ -123,61 +145,6 @@ class Planner:
         retiring = retiring[self.index.tiers[tier].doom[retiring] == 0]
         if len(retiring):
             self.index.revive(tier, retiring, now)
-
-    # -- demotion
-
-    def demote(self, *, limit: int, draft: Draft) -> None:
-        """At most `limit` victims of tiers above their high watermark, until their low one."""
-        for tier in self.index.serving():
-            while limit > 0:
-                gone = self._drain(tier, limit, draft=draft)
-                if not gone:
-                    break
-                limit -= gone
-
-    def _drain(self, tier: int, limit: int, *, draft: Draft) -> int:
-        """One batch of victims. How many left or are leaving."""
-        pages_of = self.index.tiers[tier]
-        used = pages_of.used_bytes - pages_of.bytes_in[PageState.RETIRING]
-        if used > pages_of.spec.high_watermark * pages_of.spec.capacity_bytes:
-            self._draining[tier] = True
-        excess = used - pages_of.spec.low_watermark * pages_of.spec.capacity_bytes
-        if not self._draining[tier] or excess <= 0:
-            self._draining[tier] = False
-            return 0
-        victims = self.room.coldest(tier, limit)
-        sizes = np.cumsum(pages_of.class_bytes(self.index.attached(tier, victims)))
-        return self._push_out(tier, victims[: int(np.searchsorted(sizes, excess)) + 1], draft=draft)
-
-    def _push_out(self, tier: int, victims: Ids, *, draft: Draft) -> int:
-        """Sends on what has no farther copy and a place to go; drops the rest. How many of the victims that were."""
-        sole = victims[~self.room.is_farther(tier, victims)]
-        to = self._next_tiers(tier, sole)
-        sent = 0
-        for rows in runs(to):
-            if len(rows) and to[rows[0]] >= 0:
-                blocks = sole[rows][::-1]
-                where = Where(np.full(len(blocks), tier), self.index.attached(tier, blocks))
-                done = self._send(blocks, where, target=int(to[rows[0]]), reason=Reason.DEMOTION, draft=draft)
-                self.index.retire(tier, where.pages[done])
-                sent += int(np.count_nonzero(done))
-        dead = np.concatenate((victims[self.room.is_farther(tier, victims)], sole[to < 0]))
-        dead = dead[self.index.readable(tier, dead) >= 0]
-        self.room.drop(tier, dead, draft)
-        return sent + len(dead)
-
-    def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
-        """Where each block would be demoted to: a tier of the next farther kind in service; -1 where none can hold it."""
-        kind = self.index.tiers[tier].spec.kind
-        farther = [t for t in self.index.serving() if self.index.tiers[t].spec.kind > kind]
-        if not farther:
-            return np.full(len(blocks), -1, np.int64)
-        to = self.index.targets(blocks, self.index.serving(self.index.tiers[farther[0]].spec.kind))
-        for target in np.unique(to).tolist():
-            pages_of = self.index.tiers[target]
-            unfit = pages_of.class_of(self.index.blocks.length[blocks]) > pages_of.spec.segment_bytes
-            to[(to == target) & unfit] = -1
-        return to
 
     # -- ends
 
@@ -235,29 +202,6 @@ class Planner:
         self.bring(blocks[rest], TierKind.HOST, reason=reason, draft=draft)
         coming = self.attached(blocks, hosts)
         return Where(np.where(staged, coming.tiers, where.tiers), np.where(staged, coming.pages, where.pages))
-
-    def _send(self, blocks: Ids, where: Where, *, target: int, reason: Reason, draft: Draft) -> Bools:
-        """Transfers to one tier; which blocks found room."""
-        pages = self._pages_for(blocks, target, draft)
-        sent = pages >= 0
-        blocks, where, pages = blocks[sent], where.at(sent), pages[sent]
-        if len(blocks) == 0:
-            return sent
-        flights = np.zeros(len(blocks), FLIGHT)
-        flights["block"], flights["reason"] = blocks, reason
-        flights["source_tier"], flights["source_page"] = where
-        flights["target_tier"], flights["target_page"] = target, pages
-        ids = self.flights.begin(flights)
-        self.index.tiers[target].filler[pages] = ids
-        self.index.pin(target, pages)
-        self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
-        for rows in runs(where.tiers):
-            source = int(where.tiers[rows[0]])
-            if reason != Reason.DEMOTION:
-                self.ask_again(source, where.pages[rows], draft.now)
-            self.index.pin(source, where.pages[rows])
-        draft.transfer(self._records(ids, flights, draft))
-        return sent
 
     def _pages_for(self, blocks: Ids, target: int, draft: Draft) -> Ids:
         """Reserved pages for blocks in a tier that the daemon writes; -1 where there is no room."""

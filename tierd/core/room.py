@@ -3,9 +3,9 @@
 Purpose: which page is given, and what leaves for it. Non-purpose: what the page is for. In this order:
 1. a free page of a segment of the right key (domain, class, writer);
 2. a vacant place begins a life as such a segment;
-3. the coldest block is dropped if its page has the right key;
-4. else the segment that holds the coldest block is emptied whole and begins a new life. One in which something is held is passed over
-   for the next colder block's.
+3. the coldest blocks are dropped if their pages have the right key, even if others are a little colder: those within as many victims
+   as one segment would take are as good;
+4. else the segment that holds most of those victims is emptied whole and begins a new life; one in which something is held is passed over.
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
 Coldest first, but children before their parents: a candidate that still has children in the tier waits for them. Only when everything
@@ -25,8 +25,8 @@ from tierd.core.model import PageState, Reason
 from tierd.core.pages import Key
 from tierd.core.plan import Bools, Ids
 
-FIRST_LOOK = 16
-"""Victims asked for at first when only a segment can be given up; doubled until one will do."""
+MOST_REACH = 4096
+"""How many of the coldest are looked at, at first, for blocks of the right key before a whole segment of another is given up."""
 
 
 class Room:
@@ -60,7 +60,7 @@ class Room:
             return no_ids()
         victims = index.policies[tier].victims(count, index.held[tier])
         assert victims is not None and len(victims) == count, "the policy lost count of what it tracks"
-        ready = victims[self._tails_first(tier, victims)]
+        ready = self.tails_first(tier, victims)
         if len(ready) == 0:
             tips = index.policies[tier].victims(min(leaves, index.tips[tier]), index.barred[tier])
             ready = victims if tips is None or len(tips) == 0 else tips
@@ -80,14 +80,14 @@ class Room:
         farther = [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
         return np.asarray(self._index.nearest(blocks, farther) >= 0, bool)
 
-    def _tails_first(self, tier: int, victims: Ids) -> Bools:
-        """Which victims have no tracked child but ones that come before them in the list and may go themselves."""
+    def tails_first(self, tier: int, victims: Ids) -> Ids:
+        """Those victims, in their order, that have no tracked child but ones that come before them and may go themselves."""
         blocks = self._index.blocks
         children = self._index.children[tier][victims]
         strict = (children > 0) & ~blocks.lax[victims]
         may = np.ones(len(victims), bool)
         if not strict.any():
-            return may
+            return victims
         order = np.argsort(victims)
         parents = blocks.parent[victims]
         at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
@@ -96,8 +96,14 @@ class Room:
             gone = np.bincount(at[counts & may], minlength=len(victims))
             now = ~strict | (gone == children)
             if (now == may).all():
-                return may
+                return victims[may]
             may = now
+
+    def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
+        """Which of the victims lie in segments of the key."""
+        places = self._places(tier, victims)
+        right = [place for place in np.unique(places).tolist() if self._index.tiers[tier].key_of(place) == key]
+        return np.asarray(np.isin(places, right), bool)
 
     def _begin(self, tier: int, key: Key, draft: Draft) -> bool:
         """A vacant place begins a life. False: there is none."""
@@ -109,36 +115,42 @@ class Room:
         return True
 
     def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
-        """Drops up to `count` coldest blocks of the key, or empties one segment. False: nothing may leave."""
-        passed: set[int] = set()
-        look, leaves = count, 1
+        """Drops up to `count` cold blocks of the key, or empties one segment. False: nothing may leave."""
+        pages_of = self._index.tiers[tier]
+        victims = self.coldest(tier, count)
+        right = self.is_right(tier, victims, key)
+        if right[:1].all() and len(victims):
+            self.drop(tier, victims[: int(np.argmin(np.append(right, False)))], draft)
+            return True
+        reach = min(max(count, pages_of.spec.segment_bytes // key.class_bytes), MOST_REACH)
+        leaves = 1
         while True:
-            victims = self.coldest(tier, look, leaves=leaves)
-            run = self._right(tier, victims, key)
-            if run:
-                self.drop(tier, victims[:run], draft)
+            victims = self.coldest(tier, reach, leaves=leaves)
+            if self._drop_right(tier, victims, key, count, draft) or self._empty_coldest(tier, victims, key, draft):
                 return True
-            for victim, place in zip(victims, self._places(tier, victims), strict=True):
-                if self._index.tiers[tier].key_of(place) == key:
-                    self.drop(tier, victim[None], draft)
-                    return True
-                if place not in passed and self._empty(tier, place, draft):
-                    return True
-                passed.add(place)
             if leaves >= self._index.going[tier]:
                 return False
-            look = leaves = max(FIRST_LOOK, 2 * look)
+            reach = leaves = 2 * reach
 
-    def _right(self, tier: int, victims: Ids, key: Key) -> int:
-        """How many victims, from the first on, lie in segments of the key."""
-        for count, place in enumerate(self._places(tier, victims)):
-            if self._index.tiers[tier].key_of(place) != key:
-                return count
-        return len(victims)
+    def _drop_right(self, tier: int, victims: Ids, key: Key, count: int, draft: Draft) -> bool:
+        """Drops up to `count` of the victims that lie in segments of the key. False: none does."""
+        mine = victims[self.is_right(tier, victims, key)]
+        if len(mine):
+            mine = self.tails_first(tier, mine)[:count]
+            self.drop(tier, mine, draft)
+        return len(mine) > 0
 
-    def _places(self, tier: int, victims: Ids) -> list[int]:
-        places: list[int] = self._index.tiers[tier].place[self._index.attached(tier, victims)].tolist()
-        return places
+    def _empty_coldest(self, tier: int, victims: Ids, key: Key, draft: Draft) -> bool:
+        """Empties the segment of another key that holds most of the victims. False: something is held in each."""
+        places = self._places(tier, victims)
+        values, first, counts = np.unique(places, return_index=True, return_counts=True)
+        for place in values[np.lexsort((first, -counts))].tolist():
+            if self._index.tiers[tier].key_of(place) != key and self._empty(tier, place, draft):
+                return True
+        return False
+
+    def _places(self, tier: int, victims: Ids) -> Ids:
+        return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)
 
     def _empty(self, tier: int, place: int, draft: Draft) -> bool:
         """Drops all blocks of a segment. False, and nothing changed: something in it is held."""

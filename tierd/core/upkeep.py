@@ -80,23 +80,28 @@ class Upkeep:
         return good
 
     def restore(self, holder: Session, *, pinned: StructArray, reserved: StructArray) -> Restored:
-        """Pins and reservations of a former daemon's session."""
-        where, taken = self._find(pinned, PageState.READY)
+        """Pins and reservations of a former daemon's session, whatever its share is now: its process touches them already.
+
+        A pinned page that holds no block any more (its epoch was bumped, its entry is torn) is kept from everybody like a reserved one.
+        """
+        where, readable = self._find(pinned, PageState.READY)
         lease = 0
-        if taken.any():
-            where = where.at(taken)
+        if readable.any():
+            where = where.at(readable)
             blocks = self._owners(where)
-            lease = self._gets.hold(holder, kind=TierKind.HOST, where=where, blocks=blocks)
-        spots, free = self._find(reserved, PageState.FREE)
+            lease = self._gets.hold(holder, kind=TierKind.HOST, where=where, blocks=blocks, within_share=False)
+        wanted = np.concatenate((reserved, pinned))
+        spots, free = self._find(wanted, PageState.FREE)
         number = 0
         if free.any():
             spots = spots.at(free)
-            for tier, page, generation in zip(*spots, reserved["generation"][free].tolist(), strict=True):
+            for tier, page, generation in zip(*spots, wanted["generation"][free].tolist(), strict=True):
                 self._index.tiers[tier].take_exactly(page, generation)
                 self._index.tiers[tier].length[page] = 1
                 self._index.generation = max(self._index.generation, generation + 1)
-            number = self._puts.adopt(holder, spots, reserved["length"][free])
-        return Restored(lease, number, taken & bool(lease), free)
+            number = self._puts.adopt(holder, spots, wanted["length"][free])
+        count = len(reserved)
+        return Restored(lease, number, readable | free[count:], free[:count])
 
     # -- verdicts
 
