@@ -11,6 +11,7 @@ import pytest
 
 from tests.system.blocks import BlockClient, Memory, await_true, connected
 from tests.system.puppet import Puppet
+from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.testing import Daemon, chain
 
@@ -131,3 +132,30 @@ def test_client_across_many_crashes(daemon: Daemon) -> None:
             with connected(daemon) as client:
                 assert not held & _pages_given(client, rounds=1)
             assert puppet.wrong() == 0
+
+
+@pytest.mark.parametrize("way", ["promoted", "forgotten", "smaller share"])
+def test_reader_across_a_crash(daemon: Daemon, way: str) -> None:
+    """What a client only reads stays as it is over a kill -9, though the daemon wrote the pages, forgot their epoch, or allows less now."""
+    with Puppet(daemon.target) as reader:
+        with connected(daemon) as client:
+            namespace = client.open_namespace()
+            assert client.put(namespace, chain(1, HELD), durable=True) == HELD
+            client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+            held = set(reader.lease(1, HELD))
+            assert len(held) == HELD
+            if way == "forgotten":
+                client.call(client.admin.BumpEpoch, apb.BumpEpochRequest(namespace=namespace))
+            others = client.open_namespace(model="others")
+            seeds = [next(SEEDS) for _ in range(2 * TIER_BLOCKS // 64)]
+            assert [client.put(others, chain(seed, 64), durable=True) for seed in seeds] == [64] * len(seeds)
+        if way == "smaller share":
+            daemon.configure(SMALL + "[server]\nsession_share = 0.02\n")
+        daemon.restart()
+        with connected(daemon) as client:
+            others = client.open_namespace(model="others")
+            for seed in seeds:
+                client.read(others, chain(seed, 64))
+            assert reader.wrong() == 0
+            assert not held & _pages_given(client, rounds=2)
+        assert reader.wrong() == 0

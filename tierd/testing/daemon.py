@@ -88,6 +88,10 @@ class Daemon:
         path = self.root / "tierd.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def configure(self, config: str) -> None:
+        """For the next life."""
+        self._config = config
+
     def start(self, *, wait: bool = True) -> Daemon:
         """Starts a life and waits until it serves. Raises Unavailable with the log if it ends or takes too long."""
         (self.root / "tierd.toml").write_text(self._with_arena(self._config).replace("{root}", str(self.root)))

@@ -6,8 +6,8 @@ hashing payload, the medium below (`arena_files.py` chooses it, `data_files.py` 
 Invariants:
 - Retract, then begin, then stamp: within `apply` a page's old entry and generation are gone before its new generation is
   there, and all of that before anybody writes a byte, because handles leave later.
-- A segment that was found again at start was mapped by processes that the core knows nothing of. Its file goes on only with the
-  same domain and writer; for any other life it is unlinked whole, as with `fresh`.
+- A segment that was found again at start was mapped by processes that the core knows nothing of, to write or to read. When it has
+  emptied, its file is unlinked whole, as with `fresh`: whoever still reads an old lease keeps its bytes.
 - One thread at a time calls apply, publish, view, slices: that of the event loop. `open` and `prepare` use threads of their own.
 """
 
@@ -288,11 +288,11 @@ class Arena:
         self._catalogue_path(old.assignment.segment).unlink(missing_ok=True)
         if old.memory is None:
             return  # it never got a file: the place still has one to come
-        if fresh or (old.found and not _same_hands(old.assignment, new.assignment)):
+        if fresh or old.found:
             self._data.discard(old.assignment.segment)
             return
         self._data.rename(old.assignment.segment, new.assignment.segment)
-        new.memory, new.found = old.memory, old.found
+        new.memory = old.memory
 
     def _head(self, assignment: SegmentAssignment) -> CatalogueHead:
         return CatalogueHead(
@@ -321,7 +321,3 @@ class Arena:
             raise TierFailed(
                 f"{self.spec.name}: segment {name} cannot be allocated in {self.place}: {error}"
             ) from error
-
-
-def _same_hands(old: SegmentAssignment, new: SegmentAssignment) -> bool:
-    return (old.domain, old.writer) == (new.domain, new.writer)
