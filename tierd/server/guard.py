@@ -1,7 +1,7 @@
 """What every call passes before its handler: who calls, how long it may take, whether there is room, how an error is told.
 
-Purpose: one interceptor for the Cache and Admin services. Invariants: no handler runs without a caller; every call has a
-deadline; every exception leaves as a named gRPC status, and an unforeseen one is logged with the request's id.
+Purpose: one interceptor for the Cache and Admin services. Invariants: no handler runs without a caller; every call but a Watch has a
+deadline; no session can take all the room; every exception leaves as a named gRPC status, and an unforeseen one is logged with the request's id.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +32,21 @@ from tierd.errors import (
     Overloaded,
     SessionLost,
     TierdError,
+    Unsupported,
 )
 from tierd.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
 RETRY_AFTER_MS = 50
+LONGEST_S = 3600.0
+"""For a call, whatever its client asks for."""
 ENDLESS = {"/tierd.v1.Cache/Watch"}
-"""Streams that live as long as their reader; they are bounded by the number of sessions."""
+"""Streams that live as long as their reader."""
+ENDLESS_LIMIT = 8
+"""Of them, for one session."""
+LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention")}
+"""What a session of its own is needed for: the daemon's session for TCP never ends, and what is held in it would never come back."""
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
@@ -95,7 +104,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._call_timeout_s = call_timeout_s
         self._credential = credential
         self._remote = remote
-        self._running = 0
+        self._running: Counter[int] = Counter()  # by session, without endless ones
+        self._endless: Counter[int] = Counter()
+
+    @property
+    def running(self) -> int:
+        """Calls in progress, without endless ones."""
+        return self._running.total()
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Wraps the handler of a call."""
@@ -124,12 +139,17 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         return call
 
     def _stream(
-        self, inner: Callable[..., AsyncIterator[Any]], parse: Parse, method: str, metadata: dict[str, str]
+        self, inner: Callable[..., AsyncGenerator[Any, None]], parse: Parse, method: str, metadata: dict[str, str]
     ) -> Any:
-        async def call(raw: Any, context: Any) -> AsyncIterator[Any]:
-            async with self._guarded(method, metadata, context):
-                async for reply in inner(_parsed(parse, raw), context):
-                    yield reply
+        # Written rather than yielded: so a cancelled call ends here, in its own task, and not when a generator is collected.
+        async def call(raw: Any, context: Any) -> None:
+            async with (
+                self._guarded(method, metadata, context) as caller,
+                asyncio.timeout_at(caller.deadline),
+                contextlib.aclosing(inner(_parsed(parse, raw), context)) as replies,
+            ):
+                async for reply in replies:
+                    await context.write(reply)
 
         return call
 
@@ -137,17 +157,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
     async def _guarded(self, method: str, metadata: dict[str, str], context: Any) -> AsyncIterator[Caller]:
         name = method.rpartition("/")[2]
         request = metadata.get("tierd-request", "")[:64] or secrets.token_hex(4)
-        counted = method not in ENDLESS
         with structlog.contextvars.bound_contextvars(request=request, call=name), self._timed(name) as outcome:
-            self._running += counted
             try:
                 caller = self._admit(method, metadata, context, request)
-                CALLER.set(caller)
-                yield caller
+                with self._counted(method, caller.session):
+                    CALLER.set(caller)
+                    yield caller
             except (TierdError, TimeoutError) as error:
                 outcome.name = type(error).__name__
                 await _abort(context, error)
-            except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+            except (
+                asyncio.CancelledError,
+                grpc.aio.AbortError,
+                grpc.aio.InternalError,
+            ):  # the last: nobody takes the reply
                 outcome.name = "Cancelled"
                 raise
             except Exception as error:
@@ -156,8 +179,27 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 await context.abort(
                     grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log"
                 )
-            finally:
-                self._running -= counted
+
+    @contextlib.contextmanager
+    def _counted(self, method: str, session: int) -> Iterator[None]:
+        """Takes a place among the calls in progress. Raises Overloaded."""
+        calls = self._endless if method in ENDLESS else self._running
+        limit = ENDLESS_LIMIT if method in ENDLESS else max(1, self._queue_limit - self._queue_limit // 4)
+        if method not in ENDLESS and self.running >= self._queue_limit:
+            raise Overloaded(
+                f"calls: {self._queue_limit} in progress (server.queue_limit); try again in {RETRY_AFTER_MS} ms"
+            )
+        if calls[session] >= limit:
+            raise Overloaded(
+                f"calls: {calls[session]} of this session in progress, {limit} is its share; let some of them end"
+            )
+        calls[session] += 1
+        try:
+            yield
+        finally:
+            calls[session] -= 1
+            if not calls[session]:
+                del calls[session]
 
     @contextlib.contextmanager
     def _timed(self, method: str) -> Iterator[Outcome]:
@@ -169,17 +211,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             self._metrics.call_seconds.labels(method=method).observe(time.perf_counter() - begun)
 
     def _admit(self, method: str, metadata: dict[str, str], context: Any, request: str) -> Caller:
-        if self._running > self._queue_limit:
-            raise Overloaded(
-                f"calls: {self._queue_limit} in progress (server.queue_limit); try again in {RETRY_AFTER_MS} ms"
-            )
         session, tenant, is_admin = self._identify(metadata)
         if method.startswith("/tierd.v1.Admin/") and not is_admin:
             raise NotPermitted(f"{method}: for root and the daemon's own user; ask whoever runs the daemon")
+        if self._remote and session == self._remote[0] and method in LOCAL:
+            raise Unsupported(f"{method}: handles need shared memory, which there is none of over TCP; use Put and Get")
         self._advance_clock(metadata)
+        return Caller(session, tenant, is_admin, request, self._deadline(method, context))
+
+    def _deadline(self, method: str, context: Any) -> float:
+        """In the loop's time: the client's own, an hour at most, or the daemon's."""
+        if method in ENDLESS:
+            return math.inf
         left = context.time_remaining()
-        deadline = asyncio.get_running_loop().time() + min(left or self._call_timeout_s, 3600.0)
-        return Caller(session, tenant, is_admin, request, deadline)
+        return asyncio.get_running_loop().time() + min(self._call_timeout_s if left is None else left, LONGEST_S)
 
     def _identify(self, metadata: dict[str, str]) -> tuple[int, str, bool]:
         token = metadata.get("tierd-session")

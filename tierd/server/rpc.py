@@ -36,6 +36,7 @@ class Rpc:
     """One or two gRPC servers over the same services."""
 
     def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, queue_limit: int) -> None:
+        self.guard = guard
         self.health = HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=queue_limit * BACKLOG + 1024

@@ -1,0 +1,275 @@
+"""What every call passes, on the daemon's own sockets: callers, deadlines, room, errors by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgpack
+import pytest
+
+from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, directories, opened
+from tierd._proto import admin_pb2 as apb
+from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
+from tierd._proto import cache_pb2 as pb
+from tierd.core.model import BlockStatus
+from tierd.errors import ERROR_KEY
+from tierd.server.guard import Guard
+from tierd.server.listeners import Listeners
+from tierd.testing import chain
+from tierd.tiers.checksum import record_checksum
+
+SECRET = "a-credential-of-enough-characters"
+MANY = chain(1, 128)
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
+"""A client that does not read is soon sent nothing more."""
+
+
+@dataclass
+class Rig:
+    """A daemon's inside with its sockets. faults: what the event loop was told of."""
+
+    world: World
+    target: Path
+    port: int
+    guard: Guard
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
+
+    async def session(self, **changed: Any) -> tuple[tuple[str, str], ...]:
+        """Metadata of a new session."""
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sockets.append(client)
+        client.setblocking(False)
+        client.connect(str(self.target / "session.sock"))
+        hello = {"op": "hello", "proto": 1, "format": 1, "sdk": "0", "name": "t", "credential": None} | changed
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(client, msgpack.packb(hello))
+        return (("tierd-session", msgpack.unpackb(await loop.sock_recv(client, 8192))["token"]),)
+
+    @contextlib.asynccontextmanager
+    async def stubs(self, *, remote: bool = False) -> AsyncIterator[tuple[Any, Any]]:
+        """Stubs of Cache and Admin."""
+        address = f"127.0.0.1:{self.port}" if remote else f"unix:{self.target}/tierd.sock"
+        async with grpc.aio.insecure_channel(address, options=NARROW) as channel:
+            yield cache_pb2_grpc.CacheStub(channel), admin_pb2_grpc.AdminStub(channel)
+
+    async def quiet(self) -> None:
+        """Nothing is held any more, and no call runs."""
+        async with asyncio.timeout(SOON_S):
+            while self.world.pins or self.running:  # noqa: ASYNC110  # the end of calls rings no bell
+                await asyncio.sleep(0.01)
+        assert self.faults == []
+
+    @property
+    def running(self) -> int:
+        """Calls in progress."""
+        return self.guard.running
+
+
+@contextlib.asynccontextmanager
+async def rigged(**server: object) -> AsyncIterator[Rig]:
+    """server: keys of [server] and their values, as TOML."""
+    with directories() as places, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        for name in ("remote", "tenants"):
+            path = Path(places["root"]) / name
+            path.write_text(SECRET if name == "remote" else f"guest {SECRET}")
+            path.chmod(0o600)
+        keys = {"tcp_listen": f'"127.0.0.1:{port}"', "tcp_credential_file": '"{root}/remote"'} | server
+        lines = "\n".join(f"{key} = {value}" for key, value in keys.items())
+        config = CONFIG.replace("[server]", f'[identity]\ncredential_file = "{{root}}/tenants"\n[server]\n{lines}')
+        async with opened(config, places=places) as world, Listeners(world.daemon) as listeners:
+            await listeners.open()
+            rig = Rig(world, Path(places["root"]) / "run", port, listeners._rpc.guard)
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: rig.faults.append(context))
+            yield rig
+            for client in rig.sockets:
+                client.close()
+
+
+async def error_of(call: Any) -> str:
+    """The error's class name as it travels, "" for success."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return dict(error.trailing_metadata() or ()).get(ERROR_KEY) or f"unnamed {error.code()}: {error.details()}"
+    return ""
+
+
+def group() -> pb.Group:
+    return pb.Group(namespace=1, hashes=MANY.tobytes())
+
+
+async def test_nobody_gets_in_without_a_name() -> None:
+    """A call without a token, with a made-up one or with a wrong credential is SessionLost."""
+    async with rigged() as rig, rig.stubs() as (cache, _):
+        for metadata in ((), (("tierd-session", "1.00"),), (("tierd-session", "x"),), (("authorization", "Bearer x"),)):
+            assert await error_of(cache.Lookup(pb.LookupRequest(), metadata=metadata)) == "SessionLost"
+
+
+async def test_operators_only() -> None:
+    """The Admin service serves the daemon's own user, and no credential."""
+    async with rigged() as rig, rig.stubs() as (_, admin):
+        assert await error_of(admin.Status(apb.StatusRequest(), metadata=await rig.session())) == ""
+        guest = await rig.session(credential=SECRET)
+        assert await error_of(admin.Status(apb.StatusRequest(), metadata=guest)) == "NotPermitted"
+        bearer = (("authorization", f"Bearer {SECRET}"),)
+        assert await error_of(admin.Status(apb.StatusRequest(), metadata=bearer)) == "NotPermitted"
+
+
+async def test_another_tenants_namespace() -> None:
+    """A namespace of another tenant can be named, and is refused."""
+    async with rigged() as rig, rig.stubs() as (cache, _):
+        guest = await rig.session(credential=SECRET)
+        assert await error_of(cache.Lookup(pb.LookupRequest(groups=[group()]), metadata=guest)) == "NotPermitted"
+
+
+async def test_handles_stay_on_this_machine() -> None:
+    """Over TCP nothing can be held: what a lost client held there would stay for ever."""
+    async with rigged() as rig, rig.stubs(remote=True) as (cache, _):
+        bearer = (("authorization", f"Bearer {SECRET}"),)
+        calls = {
+            "Acquire": pb.AcquireRequest(),
+            "Reserve": pb.ReserveRequest(),
+            "Commit": pb.CommitRequest(),
+            "Release": pb.ReleaseRequest(),
+            "Abort": pb.AbortRequest(),
+            "ReportAttention": pb.ReportAttentionRequest(),
+        }
+        for method, message in calls.items():
+            assert await error_of(getattr(cache, method)(message, metadata=bearer)) == "Unsupported"
+        space = pb.OpenNamespaceRequest(model="m", tokens_per_block=16, block_bytes=BLOCK_BYTES)
+        assert await error_of(cache.OpenNamespace(space, metadata=bearer)) == ""
+
+
+async def test_too_many_calls() -> None:
+    """Beyond the queue limit a call is told to come again, and when."""
+    async with rigged(queue_limit=1) as rig, rig.stubs() as (cache, _):
+        metadata = await rig.session()
+        start, first = await put_start(rig, cache), cache.Put(metadata=metadata)
+        await first.write(start)
+        await until(lambda: rig.running == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cache.Lookup(pb.LookupRequest(), metadata=metadata)
+        trailing = dict(caught.value.trailing_metadata())
+        assert trailing[ERROR_KEY] == "Overloaded"
+        assert int(trailing["tierd-retry-ms"]) > 0
+        first.cancel()
+        await rig.quiet()
+
+
+async def test_one_session_leaves_room_for_others() -> None:
+    """A session that sits on calls is refused more while others are served."""
+    async with rigged(queue_limit=4) as rig, rig.stubs() as (cache, _):
+        greedy, other = await rig.session(), await rig.session()
+        start = await put_start(rig, cache)
+        puts = [cache.Put(metadata=greedy) for _ in range(3)]
+        for put in puts:
+            await put.write(start)
+        await until(lambda: rig.running == 3)
+        assert await error_of(cache.Release(pb.ReleaseRequest(), metadata=greedy)) == "Overloaded"
+        assert await error_of(cache.Release(pb.ReleaseRequest(), metadata=other)) == ""
+        for put in puts:
+            put.cancel()
+        await rig.quiet()
+
+
+async def test_silent_put_ends() -> None:
+    """A Put that sends nothing more ends at the daemon's own deadline, and its pages come back."""
+    async with rigged(call_timeout='"1 s"') as rig, rig.stubs() as (cache, _):
+        call = cache.Put(metadata=await rig.session())
+        await call.write(await put_start(rig, cache))
+        assert await error_of(call) == "DeadlineExceeded"
+        await rig.quiet()
+
+
+async def test_unread_get_ends() -> None:
+    """A Get whose client does not read ends at its deadline, and its lease comes back."""
+    async with rigged(call_timeout='"1 s"') as rig, rig.stubs() as (cache, _):
+        namespace = await filled(rig, cache)
+        call = cache.Get(pb.GetRequest(group=namespace), metadata=await rig.session())
+        await call.initial_metadata()
+        assert rig.world.pins
+        await rig.quiet()
+
+
+async def test_cancelled_streams_leave_nothing() -> None:
+    """A Get, a Put and a Watch that are cancelled hold nothing and trip over nothing."""
+    async with rigged() as rig, rig.stubs() as (cache, _):
+        namespace, metadata = await filled(rig, cache), await rig.session()
+        get, watch, put = (
+            cache.Get(pb.GetRequest(group=namespace), metadata=metadata),
+            cache.Watch(pb.WatchRequest(), metadata=metadata),
+            cache.Put(metadata=metadata),
+        )
+        await put.write(await put_start(rig, cache))
+        assert (await get.read()).tokens
+        await until(lambda: rig.running == 2)
+        for call in (get, watch, put):
+            call.cancel()
+        await rig.quiet()
+
+
+async def test_watchers_are_counted() -> None:
+    """A session may watch a few times over, not without bound."""
+    async with rigged() as rig, rig.stubs() as (cache, _):
+        metadata = await rig.session()
+        watches = [cache.Watch(pb.WatchRequest(after=1), metadata=metadata) for _ in range(9)]
+        errors = {await first_error(watches), ""}
+        assert errors == {"Overloaded", ""}
+        for watch in watches:
+            watch.cancel()
+        await rig.quiet()
+
+
+async def first_error(calls: list[Any]) -> str:
+    """The error of the first call that ends."""
+    done, _ = await asyncio.wait(
+        [asyncio.ensure_future(error_of(call.read())) for call in calls],
+        timeout=SOON_S,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    return done.pop().result()
+
+
+async def filled(rig: Rig, cache: Any) -> pb.Group:
+    """The group of 128 blocks that the daemon's own user has stored."""
+    metadata = await rig.session()
+    namespace = await own_namespace(cache, metadata)
+
+    async def chunks() -> AsyncIterator[pb.PutChunk]:
+        blocks = rig.world.put_query(MANY).blocks.tobytes()
+        yield pb.PutChunk(group=pb.PutGroup(namespace=namespace, blocks=blocks), checksum=record_checksum(b""))
+        data = bytes(BLOCK_BYTES)
+        for i in range(len(MANY)):
+            yield pb.PutChunk(index=i, data=data, checksum=record_checksum(data))
+
+    reply = await cache.Put(chunks(), metadata=metadata)
+    assert set(reply.statuses[::2]) == {BlockStatus.READY}
+    return pb.Group(namespace=namespace, hashes=MANY.tobytes())
+
+
+async def put_start(rig: Rig, cache: Any) -> pb.PutChunk:
+    """A Put's first chunk, into a namespace of the daemon's own user."""
+    blocks = rig.world.put_query(chain(2, 2)).blocks.tobytes()
+    group = pb.PutGroup(namespace=await own_namespace(cache, await rig.session()), blocks=blocks)
+    return pb.PutChunk(group=group, checksum=record_checksum(b""))
+
+
+async def own_namespace(cache: Any, metadata: Any) -> int:
+    request = pb.OpenNamespaceRequest(model="own", tokens_per_block=16, block_bytes=BLOCK_BYTES)
+    return int((await cache.OpenNamespace(request, metadata=metadata)).namespace)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
