@@ -133,6 +133,14 @@ class Cache:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
         self._tenants.pop(session, None)
 
+    def leave_session(self, session: int) -> None:
+        """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
+        self.stop_session(session)
+        self._give_back(session, self._holdings.numbers(session, HoldKind.LEASE))
+        for reservation in self._holdings.numbers(session, HoldKind.RESERVATION):
+            self._abort(session, reservation)
+        self._holdings.end(session)
+
     def end_session(self, session: int) -> None:
         """Its process is gone: everything that it held comes back. Safe to call twice."""
         self.stop_session(session)

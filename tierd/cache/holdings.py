@@ -32,6 +32,10 @@ class Holdings:
         self._table.drop_holder(session)
         self._rows = {key: rows for key, rows in self._rows.items() if key[0] != session}
 
+    def numbers(self, session: int, kind: HoldKind) -> list[int]:
+        """Of the session's leases or reservations."""
+        return [number for owner, of_kind, number in self._rows if (owner, of_kind) == (session, kind)]
+
     def keep(self, former: FormerHolder, *, leased: Bools, reserved: Bools) -> None:
         """Of a former daemon's session only these rows stand for something; they go with the session."""
         self._table.erase(former.leased_rows[~leased])

@@ -110,7 +110,7 @@ class Connector:
     def __init__(self, target: Target, options: Options) -> None:
         self.target = target
         self.forgettable: deque[int] = deque()
-        """Sessions of former daemons that nothing of this process uses any more."""
+        """Sessions that were cut off and that nothing of this process uses any more."""
         self._options = options
         self._link: Link | None = None
         self._turn = threading.Lock()
@@ -166,15 +166,15 @@ class Connector:
         if link is None or link.is_lost:
             return
         link.is_lost = True
-        if link.session:
-            link.session.close()
-            if not link.pins:
-                self._idle(link)
+        if link.session and link.pins:
+            link.session.unmap()  # the last view says goodbye
+        elif link.session:
+            self._idle(link)
         if link.transport:
             link.transport.close()
 
     def forget(self) -> None:
-        """Tells the daemon which sessions of its predecessor nothing uses any more."""
+        """Tells the daemon which sessions, of its predecessor perhaps, nothing uses any more."""
         link = self._link
         while self.forgettable and link is not None and link.session:
             with contextlib.suppress(IndexError, TierdError):
@@ -219,8 +219,8 @@ class Connector:
         return Link(self._numbers, None, metadata=metadata, address=str(target))
 
     def _idle(self, link: Link) -> None:
-        """Called by finalisers too: no lock, no waiting."""
-        if link.session and link.pid == os.getpid():
+        """Nothing of a lost link is used any more. Called by finalisers too: no lock, no waiting."""
+        if link.session and link.pid == os.getpid() and not link.session.leave():
             self.forgettable.append(link.session.id)
 
 

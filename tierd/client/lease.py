@@ -98,10 +98,11 @@ class Lease:
         return self.tokens if blocks == max((group.count for group in self.groups), default=0) else 0
 
     def release(self) -> None:
-        """Unpins. Raises ViewsAlive while arrays made from it are alive; a lease that has ended already is no fault."""
+        """Unpins. Raises ViewsAlive while arrays made from it are alive, ForkedClient; a lease that has ended already is no fault."""
         hold = self.hold
         if hold is None or hold.is_done:
             return
+        hold.check_process()
         if hold.has_views:
             raise ViewsAlive(
                 f"lease {hold.lease}: arrays made from its views are alive; drop them first, or call detach() to let the last one release it"

@@ -1,8 +1,8 @@
 """Segments mapped into this process, for exactly as long as an array made from them is alive.
 
 Purpose: a descriptor to an array. Non-purpose: which segment. Invariants: no descriptor is kept; a mapping is read-only unless this
-session is the segment's writer; a writable one is not inherited by a forked child, and nothing is unmapped twice or in the wrong
-process. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
+session is the segment's writer; a writable one is not inherited by a forked child, where nothing else ever lies at its address, so that
+touching it ends the child and never reads other memory; nothing is unmapped twice or in the wrong process. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+_writable: dict[int, int] = {}
+"""Address to length of what this process has mapped for writing."""
+
 _FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED_NOREPLACE = 0x100000  # Linux 4.17; the module mmap has no names for these
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
 
 
@@ -90,6 +94,7 @@ def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
     weakref.finalize(memory, _unmap, address, length, os.getpid() if writable else 0).atexit = False
     _libc.madvise(address, length, mmap.MADV_DONTDUMP)
     if writable:
+        _writable[address] = length
         _libc.madvise(address, length, mmap.MADV_DONTFORK)
     view = memoryview(memory)
     return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
@@ -105,4 +110,16 @@ def populate(segment: Segment, offset: int, length: int) -> None:
 def _unmap(address: int, length: int, pid: int) -> None:
     # A child has no copy of a writable mapping, and something of its own may lie at the address.
     if pid in (0, os.getpid()):
+        _writable.pop(address, None)
         _libc.munmap(address, length)
+
+
+def _fence_off() -> None:
+    """In a child: what was writable is not there. Nothing may take its place, for the parent's arrays still point to it."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    for address, length in _writable.items():
+        _libc.mmap(address, length, 0, flags, -1, 0)
+    _writable.clear()
+
+
+os.register_at_fork(after_in_child=_fence_off)

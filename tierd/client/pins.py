@@ -64,22 +64,31 @@ class Hold:
 
     def check(self) -> None:
         """Raises ForkedClient, StaleHandle where its pages may not be touched."""
-        what = f"lease {self.lease}" if self.lease else f"reservation {self.reservation}"
+        self.check_process()
+        if self.is_done or not self._has_handle:
+            raise StaleHandle(f"{self}: it has ended; acquire or reserve again")
+        if not self.link.is_usable:
+            raise StaleHandle(f"{self}: the daemon that gave it has gone; acquire or reserve again")
+
+    def check_process(self) -> None:
+        """Raises ForkedClient."""
         if self.link.pid != os.getpid():
             raise ForkedClient(
-                f"{what}: belongs to process {self.link.pid}, this is its child; acquire again in the child"
+                f"{self}: belongs to process {self.link.pid}, this is its child; acquire again in the child"
             )
-        if self.is_done or not self._has_handle:
-            raise StaleHandle(f"{what}: it has ended; acquire or reserve again")
-        if not self.link.is_usable:
-            raise StaleHandle(f"{what}: the daemon that gave it has gone; acquire or reserve again")
+
+    def __str__(self) -> str:
+        return f"lease {self.lease}" if self.lease else f"reservation {self.reservation}"
 
     def pin(self) -> Pin:
-        """A new pin. What keeps it alive keeps the hold."""
+        """A new pin. What keeps it alive keeps the hold. Raises StaleHandle."""
         pin, key = Pin(), object()
         self._pins.add(key)
         self.link.pins.add(key)
         weakref.finalize(pin, self._unpin, key).atexit = False
+        # Looked at after the pin is there: a link that is lost in another thread meanwhile sees the pin, or is seen here.
+        if self.link.is_lost:
+            raise StaleHandle(f"{self}: its client was closed; acquire or reserve again")
         return pin
 
     def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Bytes:
@@ -118,7 +127,7 @@ class Hold:
             return
         self.is_done = True
         link = self.link
-        if link.session and link.pid == os.getpid() and not link.is_lost:
+        if link.session and link.pid == os.getpid():
             link.session.let_go(
                 leases=[self.lease] if self.lease else (), reservations=[self.reservation] if self.reservation else ()
             )

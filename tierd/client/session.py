@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -60,6 +61,9 @@ class Session:
         self._turn = threading.Lock()
         self._segments: dict[Place, Segment] = {}
         self._unsent: deque[dict[str, Any]] = deque()
+        # Nothing that holds a page outlives the session's last link: what is collected without a word has said goodbye.
+        self._farewell = weakref.finalize(self, _say_goodbye, connection, self._glance, os.getpid())
+        self._farewell.atexit = False
 
     @property
     def is_alive(self) -> bool:
@@ -75,8 +79,20 @@ class Session:
 
     def close(self) -> None:
         """Ends the session's service; the daemon reuses what it held once this process has gone, or lets go."""
+        self._farewell.detach()
         self._connection.close()
         self._glance.close()
+        self._segments.clear()
+
+    def leave(self) -> bool:
+        """Closes, and says that this process uses nothing of it any more; whether the daemon was there to hear it. For finalisers too."""
+        is_heard = self.is_alive
+        self._farewell()
+        self._segments.clear()
+        return is_heard
+
+    def unmap(self) -> None:
+        """Keeps no segment mapped but for the views that are alive."""
         self._segments.clear()
 
     def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
@@ -205,6 +221,15 @@ def connect_session(target: LocalTarget, *, name: str, credential: str | None, t
 def places_of(handles: StructArray) -> set[Place]:
     """The segments that HANDLE [n] point into."""
     return set(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
+
+
+def _say_goodbye(connection: socket.socket, glance: socket.socket, pid: int) -> None:
+    """In a child only its own copies are closed: the parent's session goes on."""
+    if pid == os.getpid():
+        with contextlib.suppress(OSError):
+            glance.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
+    connection.close()
+    glance.close()
 
 
 def _connect(connection: socket.socket, path: str) -> None:

@@ -52,7 +52,13 @@ class Listeners:
         )
         cache = daemon.cache
         calls = SessionCalls(
-            self._opened, cache.stop_session, cache.end_session, self._map_segment, cache.release, cache.abort
+            self._opened,
+            cache.stop_session,
+            cache.end_session,
+            self._map_segment,
+            cache.release,
+            cache.abort,
+            cache.leave_session,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self.directory = Path(server.runtime_dir)

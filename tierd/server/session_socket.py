@@ -5,7 +5,8 @@ AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask
     hello  {op, proto, format, sdk, name, credential} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
-    forget {op, session} -> {ok}: a session of a former daemon that this process uses nothing of any more
+    forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
+    bye    {op}, no answer but the end: this process uses nothing of this session any more
     ping   {op} -> {ok}
     refused: {ok: false, error: class of tierd.errors, message}
 
@@ -204,10 +205,14 @@ class Connection:
         elif op == "forget":
             self._owner.sessions.forget(_field(request, "session", int), by=self.session)
             self._send({"ok": True})
+        elif op == "bye":
+            self._owner.sessions.leave(self.session)
         elif op == "ping":
             self._send({"ok": True})
         else:
-            raise InvalidArgument(f"session socket: unknown op {op!r:.80}; known are hello, map, release, forget, ping")
+            raise InvalidArgument(
+                f"session socket: unknown op {op!r:.80}; known are hello, map, release, forget, bye, ping"
+            )
 
     def _hello(self, request: dict[str, Any]) -> None:
         _check_versions(request)

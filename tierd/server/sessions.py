@@ -1,12 +1,14 @@
 """Sessions: who is connected, what token stands for them, and when what they hold may be reused.
 
     open ──socket closed──▶ stopped ──process gone──▶ ended
-      └────────────process gone─────────────────────▶ ended
+      ├────────────process gone─────────────────────▶ ended
+      └─its process uses nothing more──▶ left ──process gone──▶ ended
     restored (of a former daemon) ──process gone, or its process says that it uses nothing more──▶ ended
 
 Purpose: the life of sessions. Non-purpose: the socket and its messages (session_socket.py), leases (cache, core). Invariants:
-`on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends); `on_end` comes after the
-process has gone, never after a time: a clock must not hand out memory that a living process may still touch. One event loop.
+`on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends), `on_leave` at most once between
+them; `on_end` comes after the process has gone, never after a time: a clock must not hand out memory that a living process may still
+touch. A session that has left holds nothing, but what it has mapped is remembered until its process has gone. One event loop.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ class SessionCalls:
     """What the daemon does about sessions. on_open may refuse by raising a TierdError; the other two must not fail.
 
     map_segment(session, tier, segment) gives the files of a segment, or raises NotFound, NotPermitted, TierFailed.
+    on_leave(session id): everything that it holds comes back, what it has mapped stays noted.
     on_release(session id, leases) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
@@ -88,6 +91,7 @@ class SessionCalls:
     map_segment: Callable[[Session, int, int], MappedFiles]
     on_release: Callable[[int, Sequence[int]], None] = lambda _session, _leases: None
     on_abort: Callable[[int, int], None] = lambda _session, _reservation: None
+    on_leave: Callable[[int], None] = lambda _session: None
 
 
 class Sessions:
@@ -98,6 +102,7 @@ class Sessions:
         self._limit = session_limit
         self._by_id: dict[int, Session] = {}
         self._on_closed: dict[int, Callable[[], None]] = {}
+        self._left: dict[Peer, list[Session]] = {}  # by process; the first one's pidfd stands for all
         self.is_refusing = False
 
     def authenticate(self, token: str) -> Session:
@@ -154,21 +159,42 @@ class Sessions:
             session.state = SessionState.STOPPED
             self._call(self._calls.on_stop, session)
 
+    def leave(self, session: Session) -> None:
+        """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""
+        if self._by_id.pop(session.id, None) is None:
+            return
+        asyncio.get_running_loop().remove_reader(session.pidfd)
+        closed = self._on_closed.pop(session.id, None)
+        if closed:
+            closed()
+        self.stop(session)
+        self._call(self._calls.on_leave, session)
+        others = self._left.setdefault(session.peer, [])
+        others.append(session)
+        if len(others) == 1:
+            asyncio.get_running_loop().add_reader(session.pidfd, self._end_left, session.peer)
+        else:
+            os.close(session.pidfd)
+
     def forget(self, session_id: int, *, by: Session) -> None:
-        """The process of a restored session says that it uses nothing of it any more. Raises NotFound, NotPermitted."""
+        """The process of a restored or a stopped session says that it uses nothing of it any more. Raises NotFound, NotPermitted."""
         session = self._by_id.get(session_id)
-        if session is None or session.state is not SessionState.RESTORED:
-            raise NotFound(f"session {session_id}: no session of a former daemon; only such a one can be forgotten")
+        if session is None or session.state is SessionState.OPEN:
+            raise NotFound(f"session {session_id}: none that has been cut off; only such a one can be forgotten")
         if session.peer != by.peer:
             raise NotPermitted(f"session {session_id}: belongs to another process; only that one may let go of it")
-        self._end(session)
+        if session.state is SessionState.RESTORED:
+            self._end(session)
+        else:
+            self.leave(session)
 
     def close(self) -> None:
         """Stops watching. Nothing ends by this: what clients hold is kept for the next daemon."""
-        for session in self._by_id.values():
+        for session in (*self._by_id.values(), *(others[0] for others in self._left.values())):
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
         self._by_id.clear()
+        self._left.clear()
         self._on_closed.clear()
 
     def map_segment(self, session: Session, *, tier: int, segment: int) -> MappedFiles:
@@ -204,6 +230,14 @@ class Sessions:
             closed()
         self.stop(session)
         self._call(self._calls.on_end, session)
+
+    def _end_left(self, peer: Peer) -> None:
+        """A process has gone some of whose sessions had left before."""
+        sessions = self._left.pop(peer)
+        asyncio.get_running_loop().remove_reader(sessions[0].pidfd)
+        os.close(sessions[0].pidfd)
+        for session in sessions:
+            self._call(self._calls.on_end, session)
 
     def _call(self, call: Callable[[int], None], session: Session) -> None:
         try:

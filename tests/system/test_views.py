@@ -1,0 +1,272 @@
+"""What a client may believe of memory that it reads in place: whose it is, how long it stays, and who cannot see it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.elsewhere import Elsewhere, Talk, mapping_of
+from tests.system.relay import LocalRelay, Relay
+from tests.system.sdk import (
+    BIG,
+    HOST,
+    HOST_BYTES,
+    SMALL,
+    arena_files,
+    await_nothing_held,
+    churn,
+    held,
+    put,
+    right,
+    session_names,
+)
+from tests.system.tcp import free_port, remote_config
+from tierd.client import Client
+from tierd.core.layout import generation_offset
+from tierd.errors import ViewsAlive
+from tierd.testing import Daemon, chain, content_of, is_content
+
+BLOCKS = 4
+CONSUMERS: dict[str, Callable[[np.ndarray], Any]] = {
+    "view": lambda view: view,
+    "slice": lambda view: view[4096:8192],
+    "reshape": lambda view: view.reshape(-1, 4096)[3].view(np.uint16),
+    "dlpack": np.from_dlpack,
+    "memoryview": memoryview,
+}
+WHERE = {"slice": slice(4096, 8192), "reshape": slice(3 * 4096, 4 * 4096)}
+"""Which bytes of the block a consumer keeps, if not all."""
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """Host memory and nothing behind it."""
+    with Daemon(HOST) as running:
+        yield running
+
+
+# -- no byte through gRPC
+
+
+def test_bytes_on_the_wire(tmp_path: Path) -> None:
+    """Sixteen MiB put and got by a local client move a few kilobytes through gRPC; the same through TCP moves all of them, twice."""
+    port, total = free_port(), 8 * BIG.block_bytes
+    with Daemon(remote_config(tmp_path, port)) as daemon:
+        with LocalRelay(daemon.target) as relay, Client(relay.target) as client:
+            namespace = client.open_namespace(BIG)
+            assert put(client, namespace, 1, 8)
+            assert right(client.get(namespace, chain(1, 8)).views, 1) == 8
+            local = relay.passed
+        with (
+            Relay(("127.0.0.1", 0), ("127.0.0.1", port)) as relay,
+            Client(f"127.0.0.1:{relay.port}", credential_file=str(tmp_path / "secret")) as client,
+        ):
+            namespace = client.open_namespace(BIG)
+            assert put(client, namespace, 2, 8)
+            assert right(client.get(namespace, chain(2, 8)).views, 2) == 8
+            remote = relay.passed
+    print(f"gRPC bytes for {total} put and got: {local} locally, {remote} over TCP")
+    assert local < 16 * 1024
+    assert remote > 2 * total
+
+
+# -- in place
+
+
+def test_same_memory(daemon: Daemon) -> None:
+    """A get's arrays are read-only views into a mapping of the arena's file, at the handle's offset, with the file's bytes."""
+    with Client(daemon.target) as writer, Client(daemon.target) as reader:
+        assert put(writer, writer.open_namespace(BIG), 1, BLOCKS)
+        lease = reader.acquire(reader.open_namespace(BIG), chain(1, BLOCKS))
+        for view, handle, name in zip(lease.views(), lease.handles, chain(1, BLOCKS), strict=True):
+            path, rights, offset = mapping_of(view)
+            assert Path(path) in arena_files(daemon)
+            assert (rights[:2], offset) == ("r-", int(handle["offset"]))
+            with open(path, "rb") as file:
+                file.seek(offset)
+                assert file.read(len(view)) == view.tobytes()
+            assert is_content(view, name)
+
+
+def test_same_memory_both_ways(daemon: Daemon) -> None:
+    """What changes in the arena's file changes in the array: nothing was copied."""
+    with Client(daemon.target) as client:
+        namespace = client.open_namespace(SMALL)
+        assert put(client, namespace, 1, 1)
+        view = client.get(namespace, chain(1, 1)).views[0]
+        path, _, offset = mapping_of(view)
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            file.write(b"\x5a" * 16)
+        assert view[:16].tobytes() == b"\x5a" * 16
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_views_refuse_writes(daemon: Daemon, *, is_own: bool) -> None:
+    """No way of numpy's writes to a view, be the block the client's own or another's."""
+    with Client(daemon.target) as writer, Client(daemon.target) as other:
+        assert put(writer, writer.open_namespace(SMALL), 1, 1)
+        client = writer if is_own else other
+        view = client.get(client.open_namespace(SMALL), chain(1, 1)).views[0]
+        for array in (view, view[1:], view.reshape(2, -1), np.asarray(view), np.from_dlpack(view)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                array.flags.writeable = True
+        with pytest.raises(TypeError):
+            memoryview(view)[0] = 0
+        assert right([view], 1) == 1
+
+
+# -- past the lease
+
+
+@pytest.mark.parametrize("kind", CONSUMERS)
+def test_kept_array_outlives_churn(daemon: Daemon, kind: str) -> None:
+    """Whatever is made from a view shows the old bytes while two processes push ten times the host tier through; then its page is free."""
+    with Client(daemon.target) as client, Elsewhere(churning, daemon.target) as other:
+        namespace = client.open_namespace(BIG)
+        assert put(client, namespace, 1, BLOCKS)
+        lease = client.acquire(namespace, chain(1, BLOCKS))
+        kept = CONSUMERS[kind](lease.view(2))
+        del lease
+        wanted = content_of(chain(1, BLOCKS)[2], BIG.block_bytes)[WHERE.get(kind, slice(None))].tobytes()
+        other.say(1)
+        for turn in range(10):
+            assert churn(client, seed=2 + turn, total=HOST_BYTES)
+            assert kept.tobytes() == wanted
+        assert other.hear() > 0
+        assert kept.tobytes() == wanted
+        assert held(daemon)[0] == 1
+        del kept
+        await_nothing_held(daemon, "the last array")
+
+
+def churning(talk: Talk, target: str) -> None:
+    """Another process: ten times the host tier, as often as it is told."""
+    client = Client(target)
+    while True:
+        talk.say(churn(client, seed=talk.hear() + 50))
+
+
+def test_view_of_one_block_keeps_its_page(daemon: Daemon) -> None:
+    """Arrays of one lease hold it together: the last one, of whichever block, ends it, and closing before that raises ViewsAlive."""
+    with Client(daemon.target) as client:
+        namespace = client.open_namespace(BIG)
+        assert put(client, namespace, 1, BLOCKS)
+        lease = client.acquire(namespace, chain(1, BLOCKS))
+        views = lease.views()
+        part = views[3][:1]
+        del views
+        with pytest.raises(ViewsAlive):
+            lease.close()
+        assert right([lease.view(i) for i in range(BLOCKS)], 1) == BLOCKS
+        del part
+        gc.collect()
+        lease.close()
+        assert held(daemon)[0] == 0
+
+
+def test_copy_rechecks_generations(daemon: Daemon) -> None:
+    """A copy counts no block whose generation word changed, nor any after it."""
+    with Client(daemon.target) as client:
+        namespace = client.open_namespace(BIG)
+        assert put(client, namespace, 1, BLOCKS)
+        lease = client.acquire(namespace, chain(1, BLOCKS))
+        out = np.zeros((BLOCKS, BIG.block_bytes), dtype=np.uint8)
+        assert lease.copy_into(out) == BLOCKS
+        assert right(list(out), 1) == BLOCKS
+        data, _, _ = mapping_of(lease.view(2))
+        with open(Path(data).with_suffix(".cat"), "r+b") as file, mmap.mmap(file.fileno(), 0) as catalogue:
+            word = generation_offset(int(lease.handles["slot"][2]))
+            catalogue[word : word + 8] = (int(lease.handles["generation"][2]) + 1).to_bytes(8, "little")
+            assert lease.copy_into(out) == 2
+
+
+# -- past the client, past the daemon
+
+
+def test_views_outlive_their_client(daemon: Daemon) -> None:
+    """Views of a closed client keep their bytes through churn by another process, and their pages are free once they are collected."""
+    client = Client(daemon.target)
+    namespace = client.open_namespace(BIG)
+    assert put(client, namespace, 1, BLOCKS)
+    views = list(client.get(namespace, chain(1, BLOCKS)).views)
+    client.close()
+    with Elsewhere(churning, daemon.target) as other:
+        other.ask(1)
+    assert right(views, 1) == BLOCKS
+    views.clear()
+    await_nothing_held(daemon, "a closed client's views")
+
+
+def test_closed_clients_leave_nothing(daemon: Daemon) -> None:
+    """A process that lives on holds nothing of clients that it closed: no lease, no reservation, no session."""
+    for turn in range(5):
+        with Client(daemon.target, name="passing") as client:
+            namespace = client.open_namespace(BIG)
+            assert put(client, namespace, turn, 1)
+            lease = client.acquire(namespace, chain(turn, 1))
+            assert lease
+            view = lease.view(0)
+            assert right([view], turn) == 1
+    del view, lease
+    await_nothing_held(daemon, "closing")
+    assert "passing" not in session_names(daemon)
+
+
+def test_views_outlive_their_daemon(daemon: Daemon) -> None:
+    """Views survive a kill -9 and what the next daemon does with the tier; collected, their pages come back by themselves."""
+    with Client(daemon.target) as client, Elsewhere(churning, daemon.target) as other:
+        namespace = client.open_namespace(BIG)
+        assert put(client, namespace, 1, BLOCKS)
+        views = list(client.get(namespace, chain(1, BLOCKS)).views)
+        daemon.kill()
+        assert right(views, 1) == BLOCKS
+        daemon.start()
+        assert other.ask(1) > 0
+        assert right(views, 1) == BLOCKS
+        assert churn(client, seed=9) > 0
+        assert right(views, 1) == BLOCKS
+        assert held(daemon)[2] == BLOCKS
+        views.clear()
+        gc.collect()
+        client.lookup(namespace, chain(1, 1))
+        await_nothing_held(daemon, "a former daemon's views")
+
+
+# -- several processes
+
+
+def test_readers_share_pages(daemon: Daemon) -> None:
+    """Three processes read the same physical pages, each its bytes right, while the writer goes on."""
+    with Client(daemon.target) as client, contextlib.ExitStack() as stack:
+        assert put(client, client.open_namespace(BIG), 1, BLOCKS)
+        readers = [stack.enter_context(Elsewhere(reading, daemon.target)) for _ in range(3)]
+        places = [reader.hear() for reader in readers]
+        assert places[0] == places[1] == places[2]
+        assert len(set(map(tuple, places[0]))) == BLOCKS
+        writing = threading.Thread(target=churn, args=(client,), kwargs={"seed": 3})
+        writing.start()
+        for reader in readers:
+            reader.say("end")
+        assert [reader.hear() for reader in readers] == [0, 0, 0]
+        writing.join()
+
+
+def reading(talk: Talk, target: str) -> None:
+    """Another process: where its pages lie, and how many wrong bytes it saw until it was told to end."""
+    client = Client(target)
+    views = client.get(client.open_namespace(BIG), chain(1, BLOCKS)).views
+    talk.say([(os.stat(mapping_of(view)[0]).st_ino, mapping_of(view)[2]) for view in views])
+    talk.hear()
+    talk.say(sum(BLOCKS - right(views, 1) for _ in range(20)))
