@@ -88,7 +88,7 @@ class Load:
                 self._chance.choices(verbs, (9, 4, 4, 1, 1, 1))[0]()
             except (RetryError, StaleHandle):
                 self._counts["retries"] += 1
-                time.sleep(0.005)
+                time.sleep(0.01)
             except Exception:
                 self._tell({"fault": traceback.format_exc()})
             if sum(self._counts.values()) >= REPORT_EVERY:

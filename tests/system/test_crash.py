@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import pytest
 
@@ -98,26 +98,42 @@ class Oracle:
             self.counts.update({key: int(str(value)) for key, value in record.items()})
 
 
-@contextmanager
-def loaded(daemon: Daemon, oracle: Oracle) -> Iterator[None]:
-    """Workers at work; killed in the end."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.system.crash_load", daemon.target, str(i), str(log)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-        )
-        for i, log in enumerate(oracle.logs)
-    ]
-    try:
-        yield
-        assert [worker.poll() for worker in workers] == [None] * WORKERS, "a worker died of its daemon"
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-            assert worker.stdin
-            worker.stdin.close()
+class Workers:
+    """Processes at work on a daemon, until the context ends."""
+
+    def __init__(self, daemon: Daemon, oracle: Oracle) -> None:
+        self._commands = [
+            [sys.executable, "-m", "tests.system.crash_load", daemon.target, str(i), str(log)]
+            for i, log in enumerate(oracle.logs)
+        ]
+        self._processes = [self._start(command) for command in self._commands]
+
+    def replace(self, i: int) -> None:
+        """One is killed in the middle of what it does, and another takes its place."""
+        self._end(self._processes[i])
+        self._processes[i] = self._start(self._commands[i])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        statuses = [process.poll() for process in self._processes]
+        for process in self._processes:
+            self._end(process)
+        assert error or statuses == [None] * WORKERS, "a worker died of its daemon"
+
+    @staticmethod
+    def _start(command: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE)
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        assert process.stdin
+        process.stdin.close()
 
 
 def check(daemon: Daemon, chains: list[Chain], oracle: Oracle) -> None:
@@ -146,16 +162,16 @@ def check(daemon: Daemon, chains: list[Chain], oracle: Oracle) -> None:
 
 
 def kill_and_restart(daemon: Daemon, chance: random.Random, *, start_s: float) -> int:
-    """Kills the daemon, perhaps its successors while they recover, and leaves one that serves; how many it killed."""
+    """Kills the daemon, perhaps its successors while they recover, and leaves one that serves; how many of these it killed."""
     daemon.kill()
-    kills = 1
+    starts_killed = 0
     while chance.random() < 0.35:
         daemon.start(wait=False)
         time.sleep(chance.uniform(0.4, 1.1) * start_s)
         daemon.kill()
-        kills += 1
+        starts_killed += 1
     daemon.start()
-    return kills
+    return starts_killed
 
 
 def crash(kills: int, *, seed: int, directory: Path) -> None:
@@ -164,11 +180,15 @@ def crash(kills: int, *, seed: int, directory: Path) -> None:
     with Daemon(config(kills)) as daemon:
         before = time.monotonic()
         daemon.restart()
-        start_s, done = time.monotonic() - before, 0
-        with loaded(daemon, oracle):
+        start_s, done, starts_killed = time.monotonic() - before, 0, 0
+        with Workers(daemon, oracle) as workers:
             while done < kills:
                 time.sleep(chance.uniform(0.05, 0.6))
-                done += kill_and_restart(daemon, chance, start_s=start_s)
+                if chance.random() < 0.2:
+                    workers.replace(chance.randrange(WORKERS))
+                    oracle.counts["workers killed"] += 1
+                killed = kill_and_restart(daemon, chance, start_s=start_s)
+                done, starts_killed = done + 1 + killed, starts_killed + killed
                 oracle.begin_life()
                 check(daemon, oracle.to_check(chance), oracle)
                 assert not oracle.complaints, f"seed {seed}, kill {done}: {oracle.complaints}\n{daemon.log[-6000:]}"
@@ -177,7 +197,7 @@ def crash(kills: int, *, seed: int, directory: Path) -> None:
         check(daemon, oracle.everything(), oracle)
         blocks = sum(len(it.hashes) for it in oracle.everything())
         print(
-            f"seed {seed}: {done} kills in {time.monotonic() - begun:.0f} s, {blocks} blocks acknowledged durable,"
+            f"seed {seed}: {done} kills ({starts_killed} of them during a start) in {time.monotonic() - begun:.0f} s, {blocks} blocks acknowledged durable,"
             f" {oracle.counts['blocks checked']} blocks checked, {oracle.counts['lost']} lost,"
             f" {sum('wrong' in text for text in oracle.complaints)} wrong; workers: {dict(oracle.counts)}"
         )
@@ -190,6 +210,7 @@ def _seed() -> int:
     return int(os.environ.get("CRASH_SEED", time.time_ns() % 1_000_000))
 
 
+@pytest.mark.timeout(300)
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """20 kills under load: no durable block is lost, no byte is ever wrong, and each time the daemon serves again."""
     crash(20, seed=_seed(), directory=tmp_path)
