@@ -179,7 +179,10 @@ class Mover:
     async def _in_threads(
         self, work: Callable[[memoryview, Second], Result], first: Sequence[memoryview], second: Sequence[Second]
     ) -> list[Result]:
-        """[work(a, b) for a, b in zip(first, second)], in one thread, or in several where it is much."""
+        """[work(a, b) for a, b in zip(first, second)], in one thread, or in several where it is much.
+
+        Ends when the last thread has let go of the pages, also where one has failed.
+        """
         loop = asyncio.get_running_loop()
         parts = self._hash_threads if sum(map(len, first)) > HASH_SPLIT_BYTES else 1
         step = -(-len(first) // parts) or 1
@@ -187,7 +190,9 @@ class Mover:
             loop.run_in_executor(self._threads, _each, work, first[i : i + step], second[i : i + step])
             for i in range(0, len(first), step)
         ]
-        return [result for job in jobs for result in await job]
+        if jobs:
+            await asyncio.wait(jobs)
+        return [result for job in jobs for result in job.result()]
 
     def queued(self) -> int:
         """Batches that wait for a link."""

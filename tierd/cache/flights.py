@@ -67,9 +67,12 @@ class Flights:
         for segment in plan.segments:
             self._prepare(segment)
         self._announce_freed(plan.freed)
+        before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
-            task = asyncio.create_task(self._fly(batch, self._sources_of(batch)))
+            task = asyncio.create_task(self._fly(batch, before))
             self._flying.update((int(i), task) for i in batch["id"])
+        # Only now that all of the plan fly, and before any of them runs.
+        before.update((i, self._flying[i]) for i in plan.transfers["after"].tolist() if i in self._flying)
 
     async def landed(self, plan: Plan, *, timeout_s: float) -> bool:
         """Waits for a plan's transfers and those that it shares; False if time ran out (they go on)."""
@@ -108,32 +111,35 @@ class Flights:
         return len(self._flying)
 
     def _prepare(self, segment: SegmentAssignment) -> None:
+        if segment.replaces is not None:
+            self._preparing.pop(segment.replaces, None)
         task = asyncio.create_task(self._tiers[segment.tier].prepare([segment]))
         self._preparing[segment.segment] = task
         task.add_done_callback(lambda done: self._prepared_one(segment, done))
 
     def _prepared_one(self, segment: SegmentAssignment, task: asyncio.Task[None]) -> None:
-        # A failed one stays, so that whoever is still to wait for it hears of the failure.
-        if not task.cancelled() and task.exception() is None:
-            self._preparing.pop(segment.segment, None)
-        else:
-            log.error("segment not prepared", tier=self._tiers[segment.tier].spec.name, segment=segment.segment)
+        # A failed one stays for as long as the segment does, so that whoever is still to wait for it hears of the failure.
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            name = self._tiers[segment.tier].spec.name
+            log.error("segment not prepared", tier=name, segment=segment.segment, error=str(error))
+        elif self._preparing.get(segment.segment) is task:
+            del self._preparing[segment.segment]
 
     def _batches(self, transfers: StructArray) -> Iterator[StructArray]:
-        links = link_of(transfers)
+        # Those that wait for another flight fly apart: they must not hold up what could go at once.
+        links = link_of(transfers) << 1 | (transfers["after"] > 0)
         for link in dict.fromkeys(links.tolist()):
             same = transfers[links == link]
             for i in range(0, len(same), self._batch_blocks):
                 yield same[i : i + self._batch_blocks]
 
-    def _sources_of(self, batch: StructArray) -> dict[int, asyncio.Task[Outcome]]:
-        return {before: self._flying[before] for before in batch["after"].tolist() if before in self._flying}
-
-    async def _fly(self, batch: StructArray, sources: dict[int, asyncio.Task[Outcome]]) -> Outcome:
+    async def _fly(self, batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> Outcome:
+        """before: the flights that fill this plan's sources."""
         statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
         begun = time.perf_counter()
         try:
-            ready = await self._sources_ready(batch, sources)
+            ready = await self._sources_ready(batch, before)
             await self._targets_ready(batch)
             if ready.any():
                 metas = self._core.metas(batch["block"][ready])
@@ -147,12 +153,12 @@ class Flights:
         return dict(zip(batch["id"].tolist(), statuses.tolist(), strict=True))
 
     @staticmethod
-    async def _sources_ready(batch: StructArray, sources: dict[int, asyncio.Task[Outcome]]) -> StructArray:
+    async def _sources_ready(batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> StructArray:
         """Which of the batch have bytes to copy, once the flights that fill their source pages are over."""
         ready = np.ones(len(batch), dtype=np.bool_)
-        for i, before in enumerate(batch["after"].tolist()):
-            if before in sources:
-                ready[i] = (await asyncio.shield(sources[before]))[before] == BlockStatus.READY
+        for i, first in enumerate(batch["after"].tolist()):
+            if first in before:
+                ready[i] = (await asyncio.shield(before[first]))[first] == BlockStatus.READY
         return ready
 
     async def _targets_ready(self, batch: StructArray) -> None:
@@ -164,9 +170,9 @@ class Flights:
     def _finish(self, batch: StructArray, statuses: StructArray) -> None:
         self.made += len(batch)
         self.failed += int((statuses != BlockStatus.READY).sum())
-        plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)
+        plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
         self._count(batch, statuses)
         self.start(plan)
         if (statuses == BlockStatus.FAILED).any():

@@ -1,0 +1,137 @@
+"""What the mover promises: order on a link, nothing READY that was not verified, and no thread left on a page that was let go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from tests.unit.cache.world import SOON_S, World, opened
+from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
+from tierd.mover import HASH_SPLIT_BYTES, Link, Mover
+from tierd.testing import chain, is_content
+
+NAMES = chain(1, 4)
+
+
+def _batch(world: World, blocks: np.ndarray, target: StructArray) -> tuple[StructArray, StructArray]:
+    """Transfers of blocks in host memory to other pages, and their METAs."""
+    batch = np.zeros(len(blocks), dtype=TRANSFER)
+    batch["source"] = world.cache.core.extents(blocks, tier=0)
+    batch["target"], batch["reason"] = target, Reason.DEMAND
+    metas = world.cache.core.metas(blocks)
+    metas["layers"] = 0
+    return batch, metas
+
+
+async def test_a_copy_is_verified_where_it_arrives() -> None:
+    """Each block of a copy is READY if its bytes are right and CORRUPT if not; only right ones are in the catalogue."""
+    async with opened() as world:
+        committed = await world.put(NAMES)
+        spare = (await world.cache.reserve(world.session, [world.put_query(chain(2, 4))], kind=1)).extents[0]
+        world.page(committed.extents[1])[5] ^= 1
+        batch, metas = _batch(world, committed.blocks, spare)
+        statuses = await world.cache.parts.mover.copy(batch, metas)
+        assert statuses.tolist() == [BlockStatus.READY, BlockStatus.CORRUPT, BlockStatus.READY, BlockStatus.READY]
+        assert is_content(world.page(spare[0]), NAMES[0])
+        published = world.daemon.tiers[0].slices(spare)  # type: ignore[attr-defined]
+        assert [table is not None for table in published] == [True, False, True, True]
+
+
+async def test_a_target_that_fails_is_a_status() -> None:
+    """A store that cannot write makes every block FAILED, and raises nothing."""
+    async with opened() as world:
+        committed = await world.put(NAMES)
+        target = np.zeros(4, dtype=batch_dtype())
+        target["tier"], target["segment"] = 1, 999  # a segment that the store does not have
+        batch, metas = _batch(world, committed.blocks, target)
+        statuses = await world.cache.parts.mover.copy(batch, metas)
+        assert statuses.tolist() == [BlockStatus.FAILED] * 4
+
+
+async def test_a_changed_source_never_reaches_the_store() -> None:
+    """A page that was changed after its commit is CORRUPT on its way out, and the store takes none of it."""
+    async with opened() as world:
+        committed = await world.put(NAMES)
+        world.page(committed.extents[0])[0] ^= 1
+        durable = await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
+        assert durable.tolist() == [False, True, True, True]
+        assert world.cache.core.find_block(world.namespace.id, NAMES[0].tobytes()) is None
+
+
+async def test_check_finds_the_pages_that_are_not_as_committed() -> None:
+    """`check` tells each page whose bytes are not its block's."""
+    async with opened() as world:
+        committed = await world.put(NAMES)
+        world.page(committed.extents[2])[100] ^= 1
+        metas = world.cache.core.metas(committed.blocks)
+        good = await world.cache.parts.mover.check(world.daemon.tiers[0], committed.extents, metas)  # type: ignore[arg-type]
+        assert good.tolist() == [True, True, False, True]
+
+
+async def test_demand_goes_first() -> None:
+    """On a link that is taken, demand passes prefetch and prefetch passes demotion; equals keep their order."""
+    link, order = Link(1), []
+
+    async def go(priority: int, name: str) -> None:
+        async with link.slot(priority):
+            order.append(name)
+
+    async with link.slot(0):
+        waiting = [
+            asyncio.create_task(go(*who))
+            for who in ((2, "demotion"), (1, "prefetch"), (0, "demand"), (0, "second demand"))
+        ]
+        await asyncio.sleep(0)
+    await asyncio.gather(*waiting)
+    assert order == ["demand", "second demand", "prefetch", "demotion"]
+    assert link.active == 0
+
+
+@pytest.mark.parametrize("is_its_turn", [False, True])
+async def test_a_turn_that_nobody_takes_is_passed_on(is_its_turn: bool) -> None:
+    """A batch that is cancelled while it waits, or in the moment in which its turn comes, keeps no place on the link."""
+    link = Link(1)
+
+    async def go() -> None:
+        async with link.slot(0):
+            pass
+
+    async with link.slot(0):
+        first, second = asyncio.create_task(go()), asyncio.create_task(go())
+        await asyncio.sleep(0)
+        if not is_its_turn:
+            first.cancel()
+    first.cancel()
+    async with asyncio.timeout(SOON_S):
+        await asyncio.gather(first, second, return_exceptions=True)
+    assert first.cancelled()
+    assert link.active == 0
+
+
+async def test_no_thread_is_left_behind() -> None:
+    """Work of which one part fails ends with its last part: until then threads may touch the pages."""
+    mover = Mover([], hash_threads=2, link_limit=1)
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work(first: memoryview, second: int) -> None:
+        if second == 0:
+            raise OSError("this part fails")
+        begun.set()
+        may_end.wait(SOON_S)
+        ended.set()
+
+    views = [memoryview(bytes(HASH_SPLIT_BYTES)), memoryview(bytes(HASH_SPLIT_BYTES))]
+    task = asyncio.ensure_future(mover._in_threads(work, views, [0, 1]))
+    await asyncio.to_thread(begun.wait, SOON_S)
+    asyncio.get_running_loop().call_later(0.05, may_end.set)
+    with pytest.raises(OSError, match="this part fails"):
+        await task
+    assert ended.is_set()
+    mover.close()
+
+
+def batch_dtype() -> np.dtype:
+    return TRANSFER["target"]
