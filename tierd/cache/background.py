@@ -22,6 +22,8 @@ log = structlog.get_logger(__name__)
 
 STEP_TIMEOUT_S = 600.0
 """After which a demotion step is no longer waited for; its transfers stay under way."""
+PAUSE_S = 1.0
+"""After a fault that nobody foresaw."""
 
 
 class Background:
@@ -43,6 +45,7 @@ class Background:
         self._tasks.append(asyncio.create_task(self._sync_for_ever()))
         if not self._clock.is_replay:
             self._tasks.append(asyncio.create_task(self._demote_for_ever()))
+            self._wake.set()  # what was found again may be above a watermark already
 
     def wake(self) -> None:
         """Pages were taken: perhaps a watermark was crossed."""
@@ -93,10 +96,18 @@ class Background:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while await self._step(timeout_s=STEP_TIMEOUT_S):
-                pass
+            try:
+                while await self._step(timeout_s=STEP_TIMEOUT_S):
+                    pass
+            except Exception:  # told, and tried again: else a tier would silently stay full
+                log.exception("demotion failed")
+                await asyncio.sleep(PAUSE_S)
+                self._wake.set()
 
     async def _sync_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._sync_interval_s)
-            await self.sync()
+            try:
+                await self.sync()
+            except Exception:
+                log.exception("sync failed")

@@ -108,10 +108,11 @@ class Operator:
         rows = rows[(rows["tiers"] & self._nvme_bits()) == 0]
         for i in range(0, len(rows), FLUSH_BATCH_BLOCKS):
             part = rows[i : i + FLUSH_BATCH_BLOCKS]
-            still = np.isin(part["block"], self._core.blocks())
-            stored = await self._cache.persistence.persist(part["block"][still], timeout_s=deadline - loop.time())
+            stored = await self._cache.persistence.persist(part["block"], timeout_s=deadline - loop.time())
             blocks += int(stored.sum())
-            size += int(part["length"][still][stored].sum())
+            size += int(part["length"][stored].sum())
+            if loop.time() >= deadline:
+                break
         return blocks, size
 
     def bump_epoch(self, *, model: str, namespace_id: int) -> tuple[list[Namespace], int]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import structlog
+
 import tierd
 from tierd.server.assembly import Assembly
 from tierd.server.sessions import Sessions
 from tierd.tiers.arena import Arena
+
+log = structlog.get_logger(__name__)
 
 INTERVAL_S = 2.0
 
@@ -41,7 +45,10 @@ class Gauges:
 
     async def _refresh_for_ever(self) -> None:
         while True:
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception:
+                log.exception("gauges not refreshed")
             await asyncio.sleep(INTERVAL_S)
 
     def refresh(self) -> None:
