@@ -157,15 +157,15 @@ class Cache:
 
     # -- namespaces
 
-    def open_namespace(self, session: int, spec: NamespaceSpec) -> tuple[Namespace, bool]:
-        """The current namespace of the session's tenant for this spec, and whether it is new."""
+    def open_namespace(self, session: int, spec: NamespaceSpec) -> Namespace:
+        """The current namespace of the session's tenant for this spec."""
         largest = min((t.spec.segment_bytes - t.spec.slot_overhead_bytes for t in self.tiers), default=0)
         if spec.block_bytes > largest:
             raise InvalidArgument(
                 f"namespace.block_bytes: {spec.block_bytes} is above the {largest} that a segment of every tier holds; "
                 "use fewer tokens per block, or raise the tiers' segment"
             )
-        return self.registry.open(spec, tenant=self.tenant_of(session))
+        return self.registry.open(spec, tenant=self.tenant_of(session))[0]
 
     def namespace_for(self, session: int, namespace_id: int) -> Namespace:
         """The namespace, if the session may use it now. Raises NotFound, NotPermitted, StaleHandle."""

@@ -57,17 +57,21 @@ class Assembly:
     release: bool = False
     former: list[FormerHolder] = dataclasses.field(default_factory=list)
     naming: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    named: set[int] = dataclasses.field(default_factory=set)
 
     def release_at_end(self) -> None:
         """The arena is to be freed when the daemon ends."""
         self.release = True
 
     async def keep_namespace(self, namespace: Namespace) -> None:
-        """Makes a new namespace known to the next life, before anybody may use it."""
+        """Makes a namespace known to the next life, before anybody may use it: who opens one that is new to somebody else waits too."""
         async with self.naming:
+            if namespace.id in self.named:
+                return
             await asyncio.to_thread(self.keeper.keep_namespaces, self.cache.registry.records())
             for tier in self.tiers:
                 await tier.keep_namespace(namespace_record(namespace))
+            self.named.add(namespace.id)
 
 
 @contextlib.asynccontextmanager
@@ -149,7 +153,10 @@ def _assemble(
             batch_blocks=config.mover.batch_blocks,
         )
     )
-    return Assembly(config, instance.id, tiers, cache, metrics, holds, time.monotonic(), instance, former=former)
+    named = {namespace.id for namespace in registry.all()}
+    return Assembly(
+        config, instance.id, tiers, cache, metrics, holds, time.monotonic(), instance, former=former, named=named
+    )
 
 
 def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> int:

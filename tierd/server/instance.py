@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from tierd.core.namespaces import NamespaceRegistry
-from tierd.errors import CorruptRecord
+from tierd.errors import CorruptRecord, TierFailed
 from tierd.tiers.durable import replace_file
 from tierd.tiers.lock import OwnerLock, private_directory, take_lock
 
@@ -38,8 +38,14 @@ class Instance:
                 log.exception("namespace dropped", file=str(path), line=number, error=str(error))
 
     def keep_namespaces(self, records: list[bytes]) -> None:
-        """Replaces the file, durably. Blocking."""
-        replace_file(self.directory / "namespaces.jsonl", [record + b"\n" for record in records])
+        """Replaces the file, durably. Blocking. Raises TierFailed."""
+        path = self.directory / "namespaces.jsonl"
+        try:
+            replace_file(path, [record + b"\n" for record in records])
+        except OSError as error:
+            raise TierFailed(
+                f"{path}: cannot be written ({error}); make room in server.state_dir, or mend it"
+            ) from error
 
     def close(self) -> None:
         """Lets go of the lock."""

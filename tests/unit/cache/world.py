@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -112,16 +111,7 @@ async def opened(config: str = CONFIG, *, places: dict[str, str] | None = None) 
         async with assemble(resolve(read_config(config), environ={})) as daemon:
             spec = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
             daemon.cache.open_session(World.session, tenant="t")
-            namespace, _ = daemon.cache.open_namespace(World.session, spec)
+            namespace = daemon.cache.open_namespace(World.session, spec)
             await daemon.keep_namespace(namespace)
             yield World(daemon, namespace)
             await daemon.cache.flights.idle(timeout_s=SOON_S)
-
-
-def corrupt(path: Path, *, at: int) -> None:
-    """Turns one byte of a file over."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 0xFF]))

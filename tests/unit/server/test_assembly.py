@@ -1,0 +1,83 @@
+"""A daemon's inside: what it keeps for its next life, and before whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cache.world import SOON_S, World, directories, opened
+from tierd._proto import cache_pb2 as pb
+from tierd.errors import TierFailed
+from tierd.server.guard import CALLER, Caller
+from tierd.server.service import CacheService
+from tierd.testing import chain
+
+REQUEST = pb.OpenNamespaceRequest(model="another", tokens_per_block=16, block_bytes=4096)
+
+
+def _service(world: World) -> CacheService:
+    deadline = asyncio.get_running_loop().time() + SOON_S
+    CALLER.set(Caller(world.session, "t", is_admin=False, request="r", deadline=deadline))
+    return CacheService(world.cache, keep_namespace=world.daemon.keep_namespace, batch_limit=64)
+
+
+async def test_a_namespace_is_kept_before_anybody_has_it() -> None:
+    """Of two who open a namespace at once, neither is told its id before its record is on the disk."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            service = _service(world)
+            async with world.daemon.naming:
+                calls = [asyncio.create_task(service.OpenNamespace(REQUEST, None)) for _ in range(2)]
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                assert not any(call.done() for call in calls)
+            ids = {reply.namespace for reply in await asyncio.gather(*calls)}
+            lines = (Path(places["root"]) / "state" / "namespaces.jsonl").read_text().splitlines()
+            assert ids <= {json.loads(line)["id"] for line in lines}
+
+
+async def test_a_namespace_that_cannot_be_kept_is_not_given() -> None:
+    """While the state directory cannot be written, opening fails each time; afterwards it works, and is kept."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            service, path = _service(world), Path(places["root"]) / "state" / "namespaces.jsonl"
+            kept = path.read_text()
+            path.unlink()
+            (path / "in the way").mkdir(parents=True)
+            for _ in range(2):
+                with pytest.raises(TierFailed):
+                    await service.OpenNamespace(REQUEST, None)
+            (path / "in the way").rmdir()
+            path.rmdir()
+            path.write_text(kept)
+            reply = await service.OpenNamespace(REQUEST, None)
+            assert reply.namespace in [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+async def test_blocks_are_found_again() -> None:
+    """What was committed in one life is served in the next, from memory."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            await world.put(chain(1, 4))
+        async with opened(places=places) as world:
+            assert world.cache.core.stats().blocks == 4
+            assert (await world.acquire(chain(1, 4))).served.tokens == 64
+
+
+async def test_a_start_that_fails_lets_go_of_everything() -> None:
+    """Half a start closes what it had opened: the next one finds every lock free and every block there."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            await world.put(chain(1, 4))
+            table = world.daemon.tiers[0].tables / "sessions.tbl"  # type: ignore[attr-defined]
+        whole = table.read_bytes()
+        table.write_bytes(b"no table" + whole[8:])
+        with pytest.raises(Exception, match="no session table"):
+            async with opened(places=places):
+                pass
+        table.write_bytes(whole)
+        async with opened(places=places) as world:
+            assert world.cache.core.stats().blocks == 4
