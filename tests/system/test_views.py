@@ -30,9 +30,9 @@ from tests.system.sdk import (
     session_names,
 )
 from tests.system.tcp import free_port, remote_config
-from tierd.client import Client
+from tierd.client import Client, PutGroup
 from tierd.core.layout import generation_offset
-from tierd.errors import ViewsAlive
+from tierd.errors import DeadlineExceeded, ViewsAlive
 from tierd.testing import Daemon, chain, content_of, is_content
 
 BLOCKS = 4
@@ -242,6 +242,29 @@ def test_views_outlive_their_daemon(daemon: Daemon) -> None:
         gc.collect()
         client.lookup(namespace, chain(1, 1))
         await_nothing_held(daemon, "a former daemon's views")
+
+
+def test_deadlines_leave_nothing(daemon: Daemon) -> None:
+    """A call whose deadline passes, just before its answer perhaps, leaves nothing held."""
+    missed = 0
+    with Client(daemon.target) as client:
+        namespace = client.open_namespace(BIG)
+        assert put(client, namespace, 1, BLOCKS)
+        for turn in range(200):
+            limit = 0.0004 + 0.00001 * turn
+            for call in (
+                lambda limit=limit: client.acquire(namespace, chain(1, BLOCKS), timeout_s=limit).release(),
+                lambda limit=limit, seed=turn + 2: client.reserve(
+                    PutGroup(namespace, chain(seed, 2)), timeout_s=limit
+                ).abort(),
+            ):
+                try:
+                    call()
+                except DeadlineExceeded:
+                    missed += 1
+        print(f"{missed} of 400 calls were too late")
+        assert missed
+        await_nothing_held(daemon, "calls that were too late")
 
 
 # -- several processes

@@ -22,6 +22,7 @@ from tierd.errors import InvalidArgument, OperatorError, StaleHandle, TierdError
 
 SESSION_KEY = "tierd-session"
 CREDENTIAL_KEY = "authorization"
+REQUEST_KEY = "tierd-request"
 CHUNK_BYTES = 1 << 20
 
 GROUP_BLOCKS_MAX = 1 << 20

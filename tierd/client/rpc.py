@@ -15,7 +15,7 @@ import grpc
 from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
 from tierd.client.connection import Link
-from tierd.client.protocol import error_of
+from tierd.client.protocol import REQUEST_KEY, error_of
 from tierd.errors import ERROR_KEY, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
@@ -28,6 +28,8 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.default_authority", "tierd"),
 )
+_GIVING = frozenset({"Acquire", "Reserve", "Commit"})
+"""Calls that leave something held, of which a client without their reply would not know."""
 _LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
 
 
@@ -41,8 +43,8 @@ class SyncTransport:
 
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
-        with translated(self.link), forks.calling():
-            return getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
+        with named(self.link, method) as metadata, translated(self.link), forks.calling():
+            return getattr(self.stub, method)(request, timeout=timeout_s, metadata=metadata)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
@@ -67,6 +69,21 @@ class SyncTransport:
     def close(self) -> None:
         """Cancels what is in flight."""
         self._channel.close()
+
+
+@contextlib.contextmanager
+def named(link: Link, method: str) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Around a call: its metadata. What a call gave whose reply did not come, however it was given up, is taken back."""
+    session = link.session
+    if session is None or method not in _GIVING:
+        yield link.metadata
+        return
+    request = session.next_request()
+    try:
+        yield (*link.metadata, (REQUEST_KEY, request))
+    except BaseException:
+        session.revoke(request)
+        raise
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from tierd.client import forks
 from tierd.client.connection import Link
-from tierd.client.rpc import SyncTransport, translated
+from tierd.client.rpc import SyncTransport, named, translated
 
 
 class AsyncTransport:
@@ -24,14 +24,16 @@ class AsyncTransport:
 
     async def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
+        with named(self._sync.link, method) as metadata:
+            return await self._call(method, request, timeout_s=timeout_s, metadata=metadata)
+
+    async def _call(self, method: str, request: Any, *, timeout_s: float, metadata: Any) -> Any:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
         ended = forks.begin_call()
         try:
             with translated(self._sync.link):
-                call = getattr(self._sync.stub, method).future(
-                    request, timeout=timeout_s, metadata=self._sync.link.metadata
-                )
+                call = getattr(self._sync.stub, method).future(request, timeout=timeout_s, metadata=metadata)
         except BaseException:
             ended()
             raise

@@ -8,6 +8,7 @@ reply that did not come in time the connection is closed, since the next reply w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -61,6 +62,7 @@ class Session:
         self._turn = threading.Lock()
         self._segments: dict[Place, Segment] = {}
         self._unsent: deque[dict[str, Any]] = deque()
+        self._requests = itertools.count(1)
         # Nothing that holds a page outlives the session's last link: what is collected without a word has said goodbye.
         self._farewell = weakref.finalize(self, _say_goodbye, connection, self._glance, os.getpid())
         self._farewell.atexit = False
@@ -90,6 +92,10 @@ class Session:
         self._farewell()
         self._segments.clear()
         return is_heard
+
+    def next_request(self) -> str:
+        """A name for a call, unlike any other of this session."""
+        return f"{self.id:x}-{next(self._requests)}"
 
     def unmap(self) -> None:
         """Keeps no segment mapped but for the views that are alive."""
@@ -121,18 +127,25 @@ class Session:
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
         """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
-        self._unsent.append({"leases": list(leases), "reservations": list(reservations)})
+        self._unsent.append(
+            {"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)}
+        )
+        self.flush()
+
+    def revoke(self, request: str) -> None:
+        """Takes back what a call gave whose reply is not to be had, or is still to give. Without an answer, like `let_go`."""
+        self._unsent.append({"op": "revoke", "request": request})
         self.flush()
 
     def flush(self) -> None:
         """Sends what the socket did not take before."""
         while self._unsent:
             with contextlib.suppress(IndexError):
-                ids = self._unsent.popleft()
+                message = self._unsent.popleft()
                 try:
-                    self._tell({"op": "release", "reply": False, **ids})
+                    self._tell(message)
                 except BlockingIOError:
-                    self._unsent.appendleft(ids)
+                    self._unsent.appendleft(message)
                     return
                 except OSError:
                     self._unsent.clear()  # the daemon has gone, and the holds with it

@@ -51,6 +51,7 @@ class Listeners:
             daemon.config.identity.credential_file,
         )
         cache = daemon.cache
+        self._service = CacheService(cache, keep_namespace=daemon.keep_namespace, batch_limit=server.max_batch_blocks)
         calls = SessionCalls(
             self._opened,
             cache.stop_session,
@@ -59,6 +60,7 @@ class Listeners:
             cache.release,
             cache.abort,
             cache.leave_session,
+            self._service.grants.revoke,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self.directory = Path(server.runtime_dir)
@@ -143,7 +145,6 @@ class Listeners:
             credential=self._open_remote() if server.tcp_listen else "",
             remote=(REMOTE_SESSION, REMOTE_TENANT) if server.tcp_listen else None,
         )
-        service = CacheService(daemon.cache, keep_namespace=daemon.keep_namespace, batch_limit=server.max_batch_blocks)
         about = About(
             version=tierd.__version__,
             instance=daemon.instance,
@@ -154,7 +155,7 @@ class Listeners:
             keep_namespace=daemon.keep_namespace,
             release=daemon.release_at_end,
         )
-        return Rpc(service, AdminService(daemon.cache, about=about), guard=guard, queue_limit=server.queue_limit)
+        return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, queue_limit=server.queue_limit)
 
     def _open_remote(self) -> str:
         """The session behind TCP, and the credential that its callers must bring."""

@@ -19,10 +19,11 @@ from tierd.core.model import TierKind
 from tierd.core.plan import GroupQuery
 from tierd.errors import InvalidArgument
 from tierd.server import streams, wire
+from tierd.server.grants import Grants
 from tierd.server.guard import CALLER
 
 KeepNamespace = Callable[[Namespace], Awaitable[None]]
-"""Stores the record of a namespace, if that is still to do, before anybody may use it."""
+"""Stores the record of a new namespace before anybody may use it."""
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
@@ -32,10 +33,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._cache = cache
         self._keep_namespace = keep_namespace
         self._batch_limit = batch_limit
+        self.grants = Grants(release=cache.release, abort=cache.abort)
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
-        namespace = self._cache.open_namespace(CALLER.get().session, wire.spec_of(request))
-        await self._keep_namespace(namespace)
+        namespace, is_new = self._cache.open_namespace(CALLER.get().session, wire.spec_of(request))
+        if is_new:
+            await self._keep_namespace(namespace)
         return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:
@@ -53,9 +56,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         kind = self._kind(request.tier)
         lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s)
         epochs = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups]
-        return wire.acquire_reply(
+        reply = wire.acquire_reply(
             lease.served, lease=lease.lease, tier_tokens=lease.tier_tokens, whole=lease.whole, epochs=epochs
         )
+        return self.grants.give((caller.session, caller.request), reply, lease=lease.lease)
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
         self._cache.release(CALLER.get().session, request.leases)
@@ -84,7 +88,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             ).tobytes()
             for group, extents, statuses in zip(groups, reserved.extents, reserved.statuses, strict=True)
         ]
-        return pb.ReserveReply(reservation=reserved.reservation, handles=given)
+        reply = pb.ReserveReply(reservation=reserved.reservation, handles=given)
+        return self.grants.give((caller.session, caller.request), reply, reservation=reserved.reservation)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         caller = CALLER.get()
@@ -101,7 +106,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         tokens = np.zeros(len(committed.blocks), dtype=np.uint32)
         tokens[committed.blocks >= 0] = metas["tokens"]
         epoch = self._cache.registry.get(int(metas["namespace"][0])).epoch if len(metas) else 0
-        return wire.commit_reply(committed, tokens=tokens, epoch=epoch)
+        reply = wire.commit_reply(committed, tokens=tokens, epoch=epoch)
+        return self.grants.give((caller.session, caller.request), reply, lease=committed.lease)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortReply:
         self._cache.abort(CALLER.get().session, request.reservation)

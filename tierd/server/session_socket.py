@@ -1,11 +1,12 @@
 """The session socket: identity, descriptors and life, beside gRPC, which can carry none of them.
 
-AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
+AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none, `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
     hello  {op, proto, format, sdk, name, credential} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
+    revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
     bye    {op}, no answer but the end: this process uses nothing of this session any more
     ping   {op} -> {ok}
     refused: {ok: false, error: class of tierd.errors, message}
@@ -205,13 +206,15 @@ class Connection:
         elif op == "forget":
             self._owner.sessions.forget(_field(request, "session", int), by=self.session)
             self._send({"ok": True})
+        elif op == "revoke":
+            self._owner.sessions.revoke(self.session, _field(request, "request", str)[:64])
         elif op == "bye":
             self._owner.sessions.leave(self.session)
         elif op == "ping":
             self._send({"ok": True})
         else:
             raise InvalidArgument(
-                f"session socket: unknown op {op!r:.80}; known are hello, map, release, forget, bye, ping"
+                f"session socket: unknown op {op!r:.80}; known are hello, map, release, forget, revoke, bye, ping"
             )
 
     def _hello(self, request: dict[str, Any]) -> None:

@@ -80,7 +80,8 @@ class SessionCalls:
     """What the daemon does about sessions. on_open may refuse by raising a TierdError; the other two must not fail.
 
     map_segment(session, tier, segment) gives the files of a segment, or raises NotFound, NotPermitted, TierFailed.
-    on_leave(session id): everything that it holds comes back, what it has mapped stays noted.
+    on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
+    one call gave or is still to give.
     on_release(session id, leases) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
@@ -92,6 +93,7 @@ class SessionCalls:
     on_release: Callable[[int, Sequence[int]], None] = lambda _session, _leases: None
     on_abort: Callable[[int, int], None] = lambda _session, _reservation: None
     on_leave: Callable[[int], None] = lambda _session: None
+    on_revoke: Callable[[int, str], None] = lambda _session, _request: None
 
 
 class Sessions:
@@ -208,6 +210,10 @@ class Sessions:
         for reservation in reservations:
             with contextlib.suppress(NotFound):
                 self._calls.on_abort(session.id, reservation)
+
+    def revoke(self, session: Session, request: str) -> None:
+        """The client has given up a call: what that gave comes back."""
+        self._calls.on_revoke(session.id, request)
 
     def new_id(self) -> int:
         """An id that no session of this daemon or a former one has; below 2**63, never 0."""

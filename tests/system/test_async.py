@@ -1,0 +1,133 @@
+"""AsyncClient: the same verbs with the same results, and cancelled calls that leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import inspect
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.sdk import BIG, HOST, SMALL, await_nothing_held, right
+from tierd.client import AsyncClient, Client, Group, PutGroup
+from tierd.errors import TierdError, ViewsAlive
+from tierd.testing import Daemon, chain, content_of
+
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """Host memory and nothing behind it."""
+    with Daemon(HOST) as running:
+        yield running
+
+
+def contents(seed: int, count: int, size: int) -> list[np.ndarray]:
+    """The blocks of a chain."""
+    return [content_of(name, size) for name in chain(seed, count)]
+
+
+async def got(call: Any) -> Any:
+    """What a verb of either client gives, or its error's class; a call that shall fail is given as a function."""
+    try:
+        answer = call() if callable(call) else call
+        return await answer if inspect.isawaitable(answer) else answer
+    except TierdError as error:
+        return type(error).__name__
+
+
+async def every_verb(client: Any, seed: int) -> list[Any]:
+    """One run through all verbs; what of it must be equal for both clients."""
+    said: list[Any] = []
+    namespace = await got(client.open_namespace(SMALL))
+    hashes = chain(seed, COUNT)
+    said += [namespace.epoch, (await got(client.lookup(namespace, hashes))).tokens]
+    said += [bool(await got(client.get(namespace, hashes))), bool(await got(client.acquire(namespace, hashes)))]
+    stored = await got(client.put(namespace, hashes, contents(seed, COUNT, 4096)))
+    said += [stored.statuses.tolist(), stored.stored]
+    again = await got(client.put(namespace, hashes, contents(seed, COUNT, 4096)))
+    found = await got(client.lookup(namespace, hashes))
+    said += [again.statuses.tolist(), found.tokens, found.tier_tokens, [part.tolist() for part in found.tier_of]]
+    result = await got(client.get(namespace, hashes))
+    said += [result.tokens, result.blocks, result.tier_tokens, right(result.views, seed)]
+    out = np.zeros((COUNT, 4096), dtype=np.uint8)
+    said += [(await got(client.get(namespace, Group(namespace, hashes), out=out))).blocks, right(list(out), seed)]
+    lease = await got(client.acquire(namespace, hashes))
+    view = lease.view(1)
+    said += [lease.tokens, lease.check(), (await got(client.report_attention(lease, np.ones((1, COUNT)))))]
+    with contextlib.suppress(ViewsAlive):
+        lease.release()
+        said.append("released with a view alive")
+    del view
+    gc.collect()
+    lease.release()
+    pages = await got(client.reserve(PutGroup.private(namespace, 2)))
+    for page, block in zip(pages.buffers(), contents(seed + 1, 2, 4096), strict=True):
+        page[:] = block
+    committed = await got(pages.commit(namespace.naming(chain(seed + 1, 2), index=[0, 1]), lease=True))
+    said += [committed.statuses.tolist(), committed.lease.tokens, right(committed.lease.views(), seed + 1)]
+    dropped = await got(client.reserve(PutGroup.private(namespace, 2)))
+    said += [len(dropped), await got(dropped.abort()), await got(dropped.commit), bool(dropped)]
+    said += [
+        await got(client.prefetch(namespace, hashes)),
+        await got(lambda: client.get(namespace, hashes, timeout_s=-1.0)),
+    ]
+    return said
+
+
+async def test_same_results(daemon: Daemon) -> None:
+    """Every verb gives the same answers and raises the same errors from both clients."""
+    with Client(daemon.target) as client:
+        sync = await every_verb(client, 100)
+    async with AsyncClient(daemon.target) as client:
+        assert await every_verb(client, 200) == sync
+    await asyncio.to_thread(await_nothing_held, daemon, "both clients")
+
+
+async def test_many_at_once(daemon: Daemon) -> None:
+    """Fifty puts and gets in flight on one client give each its own blocks."""
+    async with AsyncClient(daemon.target) as client:
+        namespace = await client.open_namespace(SMALL)
+
+        async def there_and_back(seed: int) -> int:
+            await client.put(namespace, chain(seed, COUNT), contents(seed, COUNT, 4096))
+            return right((await client.get(namespace, chain(seed, COUNT))).views, seed)
+
+        assert await asyncio.gather(*(there_and_back(seed) for seed in range(300, 350))) == [COUNT] * 50
+
+
+VERBS: dict[str, Callable[[AsyncClient, Any, int], Awaitable[Any]]] = {
+    "get": lambda client, namespace, _: client.get(namespace, chain(1, COUNT)),
+    "copy": lambda client, namespace, _: client.get(namespace, chain(1, COUNT), out=bytearray(COUNT * BIG.block_bytes)),
+    "acquire": lambda client, namespace, _: client.acquire(namespace, chain(1, COUNT)),
+    "reserve": lambda client, namespace, seed: client.reserve(PutGroup(namespace, chain(seed, 2))),
+    "put": lambda client, namespace, seed: client.put(namespace, chain(seed, 2), contents(seed, 2, BIG.block_bytes)),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_cancelled(daemon: Daemon, verb: str) -> None:
+    """A call that is cancelled, whenever that is, leaves nothing held, and the client serves on."""
+    async with AsyncClient(daemon.target) as client:
+        namespace = await client.open_namespace(BIG)
+        await client.put(namespace, chain(1, COUNT), contents(1, COUNT, BIG.block_bytes))
+        cancelled = 0
+        for turn in range(40):
+            task = asyncio.ensure_future(VERBS[verb](client, namespace, 400 + turn))
+            for _ in range(turn * turn):
+                await asyncio.sleep(0)  # not a wait: the loop goes round once
+            task.cancel()
+            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+            cancelled += isinstance(outcome, asyncio.CancelledError)
+            assert isinstance(outcome, asyncio.CancelledError) or not isinstance(outcome, BaseException), outcome
+            del task, outcome
+        print(f"{verb}: {cancelled} of 40 were cancelled in time")
+        assert cancelled > 0
+        await asyncio.to_thread(await_nothing_held, daemon, f"cancelled calls of {verb}")
+        await client.put(namespace, chain(1, COUNT), contents(1, COUNT, BIG.block_bytes))
+        assert right((await client.get(namespace, chain(1, COUNT))).views, 1) == COUNT

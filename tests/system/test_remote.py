@@ -1,0 +1,245 @@
+"""TCP: checksummed chunks to and from clients that share no memory; nothing without a credential, and nothing unless it is configured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from tests.system.relay import Relay
+from tests.system.sdk import BIG, HOST, await_nothing_held, put, right
+from tests.system.tcp import SECRET, free_port, remote_config
+from tierd._proto import admin_pb2, cache_pb2
+from tierd.client import Client, NamespaceSpec
+from tierd.core.model import BlockStatus
+from tierd.errors import ERROR_KEY, CorruptRecord, TierdError
+from tierd.testing import Daemon, chain, content_of, is_content
+
+COUNT = 4
+ODD = NamespaceSpec(model="odd", tokens_per_block=16, block_bytes=(1 << 20) + 17 * 4096 + 1)
+"""Longer than a chunk, and no multiple of anything."""
+METHODS = [
+    (f"/{service.full_name}/{method.name}", method.client_streaming, method.server_streaming)
+    for service in (*cache_pb2.DESCRIPTOR.services_by_name.values(), *admin_pb2.DESCRIPTOR.services_by_name.values())
+    for method in service.methods
+]
+WRONG = {
+    "none": {},
+    "empty": {"authorization": "Bearer "},
+    "wrong": {"authorization": "Bearer " + "x" * len(SECRET)},
+    "begins right": {"authorization": f"Bearer {SECRET[:-1]}"},
+    "goes on": {"authorization": f"Bearer {SECRET}x"},
+    "other scheme": {"authorization": f"Basic {SECRET}"},
+    "the daemon's own session": {"tierd-session": "1."},
+    "made up": {"tierd-session": "1." + "0" * 32},
+}
+
+
+class Remote:
+    """A daemon and its port."""
+
+    def __init__(self, daemon: Daemon, port: int, secret: Path) -> None:
+        self.daemon, self.port, self.secret = daemon, port, str(secret)
+
+    def client(self, port: int | None = None) -> Client:
+        """A client over TCP, through a relay perhaps."""
+        return Client(f"127.0.0.1:{port or self.port}", credential_file=self.secret)
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    """A daemon whose local clients are of the tenant that remote ones are."""
+    root, port = tmp_path_factory.mktemp("remote"), free_port()
+    own = f'\n[identity]\ntenants = {{"{os.geteuid()}" = "remote"}}\n'
+    with Daemon(remote_config(root, port) + own) as daemon:
+        yield Remote(daemon, port, root / "secret")
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses of /proc/net/tcp and tcp6 at which a process listens, as they stand there."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+# -- what is listened on
+
+
+def test_no_tcp_by_default() -> None:
+    """A daemon of the default configuration listens on no TCP port."""
+    with Daemon(HOST) as daemon:
+        assert not listening(daemon.pid)
+
+
+def test_loopback_alone(remote: Remote) -> None:
+    """With tcp_listen it listens there and nowhere else."""
+    (address,) = listening(remote.daemon.pid)
+    assert address.endswith(f"0100007F:{remote.port:04X}"), "127.0.0.1, as IPv6 sockets write it or not"
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize("spec", [BIG, ODD], ids=["even", "odd"])
+def test_bytes_there_and_back(remote: Remote, spec: NamespaceSpec) -> None:
+    """What goes through TCP comes back byte for byte, as arrays and into buffers, and is what local clients of the tenant read in place."""
+    seed = spec.block_bytes
+    with remote.client() as client, Client(remote.daemon.target) as local:
+        namespace = client.open_namespace(spec)
+        assert put(client, namespace, seed, COUNT)
+        got = client.get(namespace, chain(seed, COUNT + 1))
+        assert (got.tokens, right(got.views, seed)) == (16 * COUNT, COUNT)
+        assert not any(view.flags.writeable for view in got.views)
+        out = np.zeros((COUNT, spec.block_bytes), dtype=np.uint8)
+        assert client.get(namespace, chain(seed, COUNT), out=out).blocks == COUNT
+        assert right(list(out), seed) == COUNT
+        assert right(local.get(local.open_namespace(spec), chain(seed, COUNT)).views, seed) == COUNT
+
+
+def test_local_bytes_over_tcp(remote: Remote) -> None:
+    """What a local client wrote in place reaches a remote one of the tenant byte for byte; existing blocks are not stored again."""
+    with remote.client() as client, Client(remote.daemon.target) as local:
+        assert put(local, local.open_namespace(BIG), 31, COUNT)
+        namespace = client.open_namespace(BIG)
+        assert right(client.get(namespace, chain(31, COUNT)).views, 31) == COUNT
+        assert put(client, namespace, 31, COUNT).statuses.tolist() == [BlockStatus.EXISTS] * COUNT
+
+
+def test_nothing_stays_held(remote: Remote) -> None:
+    """Streams that end, early or late, leave no lease and no reservation behind."""
+    with remote.client() as client:
+        namespace = client.open_namespace(BIG)
+        assert put(client, namespace, 32, COUNT)
+        assert client.get(namespace, chain(32, COUNT))
+        for timeout_s in (0.001, 0.003, 0.01, 0.02):
+            for call in (
+                lambda limit=timeout_s: client.get(namespace, chain(32, COUNT), timeout_s=limit),
+                lambda limit=timeout_s: client.put(
+                    namespace, chain(33, COUNT), [bytes(BIG.block_bytes)] * COUNT, timeout_s=limit
+                ),
+            ):
+                with contextlib.suppress(TierdError):
+                    call()
+    await_nothing_held(remote.daemon, "streams")
+
+
+# -- who may call
+
+
+def _error_of(channel: grpc.Channel, method: tuple[str, bool, bool], metadata: dict[str, str]) -> str:
+    """The error's class name of a call with an empty message, "" for one that succeeds."""
+    path, sends_many, gets_many = method
+    kind = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+    }[sends_many, gets_many]
+    sent: Any = iter([b""]) if sends_many else b""
+    try:
+        reply = kind(path)(sent, metadata=tuple(metadata.items()), timeout=15)
+        for _ in reply if gets_many else ():
+            break
+    except grpc.RpcError as error:
+        return str(dict(error.trailing_metadata() or ()).get(ERROR_KEY, f"unnamed {error.code()}"))
+    return ""
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_every_method_wants_the_credential(remote: Remote, given: str) -> None:
+    """Over TCP no method of any service answers without the right credential."""
+    with grpc.insecure_channel(f"127.0.0.1:{remote.port}") as channel:
+        answers = {method[0]: _error_of(channel, method, WRONG[given]) for method in METHODS}
+    assert len(answers) > 20
+    assert set(answers.values()) == {"SessionLost"}, answers
+
+
+def test_operators_are_local(remote: Remote) -> None:
+    """The credential of TCP opens no method of the Admin service, and none that hands out memory."""
+    local = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort")}
+    with grpc.insecure_channel(f"127.0.0.1:{remote.port}") as channel:
+        for method in METHODS:
+            if "Admin" in method[0] or method[0] in local:
+                error = _error_of(channel, method, {"authorization": f"Bearer {SECRET}"})
+                assert error == ("NotPermitted" if "Admin" in method[0] else "Unsupported"), method
+
+
+def test_wrong_credential_file(remote: Remote, tmp_path: Path) -> None:
+    """A client with another secret is told at its first call, and best effort makes of it a miss."""
+    (tmp_path / "other").write_text("x" * 20)
+    place = {"target": f"127.0.0.1:{remote.port}", "credential_file": str(tmp_path / "other")}
+    with Client(**place) as client, pytest.raises(TierdError):
+        client.open_namespace(BIG)
+    with Client(**place, best_effort=True) as client:
+        assert not client.get(client.open_namespace(BIG), chain(1, 1))
+
+
+# -- damage
+
+
+class _Damage:
+    """Flips one bit of one block's bytes, wherever they go by, once."""
+
+    def __init__(self, content: np.ndarray) -> None:
+        self.done = 0
+        self._marks = [content[at : at + 8].tobytes() for at in range(64 * 1024, 512 * 1024, 8 * 1024)]
+
+    def __call__(self, part: bytes) -> bytes:
+        for mark in self._marks if not self.done else ():
+            at = part.find(mark)
+            if at >= 0:
+                self.done += 1
+                return part[:at] + bytes([part[at] ^ 0x10]) + part[at + 1 :]
+        return part
+
+
+@pytest.mark.parametrize("damaged", range(3))
+def test_damaged_get(remote: Remote, damaged: int) -> None:
+    """A bit that flips on the way to the client ends what it gets before that block: no wrong byte counts, as arrays or in a buffer."""
+    seed = 60 + damaged
+    for takes_out in (False, True):
+        damage = _Damage(content_of(chain(seed, 3)[damaged], BIG.block_bytes))
+        with (
+            Relay(("127.0.0.1", 0), ("127.0.0.1", remote.port), change=damage) as relay,
+            remote.client() as writer,
+            remote.client(relay.port) as client,
+        ):
+            assert put(writer, writer.open_namespace(BIG), seed, 3)
+            out = np.zeros((3, BIG.block_bytes), dtype=np.uint8)
+            namespace = client.open_namespace(BIG)
+            got = client.get(namespace, chain(seed, 3), out=out if takes_out else None)
+            given = out[: got.blocks] if takes_out else got.views
+            assert (damage.done, got.blocks, got.tokens) == (1, damaged, 16 * damaged)
+            assert right(list(given), seed) == damaged
+            assert right(client.get(namespace, chain(seed, 3)).views, seed) == 3, "the next get is whole"
+
+
+def test_damaged_put(remote: Remote) -> None:
+    """A bit that flips on the way to the daemon is CorruptRecord for the writer, and nothing of that put is ever served."""
+    damage = _Damage(content_of(chain(70, 3)[1], BIG.block_bytes))
+    with (
+        Relay(("127.0.0.1", 0), ("127.0.0.1", remote.port), change=damage) as relay,
+        remote.client(relay.port) as client,
+    ):
+        namespace = client.open_namespace(BIG)
+        with pytest.raises(CorruptRecord):
+            put(client, namespace, 70, 3)
+        assert damage.done == 1
+        for view, name in zip(client.get(namespace, chain(70, 3)).views, chain(70, 3), strict=False):
+            assert is_content(view, name)
+        assert client.lookup(namespace, chain(70, 3)[1:2]).tokens == 0
+        assert put(client, namespace, 70, 3)
+        assert right(client.get(namespace, chain(70, 3)).views, 70) == 3
+    await_nothing_held(remote.daemon, "a put that failed")
