@@ -23,7 +23,7 @@ from tierd.server.grants import Grants
 from tierd.server.guard import CALLER
 
 KeepNamespace = Callable[[Namespace], Awaitable[None]]
-"""Stores the record of a new namespace before anybody may use it."""
+"""Stores the record of a namespace, if that is still to do, before anybody may use it."""
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
@@ -36,9 +36,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self.grants = Grants(release=cache.release, abort=cache.abort)
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
-        namespace, is_new = self._cache.open_namespace(CALLER.get().session, wire.spec_of(request))
-        if is_new:
-            await self._keep_namespace(namespace)
+        namespace = self._cache.open_namespace(CALLER.get().session, wire.spec_of(request))
+        await self._keep_namespace(namespace)
         return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:
