@@ -161,6 +161,17 @@ class Blocks:
         linked: Ids = ids[kin]
         return linked
 
+    def ancestors(self, ids: Ids) -> Ids:
+        """The blocks before these, nearest first, each once and none of these."""
+        seen, out = set(ids.tolist()), []
+        for start in ids.tolist():
+            above = int(self.parent[start])
+            while above >= 0 and above not in seen:
+                seen.add(above)
+                out.append(above)
+                above = int(self.parent[above])
+        return np.asarray(out, np.int64)
+
     def fade(self, ids: Ids) -> None:
         """Distinct ids that have lost their last page: parents are let go, and what nobody names any more is free."""
         parents = self.parent[ids].astype(np.int64)

@@ -211,19 +211,16 @@ class Gets:
         return over
 
     def _used(self, blocks: Ids, brought: Ids, *, kind: TierKind, demand: bool, now: float) -> None:
-        """Policies hear of it, last block first; of those just brought near where they came from (their arrival was tracked)."""
-        near = self._planner.attached(blocks, self._index.serving(kind))
+        """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
+        serving = self._index.serving(kind)
         if demand:
-            here = ~np.isin(blocks, brought)
-            self._touch(blocks[here], near.at(here), now)
-            self._touch(blocks[~here], self._planner.sources(blocks[~here], kind), now)
+            arrived = np.isin(blocks, brought)
+            for tier in self._index.serving():
+                self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
             self._index.blocks.touch(blocks, now)
-        for tier in np.unique(near.tiers).tolist():
-            self._planner.ask_again(tier, near.pages[near.tiers == tier][::-1], now)
-
-    def _touch(self, blocks: Ids, where: Where, now: float) -> None:
-        for tier in np.unique(where.tiers[where.tiers >= 0]).tolist():
-            self._index.touch(tier, blocks[where.tiers == tier][::-1], now)
+        for tier in serving:
+            pages = self._index.attached(tier, blocks)[::-1]
+            self._planner.ask_again(tier, pages[pages >= 0], now)
 
     # -- inside: leases
 

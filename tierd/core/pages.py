@@ -127,10 +127,10 @@ class Pages:
         self.move(pages, PageState.FREE, PageState.RESERVED)
 
     def give_back(self, pages: Ids) -> None:
-        """Any state -> free; segments that are empty now go to the pool."""
+        """reserved, retiring -> free; segments that are empty now go to the pool."""
         if len(pages) == 0:
             return
-        for state in PageState:
+        for state in (PageState.RESERVED, PageState.RETIRING):
             self.move(pages[self.state[pages] == state], state, PageState.FREE)
         self.block[pages] = -1
         for column in (self.pins, self.length, self.flags, self.doom, self.filler):
@@ -143,6 +143,8 @@ class Pages:
 
     def move(self, pages: Ids, old: PageState, new: PageState) -> None:
         """The books of a change of state; the arrows themselves are in index.py."""
+        if len(pages) == 0:
+            return
         assert (self.state[pages] == old).all(), f"{self.spec.name}: a page to become {new.name} is not {old.name}"
         self.state[pages] = new
         size = int(self.class_bytes(pages).sum())

@@ -165,7 +165,10 @@ class Puts:
         return Committed(statuses, self._extents(found), ids, number, draft.plan())
 
     def _publish(self, commit: Commit, where: Where, statuses: Codes, *, draft: Draft) -> Ids:
-        """New names get their pages; the ids of all names."""
+        """New names get their pages; the ids of all names.
+
+        A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first.
+        """
         names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
         known = self._index.blocks.find(names)
         new = (self._nearest(known).pages < 0) & names.firsts()
@@ -179,6 +182,9 @@ class Puts:
                 self._index.tiers[tier].flags[pages] = UNVERIFIED
             self._index.attach(tier, pages[::-1], ids[part][::-1], draft.now)
             self._index.publish(tier, pages)
+        before = self._index.blocks.ancestors(ids)
+        for tier in self._index.serving():
+            self._index.touch(tier, before, draft.now)
         self._count_off(commit.reservation, commit.rows[rows])
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)

@@ -63,12 +63,19 @@ class Room:
         ready = self.tails_first(tier, victims)
         if len(ready) == 0:
             tips = index.policies[tier].victims(min(leaves, index.tips[tier]), index.barred[tier])
-            ready = victims if tips is None or len(tips) == 0 else tips
+            ready = victims if tips is None or len(tips) == 0 else self._upward(tier, tips, victims)
         return ready
 
     def drop(self, tier: int, blocks: Ids, draft: Draft) -> None:
-        """Frees the blocks' pages: DEMOTED where a farther tier holds them, else EVICTED."""
+        """Frees the blocks' pages: DEMOTED where a farther tier holds them, else EVICTED.
+
+        What stays farther is touched there, as what is written there is tracked: so a chain that leaves piece by piece, one way or the
+        other, is in one order there, and loses its tail first.
+        """
         kept = self.is_farther(tier, blocks)
+        if kept.any():
+            for farther in self._farther(tier):
+                self._index.touch(farther, blocks[kept], draft.now)
         for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
             if len(those):
                 self._index.evictions[tier] += len(those)
@@ -76,9 +83,7 @@ class Room:
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
         """Which blocks can be read in a farther kind of tier."""
-        kind = self._index.tiers[tier].spec.kind
-        farther = [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
-        return np.asarray(self._index.nearest(blocks, farther) >= 0, bool)
+        return np.asarray(self._index.nearest(blocks, self._farther(tier)) >= 0, bool)
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
         """Those victims, in their order, that have no tracked child but ones that come before them and may go themselves."""
@@ -92,18 +97,40 @@ class Room:
         parents = blocks.parent[victims]
         at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
         counts = (victims[at] == parents) & (at > np.arange(len(victims)))
-        while True:
-            gone = np.bincount(at[counts & may], minlength=len(victims))
-            now = ~strict | (gone == children)
-            if (now == may).all():
-                return victims[may]
-            may = now
+        if (~strict | (np.bincount(at[counts], minlength=len(victims)) == children)).all():
+            return victims
+        gone = [0] * len(victims)
+        for row, (waits, after, parent) in enumerate(
+            zip((children * strict).tolist(), counts.tolist(), at.tolist(), strict=True)
+        ):
+            may[row] = not waits or gone[row] == waits
+            if after and may[row]:
+                gone[parent] += 1
+        return victims[may]
 
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
         places = self._places(tier, victims)
         right = [place for place in np.unique(places).tolist() if self._index.tiers[tier].key_of(place) == key]
         return np.asarray(np.isin(places, right), bool)
+
+    def _farther(self, tier: int) -> list[int]:
+        kind = self._index.tiers[tier].spec.kind
+        return [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
+
+    def _upward(self, tier: int, tips: Ids, victims: Ids) -> Ids:
+        """The tips; a single one with what is above it, as far as only that keeps one of the victims waiting, and no more than there are victims."""
+        if len(tips) != 1:
+            return tips
+        index, cold = self._index, set(victims.tolist())
+        path, good = [int(tips[0])], 1
+        while len(path) < len(victims):
+            above = int(index.blocks.parent[path[-1]])
+            if above < 0 or index.held[tier][above] or index.children[tier][above] != 1:
+                break
+            path.append(above)
+            good = len(path) if above in cold else good
+        return np.asarray(path[:good], np.int64)
 
     def _begin(self, tier: int, key: Key, draft: Draft) -> bool:
         """A vacant place begins a life. False: there is none."""
