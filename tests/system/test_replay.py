@@ -141,6 +141,7 @@ def test_a_second_replay_finds_the_first_and_a_cold_one_does_not(tmp_path: Path)
     assert cold["tier_tokens"] == first["tier_tokens"]
     assert again["wrong_blocks"] == cold["wrong_blocks"] == again["bytes_written"] == 0
     assert again["latency_s"]["acquire"]["count"] == 6
+    assert "reserve" not in again["latency_s"]
 
 
 def test_verify_finds_bytes_that_are_not_the_blocks_own(tmp_path: Path) -> None:
