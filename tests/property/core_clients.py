@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tierd.core.core import Core
-from tierd.core.model import COMMIT_BLOCK, BlockStatus, StructArray, TierKind
+from tierd.core.model import COMMIT_BLOCK, BlockStatus, StructArray, TierKind, TierSpec
 from tierd.core.plan import Committing, Plan
 from tierd.policies.eviction import EVICTION
 
@@ -36,6 +36,12 @@ class Reservation:
     private: bool
     pages: dict[int, int] = field(default_factory=dict)
     busy: set[int] = field(default_factory=set)
+    restored: bool = False
+
+    @property
+    def idle(self) -> list[int]:
+        """Indices that may be committed now."""
+        return [] if self.restored else sorted(self.pages.keys() - self.busy)
 
 
 @dataclass
@@ -54,13 +60,17 @@ class Lease:
     generations: list[int] = field(default_factory=list)
 
 
+def new_core(specs: list[TierSpec], **first: int) -> Core:
+    return Core(specs, policies=lambda spec: EVICTION[spec.eviction](), session_share=SHARE, **first)
+
+
 class Clients(RuleBasedStateMachine):
     """A core, its model, and what clients do with it."""
 
     def build(self, world: str) -> None:
         self.world = WORLDS[world]
         self.specs = self.world.tiers
-        self.core = Core(self.specs, policies=lambda spec: EVICTION[spec.eviction](), session_share=SHARE)
+        self.core = new_core(self.specs)
         self.model = Model(self.specs)
         self.session_ids, self.namespace_ids = count(1), count(1)
         self.namespaces = {domain: [next(self.namespace_ids) for _ in range(2)] for domain in DOMAINS}
@@ -240,16 +250,15 @@ class Clients(RuleBasedStateMachine):
         assert self.model.writers[page.segment] == (session if spec.writer_owned else 0)
         return generation
 
-    @precondition(lambda self: any(r.pages.keys() - r.busy for r in self.reservations.values()))
+    @precondition(lambda self: any(r.idle for r in self.reservations.values()))
     @rule(which=picks, some=st.integers(0, (1 << DEPTH) - 1))
     def begin_commit(self, which: int, some: int) -> None:
-        open_ones = [i for i, r in self.reservations.items() if r.pages.keys() - r.busy]
+        open_ones = [i for i, r in self.reservations.items() if r.idle]
         number = self.pick(open_ones, which)
         made = self.reservations[number]
-        idle = sorted(made.pages.keys() - made.busy)
-        chosen = [i for i in idle if some >> i & 1] or idle
+        chosen = [i for i in made.idle if some >> i & 1] or made.idle
         blocks = None
-        if made.private or made.busy or chosen != idle or some & 1:
+        if made.private or made.busy or chosen != made.idle or some & 1:
             blocks = self.named(made, chosen)
         committing = self.core.begin_commit(made.session, reservation=number, blocks=blocks, now=self.tick())
         assert committing.indices.tolist() == chosen

@@ -10,14 +10,19 @@ because its holder may write any time; a transfer copies what lies in its source
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tierd.core.model import BlockStatus, SegmentAssignment, StructArray, TierSpec
+import numpy as np
+
+from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Plan
 
 Key = tuple[int, bytes]
 """(namespace id, block hash)."""
+
+UNKNOWN = -1
+"""Number of a page that was taken over from a former core, which nobody was told."""
 
 
 class Stage(Enum):
@@ -99,13 +104,15 @@ class Model:
         page = self.pages.pop(generation, None)
         assert page is not None, f"freed a page that was not held: {extent}"
         place = (int(extent["tier"]), int(extent["page"]))
-        assert (page.tier, page.page, page.slot) == (*place, int(extent["slot"]))
+        assert (page.tier, page.slot) == (place[0], int(extent["slot"]))
+        assert page.page in {place[1], UNKNOWN}
         assert not self.pins[generation], f"freed a page with {self.pins[generation]} pins: {page}"
         if generation not in self.landed:
             assert bool(row["was_ready"]) == (page.stage is Stage.READY), f"was_ready is wrong for {page}"
         if row["was_ready"]:
             assert page.content == (int(row["namespace"]), row["hash"].tobytes()), "freed under another name"
-        del self.places[place], self.slots[page.tier, page.segment, page.slot]
+        self.places.pop(place, None)
+        del self.slots[page.tier, page.segment, page.slot]
         self._unhold(page)
 
     def _begin(self, new: SegmentAssignment) -> None:
@@ -234,6 +241,41 @@ class Model:
             tiers = self.held.get(page.content, {})
             if tiers.get(page.tier) == page.generation:
                 del tiers[page.tier]
+
+    # -- a new daemon
+
+    def restart(self, written: set[int], sessions: dict[int, int]) -> None:
+        """Flights, pins and pages that nobody can name are gone; tiers serve again; a lost tier's segments went with it."""
+        ready = {g for tiers in self.held.values() for g in tiers.values()}
+        self.pages = {g: page for g, page in self.pages.items() if g in ready | written and page.tier not in self.lost}
+        self.segments = {(t, p): a for (t, p), a in self.segments.items() if t not in self.lost}
+        self.segments = {
+            at: replace(a, writer=self.writers[a.segment] if self.writers[a.segment] in sessions else 0)
+            for at, a in self.segments.items()
+        }
+        self.writers = {a.segment: a.writer for a in self.segments.values()}
+        self.places = {}
+        for page in self.pages.values():
+            page.page = UNKNOWN
+        self.slots = {(page.tier, page.segment, page.slot): g for g, page in self.pages.items()}
+        self.flights, self.pins, self.used_flights = {}, Counter(), set()
+        self.lost, self.serving, self.sessions = set(), {}, dict(sessions)
+
+    def move(self, extent: StructArray) -> None:
+        """The new core calls a page by another number."""
+        page = self.pages[int(extent["generation"])]
+        assert (page.segment, page.slot) == (int(extent["segment"]), int(extent["slot"]))
+        page.page = int(extent["page"])
+        self.places[page.tier, page.page] = page.generation
+
+    def extents(self, generations: list[int]) -> StructArray:
+        """EXTENT of pages, by what a session table says of them."""
+        out: StructArray = np.zeros(len(generations), EXTENT)
+        for row, generation in zip(out, generations, strict=True):
+            page = self.pages[generation]
+            row["tier"], row["segment"], row["slot"] = page.tier, page.segment, page.slot
+            row["generation"], row["length"] = generation, 1
+        return out
 
     # -- questions
 

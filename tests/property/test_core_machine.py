@@ -1,7 +1,8 @@
 """Core against a plain model: random calls from several sessions, random ends of transfers, and every plan checked.
 
 What is promised: no page has two holders, no pinned page is freed, nothing is visible before commit, every handle leads to the bytes of its name,
-generations and ids never repeat, what leaves is announced, and when everybody has gone nothing is left behind.
+generations and ids never repeat, what leaves is announced, a new core takes over what is ready and what live sessions hold, and when everybody
+has gone nothing is left behind.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from core_clients import CORRUPT, FAILED, READY, SHARE, Clients, chains, kinds, picks
+import pytest
+from core_clients import CORRUPT, FAILED, READY, SHARE, Clients, Lease, Reservation, chains, kinds, new_core, picks
 from core_model import Stage
 from core_world import CHAINS, DEPTH, DOMAINS, WORLDS, chain
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from tierd.core.core import Core
 from tierd.core.model import BlockStatus, TierKind
 
 requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
@@ -48,7 +51,7 @@ class CoreMachine(Clients):
         older = set(self.reservations)
         self.reserve(who, where, which, 0, DEPTH, private=False, kind=kind)
         for number in [i for i in self.reservations if i not in older]:
-            able = [i for i, made in self.reservations.items() if made.pages.keys() - made.busy]
+            able = [i for i, made in self.reservations.items() if made.idle]
             self.begin_commit(able.index(number), 0)
             self.finish_commit(len(self.commits) - 1, good=True, lease=True, keep_open=False)
 
@@ -153,6 +156,70 @@ class CoreMachine(Clients):
             self.model.serving[tier] = serving
             self.core.set_serving(tier, serving)
 
+    # -- a new daemon
+
+    @rule(live=st.booleans())
+    def restart(self, live: bool) -> None:
+        """Another core takes over what is ready in every tier, and what sessions hold that are still alive."""
+        old, model = self.core, self.model
+        self.core = new_core(
+            self.specs,
+            first_generation=max(model.used_generations, default=0) + 1,
+            first_segment=max(model.used_segments, default=0) + 1,
+        )
+        leases, reservations = self.leases, self.reservations
+        self.leases, self.reservations, self.commits = {}, {}, []
+        sessions = model.sessions if live else {}
+        for session, domain in sessions.items():
+            self.core.open_session(session, domain=domain)
+        written = {g for r in reservations.values() for g in r.pages.values() if r.session in sessions}
+        model.restart(written, sessions)
+        for tier in range(len(self.specs)):
+            self.adopt(old, tier)
+        for session in sorted(sessions):
+            held = [lease.generations for lease in leases.values() if lease.session == session]
+            mine = [r.pages.values() for r in reservations.values() if r.session == session]
+            self.restore(session, {g for part in held for g in part}, {g for part in mine for g in part})
+        for domain in () if live else DOMAINS:
+            self.open_session(domain)
+
+    def adopt(self, old: Core, tier: int) -> None:
+        generations = [tiers[tier] for tiers in self.model.held.values() if tier in tiers]
+        keys = [self.model.pages[g].content for g in generations]
+        blocks = np.array([old.find_block(*key) for key in keys if key], np.int64)
+        extents, metas = old.extents(blocks, tier=tier), old.metas(blocks)
+        assert extents["generation"].tolist() == generations
+        for name in ("generation", "segment", "offset"):
+            metas[name] = extents[name]
+        segments = [a for (t, _), a in self.model.segments.items() if t == tier]
+        assert self.core.adopt(tier, segments=segments, extents=extents, metas=metas, now=self.tick()).all()
+        for key in keys:
+            block = self.core.find_block(*key) if key else None
+            assert block is not None
+            self.model.move(self.core.extents(np.array([block]), tier=tier)[0])
+
+    def restore(self, session: int, pinned: set[int], reserved: set[int]) -> None:
+        """The session gets back pages that are ready still, and those that it was writing."""
+        ready = sorted(g for g in pinned if g in self.model.pages)
+        written = sorted(g for g in reserved if g in self.model.pages)
+        answer = self.core.restore(
+            session, pinned=self.model.extents(ready), reserved=self.model.extents(written), now=self.tick()
+        )
+        assert answer.pinned.all()
+        assert answer.reserved.all()
+        if ready:
+            self.leases[answer.lease] = Lease(session, None, 0, settled=True, generations=ready)
+            self.model.pins.update(ready)
+        if written:
+            chain_of_nobody = chain(self.world, 0, 0)
+            made = Reservation(session, chain_of_nobody, [], private=True, restored=True)
+            made.pages = dict(enumerate(written))
+            self.reservations[answer.reservation] = made
+        for segment, mapped in self.model.descriptors.items():
+            tiers = [t for (t, _), a in self.model.segments.items() if a.segment == segment]
+            if session in mapped and tiers:
+                self.core.note_attached(session, tier=tiers[0], segment=segment)
+
     # -- after every step
 
     @invariant()
@@ -196,4 +263,4 @@ class CoreMachine(Clients):
         assert all(stats.assigned_bytes == 0 for stats in self.core.tier_stats())
 
 
-TestCore = CoreMachine.TestCase
+TestCore = pytest.mark.timeout(3600)(CoreMachine.TestCase)  # nightly plays thousands of games
