@@ -194,7 +194,7 @@ def test_views_outlive_their_daemon(daemon: Daemon) -> None:
 
 
 def test_snapshot_after_term(daemon: Daemon) -> None:
-    """After SIGTERM the store's index lies in its files: every block is found again with the arena gone."""
+    """SIGTERM leaves a snapshot of the store: every block is found again with the arena gone."""
     with connected(daemon) as client:
         namespace = client.open_namespace()
         for seed in range(40):

@@ -40,6 +40,7 @@ class Ledger:
     def __init__(self, opened: OpenStore) -> None:
         self.failure = ""
         self._is_closed = False
+        self._has_news = False  # the journal tells what the newest snapshot does not
         self._opened = opened
         self._threads = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix=f"tierd-{opened.name}-sync")
         self._pending: list[Record] = []
@@ -84,10 +85,14 @@ class Ledger:
         await asyncio.shield(self._flight())
 
     async def close(self) -> None:
-        """A last sync, if it can be; then no thread works any more."""
+        """A last sync and a snapshot, if they can be; then no thread works any more."""
         with suppress(TierFailed):  # who needed something durable has asked before
             await self.sync()
         async with self._flying:
+            if self._compaction is not None:
+                await self._compaction
+            if self._has_news and not self.failure:
+                await self._begin_compaction()
             if self._compaction is not None:
                 await self._compaction
         self._is_closed = True
@@ -154,6 +159,7 @@ class Ledger:
             ) from error
 
     def _write_journal(self, records: list[Record]) -> None:
+        self._has_news = True
         self._opened.journal.append(records)
         self._opened.journal.sync()
 
@@ -169,10 +175,12 @@ class Ledger:
         return TierFailed(self.failure)
 
     async def _compact_if_due(self) -> None:
-        """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
         is_compacting = self._compaction is not None and not self._compaction.done()
-        if self._opened.journal.bytes < self._compact_at or is_compacting:
-            return
+        if self._opened.journal.bytes >= self._compact_at and not is_compacting:
+            await self._begin_compaction()
+
+    async def _begin_compaction(self) -> None:
+        """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
         number = self._opened.journal.number + 1
         try:
             journal = await self._in_thread(self._new_journal, number)
@@ -181,6 +189,7 @@ class Ledger:
             return
         self._opened.journal.close()
         self._opened.journal = journal
+        self._has_news = False
         self._compaction = asyncio.create_task(self._compact(number))
 
     def _new_journal(self, number: int) -> Journal:

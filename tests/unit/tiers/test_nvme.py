@@ -23,6 +23,7 @@ from tests.unit.tiers.store_world import (
     World,
     content,
     extents_of,
+    key_of,
     metas_of,
     pages,
     segment,
@@ -37,6 +38,7 @@ from tierd.tiers.journal import Journal, Record
 from tierd.tiers.mapping import address_of
 from tierd.tiers.nvme import UNWRITTEN_LIMIT
 from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.snapshot import read_snapshot
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
 VICTIM = Path(__file__).with_name("nvme_victim.py")
@@ -441,6 +443,17 @@ async def test_journal_is_folded_while_the_store_works(
     assert (await other.open()).namespaces == [b"space"]
     assert set(other.held) == {2, 3}
     await other.store.close(release=False)
+
+
+async def test_closing_leaves_one_whole_snapshot(world: World, tmp_path: Path) -> None:
+    """After close the newest snapshot alone tells of every block, removed ones left out."""
+    await world.write([1, 2, 3], segment=1, slots=[0, 1, 2])
+    world.free([2])
+    store = world.store._opened.store
+    await world.store.close(release=False)
+    newest = max((tmp_path / "store").glob("snapshot-*.bin"))
+    index = read_snapshot(tmp_path / "store", store=store, number=int(newest.stem.rpartition("-")[2]))
+    assert {key_of(meta) for meta in index.metas} == {1, 3}
 
 
 async def test_compaction_that_fails_changes_nothing(
