@@ -16,7 +16,7 @@ from tierd.cache.flights import Flights
 from tierd.clock import Clock
 from tierd.core.core import Core
 from tierd.errors import DeadlineExceeded, TierFailed
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import StoredTier, Tier
 
 log = structlog.get_logger(__name__)
 
@@ -73,8 +73,10 @@ class Background:
         self._tasks.clear()
 
     async def sync(self) -> None:
-        """Makes what was written to every stored tier durable; a tier that fails says so itself."""
+        """Makes what was written to every stored tier durable; one that fails for good goes out of service."""
         for tier in self._tiers:
+            if isinstance(tier, StoredTier) and not tier.serving:
+                continue  # said when it failed
             try:
                 await tier.sync()
             except TierFailed as error:

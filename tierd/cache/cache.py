@@ -240,7 +240,8 @@ class Cache:
         durability: what the commit will ask for. Blocks that exist already have no commit to come, so they are made durable here, within
         timeout_s; those that cannot be are FAILED.
         """
-        self._check_puts(session, groups)
+        for group in groups:
+            self.namespace_for(session, group.namespace)
         if self.is_draining:
             raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
         reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
@@ -306,10 +307,13 @@ class Cache:
             raise StaleHandle(f"{kind.name.lower()} {number}: it has ended during the call; begin again")
         return self._mapped(extent).view(extent)
 
-    def watch(self, session: int, *, after: int, sees_all: bool) -> AsyncIterator[list[Event]]:
-        """Batches of events for ever; of the session's tenant only, unless it sees all."""
+    async def watch(self, session: int, *, after: int, sees_all: bool) -> AsyncIterator[list[Event]]:
+        """Batches of events until the session stops; of its tenant only, unless it sees all. Raises SessionLost."""
         tenant = self.tenant_of(session)
-        return self.events.follow(after, sees=None if sees_all else lambda n: self.registry.get(n).tenant == tenant)
+        sees = None if sees_all else lambda n: self.registry.get(n).tenant == tenant
+        async for batch in self.events.follow(after, sees=sees):
+            self.tenant_of(session)
+            yield batch
 
     # -- inner steps
 
@@ -455,32 +459,10 @@ class Cache:
             if tokens:
                 self.metrics.tokens_missed.labels(reason=reason).inc(tokens)
 
-    # -- checks of what a client sent
-
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
-        for group in groups:
-            for namespace_id in group.namespaces:
-                namespace = self.namespace_for(session, namespace_id)
-            if group.tokens_per_block != namespace.spec.tokens_per_block:
-                raise InvalidArgument(
-                    f"group.tokens_per_block: {group.tokens_per_block} is not the namespace's "
-                    f"{namespace.spec.tokens_per_block}; cut the sequence as the namespace was opened"
-                )
-
-    def _check_puts(self, session: int, groups: Sequence[PutQuery]) -> None:
-        for group in groups:
-            spec = self.namespace_for(session, group.namespace).spec
-            blocks = group.blocks
-            if len(blocks) and int(blocks["length"].max()) > spec.block_bytes:
-                raise InvalidArgument(
-                    f"block.length: {int(blocks['length'].max())} is above the namespace's block_bytes of {spec.block_bytes}; "
-                    "open a namespace for blocks of that size"
-                )
-            if len(blocks) and int(blocks["tokens"].max()) > spec.tokens_per_block:
-                raise InvalidArgument(
-                    f"block.tokens: {int(blocks['tokens'].max())} is above the namespace's tokens_per_block of "
-                    f"{spec.tokens_per_block}; cut the sequence as the namespace was opened"
-                )
+        """The last look before the core, which knows no tenants. Raises NotFound, NotPermitted, StaleHandle."""
+        for namespace in {n for group in groups for n in group.namespaces}:
+            self.namespace_for(session, namespace)
 
 
 def _flat(served: Served) -> StructArray:

@@ -77,6 +77,8 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         )
     if int(group.need) not in list(Need):
         raise InvalidArgument(f"group.need: {group.need} is unknown; the values are in cache.proto")
+    if len(group.ranks) > namespace.spec.rank_count:
+        raise InvalidArgument(f"group.ranks: {len(group.ranks)} of {namespace.spec.rank_count}; name each rank once")
     ranks = list(group.ranks) or [0]
     return GroupQuery(
         namespaces=tuple(namespace.id + _rank(r, namespace) for r in ranks),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 
-from tests.unit.cache.world import World, opened
-from tierd.core.model import BlockStatus
+from tests.unit.cache.world import SOON_S, World, opened
+from tierd.core.model import BlockStatus, Durability, TierKind
 from tierd.errors import SessionLost
 from tierd.testing import chain, is_content
 
@@ -110,6 +111,30 @@ async def test_committed_blocks_are_ready() -> None:
         first, second = await world.reserve(chain(2, 2)), await world.reserve(chain(2, 2))
         await world.commit(first.reservation)
         assert (await world.commit(second.reservation)).statuses.tolist() == [BlockStatus.EXISTS] * 2
+
+
+async def test_watch_ends_with_its_session() -> None:
+    """A session that has stopped is told of nothing more."""
+    async with opened() as world, aclosing(world.cache.watch(world.session, after=0, sees_all=False)) as events:
+        waiting = asyncio.ensure_future(anext(events))
+        await _turns(1)
+        await world.put(chain(1, 1))
+        assert len((await waiting)[0].hashes) == 32
+        reserved = await world.reserve(chain(2, 1))
+        world.cache.stop_session(world.session)
+        world.cache.open_session(12, tenant="t")
+        await world.cache.commit(
+            12,
+            (await world.cache.reserve(12, [world.put_query(chain(3, 1))], kind=TierKind.HOST)).reservation,
+            None,
+            durability=Durability.MEMORY,
+            lease=False,
+            keep_open=False,
+            timeout_s=SOON_S,
+        )
+        with pytest.raises(SessionLost):
+            await anext(events)
+        assert reserved.reservation
 
 
 async def _turns(count: int) -> None:

@@ -57,11 +57,12 @@ def test_short_tail_is_taken(namespace: Namespace) -> None:
     [
         ({"hashes": HASHES[:-1]}, "group.hashes"),
         ({"tokens": 49}, "group.tokens"),
+        ({"ranks": [0, 1, 0]}, "group.ranks"),
         ({"tokens": 32}, "group.tokens"),
         ({"tokens_per_block": 8}, "group.tokens_per_block"),
         ({"ranks": [2]}, "rank"),
         ({"need": 9}, "group.need"),
-        ({"ranks": [0, 1, 0]}, "batch"),
+        ({"ranks": [0, 1], "hashes": HASHES * 2}, "batch"),
     ],
 )
 def test_bad_group_is_named(namespace: Namespace, fields: dict[str, object], thing: str) -> None:

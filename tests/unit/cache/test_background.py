@@ -1,0 +1,84 @@
+"""What goes on without being asked, and survives what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.cache.world import CONFIG, SOON_S, World, directories, opened
+from tierd.cache import background
+from tierd.testing import chain
+
+FULL = chain(1, 120)
+"""Of the 4 MiB that hold 512 blocks; a low mark of 10 % lets 51 stay."""
+
+
+def _with_marks(high: float, low: float) -> str:
+    return CONFIG.replace("[[host]]", f"[[host]]\nhigh_watermark = {high}\nlow_watermark = {low}")
+
+
+async def _until_demoted(world: World) -> None:
+    async with asyncio.timeout(SOON_S):
+        while world.cache.core.tier_stats()[0].pages_ready > 60 or world.cache.flights.count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_what_was_found_full_is_demoted() -> None:
+    """A tier that is above its watermark when the daemon starts is drained without anybody putting anything."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            await world.put(FULL)
+        async with opened(_with_marks(0.2, 0.1), places=places) as world:
+            world.cache.background.start()
+            await _until_demoted(world)
+            await world.cache.background.stop()
+            assert len(world.cache.core.blocks(tier=1)) >= 60
+
+
+async def test_demotion_survives_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails in an unforeseen way is told, and demotion goes on."""
+    monkeypatch.setattr(background, "PAUSE_S", 0.01)
+    async with opened(_with_marks(0.2, 0.1)) as world:
+        demote, calls = world.cache.core.demote, []
+
+        def fail_once(*args: object, **options: object) -> object:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("unforeseen")
+            return demote(*args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(world.cache.core, "demote", fail_once)
+        with capture_logs() as logs:
+            world.cache.background.start()
+            await world.put(FULL)
+            await _until_demoted(world)
+            await world.cache.background.stop()
+        assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["demotion failed"]
+
+
+async def test_a_failed_store_is_told_once() -> None:
+    """A store that has failed for good goes out of service with its blocks, and the sync does not ask it again."""
+    async with opened() as world:
+        committed = await world.put(chain(1, 4))
+        await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
+        world.cache.tiers[1]._ledger.fail(Path("store"), OSError("the disk is gone"))  # type: ignore[attr-defined]
+        with capture_logs() as logs:
+            await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
+            for _ in range(3):
+                await world.cache.background.sync()
+        assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["tier out of service"]
+        assert not world.cache.core.tier_stats()[1].serving
+        assert (await world.acquire(chain(1, 4))).served.tokens == 64
+
+
+async def test_quiesce_leaves_nothing_to_do() -> None:
+    """After a Quiesce nothing flies and no tier is above its watermark."""
+    async with opened(_with_marks(0.2, 0.1)) as world:
+        await world.put(FULL)
+        assert await world.cache.background.quiesce(timeout_s=SOON_S) > 0
+        assert world.cache.flights.count == 0
+        assert world.cache.core.demote(world.cache.clock.now()).is_empty
+        world.cache.core.check()
