@@ -8,6 +8,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
+from tests.system.raw import RawClient
+from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, Reservation
 from tierd.errors import DeadlineExceeded
 from tierd.testing.daemon import Daemon
@@ -129,6 +131,20 @@ def test_a_conversation_goes_on_in_the_middle_of_a_block(roomy: Daemon, model: L
     assert (second.reused_tokens, second.computed_tokens) == (55, 3)
     assert second.tokens == plain(model, longer)[0]
     assert not worker.source.faults
+
+
+def test_a_turn_says_where_its_tokens_were_found(roomy: Daemon, model: Llama) -> None:
+    """Blocks and a tail that lie in host memory alone are reported as found there, though reading brings them near."""
+    with Worker(roomy, model) as worker, RawClient(roomy.target) as operator:
+        start = prompt(50)
+        first = worker.serve(Request(start, 6))[0]
+        operator.call(operator.admin.Evict, apb.EvictRequest(tier="host.0"))
+        near = worker.serve(Request((*start, *first.tokens, 7, 8), 1, marks=(first.stored_tokens,)))[0]
+        operator.call(operator.admin.Flush, apb.FlushRequest(deadline_s=10))  # by way of host memory to NVMe
+        operator.call(operator.admin.Evict, apb.EvictRequest(tier="device.0"))
+        far = worker.serve(Request((*start, *first.tokens, 8, 9), 1, marks=(first.stored_tokens,)))[0]
+    assert near.tier_tokens == {"device.0": 55}
+    assert far.tier_tokens == {"host.0": 55}
 
 
 def test_the_second_of_two_equal_writers_goes_on_with_the_first_ones_pages(roomy: Daemon, model: Llama) -> None:

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup, Reservation
 from tierd.client.values import Hashes
@@ -155,13 +156,16 @@ class TierdPages:
     def _acquire(self, tokens: Sequence[int], marks: Sequence[int]) -> Held:
         size = self._shape.tokens_per_block
         lease, hashes = self._lease(tokens, len(tokens) // size * size)
+        found = np.array(lease.tier_tokens, dtype=np.int64)
         near = [mark for mark in marks if lease.tokens < mark < lease.tokens + size and mark <= len(tokens)]
         for mark in sorted(near, reverse=True):
             longer, its_hashes = self._lease(tokens, mark)
             if longer.tokens == mark:
+                # The first lease has brought its blocks near: what the second one finds farthest is the tail.
+                found[np.flatnonzero(longer.tier_tokens)[-1]] += mark - lease.tokens
                 lease, hashes = longer, its_hashes
                 break
-        return self._held(lease, hashes)
+        return self._held(lease, hashes, found=found)
 
     def _lease(self, tokens: Sequence[int], count: int) -> tuple[Lease, Hashes]:
         """A lease on the first `count` tokens, a short last block included, and the hashes that were asked for."""
@@ -169,7 +173,8 @@ class TierdPages:
         covered = count if len(hashes) else 0
         return self._client.acquire(self._namespace, hashes, tokens=covered, tier=self.tier), hashes
 
-    def _held(self, lease: Lease, hashes: Hashes) -> Held:
+    def _held(self, lease: Lease, hashes: Hashes, *, found: NDArray[np.int64]) -> Held:
+        """found: tokens by the position of the tier that held them before this request."""
         if not lease:
             return Held()
         counts = lease.handles["tokens"].tolist()
@@ -178,7 +183,7 @@ class TierdPages:
             for i, (view, count) in enumerate(zip(lease.views(), counts, strict=True))
         ]
         tail = pages.pop() if counts[-1] < self._shape.tokens_per_block else None
-        tiers = {name: n for name, n in zip(self._client.tiers, lease.tier_tokens, strict=False) if n}
+        tiers = {name: n for name, n in zip(self._client.tiers, found.tolist(), strict=False) if n}
         return Held(pages, tail, lease.tokens, tiers)
 
     def _set_aside(self, count: int) -> list[Page]:
