@@ -60,6 +60,11 @@ def _held(client: RawClient) -> tuple[int, int, int, int]:
 NOTHING = (0, 0, 0, 0)
 
 
+def leases_of(client: RawClient) -> int:
+    """How many leases the daemon knows."""
+    return int(client.call(client.admin.Status, apb.StatusRequest()).leases)
+
+
 def session_names(daemon: Daemon) -> set[str]:
     """Of all sessions in the daemon's books."""
     with RawClient(daemon.target) as client:
@@ -71,6 +76,13 @@ def await_nothing_held(daemon: Daemon, after: str) -> float:
     gc.collect()
     with RawClient(daemon.target) as client:
         return await_true(lambda: _held(client) == NOTHING, f"everything given back after {after}")
+
+
+def empty(daemon: Daemon, after: str) -> None:
+    """Waits until nothing is held and drops every block, so that another test may have the daemon."""
+    await_nothing_held(daemon, after)
+    with RawClient(daemon.target) as client:
+        assert client.call(client.admin.Evict, apb.EvictRequest()).pinned == 0
 
 
 def arena_files(daemon: Daemon) -> list[Path]:

@@ -25,6 +25,7 @@ from tests.system.sdk import (
     SMALL,
     await_nothing_held,
     churn,
+    empty,
     held,
     put,
     right,
@@ -38,11 +39,18 @@ COUNT = 3
 SEGFAULT = -signal.SIGSEGV
 
 
-@pytest.fixture
-def daemon() -> Iterator[Daemon]:
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[Daemon]:
     """Host memory and nothing behind it."""
     with Daemon(HOST) as running:
         yield running
+
+
+@pytest.fixture
+def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
+    """The same for every test; whatever its processes were, nothing is held once they are gone."""
+    yield shared_daemon
+    empty(shared_daemon, "the test's processes")
 
 
 class Holding:

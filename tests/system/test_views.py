@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.system.blocks import await_true
 from tests.system.elsewhere import Elsewhere, Talk, mapping_of
+from tests.system.raw import RawClient
 from tests.system.relay import LocalRelay, Relay
 from tests.system.sdk import (
     BIG,
@@ -24,7 +26,9 @@ from tests.system.sdk import (
     arena_files,
     await_nothing_held,
     churn,
+    empty,
     held,
+    leases_of,
     put,
     right,
     session_names,
@@ -47,9 +51,23 @@ WHERE = {"slice": slice(4096, 8192), "reshape": slice(3 * 4096, 4 * 4096)}
 """Which bytes of the block a consumer keeps, if not all."""
 
 
-@pytest.fixture
-def daemon() -> Iterator[Daemon]:
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[Daemon]:
     """Host memory and nothing behind it."""
+    with Daemon(HOST) as running:
+        yield running
+
+
+@pytest.fixture
+def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
+    """The same for every test, empty before and after."""
+    yield shared_daemon
+    empty(shared_daemon, "the test")
+
+
+@pytest.fixture
+def own_daemon() -> Iterator[Daemon]:
+    """One to be killed, or to have its files changed behind its back."""
     with Daemon(HOST) as running:
         yield running
 
@@ -97,9 +115,9 @@ def test_same_memory(daemon: Daemon) -> None:
             assert is_content(view, name)
 
 
-def test_same_memory_both_ways(daemon: Daemon) -> None:
+def test_same_memory_both_ways(own_daemon: Daemon) -> None:
     """What changes in the arena's file changes in the array: nothing was copied."""
-    with Client(daemon.target) as client:
+    with Client(own_daemon.target) as client:
         namespace = client.open_namespace(SMALL)
         assert put(client, namespace, 1, 1)
         view = client.get(namespace, chain(1, 1)).views[0]
@@ -130,24 +148,25 @@ def test_views_refuse_writes(daemon: Daemon, *, is_own: bool) -> None:
 # -- past the lease
 
 
-@pytest.mark.parametrize("kind", CONSUMERS)
-def test_kept_array_outlives_churn(daemon: Daemon, kind: str) -> None:
-    """Whatever is made from a view shows the old bytes while two processes push ten times the host tier through; then its page is free."""
+def test_kept_arrays_outlive_churn(daemon: Daemon) -> None:
+    """Whatever is made from a view shows the old bytes while two processes push ten times the host tier through; collected, its page is free."""
     with Client(daemon.target) as client, Elsewhere(churning, daemon.target) as other:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 1, BLOCKS)
-        lease = client.acquire(namespace, chain(1, BLOCKS))
-        kept = CONSUMERS[kind](lease.view(2))
-        del lease
-        wanted = content_of(chain(1, BLOCKS)[2], BIG.block_bytes)[WHERE.get(kind, slice(None))].tobytes()
+        whole = content_of(chain(1, BLOCKS)[2], BIG.block_bytes)
+        wanted = {kind: whole[WHERE.get(kind, slice(None))].tobytes() for kind in CONSUMERS}
+        kept = {kind: make(client.acquire(namespace, chain(1, BLOCKS)).view(2)) for kind, make in CONSUMERS.items()}
         other.say(1)
         for turn in range(10):
             assert churn(client, seed=2 + turn, total=HOST_BYTES)
-            assert kept.tobytes() == wanted
+            assert {kind: array.tobytes() for kind, array in kept.items()} == wanted
         assert other.hear() > 0
-        assert kept.tobytes() == wanted
-        assert held(daemon)[0] == 1
-        del kept
+        assert {kind: array.tobytes() for kind, array in kept.items()} == wanted
+        for left in reversed(range(len(kept))):
+            kept.popitem()
+            gc.collect()
+            with RawClient(daemon.target) as raw:
+                await_true(lambda left=left: leases_of(raw) == left, "the lease of an array that is gone")
         await_nothing_held(daemon, "the last array")
 
 
@@ -176,9 +195,9 @@ def test_view_of_one_block_keeps_its_page(daemon: Daemon) -> None:
         assert held(daemon)[0] == 0
 
 
-def test_copy_rechecks_generations(daemon: Daemon) -> None:
+def test_copy_rechecks_generations(own_daemon: Daemon) -> None:
     """A copy counts no block whose generation word changed, nor any after it."""
-    with Client(daemon.target) as client:
+    with Client(own_daemon.target) as client:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 1, BLOCKS)
         lease = client.acquire(namespace, chain(1, BLOCKS))
@@ -224,24 +243,24 @@ def test_closed_clients_leave_nothing(daemon: Daemon) -> None:
     assert "passing" not in session_names(daemon)
 
 
-def test_views_outlive_their_daemon(daemon: Daemon) -> None:
+def test_views_outlive_their_daemon(own_daemon: Daemon) -> None:
     """Views survive a kill -9 and what the next daemon does with the tier; collected, their pages come back by themselves."""
-    with Client(daemon.target) as client, Elsewhere(churning, daemon.target) as other:
+    with Client(own_daemon.target) as client, Elsewhere(churning, own_daemon.target) as other:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 1, BLOCKS)
         views = list(client.get(namespace, chain(1, BLOCKS)).views)
-        daemon.kill()
+        own_daemon.kill()
         assert right(views, 1) == BLOCKS
-        daemon.start()
+        own_daemon.start()
         assert other.ask(1) > 0
         assert right(views, 1) == BLOCKS
         assert churn(client, seed=9) > 0
         assert right(views, 1) == BLOCKS
-        assert held(daemon)[2] == BLOCKS
+        assert held(own_daemon)[2] == BLOCKS
         views.clear()
         gc.collect()
         client.lookup(namespace, chain(1, 1))
-        await_nothing_held(daemon, "a former daemon's views")
+        await_nothing_held(own_daemon, "a former daemon's views")
 
 
 def test_deadlines_leave_nothing(daemon: Daemon) -> None:

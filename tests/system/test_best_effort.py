@@ -1,0 +1,206 @@
+"""Best effort: a worker that runs without a daemon, gets one, loses it and gets it back sees misses and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import await_true
+from tests.system.sdk import HOST, SMALL, await_nothing_held, put, right
+from tests.system.tcp import free_port
+from tierd.client import AsyncClient, Client, Group, OpenedNamespace, PutGroup, complaints
+from tierd.testing import Daemon, chain
+
+COUNT = 4
+MISS_S = 0.1
+SLACK = 10
+"""A machine that is busy with other tests is slow, not wrong."""
+PATIENCE_S = 30.0
+
+
+def verbs(client: Client, namespace: OpenedNamespace) -> dict[str, Callable[[], Any]]:
+    """Every call that a worker makes, to something that says how much it hit."""
+    hashes = chain(1, COUNT)
+    return {
+        "open_namespace": lambda: client.open_namespace(SMALL).id,
+        "lookup": lambda: client.lookup(namespace, hashes).tokens,
+        "prefetch": lambda: client.prefetch(namespace, hashes),
+        "acquire": lambda: len(client.acquire([Group(namespace, hashes)])),
+        "get": lambda: client.get(namespace, hashes).tokens,
+        "get of tokens": lambda: client.get(namespace, list(range(64))).tokens,
+        "put": lambda: put(client, namespace, 1, COUNT).stored,
+        "reserve": lambda: int(client.reserve(PutGroup(namespace, hashes)).id),
+    }
+
+
+@contextlib.contextmanager
+def _nobody(kind: str, root: Path) -> Iterator[str]:
+    """A target where no daemon answers."""
+    with contextlib.ExitStack() as stack:
+        if kind == "port":
+            yield f"127.0.0.1:{free_port()}"
+            return
+        if kind in ("stale", "hung"):
+            for name, type_ in (("session.sock", socket.SOCK_SEQPACKET), ("tierd.sock", socket.SOCK_STREAM)):
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, type_))
+                listener.bind(str(root / name))
+                if kind == "hung":
+                    listener.listen()
+                else:
+                    listener.close()
+        yield str(root / "none" if kind == "nothing" else root)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "stale", "hung", "port"])
+def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """Where no daemon is, or one that hangs, every call is a miss within 100 ms, and all of them together are one log line."""
+    took: dict[str, float] = {}
+    with _nobody(kind, tmp_path) as target, Client(target, best_effort=True) as client:
+        namespace = OpenedNamespace(SMALL)
+        for turn in range(6):
+            for name, call in verbs(client, namespace).items():
+                if turn % 2 == 0:
+                    client._connector._next_try = 0.0  # as if the pause before the next attempt to connect were over
+                begun = time.perf_counter()
+                assert call() == 0, name
+                took[name] = max(took.get(name, 0.0), time.perf_counter() - begun)
+    worst = max(took, key=lambda name: took[name])
+    print(f"{kind}: the slowest of {6 * len(took)} misses took {took[worst] * 1000:.2f} ms ({worst})")
+    assert took[worst] < SLACK * MISS_S, took
+    assert len([record for record in caplog.records if record.name == "tierd.client"]) == 1
+
+
+async def test_nobody_there_async(tmp_path: Path) -> None:
+    """The asynchronous client misses as quickly."""
+    async with AsyncClient(str(tmp_path / "none"), best_effort=True) as client:
+        begun = time.perf_counter()
+        namespace = await client.open_namespace(SMALL)
+        assert not await client.get(namespace, chain(1, COUNT))
+        assert (await client.put(namespace, chain(1, COUNT), [bytes(4096)] * COUNT)).stored == 0
+        assert time.perf_counter() - begun < SLACK * MISS_S
+
+
+def test_import_without_a_daemon(tmp_path: Path) -> None:
+    """The SDK is imported and a client made with no daemon, no socket directory and no writable home, without a word."""
+    program = "from tierd.client import Client; Client(best_effort=True); Client()"
+    environ = {"TIERD_TARGET": str(tmp_path / "none"), "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_one_line_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of what goes wrong within a minute one line is logged; the next minute's line says how many were not."""
+    now = 1000.0
+    monkeypatch.setattr(complaints, "time", SimpleNamespace(monotonic=lambda: now))
+    with caplog.at_level(logging.WARNING, "tierd.client"), Client(str(tmp_path / "none"), best_effort=True) as client:
+        namespace = client.open_namespace(SMALL)
+        for second in range(121):
+            now = 1000.0 + second
+            client.get(namespace, chain(1, 1))
+    lines = [record.getMessage() for record in caplog.records if record.name == "tierd.client"]
+    assert len(lines) == 3, lines
+    assert all(str(tmp_path) in line and "Unavailable" in line for line in lines)
+    assert ["more since" in line for line in lines] == [False, True, True]
+
+
+def test_a_daemon_appears(tmp_path: Path) -> None:
+    """A client that was made before its daemon uses it once it is there, with the namespace that it had."""
+    daemon = Daemon(HOST, root=tmp_path)
+    with Client(daemon.target, best_effort=True) as client:
+        namespace = client.open_namespace(SMALL)
+        assert put(client, namespace, 1, COUNT).stored == 0
+        with daemon:
+            took = await_true(lambda: put(client, namespace, 1, COUNT).stored == COUNT, "the first put")
+            print(f"used {took * 1000:.0f} ms after it was ready")
+            got = client.get(namespace, chain(1, COUNT))
+            assert right(got.views, 1) == COUNT
+            del got
+            await_nothing_held(daemon, "the views")
+
+
+class _Worker:
+    """Puts and gets in a loop, as fast as it goes, and notes what it sees: hits, misses, wrong bytes, errors."""
+
+    def __init__(self, client: Client) -> None:
+        self.hits = self.misses = self.wrong = 0
+        self.errors: list[BaseException] = []
+        self.slowest_s = 0.0
+        self._client = client
+        self._is_ending = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def wait_for(self, what: str, more: int) -> None:
+        """Until it has seen so many more."""
+        with self._changed:
+            wanted = getattr(self, what) + more
+            assert self._changed.wait_for(lambda: getattr(self, what) >= wanted or self.errors, PATIENCE_S), vars(self)
+
+    def end(self) -> None:
+        """Stops it."""
+        self._is_ending.set()
+        self._thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        try:
+            namespace = self._client.open_namespace(SMALL)
+            while not self._is_ending.is_set():
+                self._turn(namespace)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def _turn(self, namespace: OpenedNamespace) -> None:
+        begun = time.perf_counter()
+        got = self._client.get(namespace, chain(7, COUNT))
+        self.slowest_s = max(self.slowest_s, time.perf_counter() - begun)
+        wrong = got.blocks - right(got.views, 7)
+        if not got:
+            put(self._client, namespace, 7, COUNT)
+        with self._changed:
+            self.hits, self.misses = self.hits + bool(got), self.misses + (not got)
+            self.wrong += wrong
+            self._changed.notify_all()
+
+
+@pytest.mark.parametrize("way", ["kill", "stop"])
+def test_a_daemon_comes_and_goes(way: str) -> None:
+    """While its daemon is killed or stopped and started again a worker sees hits, misses, hits, and nothing else."""
+    with Daemon(HOST) as daemon, Client(daemon.target, best_effort=True) as client:
+        worker = _Worker(client)
+        try:
+            worker.wait_for("hits", 20)
+            getattr(daemon, way)()
+            worker.wait_for("misses", 20)
+            daemon.start()
+            worker.wait_for("hits", 20)
+        finally:
+            worker.end()
+        print(f"{worker.hits} hits, {worker.misses} misses, slowest get {worker.slowest_s * 1000:.1f} ms")
+        assert (worker.errors, worker.wrong) == ([], 0)
+        assert worker.slowest_s < SLACK * MISS_S
+
+
+def test_wrong_use_is_a_miss(tmp_path: Path) -> None:
+    """Handles of a daemon that has gone are stale for a best-effort client too, and its next calls serve."""
+    with Daemon(HOST) as daemon, Client(daemon.target, best_effort=True) as client:
+        namespace = client.open_namespace(SMALL)
+        assert put(client, namespace, 1, COUNT)
+        pages = client.reserve(PutGroup(namespace, chain(2, 1)))
+        pages.buffer(0)[:] = 1
+        daemon.restart()
+        assert not np.isin(pages.commit().statuses, (1, 3)).any(), "READY or EXISTS"
+        await_true(lambda: client.get(namespace, chain(1, COUNT)).blocks == COUNT, "a hit")
+        assert client.lookup(namespace, chain(2, 1)).tokens == 0
