@@ -243,6 +243,19 @@ def test_closed_clients_leave_nothing(daemon: Daemon) -> None:
     assert "passing" not in session_names(daemon)
 
 
+def test_many_clients_of_one_process() -> None:
+    """A process may make clients, one after the other, far beyond the limit of sessions, closed or only collected."""
+    with Daemon(f"[server]\nsession_limit = 2\n\n{HOST}") as daemon:
+        for turn in range(40):
+            client = Client(daemon.target)
+            assert put(client, client.open_namespace(SMALL), turn, 1)
+            if turn % 2:
+                client.close()
+            del client
+            gc.collect()
+        await_nothing_held(daemon, "forty clients")
+
+
 def test_views_outlive_their_daemon(own_daemon: Daemon) -> None:
     """Views survive a kill -9 and what the next daemon does with the tier; collected, their pages come back by themselves."""
     with Client(own_daemon.target) as client, Elsewhere(churning, own_daemon.target) as other:

@@ -1,0 +1,70 @@
+"""Grants: what a call gave comes back, whether its client gives it up before or after it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierd.errors import Unavailable
+from tierd.server import grants
+from tierd.server.grants import Grants
+
+CALL = (7, "7-1")
+
+
+class Cache:
+    """What was taken back."""
+
+    def __init__(self) -> None:
+        self.released: list[tuple[int, list[int]]] = []
+        self.aborted: list[tuple[int, int]] = []
+
+    def grants(self) -> Grants:
+        return Grants(
+            release=lambda session, leases: self.released.append((session, list(leases))),
+            abort=lambda session, reservation: self.aborted.append((session, reservation)),
+        )
+
+
+def test_given_up_after_its_end() -> None:
+    """A call that has ended gives back its lease and its reservation, once."""
+    cache = Cache()
+    given = cache.grants()
+    assert given.give(CALL, "reply", lease=3, reservation=4) == "reply"
+    assert not cache.released
+    for _ in range(2):
+        given.revoke(*CALL)
+    assert (cache.released, cache.aborted) == ([(7, [3])], [(7, 4)])
+
+
+def test_given_up_before_its_end() -> None:
+    """A call that still runs gives back at its end, and its client gets no reply."""
+    cache = Cache()
+    given = cache.grants()
+    given.revoke(*CALL)
+    with pytest.raises(Unavailable):
+        given.give(CALL, "reply", lease=3)
+    assert (cache.released, cache.aborted) == ([(7, [3])], [])
+    assert given.give(CALL, "reply", lease=5) == "reply"
+
+
+def test_calls_of_others() -> None:
+    """A session gives up its own calls only."""
+    cache = Cache()
+    given = cache.grants()
+    given.give(CALL, "reply", lease=3)
+    given.revoke(8, CALL[1])
+    given.revoke(7, "7-2")
+    assert not cache.released
+
+
+def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many calls are remembered, the last ones, on either side."""
+    monkeypatch.setattr(grants, "LIMIT", 2)
+    cache = Cache()
+    given = cache.grants()
+    for number in range(1, 5):
+        given.give((7, f"{number}"), "reply", lease=number)
+    for number in range(1, 5):
+        given.revoke(7, f"{number}")
+    assert cache.released == [(7, [3]), (7, [4])]
+    assert len(given._revoked) == len(given._given) + 2 == 2
