@@ -113,9 +113,14 @@ class Cache:
 
     # -- sessions
 
-    def open_session(self, session: int, *, tenant: str, holder: Holder | None = None) -> None:
-        """A client has come in; holder: its process, None for a session of the daemon's own. Raises Unavailable while draining."""
-        if self.is_draining:
+    def open_session(
+        self, session: int, *, tenant: str, holder: Holder | None = None, is_operator: bool = False
+    ) -> None:
+        """A client has come in; holder: its process, None for a session of the daemon's own.
+
+        Raises Unavailable while draining, but for operators, who want to see how it goes.
+        """
+        if self.is_draining and not is_operator:
             raise Unavailable("daemon: draining, no new sessions; connect to another one or try again later")
         if holder is not None:
             self._holdings.begin(holder)

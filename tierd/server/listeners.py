@@ -150,7 +150,7 @@ class Listeners:
             instance=daemon.instance,
             started=daemon.started,
             notices=[notice for tier in daemon.tiers for notice in tier.notices],
-            state=lambda: daemon.state,
+            state=lambda: "draining" if daemon.cache.is_draining else daemon.state,
             sessions=self.rows,
             keep_namespace=daemon.keep_namespace,
             release=daemon.release_at_end,
@@ -192,7 +192,9 @@ class Listeners:
             domain=identity.domain,
             tenant=identity.tenant,
         )
-        self._daemon.cache.open_session(session.id, tenant=identity.tenant, holder=holder)
+        self._daemon.cache.open_session(
+            session.id, tenant=identity.tenant, holder=holder, is_operator=identity.is_admin
+        )
 
     def _restore_sessions(self) -> None:
         """Sessions of a former daemon: their pages stay theirs while their processes live."""
