@@ -12,6 +12,7 @@ depend on the order in which others came back: the lowest place, then the lowest
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +76,7 @@ class Pages:
         self.generation: Column = np.zeros(0, np.uint64)
         self.filler: Column = np.zeros(0, np.uint64)
         self.counts = [0, 0, 0, 0]
+        self.taken = 0
         self.bytes_in = [0, 0, 0, 0]
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
@@ -300,7 +302,7 @@ class Pages:
     def _run(self, count: int) -> int:
         free = self._runs.get(count)
         if free:
-            return free.pop()
+            return heappop(free)
         first = len(self.state)
         for column in (self.state, self.pins, self.length, self.flags, self.doom, self.generation, self.filler):
             lengthen(column, first + count)
@@ -325,6 +327,7 @@ class Pages:
         segment = self.segments[place]
         assert segment is not None and segment.spare >= count
         segment.spare -= count
+        self.taken += count
         if segment.spare == 0:
             self._close(place)
 
@@ -342,7 +345,7 @@ class Pages:
         segment = self.segments[place]
         assert segment is not None
         self._close(place)
-        self._runs.setdefault(segment.pages, []).append(segment.first)
+        heappush(self._runs.setdefault(segment.pages, []), segment.first)
         self.place[segment.first : segment.first + segment.pages] = -1
         self.counts[PageState.FREE] -= segment.pages
         self.bytes_in[PageState.FREE] -= segment.pages * segment.key.class_bytes
