@@ -53,8 +53,11 @@ class Demotion:
             return victims[: int(np.searchsorted(np.cumsum(sizes), whole)) + 1]
         chosen = np.zeros(len(victims), bool)
         for key, size in excess.items():
-            rows = np.flatnonzero(self._room.is_right(tier, victims, key))
-            chosen[rows[: int(-(-size // key.class_bytes))]] = True
+            right = self._room.is_right(tier, victims, key)
+            if right[:1].all():
+                chosen[np.flatnonzero(right)[: int(-(-size // key.class_bytes))]] = True
+            else:  # the coldest leaves, whoever's it is: its segment goes to those who ask
+                chosen |= self._room.is_beside(tier, victims, victims[0])
         return self._room.tails_first(tier, victims[chosen])[:limit]
 
     def _excess(self, tier: int) -> dict[Key, float]:

@@ -76,7 +76,6 @@ class Pages:
         self.generation: Column = np.zeros(0, np.uint64)
         self.filler: Column = np.zeros(0, np.uint64)
         self.counts = [0, 0, 0, 0]
-        self.taken = 0
         self.bytes_in = [0, 0, 0, 0]
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
@@ -327,7 +326,6 @@ class Pages:
         segment = self.segments[place]
         assert segment is not None and segment.spare >= count
         segment.spare -= count
-        self.taken += count
         if segment.spare == 0:
             self._close(place)
 

@@ -114,6 +114,10 @@ class Room:
         right = [place for place in np.unique(places).tolist() if self._index.tiers[tier].key_of(place) == key]
         return np.asarray(np.isin(places, right), bool)
 
+    def is_beside(self, tier: int, victims: Ids, block: int) -> Bools:
+        """Which of the victims lie in the same segment as the block."""
+        return np.asarray(self._places(tier, victims) == self._places(tier, np.array([block]))[0], bool)
+
     def _farther(self, tier: int) -> list[int]:
         kind = self._index.tiers[tier].spec.kind
         return [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
