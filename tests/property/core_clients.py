@@ -232,6 +232,8 @@ class Clients(RuleBasedStateMachine):
                 assert status == BlockStatus.NO_ROOM
                 assert extent["page"] == -1
         assert bool(answer.reservation) == bool(made.pages)
+        refused = [i for i, status in enumerate(answer.statuses[0].tolist()) if status == BlockStatus.NO_ROOM]
+        assert not refused or max(made.pages, default=-1) < refused[0], "pages behind a block that found no room"
         reserved = set(answer.plan.reserved["generation"].tolist()) - set(answer.plan.transfers["target"]["generation"])
         assert reserved == set(made.pages.values()), "pages were set aside for nobody"
         if answer.reservation:

@@ -15,7 +15,7 @@ from enum import Enum
 
 import numpy as np
 
-from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
+from tierd.core.model import EXTENT, BlockStatus, Reason, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Plan
 
 Key = tuple[int, bytes]
@@ -87,6 +87,9 @@ class Model:
     def apply(self, plan: Plan) -> None:
         """Checks a plan against what is held, and takes it over."""
         for row in plan.freed:
+            if row["reason"] == Reason.DEMOTED:
+                self._check_demoted(row)
+        for row in plan.freed:
             self._free(row)
         for assignment in plan.segments:
             self._begin(assignment)
@@ -114,6 +117,13 @@ class Model:
         self.places.pop(place, None)
         del self.slots[page.tier, page.segment, page.slot]
         self._unhold(page)
+
+    def _check_demoted(self, row: StructArray) -> None:
+        """What leaves as demoted is held farther."""
+        key, tier = (int(row["namespace"]), row["hash"].tobytes()), int(row["extent"]["tier"])
+        assert any(other > tier for other in self.held.get(key, {})), (
+            f"demoted from tier {tier}, but held nowhere farther"
+        )
 
     def _begin(self, new: SegmentAssignment) -> None:
         spec = self.tiers[new.tier]
