@@ -58,9 +58,10 @@ def rows() -> list[Row]:
         for _ in range(REPEATS):
             empty_s = _start_s(empty)
             added.append(max(0.0, _start_s(full) - empty_s))
-        found = f"blocks={BLOCKS}" in full.log
+        log = full.log
+        found = f"blocks={BLOCKS}" in log
     if not found:
-        raise RuntimeError(f"daemon_start: the daemon did not take in {BLOCKS} blocks; its log:\n{full.log[-2000:]}")
+        raise RuntimeError(f"daemon_start: the daemon did not take in {BLOCKS} blocks; its log:\n{log[-2000:]}")
     return [
         row_of(
             "daemon_start_100k",

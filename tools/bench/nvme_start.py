@@ -35,8 +35,8 @@ BATCH = 64
 
 
 def spec_for(blocks: int) -> TierSpec:
-    """A store with as many segments as the blocks need; nothing is in the slots, which open() does not read."""
-    segments = -(-blocks // PAGES)
+    """A store that the blocks fill to below its watermarks; nothing is in the slots, which open() does not read."""
+    segments = -(-blocks * 5 // (PAGES * 4))
     segment_bytes = CLASS_BYTES * PAGES
     return TierSpec(TierKind.NVME, 0, segments * segment_bytes, segment_bytes, slot_overhead_bytes=PAGE_ALIGN_BYTES)
 
