@@ -66,7 +66,7 @@ nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system
 nightly-torch: ## the worker against torch and transformers, in an environment of their own
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5' --editable '.[dev]'
-	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py
+	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py
 
 bench: .venv/.dev ## measures against the machine's own limits: a table, and build/bench.json
 	$(BIN)/python -m tools.bench
