@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tierd.core.block import slice_lengths
 from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.tier import MappedTier, StoredTier, Tier
 
@@ -121,6 +122,7 @@ class Mover:
     async def _copy_mapped(
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: MappedTier
     ) -> NDArray[np.uint16]:
+        failpoint("mover.copy.before_copy")
         views = _views(source, batch["source"], metas)
         targets = _views(target, batch["target"], metas)
         await self._in_threads(_copy_views, views, targets)
@@ -131,6 +133,7 @@ class Mover:
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
     ) -> NDArray[np.uint16]:
         views = _views(source, batch["source"], metas)
+        failpoint("mover.store.before_hash")
         hashed = await self.hash(views, metas)
         statuses = _judge(hashed, metas)
         good = np.flatnonzero(statuses == BlockStatus.READY)
@@ -148,6 +151,7 @@ class Mover:
     ) -> NDArray[np.uint16]:
         views = [target.view(row) for row in batch["target"]]
         result = await source.read(batch["source"], views, metas)
+        failpoint("mover.load.before_verify")
         statuses = np.asarray(result.statuses, dtype=np.uint16).copy()
         good = np.flatnonzero(statuses == BlockStatus.READY)
         if len(good):
@@ -161,6 +165,7 @@ class Mover:
         statuses = _judge(hashed, metas)
         good = np.flatnonzero(statuses == BlockStatus.READY)
         if len(good):
+            failpoint("mover.publish.before_catalogue")
             target.publish(batch["target"][good], metas[good], [hashed.slices[i] for i in good])
         return statuses
 

@@ -9,11 +9,12 @@ import pytest
 
 from tests.repo.source import Module, imports, modules
 
-EDGE = {"errors", "config", "units", "places", "clock"}
+EDGE = {"errors", "config", "units", "places", "clock", "failpoint"}
 """What every part may use, besides core."""
 
 PARTS: dict[str, set[str]] = {
     "errors": set(),
+    "failpoint": {"errors"},
     "units": set(),
     "places": set(),
     "clock": set(),

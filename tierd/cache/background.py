@@ -16,6 +16,7 @@ from tierd.cache.flights import Flights
 from tierd.clock import Clock
 from tierd.core.core import Core
 from tierd.errors import DeadlineExceeded, TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.tier import StoredTier, Tier
 
 log = structlog.get_logger(__name__)
@@ -88,6 +89,7 @@ class Background:
         plan = self._core.demote(self._clock.now())
         if plan.is_empty:
             return False
+        failpoint("background.before_demotion")
         failed = self._flights.failed
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=timeout_s)

@@ -40,6 +40,7 @@ from tierd.core.plan import (
     Served,
 )
 from tierd.errors import InvalidArgument, NotFound, NotPermitted, SessionLost, StaleHandle, Unavailable
+from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable
@@ -149,6 +150,7 @@ class Cache:
     def end_session(self, session: int) -> None:
         """Its process is gone: everything that it held comes back. Safe to call twice."""
         self.stop_session(session)
+        failpoint("cache.end.before_return")
         self.flights.start(self.core.end_session(session, now=self.clock.now()))
         self._holdings.end(session)
         self.background.wake()
@@ -202,9 +204,11 @@ class Cache:
             self._count_served(groups, got, NOTHING)
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole)
         try:
+            failpoint("cache.acquire.before_landing")
             await self.flights.landed(got.plan, timeout_s=deadline - time.monotonic())
             served = await self._settle(got.lease)
             if served.tokens:
+                failpoint("cache.acquire.before_hold")
                 self._hold((session, HoldKind.LEASE, got.lease), _flat(served))
         except BaseException:
             self._give_back(session, [got.lease])
@@ -254,6 +258,7 @@ class Cache:
         try:
             await self._make_ready(reserved, groups, durability=durability, timeout_s=timeout_s)
             if reserved.reservation:
+                failpoint("cache.reserve.before_hold")
                 where = np.flatnonzero(np.concatenate(reserved.statuses) == BlockStatus.RESERVED)
                 self._hold((session, HoldKind.RESERVATION, reserved.reservation), _reserved_pages(reserved), at=where)
         except BaseException:
@@ -360,12 +365,15 @@ class Cache:
 
     async def _finish_commit(self, committing: Committing, *, lease: bool, keep_open: bool) -> Committed:
         """From hashing to publication, and to what the session holds of it."""
+        failpoint("cache.commit.before_hash")
         metas, slices = committing.metas, await self._hash(committing)
+        failpoint("cache.commit.before_publish")
         ok = np.full(len(metas), slices is not None)
         committed = self.core.finish_commit(
             committing, digests=metas["digest"], ok=ok, lease=lease, keep_open=keep_open, now=self.clock.now()
         )
         self._publish(committed, metas, slices or [])
+        failpoint("cache.commit.before_hold")
         self.flights.start(committed.plan)
         held, session = committed.statuses != BlockStatus.FAILED, committing.session
         try:
@@ -426,6 +434,7 @@ class Cache:
         self.background.wake()
 
     def _give_back(self, session: int, leases: Sequence[int]) -> None:
+        failpoint("cache.release.before_unpin")
         with contextlib.suppress(NotFound):
             self.flights.start(self.core.release(session, leases=leases, now=self.clock.now()))
         for lease in leases:

@@ -19,6 +19,7 @@ from tierd.clock import Clock
 from tierd.core.core import Core
 from tierd.core.model import BlockStatus, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
+from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover, link_of
 from tierd.tiers.tier import StoredTier, Tier
@@ -172,6 +173,7 @@ class Flights:
         self.failed += int((statuses != BlockStatus.READY).sum())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)
+        failpoint("flights.finish.before_books")
         plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
         self._count(batch, statuses)
         self.start(plan)

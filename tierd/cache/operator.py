@@ -17,6 +17,7 @@ from tierd.core.block import Namespace
 from tierd.core.model import StructArray, TierKind
 from tierd.core.plan import Ids
 from tierd.errors import InvalidArgument, NotFound
+from tierd.failpoint import failpoint
 
 FLUSH_BATCH_BLOCKS = 256
 POLL_S = 0.02
@@ -126,7 +127,9 @@ class Operator:
             )
         ids = [rank_id for n in old for rank_id in n.ids]
         blocks = sum(len(self._core.blocks(namespace=i)) for i in ids)
+        failpoint("operator.epoch.before_bump")
         fresh = [registry.bump(n) for n in old]
+        failpoint("operator.epoch.before_forgetting")
         self._cache.flights.start(self._core.forget_namespaces(ids, now=self._cache.clock.now()))
         return fresh, blocks
 

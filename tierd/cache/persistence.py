@@ -19,6 +19,7 @@ from tierd.core.core import Core
 from tierd.core.model import BlockStatus, StructArray, TierKind
 from tierd.core.plan import Bools, Committed, Ids, PutQuery, Reserved
 from tierd.errors import TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.tier import Tier
 
 
@@ -59,6 +60,7 @@ class Persistence:
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = time.monotonic() + timeout_s
         plan = self._core.persist(blocks, now=self._clock.now())
+        failpoint("cache.persist.before_write")
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=deadline - time.monotonic())
         held = np.where(_same(self._core.metas(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
@@ -70,6 +72,7 @@ class Persistence:
 
     async def _sync(self, tier: Tier, deadline: float) -> bool:
         try:
+            failpoint("cache.persist.before_sync")
             await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - time.monotonic()))
         except TierFailed:
             self._flights.drop_failed()

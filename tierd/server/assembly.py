@@ -27,6 +27,7 @@ from tierd.core.core import Core
 from tierd.core.model import TierKind, TierSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_record
 from tierd.errors import ConfigError
+from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.policies.eviction import EVICTION
@@ -91,6 +92,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         holds = HoldTable(_tables(tiers) / "sessions.tbl")
         former = holds.open()
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
+        failpoint("assembly.before_parts")
         daemon = _assemble(config, tiers, recovered, instance=instance, holds=holds, former=former)
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
@@ -133,6 +135,7 @@ def _assemble(
         # Before their segments come back: a process that lives can still write to its own, so the daemon must not.
         registry.keep_domain(session.tenant, session.domain)
         core.open_session(session.session, domain=session.domain)
+    failpoint("assembly.before_adoption")
     for position, found in enumerate(recovered):
         adopt(core, position, found, registry=registry, now=clock.now())
     metrics = Metrics()

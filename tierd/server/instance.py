@@ -13,6 +13,7 @@ import structlog
 
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.errors import CorruptRecord, TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.durable import replace_file
 from tierd.tiers.lock import OwnerLock, private_directory, take_lock
 
@@ -41,6 +42,7 @@ class Instance:
         """Replaces the file, durably. Blocking. Raises TierFailed."""
         path = self.directory / "namespaces.jsonl"
         try:
+            failpoint("instance.namespaces.before_replace")
             replace_file(path, [record + b"\n" for record in records])
         except OSError as error:
             raise TierFailed(

@@ -21,7 +21,9 @@ import tierd
 from tierd import notify
 from tierd.config import Config
 from tierd.errors import Unsupported
+from tierd.failpoint import failpoint
 from tierd.server.assembly import Assembly, assemble
+from tierd.server.fault_socket import fault_socket
 from tierd.server.listeners import Listeners
 
 log = structlog.get_logger(__name__)
@@ -51,19 +53,26 @@ async def serve(config: Config, *, release: bool = False) -> int:
     # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop = _stop_signals()
+    with fault_socket():
+        await _run(config, stop, release=release)
+    return 0
+
+
+async def _run(config: Config, stop: asyncio.Event, *, release: bool) -> None:
     async with assemble(config) as daemon:
         daemon.release = release or any(host.release_on_exit for host in config.host)
         async with Listeners(daemon) as listeners, _watchdog():
             daemon.cache.background.start()
             await listeners.open()
+            failpoint("lifecycle.before_ready")
             daemon.state = "serving"
             _say_what_was_chosen(daemon)
             notify.ready()
             await stop.wait()
             notify.stopping()
+            failpoint("lifecycle.before_settle")
             await _settle(daemon, listeners)
     log.info("ended", release=daemon.release)
-    return 0
 
 
 def _stop_signals() -> asyncio.Event:

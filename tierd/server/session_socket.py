@@ -30,6 +30,7 @@ import structlog
 
 import tierd
 from tierd.errors import ConfigError, InvalidArgument, Overloaded, TierdError, Unavailable, VersionMismatch
+from tierd.failpoint import failpoint
 from tierd.server import peers
 from tierd.server.identity import Identity, Peer
 from tierd.server.sessions import Session, Sessions
@@ -246,6 +247,7 @@ class Connection:
             tenant=session.identity.tenant,
             name=session.name,
         )
+        failpoint("session.hello.before_reply")
         self._send({"ok": True, "session": session.id, "token": session.token, **self._owner.greeting})
 
     def _map(self, session: Session, *, tier: int, segment: int) -> None:
@@ -257,6 +259,7 @@ class Connection:
             "catalogue_bytes": files.catalogue_bytes,
         }
         try:
+            failpoint("session.map.before_reply")
             self._send(reply, fds=[files.data_fd, files.catalogue_fd])
         finally:
             os.close(files.data_fd)

@@ -2,5 +2,6 @@
 
 from tierd.testing.content import chain, content_of, is_content
 from tierd.testing.daemon import SMALL, Daemon
+from tierd.testing.faults import Faults
 
-__all__ = ["SMALL", "Daemon", "chain", "content_of", "is_content"]
+__all__ = ["SMALL", "Daemon", "Faults", "chain", "content_of", "is_content"]

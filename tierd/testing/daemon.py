@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from tierd.errors import Unavailable
+from tierd.testing.faults import Faults
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -45,7 +46,7 @@ class Daemon:
     """`with Daemon() as daemon: Client(daemon.target)`.
 
     config: TOML; "{root}" in it becomes the daemon's directory. root: where runtime, state and arena go (None: a temporary
-    directory, removed in the end). env: added to the environment.
+    directory, removed in the end). env: added to the environment. faults: it serves a socket on which its fault points can be armed.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Daemon:
         root: Path | None = None,
         env: dict[str, str] | None = None,
         args: tuple[str, ...] = (),
+        faults: bool = False,
     ) -> None:
         self._own_root = root is None
         self.root = Path(tempfile.mkdtemp(prefix="tierd-")) if root is None else root
@@ -64,6 +66,8 @@ class Daemon:
         self._env = (
             os.environ | {"TIERD_RUNTIME_DIR": self.target, "TIERD_STATE_DIR": str(self.root / "state")} | (env or {})
         )
+        if faults:
+            self._env["TIERD_FAILPOINT_SOCKET"] = str(self.root / "faults.sock")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -88,12 +92,19 @@ class Daemon:
         path = self.root / "tierd.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def faults(self) -> Faults:
+        """A connection to the fault points of the running daemon; it was made with `faults=True`."""
+        return Faults(self._env["TIERD_FAILPOINT_SOCKET"])
+
     def configure(self, config: str) -> None:
         """For the next life."""
         self._config = config
 
-    def start(self, *, wait: bool = True) -> Daemon:
-        """Starts a life and waits until it serves. Raises Unavailable with the log if it ends or takes too long."""
+    def start(self, *, wait: bool = True, failpoints: str = "") -> Daemon:
+        """Starts a life and waits until it serves. failpoints: armed from the first line on, as TIERD_FAILPOINTS.
+
+        Raises Unavailable with the log if it ends or takes too long.
+        """
         (self.root / "tierd.toml").write_text(self._with_arena(self._config).replace("{root}", str(self.root)))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.root / "tierd.log", "ab") as log:
             address = f"\0tierd-test-{os.getpid()}-{time.monotonic_ns()}"
@@ -108,7 +119,7 @@ class Daemon:
                     str(self.root / "tierd.toml"),
                     *self._args,
                 ],
-                env=self._env | {"NOTIFY_SOCKET": "@" + address[1:]},
+                env=self._env | {"NOTIFY_SOCKET": "@" + address[1:], "TIERD_FAILPOINTS": failpoints},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -122,6 +133,11 @@ class Daemon:
         assert self._process is not None
         self._process.kill()
         self._process.wait(STOP_TIMEOUT_S)
+
+    def await_end(self, *, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Waits until it has ended, whatever ends it; the exit status, negative for a signal. Raises TimeoutExpired."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
 
     def stop(self) -> int:
         """SIGTERM; gives the exit status."""

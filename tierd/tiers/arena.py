@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from tierd.core.model import SegmentAssignment, StructArray, TierSpec
 from tierd.core.words import barrier
 from tierd.errors import ConfigError, TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers import arena_files, arena_recovery, marks
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
 from tierd.tiers.data_files import DataFiles
@@ -108,9 +109,11 @@ class Arena:
             place.data, segment_bytes=spec.segment_bytes, places=spec.capacity_bytes // spec.segment_bytes
         )
         arena_files.check_room(spec, place=place, held_bytes=self._data.held_bytes())
+        failpoint("arena.open.before_recovery")
         recovered = self._recover()
         self._data.adopt_spares()
         self._measure(place)
+        failpoint("arena.open.after_recovery")
         self._data.start()
         return recovered
 
@@ -175,6 +178,7 @@ class Arena:
                 self._begin(assignment)
         mine = plan.reserved[plan.reserved["tier"] == self.position]
         if len(mine):
+            failpoint("arena.stamp.before_marks")
             self._marks.use_generation(int(mine["generation"].max()))
             for segment, rows in self._by_segment(mine):
                 if segment.catalogue is not None:
@@ -192,6 +196,7 @@ class Arena:
         if record in self._names:
             return
         try:
+            failpoint("arena.names.before_append")
             marks.append_record(self._names_path, record)
         except OSError as error:
             raise TierFailed(f"{self._names_path}: cannot be written: {error}") from error
@@ -277,6 +282,7 @@ class Arena:
             if old is not None:
                 self._succeed(old, segment, fresh=assignment.fresh)
             segment.memory = segment.memory or self._data.find_ready(assignment.segment)
+            failpoint("arena.begin.before_catalogue")
             segment.catalogue = Catalogue.create(self._catalogue_path(assignment.segment), head=self._head(assignment))
         except OSError as error:
             segment.fault = f"because it could not begin: {error}"
@@ -289,8 +295,10 @@ class Arena:
         if old.memory is None:
             return  # it never got a file: the place still has one to come
         if fresh or old.found:
+            failpoint("arena.begin.before_discard")
             self._data.discard(old.assignment.segment)
             return
+        failpoint("arena.begin.before_rename")
         self._data.rename(old.assignment.segment, new.assignment.segment)
         new.memory = old.memory
 
@@ -312,8 +320,10 @@ class Arena:
             if segment.fault or segment.catalogue is None:
                 raise TierFailed(f"{self.spec.name}: segment {name} is of no use {segment.fault}")
             if not segment.catalogue.is_allocated:
+                failpoint("arena.prepare.before_catalogue")
                 segment.catalogue.allocate(self._catalogue_path(name))
             if segment.memory is None:
+                failpoint("arena.prepare.before_memory")
                 segment.memory = self._data.take(name)
             if self._segments.get(name) is not segment:
                 self._data.discard(name)  # its life has ended meanwhile, and nobody else would unlink the file

@@ -17,6 +17,7 @@ import numpy as np
 from tierd.core.meta import META
 from tierd.core.model import EXTENT, NO_PAGE, PAGE_ALIGN_BYTES, UNVERIFIED, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import CorruptRecord, TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.catalogue import Catalogue, Survivors
 from tierd.tiers.data_files import DataFiles
 
@@ -72,6 +73,7 @@ def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, sto
             continue
         _settle(catalogues[segment], position=position, place=place)
         kept.append(FoundSegment(catalogues[segment], memory, survivors[segment]))
+    failpoint("arena.recovery.before_removal")
     _remove_others(tables, data, keep={found.assignment.segment for found in kept})
     highest = max((s.highest for s in survivors.values()), default=0)
     return Found(kept, max(catalogues, default=0), highest, dropped)

@@ -33,6 +33,7 @@ from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.words import barrier, words_of
 from tierd.errors import CorruptRecord, InvalidArgument, VersionMismatch
+from tierd.failpoint import failpoint
 from tierd.tiers.checksum import record_checksum, table_digests
 from tierd.tiers.mapping import map_file
 from tierd.tiers.tier import SliceTable
@@ -172,6 +173,7 @@ class Catalogue:
             self._tables[slot, : len(slices[row])] = slices[row]
         self._entries[where, :-1] = words[:, :-1]
         barrier()
+        failpoint("arena.publish.before_seal")
         self._entries[where, -1] = words[:, -1]
 
     def find_tables(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> list[SliceTable | None]:

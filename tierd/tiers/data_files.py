@@ -15,6 +15,7 @@ from collections import deque
 from pathlib import Path
 
 from tierd.errors import TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.mapping import map_file, populate
 
 SUFFIX = ".data"
@@ -177,6 +178,7 @@ class DataFiles:
 
     def _allocate(self, path: Path, *, touch: bool) -> memoryview | None:
         """A new file's memory; None if the stop signal came first (with touch)."""
+        failpoint("arena.spare.before_file")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, self._segment_bytes)

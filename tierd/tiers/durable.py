@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from tierd.failpoint import failpoint
 from tierd.tiers.checksum import Buffer
 
 
@@ -45,6 +46,7 @@ def replace_file(path: Path, parts: Iterable[Buffer]) -> int:
     try:
         for part in parts:
             write_fully(fd, part)
+        failpoint("file.replace.before_sync")
         length = os.fstat(fd).st_size
         sync_data(fd)
     except OSError:
@@ -52,6 +54,8 @@ def replace_file(path: Path, parts: Iterable[Buffer]) -> int:
         raise
     finally:
         os.close(fd)
+    failpoint("file.replace.before_rename")
     os.rename(temporary, path)
+    failpoint("file.replace.before_directory_sync")
     sync_directory(path.parent)
     return length

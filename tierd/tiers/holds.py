@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tierd.core.model import EXTENT, NO_PAGE, PAGE_ALIGN_BYTES, StructArray
 from tierd.core.words import Words, barrier, words_of
 from tierd.errors import CorruptRecord, InvalidArgument, Overloaded, TierFailed, VersionMismatch
+from tierd.failpoint import failpoint
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.mapping import map_file
 
@@ -161,6 +162,7 @@ class HoldTable:
         place = int(free[0])
         self._holders[place, :-1] = words[:-1]
         barrier()
+        failpoint("holds.holder.before_seal")
         self._holders[place, -1] = words[-1]
         self._places[holder.session] = place
 
@@ -183,12 +185,14 @@ class HoldTable:
         words = _pack_rows(session, extents, kind=kind)
         self._rows[rows, :-1] = words[:, :-1]
         barrier()
+        failpoint("holds.append.before_seal")
         self._rows[rows, -1] = words[:, -1]
         return rows
 
     def erase(self, rows: Rows) -> None:
         """Forget these rows, after the core has taken their pages back. Rows erased already are passed over."""
         rows = rows[self._rows[rows, -1] != 0]
+        failpoint("holds.erase.before_clear")
         self._rows[rows, -1] = 0
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)
@@ -216,6 +220,7 @@ class HoldTable:
         """At least double; the old mapping and the new one show the same file."""
         old = len(self._rows)
         try:
+            failpoint("holds.grow.before_map")
             self._map(max(2 * old, old + count))
         except OSError as error:
             raise TierFailed(f"{self._path}: the session table cannot grow beyond {old} rows: {error}") from error

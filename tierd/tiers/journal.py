@@ -22,6 +22,7 @@ import numpy as np
 from tierd.core.meta import META
 from tierd.core.model import StructArray
 from tierd.errors import VersionMismatch
+from tierd.failpoint import failpoint
 from tierd.tiers import durable
 from tierd.tiers.checksum import record_checksum
 
@@ -137,6 +138,7 @@ class Journal:
         try:
             head = _HEADER.pack(JOURNAL_MAGIC, JOURNAL_VERSION, 0, store, number, 0)[:-8]
             durable.write_fully(fd, head + record_checksum(head).to_bytes(8, "little"))
+            failpoint("nvme.journal.before_first")
             journal.append(first)
             journal.sync()
             durable.sync_directory(directory)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tierd.errors import TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers import durable, recovery
 from tierd.tiers.journal import Journal, Record
 from tierd.tiers.store_files import GENERATION_LEAP, SEGMENT_LEAP, OpenStore
@@ -131,6 +132,7 @@ class Ledger:
             records, self._pending = self._pending, []
             dirty, self._dirty = self._dirty, set()
             marks = self._marks
+            failpoint("nvme.data.before_sync")
             await self._sync_data(dirty)
             if records:
                 await self._sync_journal(records)
@@ -160,8 +162,11 @@ class Ledger:
 
     def _write_journal(self, records: list[Record]) -> None:
         self._has_news = True
+        failpoint("nvme.journal.before_append")
         self._opened.journal.append(records)
+        failpoint("nvme.journal.before_sync")
         self._opened.journal.sync()
+        failpoint("nvme.journal.after_sync")
 
     def fail(self, path: Path, error: BaseException) -> TierFailed:
         """The end of this store: what the kernel could not write it may have forgotten. Gives what is to be raised."""
@@ -181,6 +186,7 @@ class Ledger:
 
     async def _begin_compaction(self) -> None:
         """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
+        failpoint("nvme.compact.before_journal")
         number = self._opened.journal.number + 1
         try:
             journal = await self._in_thread(self._new_journal, number)

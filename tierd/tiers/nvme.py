@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.ledger import Ledger
 from tierd.tiers.slots import (
@@ -133,6 +134,7 @@ class NvmeStore:
         self._is_open = False
         for _ in range(self._queue_depth):
             await self._depth.acquire()
+        failpoint("nvme.close.before_sync")
         await self._ledger.close()
         self._threads.shutdown()
         self._opened.close(release=release)
@@ -267,6 +269,7 @@ class NvmeStore:
             metas[rows], batch.extents[rows], [batch.tables[i] for i in rows.tolist()], store=self._opened.store
         )
         await self._move(batch, rows, self._write_run)
+        failpoint("nvme.write.before_note")
         self._note_stored(batch)
         return batch.statuses
 

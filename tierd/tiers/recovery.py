@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierd.errors import CorruptRecord
+from tierd.failpoint import failpoint
 from tierd.tiers.journal import Journal, Marks, Record, read_journal
 from tierd.tiers.snapshot import read_snapshot, snapshot_path, write_snapshot
 from tierd.tiers.stored_index import StoredIndex, replay
@@ -75,7 +76,9 @@ def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]
     else:
         kept = snapshot_path(directory, loaded.base)
         length = kept.stat().st_size
+    failpoint("nvme.settle.before_journal")
     journal = Journal.create(directory, store=store, number=number, first=first)
+    failpoint("nvme.settle.before_removal")
     _remove_below(directory, number, keep=kept)
     return Settled(journal, length)
 
@@ -86,7 +89,9 @@ def compact(directory: Path, *, store: bytes, number: int) -> int:
     For a living store, whose journals below number are complete and no longer written.
     """
     loaded = load_index(directory, store=store, below=number)
+    failpoint("nvme.compact.before_snapshot")
     length = write_snapshot(directory, loaded.index, store=store, number=number)
+    failpoint("nvme.compact.before_removal")
     _remove_below(directory, number, keep=snapshot_path(directory, number))
     return length
 

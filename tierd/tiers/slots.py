@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.failpoint import failpoint
 from tierd.tiers.checksum import record_checksum, table_digest
 from tierd.tiers.mapping import address_of
 from tierd.tiers.tier import SliceTable
@@ -111,6 +112,7 @@ def allows_direct(directory: Path) -> bool:
 
 def read_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
     """preadv until the buffers are full or the file ends; gives the number of bytes. EINTR is Python's to retry."""
+    failpoint("nvme.slots.before_read")
     rest, done = list(buffers), 0
     while rest:
         count = _aligned(os.preadv(fd, rest, offset + done), rest)
@@ -123,6 +125,7 @@ def read_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
 
 def write_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
     """pwritev until everything is written. Raises OSError, EIO if the file takes no more."""
+    failpoint("nvme.slots.before_write")
     rest, done = list(buffers), 0
     while rest:
         count = _aligned(os.pwritev(fd, rest, offset + done), rest)

@@ -17,6 +17,7 @@ from typing import Literal
 
 from tierd.core.model import TierSpec
 from tierd.errors import ConfigError, TierFailed, VersionMismatch
+from tierd.failpoint import failpoint
 from tierd.tiers import durable, recovery
 from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.journal import Journal, Marks
@@ -93,10 +94,12 @@ def _open_locked(opening: _Opening, lock: OwnerLock) -> OpenStore:
     spec, directory, notices = opening.spec, opening.directory, list[str]()
     store = _store_id(directory)
     io = _choose_io(opening, notices)
+    failpoint("nvme.open.before_index")
     loaded = recovery.load_index(directory, store=store)
     loaded = replace(loaded, index=_fitting(loaded, spec))
     files = _open_files(opening, io)
     marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
+    failpoint("nvme.open.before_settle")
     settled = recovery.settle(directory, loaded, store=store, first=[marks])
     return OpenStore(
         name=spec.name,
@@ -153,6 +156,7 @@ def _open_files(opening: _Opening, io: SlotIO) -> dict[int, SlotFile]:
         files[place] = SlotFile(path, io.open(path))
         opening.undo.callback(os.close, files[place].fd)
         _set_aside(files[place], spec)
+    failpoint("nvme.open.before_directory_sync")
     durable.sync_directory(opening.directory)
     return files
 

@@ -1,0 +1,207 @@
+"""Fault points: named places where a test can make the process die, an error come back, or time pass.
+
+    failpoint("nvme.journal.before_sync")
+
+Purpose: one line in production code, at most one for each batch or transfer, that costs nothing while no fault is armed. Non-purpose:
+faults of single system calls (tests/system lays a shim under the daemon for these). Invariants: every point stands once in the code
+and once in POINTS; nothing is armed unless TIERD_FAILPOINTS or TIERD_FAILPOINT_SOCKET was in the environment at start, or a test in the
+same process called `arm`.
+
+A fault is written as `action[:argument][@first][xtimes]`:
+
+    kill             SIGKILL to this process              error:EIO        OSError with this errno
+    delay:0.5        seconds of sleep, in this thread     count            nothing but counted
+
+from the first hit on unless @ says which, for ever unless x says how often. TIERD_FAILPOINTS holds `point=fault`, several with semicolons.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tierd.errors import InvalidArgument
+
+POINTS: Mapping[str, str] = {
+    "arena.begin.before_catalogue": "a segment has its memory, no catalogue",
+    "arena.begin.before_discard": "a found segment ends, its file is still there",
+    "arena.begin.before_rename": "the old life's catalogue is gone, its file has the old name",
+    "arena.names.before_append": "a namespace is new to the arena",
+    "arena.open.after_recovery": "what survived is mapped",
+    "arena.open.before_recovery": "the arena's lock is taken",
+    "arena.prepare.before_catalogue": "a catalogue has a header, no room for entries",
+    "arena.prepare.before_memory": "a segment waits for a file",
+    "arena.publish.before_seal": "entries are written, their checksums not",
+    "arena.recovery.before_removal": "what is kept is known, the rest is still there",
+    "arena.spare.before_file": "a spare file is about to be made",
+    "arena.stamp.before_marks": "generations are chosen, no word tells of them",
+    "assembly.before_adoption": "tiers are open, their blocks not in the books",
+    "assembly.before_parts": "tiers and session table are open",
+    "background.before_demotion": "a demotion is decided",
+    "cache.acquire.before_hold": "a lease is settled, the session table does not know",
+    "cache.acquire.before_landing": "a lease is in the books, its transfers fly",
+    "cache.commit.before_hash": "a commit begins",
+    "cache.commit.before_hold": "blocks are published, the lease on them is not in the session table",
+    "cache.commit.before_publish": "blocks are hashed, not published",
+    "cache.end.before_return": "a process has gone, what it held is still its own",
+    "cache.persist.before_sync": "blocks are on the store, not synced",
+    "cache.persist.before_write": "blocks are to become durable",
+    "cache.release.before_unpin": "a lease ends",
+    "cache.reserve.before_hold": "pages are reserved, the session table does not know",
+    "file.replace.before_directory_sync": "the file has its name, not yet durable",
+    "file.replace.before_rename": "the temporary file is synced",
+    "file.replace.before_sync": "the temporary file is written",
+    "flights.finish.before_books": "a batch has landed, the core does not know",
+    "holds.append.before_seal": "rows are written, their last words not",
+    "holds.erase.before_clear": "pages are back, the table still says who holds them",
+    "holds.grow.before_map": "the table is full",
+    "holds.holder.before_seal": "a session's record is written, its last word not",
+    "instance.namespaces.before_replace": "a namespace is new to the daemon",
+    "lifecycle.before_ready": "sockets are bound, nobody has been told",
+    "lifecycle.before_settle": "SIGTERM has come",
+    "mover.copy.before_copy": "a batch between two mapped tiers",
+    "mover.load.before_verify": "a batch is read, nothing of it verified",
+    "mover.publish.before_catalogue": "a batch is verified, not published",
+    "mover.store.before_hash": "a batch on its way to a store",
+    "nvme.close.before_sync": "the store is about to end",
+    "nvme.compact.before_journal": "a compaction begins",
+    "nvme.compact.before_removal": "the snapshot is whole, what it replaces is still there",
+    "nvme.compact.before_snapshot": "the old journals are read",
+    "nvme.data.before_sync": "slots are written, not synced",
+    "nvme.journal.after_sync": "records are durable, nobody has been told",
+    "nvme.journal.before_append": "slots are synced, the journal does not know",
+    "nvme.journal.before_first": "a new journal has its header",
+    "nvme.journal.before_sync": "records are appended, not synced",
+    "nvme.open.before_directory_sync": "slot files are made, their names not yet durable",
+    "nvme.open.before_index": "the store's lock is taken, nothing is read",
+    "nvme.open.before_settle": "slot files are there, the index is read and not yet written anew",
+    "nvme.settle.before_journal": "the snapshot is whole, no journal follows it",
+    "nvme.settle.before_removal": "the new journal is there, and so are the old ones",
+    "nvme.slots.before_read": "a run of slots is about to be read",
+    "nvme.slots.before_write": "a run of slots is about to be written",
+    "nvme.write.before_note": "slots are written, no record tells of them",
+    "operator.epoch.before_bump": "an epoch is about to end",
+    "operator.epoch.before_forgetting": "an epoch has ended, its blocks are still in the books",
+    "session.hello.before_reply": "a session is in the books, its client does not know",
+    "session.map.before_reply": "a segment counts as mapped, its descriptors have not left",
+}
+"""Every point, and where it stands."""
+
+_FAULT = re.compile(r"(kill|error|delay|count)(?::([\w.]+))?(?:@(\d+))?(?:x(\d+))?")
+
+
+@dataclass(slots=True)
+class _Fault:
+    """first: the hit at which it begins, from 1; times: hits that it lasts, 0 for ever; hits: so far."""
+
+    action: str
+    argument: float
+    first: int
+    times: int
+    hits: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        return self.hits >= self.first and (not self.times or self.hits < self.first + self.times)
+
+
+_armed: dict[str, _Fault] = {}
+_changed = threading.Condition()
+
+
+def failpoint(name: str) -> None:
+    """Nothing, unless a fault is armed here. Raises OSError where that is the fault."""
+    if _armed:
+        _hit(name)
+
+
+def arm(name: str, fault: str) -> None:
+    """Sets the fault of a point, with its count from 0. Raises InvalidArgument."""
+    if name not in POINTS:
+        raise InvalidArgument(f"fault point {name!r}: there is none; tierd/failpoint.py lists them")
+    parsed = _parse(fault)
+    with _changed:
+        _armed[name] = parsed
+
+
+def disarm(name: str = "") -> None:
+    """Takes the fault of one point away, or of all. Hits are forgotten."""
+    with _changed:
+        if name:
+            _armed.pop(name, None)
+        else:
+            _armed.clear()
+
+
+def hits() -> dict[str, int]:
+    """How often each armed point was passed."""
+    with _changed:
+        return {name: fault.hits for name, fault in _armed.items()}
+
+
+def await_hits(name: str, *, count: int, timeout_s: float) -> bool:
+    """Waits until an armed point was passed so often; False if time ran out."""
+    with _changed:
+        return _changed.wait_for(lambda: name in _armed and _armed[name].hits >= count, timeout_s)
+
+
+def arm_from(environ: Mapping[str, str] = os.environ) -> None:
+    """Arms what TIERD_FAILPOINTS says. Raises InvalidArgument."""
+    for text in filter(None, environ.get("TIERD_FAILPOINTS", "").split(";")):
+        name, _, fault = text.partition("=")
+        arm(name.strip(), fault.strip())
+
+
+def _hit(name: str) -> None:
+    with _changed:
+        fault = _armed.get(name)
+        if fault is None:
+            return
+        fault.hits += 1
+        is_due = fault.is_due
+        _changed.notify_all()
+    if is_due:
+        _do(name, fault)
+
+
+def _do(name: str, fault: _Fault) -> None:
+    if fault.action == "kill":
+        _die()
+    if fault.action == "error":
+        number = int(fault.argument)
+        raise OSError(number, f"{os.strerror(number)} (fault point {name})")
+    if fault.action == "delay":
+        time.sleep(fault.argument)
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit("killed")  # the signal comes before this line does
+
+
+def _parse(text: str) -> _Fault:
+    match = _FAULT.fullmatch(text)
+    if match is None:
+        raise InvalidArgument(
+            f"fault {text!r}: not action[:argument][@first][xtimes]; try kill, error:EIO@3 or delay:0.5x1"
+        )
+    action, argument, first, times = match.groups()
+    return _Fault(action, _argument(action, argument or ""), first=int(first or 1), times=int(times or 0))
+
+
+def _argument(action: str, text: str) -> float:
+    try:
+        if action == "error":
+            return int(getattr(errno, text))
+        if action == "delay":
+            return float(text)
+    except (AttributeError, ValueError):
+        raise InvalidArgument(f"fault {action}:{text}: needs the name of an errno, such as EIO, or seconds") from None
+    return 0.0

@@ -1,0 +1,81 @@
+"""Arms fault points of a running daemon, for tests: a socket of its own, served by a thread of its own.
+
+Purpose: `FaultSocket`, there only if TIERD_FAILPOINT_SOCKET was in the environment at start. It answers while the event loop is wedged.
+Non-purpose: production; the path lies in a directory of the test's. One request a datagram, `verb word...`; the reply is JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+
+from tierd import failpoint
+from tierd.errors import InvalidArgument
+
+REQUEST_BYTES = 4096
+
+
+class FaultSocket:
+    """Serves one tester at a time. path: of the socket, replaced if it is there."""
+
+    def __init__(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.bind(path)
+        os.chmod(path, 0o600)
+        self._socket.listen(4)
+        threading.Thread(target=self._serve, name="tierd-faults", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread at its next request."""
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return
+            with peer, contextlib.suppress(OSError):
+                while request := peer.recv(REQUEST_BYTES):
+                    peer.send(json.dumps(answer(request.decode())).encode())
+
+
+def answer(request: str) -> object:
+    """arm NAME FAULT | disarm [NAME] | hits | await NAME COUNT SECONDS."""
+    verb, *words = request.split()
+    try:
+        match verb, words:
+            case "arm", [name, fault]:
+                failpoint.arm(name, fault)
+            case "disarm", names:
+                failpoint.disarm(*names[:1])
+            case "hits", []:
+                return failpoint.hits()
+            case "await", [name, count, seconds]:
+                return failpoint.await_hits(name, count=int(count), timeout_s=float(seconds))
+            case _:
+                return {"error": f"{request!r}: not understood"}
+    except InvalidArgument as error:
+        return {"error": str(error)}
+    return True
+
+
+@contextlib.contextmanager
+def fault_socket(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """The socket, where the environment asks for it; and what TIERD_FAILPOINTS arms."""
+    failpoint.arm_from(environ)
+    path = environ.get("TIERD_FAILPOINT_SOCKET")
+    if not path:
+        yield
+        return
+    opened = FaultSocket(path)
+    try:
+        yield
+    finally:
+        opened.close()
