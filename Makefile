@@ -4,6 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 SCALE ?= 1
+TIERD_DEPTH ?= nightly
 WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest
 
@@ -51,17 +52,17 @@ proto: .venv/.dev ## the stubs in tierd/_proto from proto/
 reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 	$(BIN)/python tools/gen_reference.py
 
-# --- long checks: SCALE=0.1 makes them short, SCALE=10 long -----------------------------------------------------------
+# --- long checks: SCALE=0.1 makes them short; figures go to build/figures.jsonl ------------------
 
 NIGHTLY := $(foreach part,unit contract property sim system,$(if $(wildcard tests/$(part)),nightly-$(part))) nightly-torch
 
 nightly: $(NIGHTLY) ## every kind of test in depth, the slow ones too; SCALE= scales their counts
 
-weekly: ## the same with ten times the counts
-	$(MAKE) nightly SCALE=10
+weekly: ## the same with the full counts
+	$(MAKE) nightly TIERD_DEPTH=weekly
 
 nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system
-	TIERD_HYPOTHESIS=nightly SCALE=$(SCALE) $(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadfile --timeout 3600 tests/$*
+	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadfile --timeout 3600 tests/$*
 
 nightly-torch: ## the worker against torch and transformers, in an environment of their own
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-SCALE = float(os.environ.get("SCALE", "1"))
-"""`make nightly SCALE=0.1`: multiplies the counts of the nightly search."""
+from tests.depth import DEPTH, count
 
 SLOW_STEPS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
@@ -23,13 +21,13 @@ settings.register_profile(
 )
 settings.register_profile(
     "nightly",
-    max_examples=max(1, round(3000 * SCALE)),
+    max_examples=count(nightly=3000, weekly=30_000),
     stateful_step_count=100,
     deadline=None,
     print_blob=True,
     suppress_health_check=SLOW_STEPS,
 )
-settings.load_profile(os.environ.get("TIERD_HYPOTHESIS", "quick"))
+settings.load_profile("quick" if DEPTH == "test" else "nightly")
 
 
 @pytest.fixture(scope="session")

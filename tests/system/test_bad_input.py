@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from tests.depth import count
 from tests.system.raw import BLOCK_BYTES, RawClient, ask, connect, hello, put_blocks
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
@@ -210,7 +210,7 @@ def test_garbage_on_the_grpc_socket(raw: RawClient, daemon: Daemon) -> None:
 
 def test_mutated_messages(raw: RawClient) -> None:
     """Random bytes as a request to any method are an answer or a named error, never a fault of the daemon."""
-    noise, rounds = np.random.default_rng(2), int(20 * float(os.environ.get("SCALE", "1")))
+    noise, rounds = np.random.default_rng(2), count(test=20, nightly=20, weekly=200)
     seed = pb.AcquireRequest(groups=[_group(ranks=[0], tokens=64)], tier=1).SerializeToString()
     for verb in (
         "OpenNamespace",

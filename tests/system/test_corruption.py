@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import SCALE
+from tests.depth import count
 from tests.system.blocks import BlockClient, connected
 from tests.system.test_restart import wipe_arena
 from tierd._proto import admin_pb2 as apb
@@ -146,7 +146,7 @@ def test_bad_memory_does_not_reach_the_store(daemon: Daemon) -> None:
     assert _read(daemon) == BAD
 
 
-@pytest.mark.parametrize("seed", range(round(6 * SCALE) or 1))
+@pytest.mark.parametrize("seed", range(count(test=6, nightly=6, weekly=60)))
 def test_noise(daemon: Daemon, seed: int) -> None:
     """Bits flipped anywhere in what a daemon leaves: the next one serves committed bytes and misses, or refuses to start and says why."""
     _put(daemon, durable=seed % 2 == 0)

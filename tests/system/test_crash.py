@@ -15,7 +15,7 @@ from typing import Self
 
 import pytest
 
-from tests.conftest import SCALE
+from tests.depth import count, report
 from tests.system.blocks import SOON_S
 from tests.system.crash_load import TOKENS, Chain, chain_of, open_all
 from tierd.client import Client
@@ -196,10 +196,17 @@ def crash(kills: int, *, seed: int, directory: Path) -> None:
         daemon.restart()
         check(daemon, oracle.everything(), oracle)
         blocks = sum(len(it.hashes) for it in oracle.everything())
-        print(
-            f"seed {seed}: {done} kills ({starts_killed} of them during a start) in {time.monotonic() - begun:.0f} s, {blocks} blocks acknowledged durable,"
-            f" {oracle.counts['blocks checked']} blocks checked, {oracle.counts['lost']} lost,"
-            f" {sum('wrong' in text for text in oracle.complaints)} wrong; workers: {dict(oracle.counts)}"
+        report(
+            "daemon SIGKILL under load",
+            seed=seed,
+            kills=done,
+            during_start=starts_killed,
+            seconds=round(time.monotonic() - begun),
+            blocks_durable=blocks,
+            blocks_checked=oracle.counts["blocks checked"],
+            lost=oracle.counts["lost"],
+            wrong=sum("wrong" in text for text in oracle.complaints),
+            workers=dict(oracle.counts),
         )
         assert not oracle.complaints, f"seed {seed}: {oracle.complaints}"
         assert blocks > kills
@@ -219,8 +226,8 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_killed_hundreds_of_times(tmp_path: Path) -> None:
-    """200 kills, times SCALE: as above."""
-    kills, seed = max(20, round(200 * SCALE)), _seed()
+    """Hundreds of kills: as above."""
+    kills, seed = count(test=20, nightly=300, weekly=1000), _seed()
     for i, start in enumerate(range(0, kills, KILLS_PER_RUN)):
         directory = tmp_path / str(i)
         directory.mkdir()

@@ -1,0 +1,39 @@
+"""How deep a run of the tests goes, and what it found: counts by TIERD_DEPTH and SCALE, figures to build/figures.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+DEPTH = os.environ.get("TIERD_DEPTH", "test")
+"""`test` (make test), `nightly` or `weekly`."""
+SCALE = float(os.environ.get("SCALE", "1"))
+"""`make nightly SCALE=0.1`: multiplies the counts of a deep run."""
+FIGURES = Path(__file__).resolve().parents[1] / "build" / "figures.jsonl"
+
+
+def count(*, test: int = 1, nightly: int, weekly: int) -> int:
+    """How many at this depth; at least as many as `make test` does."""
+    if DEPTH == "test":
+        return test
+    return max(test, round((weekly if DEPTH == "weekly" else nightly) * SCALE))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share of them lies; 0.0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def report(what: str, **figures: object) -> None:
+    """Prints a line of figures and keeps it, so that a night's figures can be read in one place."""
+    print(f"{what}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
+    FIGURES.parent.mkdir(exist_ok=True)
+    line = json.dumps({"what": what, "depth": DEPTH, "at": round(time.time()), **figures}, default=str)
+    fd = os.open(FIGURES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(fd, line.encode() + b"\n")
+    finally:
+        os.close(fd)
