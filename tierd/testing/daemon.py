@@ -139,11 +139,15 @@ class Daemon:
         assert self._process is not None
         return self._process.wait(timeout_s)
 
-    def stop(self) -> int:
-        """SIGTERM; gives the exit status."""
+    def terminate(self) -> None:
+        """SIGTERM, not waited for."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(STOP_TIMEOUT_S)
+
+    def stop(self) -> int:
+        """SIGTERM; gives the exit status."""
+        self.terminate()
+        return self.await_end()
 
     def wait(self) -> int:
         """Waits for a daemon that ends by itself; gives the exit status."""

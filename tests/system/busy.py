@@ -1,0 +1,172 @@
+"""One turn of everything that a daemon does: what a death at any fault point interrupts.
+
+Purpose: `Busy.turn` passes every fault point that is passed while a daemon serves, within a second or so. What was acknowledged durable is kept
+here, outside the daemon. Whatever the SDK promises to raise when its daemon dies ends a turn; anything else is an error of the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from tests.system.blocks import BlockClient
+from tests.system.raw import ask, connect, hello
+from tierd._proto import admin_pb2 as apb
+from tierd.client import Client, NamespaceSpec
+from tierd.client.values import OpenedNamespace, PutGroup
+from tierd.errors import RetryError, StaleHandle
+from tierd.testing import chain, content_of, is_content
+
+CONFIG = """\
+[server]
+shutdown_deadline = "5 s"
+session_share = 1.0
+
+[[device]]
+capacity = "4 MiB"
+segment = "1 MiB"
+
+[[host]]
+capacity = "16 MiB"
+segment = "1 MiB"
+high_watermark = 0.8
+low_watermark = 0.6
+
+[[nvme]]
+capacity = "1 GiB"
+segment = "8 MiB"
+"""
+TOKENS = 16
+LENGTHS = (4 << 10, 128 << 10)
+GONE = (RetryError, StaleHandle, grpc.RpcError, OSError)
+"""What a turn may end with when its daemon dies. Raw clients see gRPC's and the socket's own errors."""
+LEASE_BLOCKS = 1024
+LEASES = 20
+"""Together more rows than the session table begins with."""
+
+
+@dataclass(frozen=True)
+class Durable:
+    """A chain that was acknowledged. kind: of LENGTHS."""
+
+    seed: int
+    kind: int
+    count: int
+
+    @property
+    def hashes(self) -> np.ndarray:
+        """uint8 [count, 32]."""
+        return chain(self.seed, self.count)
+
+
+class Busy:
+    """The load, and what it was told. wrong: what a get gave that was never committed."""
+
+    def __init__(self, target: str) -> None:
+        self.durable: list[Durable] = []
+        self.wrong: list[str] = []
+        self._target = target
+        self._seeds = itertools.count(1)
+        self._client = Client(target, name="busy", timeout_s=20.0)
+        self._spaces = [OpenedNamespace(_spec(f"busy-{length}", length)) for length in LENGTHS]
+
+    def close(self) -> None:
+        """Ends the session."""
+        self._client.close()
+
+    def turn(self, *, many_leases: bool) -> str:
+        """Does everything once; empty, or what ended it early. many_leases: so many that the session table grows."""
+        try:
+            with BlockClient(self._target) as raw:
+                self._turn(raw)
+                if many_leases:
+                    self._lease_much()
+        except GONE as error:
+            return repr(error)
+        return ""
+
+    def check(self, chains: list[Durable]) -> None:
+        """Every byte of what was acknowledged. Raises AssertionError."""
+        for it in chains:
+            got = self._client.get(self._spaces[it.kind], it.hashes)
+            self._compare(it.hashes, got.views)
+            assert got.blocks == it.count, f"lost: {it}, {got.blocks} came"
+        assert not self.wrong, self.wrong
+
+    def _turn(self, raw: BlockClient) -> None:
+        self._client.open_namespace(_spec(f"new-{next(self._seeds)}", LENGTHS[0]))
+        for kind, count in ((0, 12), (1, 4), (1, 4), (0, 12)):
+            self._put(kind, count)
+        self._read(self.durable[-4:])
+        self._give_up()
+        # Below the watermark and above it: blocks leave for NVMe on their own, and come back.
+        self._client.put(self._spaces[1], *self._blocks(1, 60))
+        raw.call(raw.admin.Evict, apb.EvictRequest(tier="host.0"))
+        self._read(self.durable[-2:])
+        with self._client.acquire(self._spaces[1], self.durable[-2].hashes, tier="device"):
+            pass
+        self._end_epoch(raw)
+        self._lose_client()
+
+    def _put(self, kind: int, count: int) -> None:
+        seed = next(self._seeds)
+        hashes = chain(seed, count)
+        blocks = [content_of(name, LENGTHS[kind]) for name in hashes]
+        if self._client.put(self._spaces[kind], hashes, blocks, durable=True):
+            self.durable.append(Durable(seed, kind, count))
+
+    def _blocks(self, kind: int, count: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        hashes = chain(next(self._seeds), count)
+        return hashes, [content_of(name, LENGTHS[kind]) for name in hashes]
+
+    def _read(self, chains: list[Durable]) -> None:
+        for it in chains:
+            got = self._client.get(self._spaces[it.kind], it.hashes)
+            self._compare(it.hashes, got.views)
+
+    def _compare(self, hashes: np.ndarray, views: list[np.ndarray]) -> None:
+        self.wrong += [f"{hashes[i].tobytes().hex()[:16]}" for i, v in enumerate(views) if not is_content(v, hashes[i])]
+
+    def _give_up(self) -> None:
+        with self._client.reserve(PutGroup(self._spaces[0], chain(next(self._seeds), 3))) as pages:
+            for page in pages.buffers()[:1]:
+                if page is not None:
+                    page[: len(page) // 2] = 0x5A
+
+    def _end_epoch(self, raw: BlockClient) -> None:
+        side = self._client.open_namespace(_spec("side", LENGTHS[0]))
+        self._client.put(side, *self._blocks(0, 3))
+        raw.call(raw.admin.BumpEpoch, apb.BumpEpochRequest(model="side"))
+
+    def _lose_client(self) -> None:
+        """A process that has a session, and is killed."""
+        ready, told = os.pipe()
+        child = os.fork()
+        if not child:  # nothing but system calls from here on: threads of the parent are not there
+            try:
+                ask(connect(self._target), hello())
+                os.write(told, b"1")
+                signal.pause()
+            finally:
+                os._exit(1)
+        os.close(told)
+        os.read(ready, 1)
+        os.close(ready)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    def _lease_much(self) -> None:
+        hashes, blocks = self._blocks(0, LEASE_BLOCKS)
+        self._client.put(self._spaces[0], hashes, blocks)
+        leases = [self._client.acquire(self._spaces[0], hashes) for _ in range(LEASES)]
+        for lease in leases:
+            lease.close()
+
+
+def _spec(model: str, length: int) -> NamespaceSpec:
+    return NamespaceSpec(model=model, tokens_per_block=TOKENS, block_bytes=length)

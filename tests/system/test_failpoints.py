@@ -1,0 +1,154 @@
+"""The daemon dies at each fault point, and its successor while it recovers: nothing durable is lost, no byte is wrong, it serves again."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+
+import pytest
+
+from tests.depth import count, report
+from tests.system.busy import CONFIG, Busy
+from tierd.failpoint import POINTS
+from tierd.testing import Daemon
+
+AT_START = (
+    "arena.open.after_recovery",
+    "arena.open.before_recovery",
+    "arena.recovery.before_removal",
+    "assembly.before_adoption",
+    "assembly.before_parts",
+    "lifecycle.before_ready",
+    "nvme.open.before_directory_sync",
+    "nvme.open.before_index",
+    "nvme.open.before_settle",
+    "nvme.settle.before_journal",
+    "nvme.settle.before_removal",
+)
+"""Passed by every start."""
+AT_END = (
+    "lifecycle.before_settle",
+    "nvme.close.before_sync",
+    "nvme.compact.before_journal",
+    "nvme.compact.before_removal",
+    "nvme.compact.before_snapshot",
+    "nvme.journal.before_first",
+)
+"""Passed by SIGTERM, after something was stored."""
+RARE = ("holds.grow.before_map",)
+"""Passed only by many leases."""
+IN_LIFE = tuple(sorted(POINTS.keys() - {*AT_START, *AT_END}))
+CHOSEN = (
+    "arena.publish.before_seal",
+    "cache.commit.before_hold",
+    "file.replace.before_rename",
+    "holds.append.before_seal",
+    "nvme.journal.before_sync",
+    "nvme.settle.before_removal",
+    "nvme.compact.before_removal",
+)
+"""Those of `make test`."""
+TURNS = 12
+"""Within which a fault point must have been passed."""
+RECENT = 30
+"""Chains that are checked after each death; all of them are at the end."""
+
+
+class Deaths:
+    """A daemon, its load, and how often it died of what."""
+
+    def __init__(self, daemon: Daemon, chance: random.Random) -> None:
+        self.daemon = daemon
+        self.chance = chance
+        self.busy = Busy(daemon.target)
+        self.deaths = self.in_recovery = 0
+
+    def die_at(self, point: str) -> None:
+        """The daemon, serving, dies at the point; its successor dies while it recovers; the next one serves what is right."""
+        if point in AT_START:
+            self.daemon.kill()
+            self._die_in_start(point)
+        else:
+            self._die_in_life(point)
+        self.deaths += 1
+        if self.chance.random() < 0.7:
+            self._die_in_start(self.chance.choice(AT_START))
+            self.in_recovery += 1
+        self.daemon.start()
+        self.busy.check(self.busy.durable[-RECENT:])
+
+    def _die_in_start(self, point: str) -> None:
+        self.daemon.start(wait=False, failpoints=f"{point}=kill")
+        assert self.daemon.await_end() == -9, f"{point} was not passed by a start"
+
+    def _die_in_life(self, point: str) -> None:
+        hits = self._hits_of_a_turn(point)
+        with self.daemon.faults() as faults:
+            faults.arm(point, f"kill@{self.chance.randint(1, max(1, hits))}")
+            for _ in range(TURNS):
+                if self.busy.turn(many_leases=point in RARE):
+                    break
+                if point in AT_END:
+                    self.daemon.terminate()
+                    break
+        assert self.daemon.await_end() == -9, f"{point} was not passed within {TURNS} turns"
+
+    def _hits_of_a_turn(self, point: str) -> int:
+        if point in AT_END or point in RARE:
+            return 1
+        with self.daemon.faults() as faults:
+            faults.arm(point, "count")
+            ended_by = self.busy.turn(many_leases=False)
+            assert not ended_by, ended_by
+            return faults.hits()[point]
+
+
+def die_often(points: list[str], *, seed: int) -> None:
+    """A daemon that dies at all these points, one after another."""
+    begun = time.monotonic()
+    with Daemon(CONFIG, faults=True) as daemon:
+        run = Deaths(daemon, random.Random(seed))
+        try:
+            for point in points:
+                run.die_at(point)
+            daemon.restart()
+            run.busy.check(run.busy.durable)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise AssertionError(f"seed {seed}: {error}\n{daemon.log[-6000:]}") from error
+        finally:
+            run.busy.close()
+        assert "Traceback" not in daemon.log, daemon.log[-6000:]
+    report(
+        "death at fault points",
+        seed=seed,
+        points=len(set(points)),
+        deaths=run.deaths,
+        in_recovery=run.in_recovery,
+        seconds=round(time.monotonic() - begun),
+        chains_durable=len(run.busy.durable),
+        lost=0,
+        wrong=0,
+    )
+
+
+def _seed() -> int:
+    return int(os.environ.get("CRASH_SEED", time.time_ns() % 1_000_000))
+
+
+@pytest.mark.timeout(200)
+def test_death_at_some_fault_points() -> None:
+    """A death at seven points where most is at stake: no durable block is lost, no byte is wrong."""
+    die_often(list(CHOSEN), seed=_seed())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(9000)
+@pytest.mark.parametrize("part", range(4))
+def test_death_at_each_fault_point(part: int) -> None:
+    """Deaths at every fault point there is, each of them reached: as above."""
+    seed = _seed()
+    points = sorted(POINTS)[part::4] * count(nightly=5, weekly=25)
+    random.Random(seed).shuffle(points)
+    die_often(points, seed=seed)
