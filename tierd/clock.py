@@ -1,6 +1,7 @@
 """The daemon's clock: real time, or a trace's own.
 
-The core takes "now" as an argument; this is where the daemon gets it. Seconds, never going back.
+The core takes "now" as an argument; this is where the daemon gets it. Seconds, never going back; the wall clock, which may jump, says
+when a block was committed and decides nothing else. Deadlines of calls are in the event loop's time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ class Clock(Protocol):
         """A caller's own time; a real clock ignores it."""
         ...
 
+    def wall_ms(self) -> int:
+        """Unix time, milliseconds."""
+        ...
+
 
 class MonotonicClock:
     """CLOCK_MONOTONIC: unmoved by changes of the wall clock."""
@@ -34,6 +39,10 @@ class MonotonicClock:
 
     def advance(self, now: float) -> None:
         """Ignored."""
+
+    def wall_ms(self) -> int:
+        """As the machine says."""
+        return time.time_ns() // 1_000_000
 
 
 class ReplayClock:
@@ -51,3 +60,7 @@ class ReplayClock:
     def advance(self, now: float) -> None:
         """Moves forward, never back."""
         self._now = max(self._now, now)
+
+    def wall_ms(self) -> int:
+        """As the machine says."""
+        return time.time_ns() // 1_000_000

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +65,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the lifecycle built, for the conductor. verify: "first_hit", "sampled" or "always"."""
+    """What the lifecycle built, for the conductor. verify: "first_hit", "sampled" or "always". seed: of what is sampled; None: by chance."""
 
     core: Core
     tiers: Sequence[Tier]
@@ -80,6 +79,7 @@ class Parts:
     prefetch_on_lookup: bool
     batch_blocks: int
     sync_interval_s: float = 1.0
+    seed: int | None = None
 
 
 class Cache:
@@ -109,7 +109,7 @@ class Cache:
         )
         self.persistence = Persistence(parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock)
         self._tenants: dict[int, str] = {}
-        self._sampling = np.random.default_rng()
+        self._sampling = np.random.default_rng(parts.seed)
         self.is_draining = False
 
     # -- sessions
@@ -197,7 +197,7 @@ class Cache:
     async def acquire(self, session: int, groups: Sequence[GroupQuery], *, kind: TierKind, timeout_s: float) -> Lease:
         """A lease on the longest prefix that can be served in the wanted kind of tier within the time."""
         self._check_groups(session, groups)
-        deadline = time.monotonic() + timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now())
         self.flights.start(got.plan)
         if not got.lease:
@@ -205,7 +205,7 @@ class Cache:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole)
         try:
             failpoint("cache.acquire.before_landing")
-            await self.flights.landed(got.plan, timeout_s=deadline - time.monotonic())
+            await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
             served = await self._settle(got.lease)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
@@ -282,14 +282,14 @@ class Cache:
     ) -> Committed:
         """Hashes what was written and publishes it, all of the call's blocks or none."""
         self.tenant_of(session)
-        deadline = time.monotonic() + timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
         # Not to be cut short: the pages are marked busy until it ends.
         work = asyncio.ensure_future(self._finish_commit(committing, lease=lease, keep_open=keep_open))
         try:
             committed = await asyncio.shield(work)
             if durability is Durability.DURABLE:
-                left = deadline - time.monotonic()
+                left = deadline - asyncio.get_running_loop().time()
                 await self.persistence.keep_committed(committed, committing.metas, timeout_s=left)
         except BaseException:
             work.add_done_callback(lambda done: self._disown(session, done))
@@ -393,7 +393,7 @@ class Cache:
         try:
             metas["layers"] = self._layers_of(metas["namespace"])
             metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
-            metas["time_ms"] = time.time_ns() // 1_000_000
+            metas["time_ms"] = self.clock.wall_ms()
             views = [self._mapped(row).view(row)[: int(row["length"])] for row in extents]
             hashed = await self.parts.mover.hash(views, metas)
         except Exception:  # whatever it is, the pages must not stay busy

@@ -8,7 +8,6 @@ exactly once; many may wait for one flight.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -138,7 +137,7 @@ class Flights:
     async def _fly(self, batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> Outcome:
         """before: the flights that fill this plan's sources."""
         statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
-        begun = time.perf_counter()
+        begun = asyncio.get_running_loop().time()
         try:
             ready = await self._sources_ready(batch, before)
             await self._targets_ready(batch)
@@ -150,7 +149,9 @@ class Flights:
             log.exception("transfer batch failed", count=len(batch))
         finally:
             self._finish(batch, statuses)
-            self._metrics.transfer_seconds.labels(link=self._link(batch)).observe(time.perf_counter() - begun)
+            self._metrics.transfer_seconds.labels(link=self._link(batch)).observe(
+                asyncio.get_running_loop().time() - begun
+            )
         return dict(zip(batch["id"].tolist(), statuses.tolist(), strict=True))
 
     @staticmethod

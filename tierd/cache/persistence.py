@@ -8,7 +8,6 @@ store before the sync began.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,11 +57,11 @@ class Persistence:
         if not len(blocks):
             return durable
         metas = self._core.metas(blocks) if metas is None else metas
-        deadline = time.monotonic() + timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         plan = self._core.persist(blocks, now=self._clock.now())
         failpoint("cache.persist.before_write")
         self._flights.start(plan)
-        await self._flights.landed(plan, timeout_s=deadline - time.monotonic())
+        await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
         held = np.where(_same(self._core.metas(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
         for tier in self._tiers:
             here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
@@ -73,7 +72,7 @@ class Persistence:
     async def _sync(self, tier: Tier, deadline: float) -> bool:
         try:
             failpoint("cache.persist.before_sync")
-            await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - time.monotonic()))
+            await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - asyncio.get_running_loop().time()))
         except TierFailed:
             self._flights.drop_failed()
             return False
