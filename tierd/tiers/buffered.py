@@ -14,7 +14,8 @@ from pathlib import Path
 
 import aiofiles
 
-from tierd.tiers.slots import SlotFile, open_file
+from tierd.tiers.files import OS, READ_WRITE
+from tierd.tiers.slots import SlotFile
 
 
 class BufferedIO:
@@ -27,7 +28,7 @@ class BufferedIO:
         self._threads = threads
 
     def open(self, path: Path) -> int:
-        return open_file(path)
+        return OS.open(path, READ_WRITE)
 
     async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
         done = 0

@@ -1,61 +1,64 @@
-"""Making files durable: the only place of the stored tiers that syncs.
+"""Whole files: read, written, and replaced so that they are durable.
 
-Purpose: data sync, directory sync, whole-file replacement. Non-purpose: what the files mean. Invariants: a sync is never tried
-twice, since the kernel may have dropped the pages that it could not write and would then report success; a file under
-its final name is whole and durable.
+Purpose: `read_file`, `write_fully`, `replace_file`. Non-purpose: what the files mean; single operations (`files`). Invariants: a sync is never
+tried twice; a file under its final name is whole and durable.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import Buffer
+from tierd.tiers.files import OS, Files
 
 
-def sync_data(fd: int) -> None:
-    """fdatasync. Raises OSError; the file behind fd must then be abandoned."""
-    os.fdatasync(fd)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def read_file(path: Path, *, disk: Files = OS) -> bytearray:
+    """All of a file, as much of it as its length says. Raises OSError."""
+    fd = disk.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        data = bytearray(disk.size(path))
+        rest, offset = memoryview(data), 0
+        while rest and (count := disk.preadv(fd, [rest], offset)):
+            rest, offset = rest[count:], offset + count
+        return data[:offset] if rest else data
     finally:
-        os.close(fd)
+        disk.close(fd)
 
 
-def write_fully(fd: int, data: Buffer) -> None:
-    """Writes all of data at the descriptor's position, however many calls it takes. Raises OSError."""
+def write_fully(fd: int, data: Buffer, *, offset: int, disk: Files = OS) -> int:
+    """Writes all of data from offset on, however many calls it takes; gives the offset behind it. Raises OSError."""
     rest = memoryview(data).cast("B")  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
     while rest:
-        rest = rest[os.write(fd, rest) :]
+        count = disk.pwritev(fd, [rest], offset)
+        if count == 0:
+            raise OSError(errno.EIO, "pwritev wrote nothing")
+        rest, offset = rest[count:], offset + count
+    return offset
 
 
-def replace_file(path: Path, parts: Iterable[Buffer]) -> int:
+def replace_file(path: Path, parts: Iterable[Buffer], *, disk: Files = OS) -> int:
     """Writes parts to a temporary name, syncs, renames to path, syncs the directory. Gives the length in bytes.
 
     Raises OSError; path is then what it was before, or the new file whole.
     """
     temporary = path.with_name(path.name + ".tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd, length = disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 0
     try:
         for part in parts:
-            write_fully(fd, part)
+            length = write_fully(fd, part, offset=length, disk=disk)
         failpoint("file.replace.before_sync")
-        length = os.fstat(fd).st_size
-        sync_data(fd)
+        disk.sync_data(fd)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        disk.unlink(temporary)
         raise
     finally:
-        os.close(fd)
+        disk.close(fd)
     failpoint("file.replace.before_rename")
-    os.rename(temporary, path)
+    disk.rename(temporary, path)
     failpoint("file.replace.before_directory_sync")
-    sync_directory(path.parent)
+    disk.sync_directory(path.parent)
     return length

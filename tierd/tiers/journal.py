@@ -25,6 +25,7 @@ from tierd.errors import VersionMismatch
 from tierd.failpoint import failpoint
 from tierd.tiers import durable
 from tierd.tiers.checksum import record_checksum
+from tierd.tiers.files import OS, Files
 
 JOURNAL_MAGIC = b"tierdJNL"
 JOURNAL_VERSION = 1
@@ -121,30 +122,33 @@ def decode_record(payload: bytes | memoryview) -> Record | None:
 class Journal:
     """A journal file being written. Made by `create`; its methods block."""
 
-    def __init__(self, fd: int, *, store: bytes, number: int) -> None:
+    def __init__(self, fd: int, *, store: bytes, number: int, disk: Files) -> None:
         self.number = number
         self.bytes = _HEADER.size
         """Length of what was appended whole."""
         self.is_abandoned = False
         self._fd = fd
         self._store = store
+        self._disk = disk
 
     @classmethod
-    def create(cls, directory: Path, *, store: bytes, number: int, first: Iterable[Record] = ()) -> Journal:
+    def create(
+        cls, directory: Path, *, store: bytes, number: int, first: Iterable[Record] = (), disk: Files = OS
+    ) -> Journal:
         """A new file with its first records, durable under its name. Raises OSError."""
         path = journal_path(directory, number)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        journal = cls(fd, store=store, number=number)
+        fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        journal = cls(fd, store=store, number=number, disk=disk)
         try:
             head = _HEADER.pack(JOURNAL_MAGIC, JOURNAL_VERSION, 0, store, number, 0)[:-8]
-            durable.write_fully(fd, head + record_checksum(head).to_bytes(8, "little"))
+            durable.write_fully(fd, head + record_checksum(head).to_bytes(8, "little"), offset=0, disk=disk)
             failpoint("nvme.journal.before_first")
             journal.append(first)
             journal.sync()
-            durable.sync_directory(directory)
+            disk.sync_directory(directory)
         except OSError:
             journal.close()
-            path.unlink(missing_ok=True)
+            disk.unlink(path)
             raise
         return journal
 
@@ -158,7 +162,7 @@ class Journal:
             frames.append(self._frame(encode_record(record), offset=end))
             end += len(frames[-1])
         try:
-            durable.write_fully(self._fd, b"".join(frames))
+            durable.write_fully(self._fd, b"".join(frames), offset=self.bytes, disk=self._disk)
         except OSError:
             self._cut_back()
             raise
@@ -167,22 +171,21 @@ class Journal:
     def sync(self) -> None:
         """Makes everything appended durable. Raises OSError; the file is then abandoned."""
         try:
-            durable.sync_data(self._fd)
+            self._disk.sync_data(self._fd)
         except OSError:
             self.is_abandoned = True
             raise
 
     def close(self) -> None:
         """Gives the descriptor back."""
-        os.close(self._fd)
+        self._disk.close(self._fd)
 
     def _frame(self, payload: bytes, *, offset: int) -> bytes:
         return _FRAME.pack(len(payload), _frame_sum((self._store, self.number, offset), payload)) + payload
 
     def _cut_back(self) -> None:
         try:
-            os.ftruncate(self._fd, self.bytes)
-            os.lseek(self._fd, self.bytes, os.SEEK_SET)
+            self._disk.truncate(self._fd, self.bytes)
         except OSError:
             self.is_abandoned = True
 
@@ -200,9 +203,9 @@ def journal_path(directory: Path, number: int) -> Path:
     return directory / f"journal-{number:016d}.log"
 
 
-def read_journal(directory: Path, *, store: bytes, number: int) -> JournalText:
+def read_journal(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> JournalText:
     """The records of a journal, up to the first that is not whole. Raises VersionMismatch for a newer format, OSError."""
-    data = journal_path(directory, number).read_bytes()
+    data = durable.read_file(journal_path(directory, number), disk=disk)
     if not _header_holds(data, store=store, number=number):
         return JournalText([], len(data))
     records, end = [], _HEADER.size
@@ -215,7 +218,7 @@ def read_journal(directory: Path, *, store: bytes, number: int) -> JournalText:
     return JournalText(records, len(data) - end)
 
 
-def _header_holds(data: bytes, *, store: bytes, number: int) -> bool:
+def _header_holds(data: bytearray, *, store: bytes, number: int) -> bool:
     if len(data) < _HEADER.size:
         return False
     magic, version, _, found_store, found_number, checksum = _HEADER.unpack_from(data)
@@ -229,7 +232,7 @@ def _header_holds(data: bytes, *, store: bytes, number: int) -> bool:
     return bool(found_store == store and found_number == number)
 
 
-def _payloads(data: bytes, origin: tuple[bytes, int]) -> Iterator[memoryview]:
+def _payloads(data: bytearray, origin: tuple[bytes, int]) -> Iterator[memoryview]:
     view, offset = memoryview(data), _HEADER.size
     while offset + _FRAME.size <= len(data):
         length, checksum = _FRAME.unpack_from(data, offset)

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers import durable, recovery
+from tierd.tiers import recovery
 from tierd.tiers.journal import Journal, Record
 from tierd.tiers.store_files import GENERATION_LEAP, SEGMENT_LEAP, OpenStore
 
@@ -141,7 +141,7 @@ class Ledger:
 
     async def _sync_data(self, dirty: set[int]) -> None:
         files = [self._opened.files[place] for place in sorted(dirty)]
-        flights = [self._in_thread(durable.sync_data, file.fd) for file in files]
+        flights = [self._in_thread(self._opened.disk.sync_data, file.fd) for file in files]
         results = await asyncio.gather(*flights, return_exceptions=True)
         for file, error in zip(files, results, strict=True):
             if isinstance(error, BaseException):
@@ -199,7 +199,10 @@ class Ledger:
         self._compaction = asyncio.create_task(self._compact(number))
 
     def _new_journal(self, number: int) -> Journal:
-        return Journal.create(self._opened.directory, store=self._opened.store, number=number, first=[self._marks])
+        opened = self._opened
+        return Journal.create(
+            opened.directory, store=opened.store, number=number, first=[self._marks], disk=opened.disk
+        )
 
     async def _compact(self, number: int) -> None:
         try:
@@ -209,7 +212,8 @@ class Ledger:
             self._put_off(error)
 
     def _fold(self, number: int) -> int:
-        return recovery.compact(self._opened.directory, store=self._opened.store, number=number)
+        opened = self._opened
+        return recovery.compact(opened.directory, store=opened.store, number=number, disk=opened.disk)
 
     def _put_off(self, error: OSError) -> None:
         """The journals stay and are longer to read at the next start; tried again when they have doubled."""

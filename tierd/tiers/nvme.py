@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
+from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.ledger import Ledger
 from tierd.tiers.slots import (
@@ -86,8 +87,10 @@ class _Batch:
 class NvmeStore:
     """One store. path: its directory. direct: O_DIRECT "auto" (where the file system takes it), "on" (or ConfigError) or "off".
 
-    queue_depth: reads and writes in flight at one time.
+    queue_depth: reads and writes in flight at one time. disk: what its files lie on; a simulated one takes its place before `open`.
     """
+
+    disk: Files = OS
 
     def __init__(
         self, spec: TierSpec, *, position: int, path: str | Path, direct: Direct = "auto", queue_depth: int = 16
@@ -125,7 +128,8 @@ class NvmeStore:
         return self._adopt(index)
 
     def _open(self) -> OpenStore:
-        return open_store(self.spec, directory=Path(self.place), direct=self._direct, threads=self._threads)
+        directory = Path(self.place)
+        return open_store(self.spec, directory=directory, direct=self._direct, threads=self._threads, disk=self.disk)
 
     async def close(self, *, release: bool) -> None:
         """Ends what is under way, syncs, lets go. With release every file of the store is removed."""

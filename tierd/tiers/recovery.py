@@ -7,13 +7,13 @@ at any point leaves at least one complete set; damaged files are renamed, those 
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierd.errors import CorruptRecord
 from tierd.failpoint import failpoint
+from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import Journal, Marks, Record, read_journal
 from tierd.tiers.snapshot import read_snapshot, snapshot_path, write_snapshot
 from tierd.tiers.stored_index import StoredIndex, replay
@@ -43,17 +43,17 @@ class Settled:
     snapshot_bytes: int
 
 
-def load_index(directory: Path, *, store: bytes, below: int | None = None) -> Loaded:
+def load_index(directory: Path, *, store: bytes, below: int | None = None, disk: Files = OS) -> Loaded:
     """Reads the newest good snapshot and the journals that follow it; with below, only files of smaller numbers.
 
     Raises VersionMismatch for a newer format, OSError.
     """
-    snapshots, journals = (_numbers(directory, kind, below) for kind in ("snapshot", "journal"))
-    notices: list[str] = []
-    base, index = _newest_snapshot(directory, snapshots, store=store, notices=notices)
+    names, notices = disk.list(directory), list[str]()
+    snapshots, journals = (_numbers(names, kind, below) for kind in ("snapshot", "journal"))
+    base, index = _newest_snapshot(directory, snapshots, store=store, notices=notices, disk=disk)
     count = 0
     for number in (n for n in journals if base is None or n >= base):
-        text = read_journal(directory, store=store, number=number)
+        text = read_journal(directory, store=store, number=number, disk=disk)
         index = replay(index, text.records)
         count += sum(not isinstance(record, Marks) for record in text.records)
         if text.cut_bytes:
@@ -63,7 +63,7 @@ def load_index(directory: Path, *, store: bytes, below: int | None = None) -> Lo
     return Loaded(index, base, max([0, *snapshots, *journals]) + 1, count, notices)
 
 
-def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]) -> Settled:
+def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record], disk: Files = OS) -> Settled:
     """Makes what was loaded durable in one snapshot, begins a journal with these records, removes all else. Raises OSError.
 
     Even after an fsync that failed in a former life nothing is trusted that lies in the page cache alone: the
@@ -71,53 +71,53 @@ def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]
     """
     number = loaded.next_number
     if loaded.base is None or loaded.changes or loaded.notices:
-        length = write_snapshot(directory, loaded.index, store=store, number=number)
+        length = write_snapshot(directory, loaded.index, store=store, number=number, disk=disk)
         kept = snapshot_path(directory, number)
     else:
         kept = snapshot_path(directory, loaded.base)
-        length = kept.stat().st_size
+        length = disk.size(kept)
     failpoint("nvme.settle.before_journal")
-    journal = Journal.create(directory, store=store, number=number, first=first)
+    journal = Journal.create(directory, store=store, number=number, first=first, disk=disk)
     failpoint("nvme.settle.before_removal")
-    _remove_below(directory, number, keep=kept)
+    _remove_below(number, keep=kept, disk=disk)
     return Settled(journal, length)
 
 
-def compact(directory: Path, *, store: bytes, number: int) -> int:
+def compact(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> int:
     """Folds every file below number into snapshot number. Gives its length in bytes. Raises OSError.
 
     For a living store, whose journals below number are complete and no longer written.
     """
-    loaded = load_index(directory, store=store, below=number)
+    loaded = load_index(directory, store=store, below=number, disk=disk)
     failpoint("nvme.compact.before_snapshot")
-    length = write_snapshot(directory, loaded.index, store=store, number=number)
+    length = write_snapshot(directory, loaded.index, store=store, number=number, disk=disk)
     failpoint("nvme.compact.before_removal")
-    _remove_below(directory, number, keep=snapshot_path(directory, number))
+    _remove_below(number, keep=snapshot_path(directory, number), disk=disk)
     return length
 
 
 def _newest_snapshot(
-    directory: Path, numbers: list[int], *, store: bytes, notices: list[str]
+    directory: Path, numbers: list[int], *, store: bytes, notices: list[str], disk: Files
 ) -> tuple[int | None, StoredIndex]:
     for number in reversed(numbers):
         try:
-            return number, read_snapshot(directory, store=store, number=number)
+            return number, read_snapshot(directory, store=store, number=number, disk=disk)
         except CorruptRecord as error:
             notices.append(str(error))
             path = snapshot_path(directory, number)
-            os.rename(path, path.with_suffix(".damaged"))
+            disk.rename(path, path.with_suffix(".damaged"))
     return None, StoredIndex()
 
 
-def _numbers(directory: Path, kind: str, below: int | None) -> list[int]:
-    found = (_NAME.fullmatch(name) for name in os.listdir(directory))
+def _numbers(names: list[str], kind: str, below: int | None) -> list[int]:
+    found = map(_NAME.fullmatch, names)
     numbers = sorted(int(m[2]) for m in found if m and m[1] == kind)
     return [n for n in numbers if below is None or n < below]
 
 
-def _remove_below(directory: Path, number: int, *, keep: Path) -> None:
-    for name in os.listdir(directory):
+def _remove_below(number: int, *, keep: Path, disk: Files) -> None:
+    for name in disk.list(keep.parent):
         match = _NAME.fullmatch(name)
         is_old = match is not None and int(match[2]) <= number and (match[1] == "snapshot" or int(match[2]) < number)
-        if (is_old and directory / name != keep) or name.endswith(".tmp"):
-            (directory / name).unlink(missing_ok=True)
+        if (is_old and name != keep.name) or name.endswith(".tmp"):
+            disk.unlink(keep.parent / name)

@@ -28,6 +28,7 @@ from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import record_checksum, table_digest
+from tierd.tiers.files import OS, READ_WRITE, Files
 from tierd.tiers.mapping import address_of
 from tierd.tiers.tier import SliceTable
 
@@ -73,49 +74,46 @@ class DirectIO:
     mode = "o_direct"
     align_bytes = PAGE_ALIGN_BYTES
 
-    def __init__(self, threads: Executor) -> None:
-        self._threads = threads
+    def __init__(self, threads: Executor, disk: Files) -> None:
+        self._threads, self._disk = threads, disk
 
     def open(self, path: Path) -> int:
-        return open_file(path, os.O_DIRECT)
+        return self._disk.open(path, READ_WRITE | os.O_DIRECT)
 
     async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, read_at, file.fd, offset, buffers)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, read_at, file.fd, offset, buffers, self._disk
+        )
 
     async def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, write_at, file.fd, offset, buffers)
+        await asyncio.get_running_loop().run_in_executor(self._threads, write_at, file.fd, offset, buffers, self._disk)
 
 
-def open_file(path: Path, flags: int = 0) -> int:
-    """A descriptor for reading and writing; the file is made if missing, its owner's alone. Raises OSError."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
-
-
-def allows_direct(directory: Path) -> bool:
+def allows_direct(directory: Path, disk: Files = OS) -> bool:
     """Whether the file system takes O_DIRECT, by trying. Raises OSError for any other trouble."""
     path = directory / "direct.probe"
     page = memoryview(mmap.mmap(-1, HEADER_BYTES))
     try:
-        fd = open_file(path, os.O_DIRECT)
+        fd = disk.open(path, READ_WRITE | os.O_DIRECT)
         try:
-            write_at(fd, 0, [page])
-            return read_at(fd, 0, [page]) == HEADER_BYTES
+            write_at(fd, 0, [page], disk)
+            return read_at(fd, 0, [page], disk) == HEADER_BYTES
         finally:
-            os.close(fd)
+            disk.close(fd)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
         raise
     finally:
-        path.unlink(missing_ok=True)
+        disk.unlink(path)
 
 
-def read_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
+def read_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = OS) -> int:
     """preadv until the buffers are full or the file ends; gives the number of bytes. EINTR is Python's to retry."""
     failpoint("nvme.slots.before_read")
     rest, done = list(buffers), 0
     while rest:
-        count = _aligned(os.preadv(fd, rest, offset + done), rest)
+        count = _aligned(disk.preadv(fd, rest, offset + done), rest)
         if count == 0:
             break
         done += count
@@ -123,12 +121,12 @@ def read_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
     return done
 
 
-def write_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+def write_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = OS) -> None:
     """pwritev until everything is written. Raises OSError, EIO if the file takes no more."""
     failpoint("nvme.slots.before_write")
     rest, done = list(buffers), 0
     while rest:
-        count = _aligned(os.pwritev(fd, rest, offset + done), rest)
+        count = _aligned(disk.pwritev(fd, rest, offset + done), rest)
         if count == 0:
             raise OSError(errno.EIO, "pwritev wrote nothing")
         done += count

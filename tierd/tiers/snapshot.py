@@ -22,6 +22,7 @@ from tierd.core.model import StructArray
 from tierd.errors import CorruptRecord, VersionMismatch
 from tierd.tiers import durable
 from tierd.tiers.checksum import Buffer, record_checksum
+from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import SegmentBegun
 from tierd.tiers.stored_index import StoredIndex
 
@@ -53,18 +54,19 @@ def snapshot_path(directory: Path, number: int) -> Path:
     return directory / f"snapshot-{number:016d}.bin"
 
 
-def write_snapshot(directory: Path, index: StoredIndex, *, store: bytes, number: int) -> int:
+def write_snapshot(directory: Path, index: StoredIndex, *, store: bytes, number: int, disk: Files = OS) -> int:
     """Writes a snapshot, durable under its name. Gives its length in bytes. Raises OSError."""
-    return durable.replace_file(snapshot_path(directory, number), _parts(index, store=store, number=number))
+    parts = _parts(index, store=store, number=number)
+    return durable.replace_file(snapshot_path(directory, number), parts, disk=disk)
 
 
-def read_snapshot(directory: Path, *, store: bytes, number: int) -> StoredIndex:
+def read_snapshot(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> StoredIndex:
     """What `write_snapshot` wrote, less the pieces that are damaged.
 
     Raises CorruptRecord if it is damaged throughout or another store's, VersionMismatch for a newer format, OSError.
     """
     path = snapshot_path(directory, number)
-    data = np.fromfile(path, dtype=np.uint8)
+    data = np.frombuffer(durable.read_file(path, disk=disk), dtype=np.uint8)
     header = _read_header(data, path, store=store, number=number)
     bounds = _bounds(header)
     tables = data[HEADER.itemsize : bounds.end]

@@ -7,11 +7,11 @@ let go last; all space is set aside before the store serves; what cannot be open
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +20,8 @@ from tierd.errors import ConfigError, TierFailed, VersionMismatch
 from tierd.failpoint import failpoint
 from tierd.tiers import durable, recovery
 from tierd.tiers.buffered import BufferedIO
+from tierd.tiers.files import OS, Files, Lock
 from tierd.tiers.journal import Journal, Marks
-from tierd.tiers.lock import OwnerLock, private_directory, take_lock
 from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct
 from tierd.tiers.stored_index import StoredIndex, select
 
@@ -44,7 +44,8 @@ class OpenStore:
     name: str
     directory: Path
     store: bytes
-    lock: OwnerLock
+    disk: Files
+    lock: Lock
     io: SlotIO
     files: dict[int, SlotFile]
     index: StoredIndex
@@ -56,23 +57,23 @@ class OpenStore:
     def close(self, *, release: bool) -> None:
         """Gives everything back; with release every file is removed."""
         for file in self.files.values():
-            os.close(file.fd)
+            self.disk.close(file.fd)
         self.files.clear()
         self.journal.close()
         if release:
-            for name in os.listdir(self.directory):
+            for name in self.disk.list(self.directory):
                 if name != LOCK_NAME:
-                    (self.directory / name).unlink()
+                    self.disk.unlink(self.directory / name)
         self.lock.release(remove=release)
 
 
-def open_store(spec: TierSpec, *, directory: Path, direct: Direct, threads: Executor) -> OpenStore:
+def open_store(spec: TierSpec, *, directory: Path, direct: Direct, threads: Executor, disk: Files = OS) -> OpenStore:
     """Opens the store of this directory, or makes it. Raises AlreadyOwned, ConfigError, VersionMismatch, TierFailed."""
     try:
         with ExitStack() as undo:
-            lock = take_lock(private_directory(directory) / LOCK_NAME, what=f"{spec.name}: store")
+            lock = disk.lock(directory / LOCK_NAME, what=f"{spec.name}: store")
             undo.callback(lock.release)
-            opened = _open_locked(_Opening(spec, directory, direct, threads, undo), lock)
+            opened = _open_locked(_Opening(spec, directory, direct, threads, disk, undo), lock)
             undo.pop_all()
             return opened
     except OSError as error:
@@ -87,24 +88,26 @@ class _Opening:
     directory: Path
     direct: Direct
     threads: Executor
+    disk: Files
     undo: ExitStack
 
 
-def _open_locked(opening: _Opening, lock: OwnerLock) -> OpenStore:
-    spec, directory, notices = opening.spec, opening.directory, list[str]()
-    store = _store_id(directory)
+def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
+    spec, directory, disk, notices = opening.spec, opening.directory, opening.disk, list[str]()
+    store = _store_id(directory, disk)
     io = _choose_io(opening, notices)
     failpoint("nvme.open.before_index")
-    loaded = recovery.load_index(directory, store=store)
+    loaded = recovery.load_index(directory, store=store, disk=disk)
     loaded = replace(loaded, index=_fitting(loaded, spec))
     files = _open_files(opening, io)
     marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
     failpoint("nvme.open.before_settle")
-    settled = recovery.settle(directory, loaded, store=store, first=[marks])
+    settled = recovery.settle(directory, loaded, store=store, first=[marks], disk=disk)
     return OpenStore(
         name=spec.name,
         directory=directory,
         store=store,
+        disk=disk,
         lock=lock,
         io=io,
         files=files,
@@ -120,8 +123,8 @@ def _choose_io(opening: _Opening, notices: list[str]) -> SlotIO:
     name, directory = opening.spec.name, opening.directory
     if opening.direct == "off":
         return BufferedIO(opening.threads)
-    if allows_direct(directory):
-        return DirectIO(opening.threads)
+    if allows_direct(directory, opening.disk):
+        return DirectIO(opening.threads, opening.disk)
     if opening.direct == "on":
         raise ConfigError(
             f'{name}.direct: "on", but the file system of {directory} refuses O_DIRECT; use another, or "auto"'
@@ -146,26 +149,26 @@ def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> StoredIndex:
 
 def _open_files(opening: _Opening, io: SlotIO) -> dict[int, SlotFile]:
     """Every place's file, set aside whole; those beyond the capacity are removed."""
-    spec, files = opening.spec, dict[int, SlotFile]()
+    spec, disk, files = opening.spec, opening.disk, dict[int, SlotFile]()
     places = spec.capacity_bytes // spec.segment_bytes
-    for path in opening.directory.glob("seg-*.slots"):
-        if path.name >= slots_path(opening.directory, places).name:
-            path.unlink()
+    for name in disk.list(opening.directory):
+        if fnmatch(name, "seg-*.slots") and name >= slots_path(opening.directory, places).name:
+            disk.unlink(opening.directory / name)
     for place in range(places):
         path = slots_path(opening.directory, place)
         files[place] = SlotFile(path, io.open(path))
-        opening.undo.callback(os.close, files[place].fd)
-        _set_aside(files[place], spec)
+        opening.undo.callback(disk.close, files[place].fd)
+        _set_aside(files[place], spec, disk)
     failpoint("nvme.open.before_directory_sync")
-    durable.sync_directory(opening.directory)
+    disk.sync_directory(opening.directory)
     return files
 
 
-def _set_aside(file: SlotFile, spec: TierSpec) -> None:
-    if os.fstat(file.fd).st_size >= spec.segment_bytes:
+def _set_aside(file: SlotFile, spec: TierSpec, disk: Files) -> None:
+    if disk.size(file.path) >= spec.segment_bytes:
         return
     try:
-        os.posix_fallocate(file.fd, 0, spec.segment_bytes)
+        disk.allocate(file.fd, spec.segment_bytes)
     except OSError as error:
         raise TierFailed(
             f"{spec.name}.capacity: {spec.capacity_bytes} bytes cannot be set aside; {file.path} failed ({error.strerror});"
@@ -178,15 +181,16 @@ def slots_path(directory: Path, place: int) -> Path:
     return directory / f"seg-{place:06d}.slots"
 
 
-def _store_id(directory: Path) -> bytes:
+def _store_id(directory: Path, disk: Files) -> bytes:
     """The store's id, 16 bytes, made on its first day. Raises VersionMismatch, TierFailed, OSError."""
     path = directory / "store.json"
-    if not path.exists():
+    if path.name not in disk.list(directory):
         store = secrets.token_bytes(16)
-        durable.replace_file(path, [json.dumps({"format": STORE_VERSION, "store": store.hex()}).encode()])
+        text = json.dumps({"format": STORE_VERSION, "store": store.hex()})
+        durable.replace_file(path, [text.encode()], disk=disk)
         return store
     try:
-        description = json.loads(path.read_text())
+        description = json.loads(durable.read_file(path, disk=disk))
         version, store = int(description["format"]), bytes.fromhex(description["store"])
     except (ValueError, KeyError, TypeError) as error:
         raise TierFailed(

@@ -16,6 +16,7 @@ from tierd.core.model import StructArray
 from tierd.errors import VersionMismatch
 from tierd.tiers import durable
 from tierd.tiers.checksum import record_checksum
+from tierd.tiers.files import Files, OsFiles
 from tierd.tiers.journal import (
     REMOVED,
     BlocksRemoved,
@@ -155,8 +156,8 @@ def test_append_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
     """After a write that broke off, the file holds whole frames only and can be appended to."""
     journal = Journal.create(tmp_path, store=STORE, number=4, first=RECORDS[:1])
 
-    def half(fd: int, data: bytes) -> None:
-        os.write(fd, data[: len(data) // 2])
+    def half(fd: int, data: bytes, *, offset: int, disk: Files) -> int:
+        os.pwrite(fd, data[: len(data) // 2], offset)
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch:
@@ -177,7 +178,7 @@ def test_failed_sync_abandons_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "bad disk")
 
-    monkeypatch.setattr(durable, "sync_data", fail)
+    monkeypatch.setattr(OsFiles, "sync_data", staticmethod(fail))
     with pytest.raises(OSError, match="bad disk"):
         journal.sync()
     assert journal.is_abandoned

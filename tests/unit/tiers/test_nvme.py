@@ -34,6 +34,7 @@ from tierd.core.model import BlockStatus
 from tierd.core.plan import Plan
 from tierd.errors import ConfigError, TierFailed, VersionMismatch
 from tierd.tiers import durable, ledger, slots, store_files
+from tierd.tiers.files import Files, OsFiles
 from tierd.tiers.journal import Journal, Record
 from tierd.tiers.mapping import address_of
 from tierd.tiers.nvme import UNWRITTEN_LIMIT
@@ -178,10 +179,10 @@ async def test_segment_that_ends_under_a_write_fails_it(world: World, monkeypatc
     gate, entered = threading.Event(), threading.Event()
     write_at = slots.write_at
 
-    def slow(fd: int, offset: int, buffers: list[memoryview]) -> None:
+    def slow(fd: int, offset: int, buffers: list[memoryview], disk: Files) -> None:
         entered.set()
         gate.wait(10)
-        write_at(fd, offset, buffers)
+        write_at(fd, offset, buffers, disk)
 
     monkeypatch.setattr(slots, "write_at", slow)
     writing = asyncio.create_task(world.write([1], segment=1, slots=[0]))
@@ -284,10 +285,10 @@ async def test_one_bad_sector_costs_one_block(world: World, monkeypatch: pytest.
     await world.write([1, 2, 3], segment=1, slots=[0, 1, 2])
     read_at = slots.read_at
 
-    def fail(fd: int, offset: int, buffers: list[memoryview]) -> int:
+    def fail(fd: int, offset: int, buffers: list[memoryview], disk: Files) -> int:
         if offset <= CLASS_BYTES < offset + sum(map(len, buffers)):
             raise OSError(errno.EIO, "bad sector")
-        return read_at(fd, offset, buffers)
+        return read_at(fd, offset, buffers, disk)
 
     monkeypatch.setattr(slots, "read_at", fail)
     assert await world.read([1, 2, 3]) == [content(1), FAILED, content(3)]
@@ -321,7 +322,7 @@ async def test_store_that_takes_no_write_ends(world: World, monkeypatch: pytest.
 
 
 def raiser(code: int) -> Callable[..., None]:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_named: object) -> None:
         raise OSError(code, os.strerror(code))
 
     return fail
@@ -336,13 +337,13 @@ async def test_batch_takes_two_syncs_data_first(world: World, monkeypatch: pytes
     """A batch in one segment costs one sync of its slot file and then one of the journal, however many wait for it."""
     await world.write(range(4), segment=1, slots=range(4))
     synced: list[str] = []
-    sync_data = durable.sync_data
+    sync_data = OsFiles().sync_data
 
     def note(fd: int) -> None:
         synced.append(kind_of(fd))
         sync_data(fd)
 
-    monkeypatch.setattr(durable, "sync_data", note)
+    monkeypatch.setattr(OsFiles, "sync_data", staticmethod(note))
     await asyncio.gather(*(world.store.sync() for _ in range(20)))
     assert synced == ["seg", "journal"]
     await world.store.sync()
@@ -354,7 +355,7 @@ async def test_sync_that_comes_late_is_not_served_by_the_flight_before(
 ) -> None:
     """What was written while a flight was under way is durable when its own sync returns."""
     gate, entered, synced = threading.Event(), threading.Event(), list[str]()
-    sync_data = durable.sync_data
+    sync_data = OsFiles().sync_data
 
     def slow(fd: int) -> None:
         synced.append(kind_of(fd))
@@ -362,7 +363,7 @@ async def test_sync_that_comes_late_is_not_served_by_the_flight_before(
         gate.wait(10)
         sync_data(fd)
 
-    monkeypatch.setattr(durable, "sync_data", slow)
+    monkeypatch.setattr(OsFiles, "sync_data", staticmethod(slow))
     await world.write([1], segment=1, slots=[0])
     first = asyncio.create_task(world.store.sync())
     await asyncio.to_thread(entered.wait, 10)
@@ -388,7 +389,7 @@ async def test_failed_sync_ends_the_store_and_is_not_tried_again(
         if calls[-1] == file:
             raise OSError(errno.EIO, "bad disk")
 
-    monkeypatch.setattr(durable, "sync_data", fail)
+    monkeypatch.setattr(OsFiles, "sync_data", staticmethod(fail))
     for _ in range(3):
         with pytest.raises(TierFailed, match="bad disk"):
             await world.store.sync()
@@ -531,11 +532,11 @@ async def test_cancelled_read_lets_go_of_its_pages_first(world: World, monkeypat
     gate, entered, left = threading.Event(), threading.Event(), threading.Event()
     read_at = slots.read_at
 
-    def slow(fd: int, offset: int, buffers: list[memoryview]) -> int:
+    def slow(fd: int, offset: int, buffers: list[memoryview], disk: Files) -> int:
         entered.set()
         gate.wait(10)
         left.set()
-        return read_at(fd, offset, buffers)
+        return read_at(fd, offset, buffers, disk)
 
     monkeypatch.setattr(slots, "read_at", slow)
     reading = asyncio.create_task(world.read([1]))
@@ -558,12 +559,12 @@ async def test_queue_depth_bounds_what_is_in_flight(tmp_path: Path, monkeypatch:
     active, most, lock = 0, 0, threading.Lock()
     write_at = slots.write_at
 
-    def count(fd: int, offset: int, buffers: list[memoryview]) -> None:
+    def count(fd: int, offset: int, buffers: list[memoryview], disk: Files) -> None:
         nonlocal active, most
         with lock:
             active += 1
             most = max(most, active)
-        write_at(fd, offset, buffers)
+        write_at(fd, offset, buffers, disk)
         with lock:
             active -= 1
 
@@ -576,14 +577,14 @@ async def test_queue_depth_bounds_what_is_in_flight(tmp_path: Path, monkeypatch:
 
 async def test_refused_direct_io_falls_back_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system that refuses O_DIRECT the store works through the page cache, with one notice; "on" is refused."""
-    opener = slots.open_file
+    opener = OsFiles().open
 
-    def refuse(path: Path, flags: int = 0) -> int:
+    def refuse(path: Path, flags: int) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "refused")
         return opener(path, flags)
 
-    monkeypatch.setattr(slots, "open_file", refuse)
+    monkeypatch.setattr(OsFiles, "open", staticmethod(refuse))
     with pytest.raises(ConfigError, match="refuses O_DIRECT"):
         await World.at(tmp_path / "store", direct="on").open()
     world = World.at(tmp_path / "store", direct="auto")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.unit.tiers.store_world import CLASS_BYTES, extents_of, metas_of, tables_of
 from tierd.tiers import slots
+from tierd.tiers.files import OsFiles
 from tierd.tiers.slots import (
     HEADER_BYTES,
     RUN_BYTES,
@@ -187,10 +188,10 @@ def test_refusal_of_direct_io_is_told_from_other_trouble(tmp_path: Path, monkeyp
     """EINVAL at opening means no; a full disk is an error; no probe is left behind."""
 
     def refuse(code: int) -> None:
-        def fail(path: Path, flags: int = 0) -> int:
+        def fail(path: Path, flags: int) -> int:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(slots, "open_file", fail)
+        monkeypatch.setattr(OsFiles, "open", staticmethod(fail))
 
     refuse(errno.EINVAL)
     assert not allows_direct(tmp_path)

@@ -12,8 +12,8 @@ import pytest
 from tests.unit.tiers.store_world import metas_of
 from tierd.core.meta import META
 from tierd.errors import CorruptRecord, VersionMismatch
-from tierd.tiers import durable
 from tierd.tiers.checksum import record_checksum
+from tierd.tiers.files import OsFiles
 from tierd.tiers.journal import BlocksStored, Journal, Marks, NamespaceKept, SegmentBegun, journal_path
 from tierd.tiers.recovery import compact, load_index, settle
 from tierd.tiers.snapshot import HEADER, PIECE_ROWS, read_snapshot, snapshot_path, write_snapshot
@@ -113,7 +113,7 @@ def test_snapshot_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monke
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "bad disk")
 
-    monkeypatch.setattr(durable, "sync_data", fail)
+    monkeypatch.setattr(OsFiles, "sync_data", staticmethod(fail))
     with pytest.raises(OSError, match="bad disk"):
         write_snapshot(tmp_path, index_of(2), store=STORE, number=3)
     assert len(read_snapshot(tmp_path, store=STORE, number=3).metas) == 1
