@@ -254,6 +254,10 @@ class Core:
         """Out of service: a tier's blocks are not found and it is no target; nothing of it is freed."""
         self._index.tiers[tier].serving = serving
 
+    def set_writable(self, tier: int, writable: bool) -> None:  # noqa: FBT001
+        """Not writable: its blocks are served, and it is no target; what would be demoted to it is evicted."""
+        self._index.tiers[tier].writable = writable
+
     # -- what is held
 
     def find_block(self, namespace: int, block_hash: bytes) -> int | None:

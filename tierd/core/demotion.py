@@ -93,12 +93,12 @@ class Demotion:
         return sent + len(dead)
 
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
-        """Where each block would be demoted to: a tier of the next farther kind in service; -1 where none can hold it."""
+        """Where each block would be demoted to: a tier of the next farther kind that takes new blocks; -1 where none can hold it."""
         kind = self._index.tiers[tier].spec.kind
-        farther = [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
+        farther = [t for t in self._index.writable() if self._index.tiers[t].spec.kind > kind]
         if not farther:
             return np.full(len(blocks), -1, np.int64)
-        to = self._index.targets(blocks, self._index.serving(self._index.tiers[farther[0]].spec.kind))
+        to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))
         for target in np.unique(to).tolist():
             pages_of = self._index.tiers[target]
             unfit = pages_of.class_of(self._index.blocks.length[blocks]) > pages_of.spec.segment_bytes

@@ -55,6 +55,10 @@ class Index:
         """Tiers in service, near to far; of these kinds, or all."""
         return [t.position for t in self.tiers if t.serving and (not kinds or t.spec.kind in kinds)]
 
+    def writable(self, *kinds: TierKind) -> list[int]:
+        """Those of the tiers in service that take new blocks."""
+        return [t for t in self.serving(*kinds) if self.tiers[t].writable]
+
     def attached(self, tier: int, blocks: Ids) -> Ids:
         """The block's page in any state, else -1; -1 for block -1."""
         pages: Ids = self.page[tier][blocks].astype(np.int64)

@@ -130,6 +130,7 @@ class Listing:
             evictions=self._index.evictions[pages_of.position],
             serving=pages_of.serving,
             classes=_classes(pages_of),
+            writable=pages_of.writable,
         )
 
     def _session(self, session: Session) -> SessionStats:

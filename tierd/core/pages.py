@@ -65,7 +65,7 @@ class Pages:
                 f"{spec.name}.segment_bytes: {spec.segment_bytes} is outside 1 to the capacity of {spec.capacity_bytes}; "
                 "make the segments smaller or the tier larger"
             )
-        self.spec, self.position, self.serving = spec, position, True
+        self.spec, self.position, self.serving, self.writable = spec, position, True, True
         self.state: Column = np.zeros(0, np.uint8)
         self.place: Column = np.zeros(0, np.int32)
         self.pins: Column = np.zeros(0, np.uint32)

@@ -221,6 +221,7 @@ class TierStats:
     evictions: int
     serving: bool
     classes: tuple[ClassStats, ...]
+    writable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

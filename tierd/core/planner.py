@@ -87,7 +87,7 @@ class Planner:
 
         Where device and nvme (or archive) meet, the way leads over a host tier, if one is in service.
         """
-        targets = self.index.serving(kind)
+        targets = self.index.writable(kind)
         if not targets or len(blocks) == 0:
             return
         where = self.sources(blocks, kind)
@@ -125,8 +125,8 @@ class Planner:
         return sent
 
     def persist(self, blocks: Ids, *, draft: Draft) -> None:
-        """Transfers to nvme for blocks without a page there; waits for those under way."""
-        there = self.attached(blocks, self.index.serving(TierKind.NVME))
+        """Transfers to nvme for blocks without a page where it takes new ones; waits for those under way."""
+        there = self.attached(blocks, self.index.writable(TierKind.NVME))
         self.wait_for(there, draft)
         blocks = blocks[(there.pages < 0) & (self.sources(blocks, TierKind.NVME).pages >= 0)]
         guarded = self.guard(blocks)

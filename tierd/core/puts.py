@@ -74,7 +74,7 @@ class Puts:
 
     def _give(self, wish: Reservation, *, statuses: Codes, query: Ids, kind: TierKind, draft: Draft) -> None:
         """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more."""
-        serving, holder = self._index.serving(kind), self._sessions.get(wish.session)
+        serving, holder = self._index.writable(kind), self._sessions.get(wish.session)
         if not serving:
             return
         stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))

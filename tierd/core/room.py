@@ -40,7 +40,7 @@ class Room:
     def reserve(self, tier: int, key: Key, count: int, *, draft: Draft) -> Ids:
         """Up to `count` pages of the key, reserved."""
         pages_of = self._index.tiers[tier]
-        if not (pages_of.serving and pages_of.fits(key.class_bytes)):
+        if not (pages_of.serving and pages_of.writable and pages_of.fits(key.class_bytes)):
             return no_ids()
         got = [self._index.set_aside(tier, key, count)]
         missing = count - len(got[0])

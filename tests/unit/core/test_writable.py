@@ -1,0 +1,48 @@
+"""Tiers that are served from and take nothing new."""
+
+from __future__ import annotations
+
+from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
+from tierd.core.model import Reason
+
+
+def _kit(stores: int = 1) -> Kit:
+    """A host tier that demotes early, and stores of 8 pages."""
+    host = tier(HOST, 4, high_watermark=0.5, low_watermark=0.25)
+    return Kit(host, *(tier(NVME, 8, index=i) for i in range(stores)))
+
+
+def test_nothing_is_demoted_there() -> None:
+    """What would be demoted is evicted, as if there were no farther tier, so that puts go on; when it takes blocks again they are demoted."""
+    kit = _kit()
+    kit.put(chain("a", 3))
+    kit.core.set_writable(1, False)
+    assert kit.demote().freed["reason"].tolist() == [Reason.EVICTED] * 2
+    kit.core.set_writable(1, True)
+    kit.put(chain("b", 2))
+    assert len(kit.demote().transfers) == 2
+
+
+def test_what_it_holds_is_served() -> None:
+    """Its blocks are found and brought near; nothing new is persisted there."""
+    kit = _kit()
+    kit.put(chain("a", 2))
+    kit.took(kit.core.persist(kit.ids(chain("a", 2)), now=kit.tick()))
+    kit.land()
+    kit.took(kit.core.evict(kit.ids(chain("a", 2)), tier=0, now=kit.tick()))
+    kit.core.set_writable(1, False)
+    assert kit.get(group(chain("a", 2))).tokens == 32
+    kit.put(chain("b", 1))
+    assert kit.took(kit.core.persist(kit.ids(chain("b", 1)), now=kit.tick())).is_empty
+
+
+def test_the_other_store_takes_over() -> None:
+    """With two stores, every new block goes to the one that is writable."""
+    kit = _kit(stores=2)
+    kit.core.set_writable(2, False)
+    for name in "abcd":
+        kit.put(chain(name, 1))
+        plan = kit.took(kit.core.persist(kit.ids(chain(name, 1)), now=kit.tick()))
+        assert plan.transfers["target"]["tier"].tolist() == [1]
+        kit.land()
+    assert kit.core.tier_stats()[2].writable is False
