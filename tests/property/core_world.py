@@ -23,7 +23,7 @@ SHARED = 2
 
 
 def tier(kind: TierKind, index: int, capacity: int, segment: int, **more: object) -> TierSpec:
-    spec = TierSpec(kind, index, capacity, segment, high_watermark=0.7, low_watermark=0.4)
+    spec = TierSpec(kind, index, capacity, segment, high_watermark=0.7, low_watermark=0.4, quarantine_share=0.3)
     return replace(spec, **more)  # type: ignore[arg-type]
 
 

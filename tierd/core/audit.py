@@ -15,7 +15,7 @@ from tierd.core.blocks import Names
 from tierd.core.flights import Flights
 from tierd.core.index import Index
 from tierd.core.leases import BUSY, GONE, OPEN, Sessions
-from tierd.core.model import PageState
+from tierd.core.model import PageState, Reason
 from tierd.core.pages import Pages
 from tierd.core.plan import Ids
 
@@ -33,6 +33,7 @@ class Audit:
         for tier in self._index.tiers:
             self._check_states(tier)
             self._check_segments(tier)
+            self._check_quarantine(tier)
             self._check_pins(tier)
             self._check_attachments(tier)
             self._check_policy(tier)
@@ -75,7 +76,7 @@ class Audit:
                 f"{tier.spec.name}: bytes of {state.name} pages"
             )
         whole = sum(s.pages * s.key.class_bytes for s in tier.segments if s is not None)
-        assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the four states do not add up to the segments"
+        assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the states do not add up to the segments"
         assert tier.used_bytes <= tier.spec.capacity_bytes, f"{tier.spec.name}: more in use than its capacity"
         free = tier.state == PageState.FREE
         for name in ("pins", "doom", "flags", "length", "filler"):
@@ -106,6 +107,16 @@ class Audit:
         used = tier.generation[tier.state != PageState.FREE]
         assert len(np.unique(used)) == len(used), f"{tier.spec.name}: a generation is used twice"
         assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation from the future"
+
+    def _check_quarantine(self, tier: Pages) -> None:
+        pages = np.flatnonzero(tier.state == PageState.QUARANTINED)
+        assert sorted(tier.quarantine) == pages.tolist(), f"{tier.spec.name}: the list of the quarantined pages"
+        assert (tier.block[pages] == -1).all(), f"{tier.spec.name}: a quarantined page has a block"
+        for name in ("pins", "doom", "flags", "length", "filler"):
+            assert not getattr(tier, name)[pages].any(), f"{tier.spec.name}: a quarantined page has {name}"
+        assert tier.quarantined_bytes <= tier.quarantine_bytes, f"{tier.spec.name}: more in quarantine than its bound"
+        faulty = np.flatnonzero(tier.fault)
+        assert (tier.doom[faulty] == Reason.CORRUPTED).all(), f"{tier.spec.name}: a fault that condemned nothing"
 
     def _check_pins(self, tier: Pages) -> None:
         pins = np.zeros(len(tier.state), np.int64)

@@ -25,7 +25,7 @@ from tierd.core.gets import Gets
 from tierd.core.index import Index
 from tierd.core.leases import Sessions
 from tierd.core.listing import Listing
-from tierd.core.model import Reason, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.core.model import Fault, Reason, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import (
     Acquisition,
     Bools,
@@ -37,6 +37,7 @@ from tierd.core.plan import (
     Found,
     GroupQuery,
     Ids,
+    PagesHeld,
     Plan,
     PutQuery,
     Reserved,
@@ -206,10 +207,10 @@ class Core:
         """The pages' bytes were checked and are as committed: clears UNVERIFIED where the generation still holds."""
         self._upkeep.verified(extents)
 
-    def condemn(self, extents: StructArray, *, now: float) -> Plan:
-        """The pages' bytes are wrong: never found again, freed as soon as nobody pins them."""
+    def condemn(self, extents: StructArray, *, now: float, fault: Fault = Fault.READ) -> Plan:
+        """The pages' bytes are wrong: never found again, in the plan's `freed` and quarantined as soon as nobody pins them."""
         draft = Draft(now)
-        self._upkeep.condemn(extents, draft)
+        self._upkeep.condemn(extents, fault, draft)
         return draft.plan()
 
     # -- at start, and for operators
@@ -297,6 +298,14 @@ class Core:
         """The segments in use."""
         pages_of = self._index.tiers[tier]
         return [pages_of.assignment(place) for place, used in enumerate(pages_of.segments) if used is not None]
+
+    def pages_held(self, tier: int, *, after: int, limit_bytes: int) -> PagesHeld:
+        """The next readable pages of a tier whose ids are above `after`: as many as limit_bytes hold, at least one if there is one."""
+        return self._listing.pages_held(tier, after=after, limit_bytes=limit_bytes)
+
+    def quarantined(self, tier: int) -> StructArray:
+        """QUARANTINED [n], the oldest first."""
+        return self._listing.quarantined(tier)
 
     def stats(self) -> CoreStats:
         """Counts over everything."""

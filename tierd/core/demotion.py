@@ -64,7 +64,7 @@ class Demotion:
         """By how many bytes each measure that drains is above its low mark."""
         pages_of, draining = self._index.tiers[tier], self._draining[tier]
         spec, measures = pages_of.spec, pages_of.usage()
-        measures[WHOLE] = Usage(pages_of.staying_bytes, spec.capacity_bytes)
+        measures[WHOLE] = Usage(pages_of.staying_bytes, spec.capacity_bytes - pages_of.quarantined_bytes)
         draining.intersection_update(measures)
         out = {}
         for key, (used, whole) in measures.items():

@@ -4,6 +4,7 @@ Purpose: keeps blocks, pages and eviction policies in step. Non-purpose: choosin
 
     set_aside  free -> reserved            publish  reserved -> ready            retire  ready -> retiring
     discard    reserved -> free            revive   retiring -> ready            vacate  ready, retiring -> free
+                                           condemn  ready, retiring -> quarantined
 
 A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready or a retiring one as a copy to read.
 A page is *doomed* when it is detached but something still pins it: nobody finds it again, and it is freed with its last pin. A block
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
 from tierd.core.eviction import Policies
-from tierd.core.model import FREED, NO_PAGE, PageState, Reason, StructArray, TierKind, TierSpec
+from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierKind, TierSpec
 from tierd.core.pages import Key, Pages
 from tierd.core.plan import Bools, Ids
 
@@ -118,6 +119,11 @@ class Index:
         """ready, retiring -> free: attached pages without pins."""
         assert not self.tiers[tier].pins[pages].any(), "a pinned page is never freed"
         self.doom(tier, pages, reason, draft)
+
+    def condemn(self, tier: int, pages: Ids, fault: Fault, draft: Draft) -> None:
+        """ready, retiring -> quarantined: attached pages with wrong bytes; with their last pin, like what is doomed."""
+        self.tiers[tier].fault[pages] = fault
+        self.doom(tier, pages, Reason.CORRUPTED, draft)
 
     # -- attach, doom, pin
 
@@ -237,7 +243,9 @@ class Index:
         blocks = pages_of.block[pages].astype(np.int64)
         draft.free(self._freed(tier, pages, reasons))
         np.add.at(self.freed_by_reason, reasons.astype(np.int64), 1)
-        pages_of.give_back(pages)
+        bad = pages_of.fault[pages] > 0
+        pages_of.withhold(pages[bad], draft.now)
+        pages_of.give_back(pages[~bad])
         blocks = blocks[blocks >= 0]
         np.subtract.at(self.blocks.places, blocks, 1)
         blocks = np.unique(blocks)

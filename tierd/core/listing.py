@@ -9,13 +9,27 @@ from collections import defaultdict
 
 import numpy as np
 
+from tierd.core.draft import no_ids
 from tierd.core.flights import Flights
 from tierd.core.index import Index
 from tierd.core.leases import Session, Sessions
 from tierd.core.model import HASH_BYTES, PageState, Reason, StructArray
 from tierd.core.pages import Key, Pages
-from tierd.core.plan import BLOCK_INFO, PAGE_INFO, ClassStats, CoreStats, Ids, SessionStats, TierStats
+from tierd.core.plan import (
+    BLOCK_INFO,
+    PAGE_INFO,
+    QUARANTINED,
+    ClassStats,
+    CoreStats,
+    Ids,
+    PagesHeld,
+    SessionStats,
+    TierStats,
+)
 from tierd.errors import InvalidArgument
+
+LOOK_PAGES = 4096
+"""So many pages are looked at in one step for the next that are held."""
 
 
 class Listing:
@@ -97,6 +111,28 @@ class Listing:
             freed={reason.name: freed[reason] for reason in Reason if freed[reason]},
         )
 
+    def pages_held(self, tier: int, *, after: int, limit_bytes: int) -> PagesHeld:
+        """The next readable pages of a tier, by id."""
+        pages_of, pages = self._index.tiers[tier], no_ids()
+        for start in range(after + 1, len(pages_of.state), LOOK_PAGES):
+            span = slice(start, start + LOOK_PAGES)
+            readable = np.isin(pages_of.state[span], (PageState.READY, PageState.RETIRING))
+            pages = np.flatnonzero(readable & (pages_of.doom[span] == 0)) + start
+            if len(pages):
+                break
+        fits = int(np.searchsorted(np.cumsum(pages_of.class_bytes(pages)), limit_bytes, side="right"))
+        pages = pages[: max(1, fits)]
+        return PagesHeld(pages_of.extents(pages), pages_of.block[pages].astype(np.int64), pages_of.is_sealed(pages))
+
+    def quarantined(self, tier: int) -> StructArray:
+        """QUARANTINED [n], the oldest first."""
+        pages_of = self._index.tiers[tier]
+        out = np.zeros(len(pages_of.quarantine), QUARANTINED)
+        out["extent"] = pages_of.extents(np.fromiter(pages_of.quarantine, np.int64, len(out)))
+        out["fault"] = [found.fault for found in pages_of.quarantine.values()]
+        out["since"] = [found.since for found in pages_of.quarantine.values()]
+        return out
+
     def tiers(self) -> list[TierStats]:
         """Per tier."""
         return [self._tier(pages_of) for pages_of in self._index.tiers]
@@ -131,6 +167,8 @@ class Listing:
             serving=pages_of.serving,
             classes=_classes(pages_of),
             writable=pages_of.writable,
+            pages_quarantined=counts[PageState.QUARANTINED],
+            quarantined_bytes=pages_of.quarantined_bytes,
         )
 
     def _session(self, session: Session) -> SessionStats:

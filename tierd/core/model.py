@@ -43,12 +43,28 @@ class TierKind(enum.IntEnum):
 
 
 class PageState(enum.IntEnum):
-    """free -> reserved -> ready -> retiring -> free; also reserved -> free and retiring -> ready."""
+    """free -> reserved -> ready -> retiring -> free; also reserved -> free, retiring -> ready, and retiring -> quarantined -> free."""
 
     FREE = 0
     RESERVED = 1
     READY = 2
     RETIRING = 3
+    QUARANTINED = 4
+    """Found bad, so it is not handed out; holds no block."""
+
+
+class Fault(enum.IntEnum):
+    """What was found wrong with a page; the names are shown to people."""
+
+    NONE = 0
+    READ = 1
+    """A read or a copy that somebody waited for did not give the block's bytes."""
+    DIGEST = 2
+    """Scrub: the bytes are not those of the block's digest."""
+    HEADER = 3
+    """Scrub: the slot's header is not the block's."""
+    IO = 4
+    """Scrub: the medium does not give the bytes."""
 
 
 class BlockStatus(enum.IntEnum):
@@ -128,6 +144,7 @@ class TierSpec:
     writer_owned: a segment has one writing session at a time (memory that clients map).
     high/low_watermark: shares of capacity_bytes; above high, demotion runs until low.
     eviction: name of a policy in tierd.policies.eviction.
+    quarantine_share: of capacity_bytes, the most that pages found bad may take; beyond it the oldest are given out again.
     """
 
     kind: TierKind
@@ -139,6 +156,7 @@ class TierSpec:
     high_watermark: float = 0.95
     low_watermark: float = 0.90
     eviction: str = "lru"
+    quarantine_share: float = 0.0
 
     @property
     def name(self) -> str:

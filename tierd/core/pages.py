@@ -4,8 +4,11 @@ Purpose: give out and take back pages, and the segments behind them. Non-purpose
 cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
 run of page ids. An empty segment goes back to the common pool at once.
 
+A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back,
+or until its segment holds nothing else and its place is wanted (`reclaim`). The books of it are kept here; none outlives a restart.
+
 Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those that a writer holds
-after a restart; page ids of one run are consecutive; generations and segment ids only rise. Which page is given does not
+after a restart; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise. Which page is given does not
 depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
@@ -44,6 +47,13 @@ class Usage(NamedTuple):
     whole_bytes: int
 
 
+class Found(NamedTuple):
+    """Why a page is quarantined (Fault), and since when."""
+
+    fault: int
+    since: float
+
+
 @dataclass(slots=True)
 class Segment:
     """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free."""
@@ -75,8 +85,11 @@ class Pages:
         self.doom: Column = np.zeros(0, np.uint16)
         self.generation: Column = np.zeros(0, np.uint64)
         self.filler: Column = np.zeros(0, np.uint64)
-        self.counts = [0, 0, 0, 0]
-        self.bytes_in = [0, 0, 0, 0]
+        self.fault: Column = np.zeros(0, np.uint8)
+        self.counts = [0] * len(PageState)
+        self.bytes_in = [0] * len(PageState)
+        self.quarantine: dict[int, Found] = {}
+        self.quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
         self.last_id: list[int | None] = [None] * places
@@ -87,6 +100,7 @@ class Pages:
         self._runs: dict[int, list[int]] = {}
         self._place_table = np.zeros((places, 3), np.int64)
         self._retiring = np.zeros(places, np.int64)
+        self._bad = np.zeros(places, np.int64)  # quarantined pages
 
     # -- pages
 
@@ -128,19 +142,49 @@ class Pages:
         self.move(pages, PageState.FREE, PageState.RESERVED)
 
     def give_back(self, pages: Ids) -> None:
-        """reserved, retiring -> free; segments that are empty now go to the pool."""
+        """reserved, retiring, quarantined -> free; segments that are empty now go to the pool."""
         if len(pages) == 0:
             return
-        for state in (PageState.RESERVED, PageState.RETIRING):
+        for state in (PageState.RESERVED, PageState.RETIRING, PageState.QUARANTINED):
             self.move(pages[self.state[pages] == state], state, PageState.FREE)
-        self.block[pages] = -1
-        for column in (self.pins, self.length, self.flags, self.doom, self.filler):
-            column[pages] = 0
+        self._clear(pages)
         order = np.argsort(self.place[pages], kind="stable")
         places, starts, counts = np.unique(self.place[pages[order]], return_index=True, return_counts=True)
         lows = np.minimum.reduceat(pages[order], starts)
         for place, low, count in zip(places.tolist(), lows.tolist(), counts.tolist(), strict=True):
             self._returned(place, low, count)
+
+    def withhold(self, pages: Ids, now: float) -> None:
+        """retiring -> quarantined; those that have been there longest come back where that is more than the bound."""
+        for page in pages.tolist():
+            self.quarantine[page] = Found(int(self.fault[page]), now)
+        self.move(pages, PageState.RETIRING, PageState.QUARANTINED)
+        self._clear(pages)
+        while self.quarantined_bytes > self.quarantine_bytes:
+            self._acquit([next(iter(self.quarantine))])
+
+    def reclaim(self) -> bool:
+        """Ends the quarantine of a segment that holds nothing else, if that is no more than half of it: its place is vacant. False: there is none."""
+        for place, segment in enumerate(self.segments):
+            bad = int(self._bad[place])
+            if segment is not None and bad and segment.spare + bad == segment.pages and not self.is_mostly_bad(place):
+                self._acquit([page for page in self.quarantine if self.place[page] == place])
+                return True
+        return False
+
+    def is_mostly_bad(self, place: int) -> bool:
+        """Whether more than half of a segment in use is quarantined."""
+        segment = self.segments[place]
+        assert segment is not None
+        return 2 * int(self._bad[place]) > segment.pages
+
+    def is_sealed(self, pages: Ids) -> NDArray[np.bool_]:
+        """Which pages lie in segments whose one writer's process has ended in this life of the daemon."""
+        sealed = [
+            segment is not None and segment.key.writer == DAEMON and last != DAEMON
+            for segment, last in zip(self.segments, self._last_writer, strict=True)
+        ]
+        return np.asarray(sealed, bool)[self.place[pages]]
 
     def move(self, pages: Ids, old: PageState, new: PageState) -> None:
         """The books of a change of state; the arrows themselves are in index.py."""
@@ -154,8 +198,8 @@ class Pages:
         self.bytes_in[old] -= size
         self.bytes_in[new] += size
         for state, step in ((old, -1), (new, 1)):
-            if state == PageState.RETIRING:
-                np.add.at(self._retiring, self.place[pages], step)
+            if state >= PageState.RETIRING:
+                np.add.at(self._retiring if state == PageState.RETIRING else self._bad, self.place[pages], step)
 
     def extents(self, pages: Ids) -> StructArray:
         """EXTENT of each page; all zero with page -1 where a page is negative."""
@@ -186,22 +230,27 @@ class Pages:
     @property
     def used_bytes(self) -> int:
         """Bytes of pages that are not free."""
-        return self.bytes_in[PageState.RESERVED] + self.bytes_in[PageState.READY] + self.bytes_in[PageState.RETIRING]
+        return sum(self.bytes_in) - self.bytes_in[PageState.FREE]
 
     @property
     def staying_bytes(self) -> int:
-        """Bytes of pages that are not free and not on their way out."""
-        return self.used_bytes - self.bytes_in[PageState.RETIRING]
+        """Bytes of pages that hold something and are not on their way out."""
+        return self.bytes_in[PageState.RESERVED] + self.bytes_in[PageState.READY]
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of pages that are withheld."""
+        return self.bytes_in[PageState.QUARANTINED]
 
     def usage(self) -> dict[Key, Usage]:
-        """Per key, how much it uses of what it could: its segments and the vacant places."""
+        """Per key, how much it uses of what it could: its segments and the vacant places, less what is quarantined."""
         used: dict[Key, int] = {}
         whole: dict[Key, int] = {}
-        for segment, retiring in zip(self.segments, self._retiring.tolist(), strict=True):
+        for segment, retiring, bad in zip(self.segments, self._retiring.tolist(), self._bad.tolist(), strict=True):
             if segment is not None:
-                key = segment.key
-                used[key] = used.get(key, 0) + (segment.pages - segment.spare - retiring) * key.class_bytes
-                whole[key] = whole.get(key, 0) + segment.pages * key.class_bytes
+                key, pages = segment.key, segment.pages - bad
+                used[key] = used.get(key, 0) + (pages - segment.spare - retiring) * key.class_bytes
+                whole[key] = whole.get(key, 0) + pages * key.class_bytes
         vacant = {
             key: len(self.vacant) * (self.spec.segment_bytes // key.class_bytes) * key.class_bytes for key in used
         }
@@ -286,6 +335,16 @@ class Pages:
 
     # -- inside
 
+    def _acquit(self, pages: list[int]) -> None:
+        for page in pages:
+            del self.quarantine[page]
+        self.give_back(np.asarray(pages, np.int64))
+
+    def _clear(self, pages: Ids) -> None:
+        self.block[pages] = -1
+        for column in (self.pins, self.length, self.flags, self.doom, self.filler, self.fault):
+            column[pages] = 0
+
     def _occupy(self, place: int, key: Key, segment: int) -> None:
         count = self.spec.segment_bytes // key.class_bytes
         first = self._run(count)
@@ -303,7 +362,9 @@ class Pages:
         if free:
             return heappop(free)
         first = len(self.state)
-        for column in (self.state, self.pins, self.length, self.flags, self.doom, self.generation, self.filler):
+        for column in (self.state, self.pins, self.length, self.flags, self.doom, self.fault):
+            lengthen(column, first + count)
+        for column in (self.generation, self.filler):
             lengthen(column, first + count)
         lengthen(self.block, first + count, -1)
         lengthen(self.place, first + count, -1)

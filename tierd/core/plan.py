@@ -222,6 +222,8 @@ class TierStats:
     serving: bool
     classes: tuple[ClassStats, ...]
     writable: bool = True
+    pages_quarantined: int = 0
+    quarantined_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,21 @@ class CoreStats:
     transfers: int
     freed: dict[str, int]
 
+
+@dataclass(frozen=True, slots=True)
+class PagesHeld:
+    """Readable pages of a tier in the order of their ids. extents: EXTENT [n]; blocks: int64 [n].
+
+    is_sealed: bool [n], nobody but the daemon can write to the page any more, so what is verified now stays so.
+    """
+
+    extents: StructArray
+    blocks: Ids
+    is_sealed: Bools
+
+
+QUARANTINED = np.dtype([("extent", EXTENT), ("fault", "<u2"), ("since", "<f8")])
+"""A page that is withheld: where, why (Fault), and the `now` since when."""
 
 BLOCK_INFO = np.dtype(
     [

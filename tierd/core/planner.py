@@ -20,7 +20,7 @@ from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.flights import FLIGHT, Flights
 from tierd.core.index import Index
-from tierd.core.model import NO_PAGE, TRANSFER, BlockStatus, PageState, Reason, StructArray, TierKind
+from tierd.core.model import NO_PAGE, TRANSFER, BlockStatus, Fault, PageState, Reason, StructArray, TierKind
 from tierd.core.pages import DAEMON, Key
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.room import Room
@@ -170,7 +170,7 @@ class Planner:
         pages_of = self.index.tiers[tier]
         corrupt = np.unique(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
         if len(corrupt):
-            self.index.doom(tier, corrupt, Reason.CORRUPTED, draft)
+            self.index.condemn(tier, corrupt, Fault.READ, draft)
         leaving = (flights["reason"] == Reason.DEMOTION) & (pages_of.state[pages] == PageState.RETIRING)
         leaving &= pages_of.doom[pages] == 0
         arrived = np.zeros(len(pages), bool)  # and nobody wants the source to stay

@@ -137,9 +137,9 @@ class Room:
         return np.asarray(path[:good], np.int64)
 
     def _begin(self, tier: int, key: Key, draft: Draft) -> bool:
-        """A vacant place begins a life. False: there is none."""
+        """A vacant place begins a life, or one that holds little but what is quarantined. False: there is none."""
         pages_of = self._index.tiers[tier]
-        if not pages_of.vacant:
+        if not pages_of.vacant and not pages_of.reclaim():
             return False
         draft.begin(pages_of.begin(key, self.next_segment, dict(self._domains)))
         self.next_segment += 1
@@ -184,12 +184,13 @@ class Room:
         return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)
 
     def _empty(self, tier: int, place: int, draft: Draft) -> bool:
-        """Drops all blocks of a segment. False, and nothing changed: something in it is held."""
+        """Drops all blocks of a segment. False, and nothing changed: something in it is held, or most of it is quarantined."""
         pages_of = self._index.tiers[tier]
         span = pages_of.pages_of(place)
-        used = np.flatnonzero(pages_of.state[span] != PageState.FREE) + span.start
+        used = np.flatnonzero(~np.isin(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start
         blocks = pages_of.block[used].astype(np.int64)
-        if (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any():
+        is_held = (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any()
+        if is_held or pages_of.is_mostly_bad(place):
             return False
         self.drop(tier, blocks, draft)
         return True

@@ -15,7 +15,7 @@ from tierd.core.columns import runs
 from tierd.core.draft import Draft
 from tierd.core.gets import Gets
 from tierd.core.leases import Session, Sessions
-from tierd.core.model import UNVERIFIED, PageState, Reason, SegmentAssignment, StructArray, TierKind
+from tierd.core.model import UNVERIFIED, Fault, PageState, Reason, SegmentAssignment, StructArray, TierKind
 from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where, distinct
@@ -112,15 +112,16 @@ class Upkeep:
             pages = _still(pages_of.generation, extents[rows])
             pages_of.flags[pages] &= np.uint16(~UNVERIFIED & 0xFFFF)
 
-    def condemn(self, extents: StructArray, draft: Draft) -> None:
-        """Dooms pages that are still those."""
+    def condemn(self, extents: StructArray, fault: Fault, draft: Draft) -> None:
+        """Quarantines pages that are still those."""
         for rows in runs(extents["tier"]):
             tier = int(extents["tier"][rows[0]])
             pages_of = self._index.tiers[tier]
             pages = np.unique(_still(pages_of.generation, extents[rows]))
-            pages = pages[(pages_of.state[pages] >= PageState.READY) & (pages_of.doom[pages] == 0)]
+            readable = np.isin(pages_of.state[pages], (PageState.READY, PageState.RETIRING))
+            pages = pages[readable & (pages_of.doom[pages] == 0)]
             if len(pages):
-                self._index.doom(tier, pages, Reason.CORRUPTED, draft)
+                self._index.condemn(tier, pages, fault, draft)
 
     # -- operators
 

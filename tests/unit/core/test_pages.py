@@ -131,8 +131,8 @@ def test_states_are_counted_in_pages_and_bytes() -> None:
     pages = pages_with(KEY)
     taken = pages.take(KEY, 3, 1)
     pages.move(taken[:2], PageState.RESERVED, PageState.READY)
-    assert pages.counts == [1, 1, 2, 0]
-    assert pages.bytes_in == [PAGE, PAGE, 2 * PAGE, 0]
+    assert pages.counts == [1, 1, 2, 0, 0]
+    assert pages.bytes_in == [PAGE, PAGE, 2 * PAGE, 0, 0]
     with pytest.raises(AssertionError):
         pages.move(taken[:1], PageState.RESERVED, PageState.READY)
 

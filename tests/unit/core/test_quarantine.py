@@ -1,0 +1,162 @@
+"""Pages that were found bad: withheld, bounded, and no burden to what is good."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
+from tierd.core.model import BlockStatus, Fault, Reason, StructArray
+
+
+def condemned(kit: Kit, hashes: StructArray, *, fault: Fault = Fault.DIGEST, position: int = 0) -> StructArray:
+    """The blocks' extents, condemned."""
+    extents = kit.core.extents(kit.ids(hashes), tier=position)
+    plan = kit.took(kit.core.condemn(extents, now=kit.tick(), fault=fault))
+    assert set(plan.freed["reason"].tolist()) <= {Reason.CORRUPTED}
+    return extents
+
+
+def withheld(kit: Kit, *, position: int = 0) -> list[tuple[int, int]]:
+    """Segment and slot of the quarantined pages, the oldest first."""
+    extents = kit.core.quarantined(position)["extent"]
+    return list(zip(extents["segment"].tolist(), extents["slot"].tolist(), strict=True))
+
+
+def test_a_page_found_bad_is_not_given_out_again() -> None:
+    """It is in the plan's freed pages, so that tiers retract it, but whoever asks next gets another one."""
+    kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 4)
+    kit.put(a)
+    bad = condemned(kit, a[1:2])
+    assert withheld(kit) == [(int(bad["segment"][0]), 1)]
+    for number in range(20):
+        reserved = kit.reserve(chain(f"b{number}", 3))
+        assert (
+            bad["offset"][0] not in reserved.extents[0]["offset"][reserved.extents[0]["segment"] == bad["segment"][0]]
+        )
+        kit.commit(reserved)
+    assert withheld(kit) == [(int(bad["segment"][0]), 1)]
+
+
+def test_why_and_since_when_is_kept() -> None:
+    """A scrub's finding keeps its fault, a copy's is one of reads; both keep their moment."""
+    kit, a = Kit(tier(HOST, 8, quarantine_share=0.5), tier(NVME, 8, quarantine_share=0.5)), chain("a", 2)
+    kit.put(a)
+    condemned(kit, a[:1], fault=Fault.HEADER)
+    scrubbed = kit.now
+    kit.took(kit.core.persist(kit.ids(a[1:]), now=kit.tick()))
+    kit.land(BlockStatus.CORRUPT)
+    found = kit.core.quarantined(0)
+    assert found["fault"].tolist() == [Fault.HEADER, Fault.READ]
+    assert found["since"].tolist() == [scrubbed, kit.now]
+    assert len(kit.core.quarantined(1)) == 0
+
+
+def test_a_pinned_page_is_withheld_when_it_is_released() -> None:
+    """Nobody finds it meanwhile."""
+    kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 2)
+    kit.put(a)
+    acquired = kit.acquire(group(a))
+    condemned(kit, a)
+    assert (withheld(kit), kit.tiers_of(a)) == ([], [-1, -1])
+    kit.release(acquired.lease)
+    assert len(withheld(kit)) == 2
+
+
+def test_the_oldest_come_back_at_the_bound() -> None:
+    """So many bytes are withheld and no more; a page larger than the bound is not withheld at all."""
+    kit = Kit(tier(HOST, 16, quarantine_share=2 / 16))
+    names = [chain(name, 1) for name in "abc"]
+    for name in names:
+        kit.put(name)
+    bad = [condemned(kit, name) for name in names]
+    assert withheld(kit) == [(1, int(extent["slot"][0])) for extent in bad[1:]]
+    large = chain("large", 1)
+    kit.put(large, length=4 * PAGE)
+    condemned(kit, large)
+    assert withheld(kit) == []
+    assert kit.core.tier_stats()[0].quarantined_bytes == 0
+
+
+def test_condemning_twice_is_once() -> None:
+    """A read and a scrub may find the same page."""
+    kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 1)
+    kit.put(a)
+    extents = condemned(kit, a)
+    assert kit.took(kit.core.condemn(extents, now=kit.tick())).is_empty
+    assert len(withheld(kit)) == 1
+
+
+def test_the_good_copy_stays() -> None:
+    """The bad copy of a block goes, the other one is served."""
+    kit, a = Kit(tier(HOST, 8, quarantine_share=0.5), tier(NVME, 8, quarantine_share=0.5)), chain("a", 2)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    kit.land()
+    condemned(kit, a[:1])
+    condemned(kit, a[1:], position=1)
+    assert kit.tiers_of(a) == [1, 0]
+    assert kit.get(group(a)).tokens == 32
+
+
+def test_a_class_does_not_keep_a_segment_for_one_bad_page() -> None:
+    """A segment that holds nothing but a few quarantined pages is given to another class before anything good must leave."""
+    kit = Kit(tier(HOST, 8, quarantine_share=0.5))
+    small, large = chain("s", 4), chain("l", 4)
+    kit.put(small)
+    condemned(kit, small[:1])
+    kit.took(kit.core.evict(kit.ids(small[1:]), tier=0, now=kit.tick()))
+    assert len(withheld(kit)) == 1
+    kit.put(large, length=2 * PAGE)
+    assert kit.tiers_of(large) == [0] * 4
+    assert withheld(kit) == []
+
+
+def test_a_segment_that_is_mostly_bad_stays_withheld() -> None:
+    """Its place is not used by anybody, whoever wants room."""
+    kit = Kit(tier(HOST, 8, quarantine_share=0.5))
+    small = chain("s", 4)
+    kit.put(small)
+    condemned(kit, small)
+    for number in range(4):
+        kit.put(chain(f"l{number}", 2), length=2 * PAGE)
+    assert len(withheld(kit)) == 4
+    stats = kit.core.tier_stats()[0]
+    assert (stats.pages_quarantined, stats.quarantined_bytes, stats.used_bytes) == (4, 4 * PAGE, 8 * PAGE)
+
+
+def test_quarantine_sets_no_demotion_off() -> None:
+    """What is withheld counts neither as used nor as room, so that watermarks mean what they meant."""
+    kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5))
+    a = chain("a", 4)
+    kit.put(a)
+    condemned(kit, a[:3])
+    for _ in range(3):
+        assert kit.took(kit.core.demote(kit.tick())).is_empty
+    assert kit.tiers_of(a) == [-1, -1, -1, 0]
+
+
+def test_every_held_page_is_named_once() -> None:
+    """A walk over a tier's pages by id meets each that is held from its beginning to its end, whatever comes and goes."""
+    kit, a = Kit(tier(HOST, 24, quarantine_share=0.5)), chain("a", 12)
+    kit.put(a)
+    met, after = [], -1
+    while len(held := kit.core.pages_held(0, after=after, limit_bytes=3 * PAGE).blocks):
+        extents = kit.core.pages_held(0, after=after, limit_bytes=3 * PAGE).extents
+        assert len(held) <= 3
+        met += held.tolist()
+        after = int(extents["page"][-1])
+        if len(met) <= len(a):
+            kit.put(chain(f"new{after}", 1))
+    assert set(kit.ids(a).tolist()) <= set(met)
+    assert len(met) == len(set(met))
+
+
+def test_a_page_is_sealed_once_its_writer_has_gone() -> None:
+    """Only then is what a scrub verifies still true at the next hit."""
+    kit, a = Kit(tier(HOST, 8)), chain("a", 2)
+    kit.core.open_session(2, domain=1)
+    kit.put(a, session=2)
+    assert not kit.core.pages_held(0, after=-1, limit_bytes=1 << 20).is_sealed.any()
+    kit.took(kit.core.end_session(2, kit.tick()))
+    assert kit.core.pages_held(0, after=-1, limit_bytes=1 << 20).is_sealed.all()
+    assert np.array_equal(kit.core.pages_held(0, after=-1, limit_bytes=1 << 20).blocks, kit.ids(a))
