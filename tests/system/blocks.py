@@ -122,6 +122,8 @@ class BlockClient(RawClient):
 
     def _map(self, tier: int, segment: int, writable: bool) -> memoryview:
         reply, fds = ask(self.socket, {"op": "map", "tier": tier, "segment": segment})
+        if not reply:
+            raise ConnectionError("the daemon has closed the session socket")
         assert reply["ok"], reply
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         memory = memoryview(mmap.mmap(fds[0], reply["bytes"], prot=protection))

@@ -27,6 +27,8 @@ class RawClient:
     def __init__(self, target: str) -> None:
         self.socket = connect(target)
         self.hello = ask(self.socket, hello())[0]
+        if "token" not in self.hello:
+            raise ConnectionError(f"refused: {self.hello or 'the socket was closed'}")
         self._channel = grpc.insecure_channel(f"unix:{target}/tierd.sock")
         self.cache = cache_pb2_grpc.CacheStub(self._channel)
         self.admin = admin_pb2_grpc.AdminStub(self._channel)

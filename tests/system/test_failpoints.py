@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import shutil
 import subprocess
 import time
 
@@ -11,6 +13,7 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.busy import CONFIG, Busy
+from tierd.errors import Unavailable
 from tierd.failpoint import POINTS
 from tierd.testing import Daemon
 
@@ -39,7 +42,12 @@ AT_END = (
 """Passed by SIGTERM, after something was stored."""
 RARE = ("holds.grow.before_map",)
 """Passed only by many leases."""
-IN_LIFE = tuple(sorted(POINTS.keys() - {*AT_START, *AT_END}))
+ONCE = {
+    "arena.begin.before_discard": "arena.begin.before_discard=kill",
+    "arena.prepare.before_memory": "arena.spare.before_file=delay:0.3;arena.prepare.before_memory=kill",
+    "arena.spare.before_file": "arena.spare.before_file=kill@3",
+}
+"""Passed early in a life or not at all: what is armed when it begins. The first needs segments of a former life, the others none."""
 CHOSEN = (
     "arena.publish.before_seal",
     "cache.commit.before_hold",
@@ -70,6 +78,8 @@ class Deaths:
         if point in AT_START:
             self.daemon.kill()
             self._die_in_start(point)
+        elif point in ONCE:
+            self._die_early(point)
         else:
             self._die_in_life(point)
         self.deaths += 1
@@ -82,6 +92,18 @@ class Deaths:
     def _die_in_start(self, point: str) -> None:
         self.daemon.start(wait=False, failpoints=f"{point}=kill")
         assert self.daemon.await_end() == -9, f"{point} was not passed by a start"
+
+    def _die_early(self, point: str) -> None:
+        self.daemon.kill()
+        if point != "arena.begin.before_discard":
+            shutil.rmtree(self.daemon.arena)
+            self.daemon.arena.mkdir()
+        with contextlib.suppress(Unavailable):  # it may die before it serves
+            self.daemon.start(failpoints=ONCE[point])
+        for _ in range(TURNS):
+            if self.daemon.has_ended or self.busy.turn(many_leases=False):
+                break
+        assert self.daemon.await_end() == -9, f"{point} was not passed within {TURNS} turns"
 
     def _die_in_life(self, point: str) -> None:
         hits = self._hits_of_a_turn(point)

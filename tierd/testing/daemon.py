@@ -139,6 +139,11 @@ class Daemon:
         assert self._process is not None
         return self._process.wait(timeout_s)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process is None or self._process.poll() is not None
+
     def terminate(self) -> None:
         """SIGTERM, not waited for."""
         assert self._process is not None
