@@ -23,7 +23,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -94,7 +94,7 @@ POINTS: Mapping[str, str] = {
 }
 """Every point, and where it stands."""
 
-_FAULT = re.compile(r"(kill|error|delay|count)(?::([\w.]+))?(?:@(\d+))?(?:x(\d+))?")
+_FAULT = re.compile(r"(kill|error|delay|count)(?::([A-Z0-9.]+))?(?:@(\d+))?(?:x(\d+))?")
 
 
 @dataclass(slots=True)
@@ -114,12 +114,20 @@ class _Fault:
 
 _armed: dict[str, _Fault] = {}
 _changed = threading.Condition()
+_watchers: list[Callable[[str], None]] = []
 
 
 def failpoint(name: str) -> None:
     """Nothing, unless a fault is armed here. Raises OSError where that is the fault."""
     if _armed:
         _hit(name)
+    if _watchers:
+        _watchers[-1](name)
+
+
+def watch(see: Callable[[str], None] | None) -> None:
+    """Calls see at every point that is passed, until None is given: for simulations, whose faults are raised from there."""
+    _watchers[:] = [see] if see else []
 
 
 def arm(name: str, fault: str) -> None:
