@@ -9,7 +9,7 @@ WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench nightly weekly gpu proto reference clean
+.PHONY: help demo test lint format bench nightly figures weekly gpu proto reference clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {split($$1, name, ":"); printf "make %-14s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
@@ -56,7 +56,13 @@ reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 
 NIGHTLY := $(foreach part,unit contract property sim system,$(if $(wildcard tests/$(part)),nightly-$(part))) nightly-torch
 
-nightly: $(NIGHTLY) ## every kind of test in depth, the slow ones too; SCALE= scales their counts
+nightly: ## every kind of test in depth, the slow ones too; SCALE= scales their counts
+	rm -f build/figures.jsonl
+	$(MAKE) --keep-going $(NIGHTLY)
+	$(MAKE) figures
+
+figures: .venv/.dev ## what the last deep run found, as a table
+	$(BIN)/python -m tools.figures
 
 weekly: ## the same with the full counts
 	$(MAKE) nightly TIERD_DEPTH=weekly
