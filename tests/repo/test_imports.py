@@ -61,7 +61,7 @@ FOREIGN: dict[str, set[str]] = {
 }
 """Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""
 
-CLIENT_CORE = {"block", "model", "layout", "words"}
+CLIENT_CORE = {"block", "model", "layout", "versions", "words"}
 """The modules of core that the SDK may use: identity, dtypes, and how a mapped segment is laid out and read."""
 
 

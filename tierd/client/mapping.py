@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from tierd.core.layout import (
     CATALOGUE_HEADER,
     CATALOGUE_MAGIC,
-    CATALOGUE_VERSION,
     HEADER_BYTES,
     NO_GENERATION,
     WORD_BYTES,
 )
+from tierd.core.versions import CATALOGUE
 from tierd.core.words import Words, words_of
-from tierd.errors import TierFailed, VersionMismatch
+from tierd.errors import TierFailed
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -71,11 +71,7 @@ def map_segment(segment: int, *, data: tuple[int, int], catalogue: tuple[int, in
     head = table[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)[0]
     if head["magic"] != CATALOGUE_MAGIC or int(head["segment"]) != segment:
         raise TierFailed(f"segment {segment}: the daemon sent a catalogue that is not its own; see the daemon's log")
-    if int(head["version"]) != CATALOGUE_VERSION:
-        raise VersionMismatch(
-            f"segment {segment}: catalogue of version {int(head['version'])}, this SDK reads {CATALOGUE_VERSION}; bring the older"
-            " side up to date"
-        )
+    CATALOGUE.check(int(head["version"]), name=f"segment {segment}")
     pages = int(head["pages"])
     if HEADER_BYTES + pages * WORD_BYTES > len(table):
         raise TierFailed(f"segment {segment}: {pages} pages do not fit its catalogue of {len(table)} bytes")

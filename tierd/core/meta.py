@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core import versions
 from tierd.core.model import HASH_BYTES, StructArray
 
 META_BYTES = 256
-META_VERSION = 1
 META_MAGIC = 0x7D5E_71E2
 
 META = np.dtype(
@@ -59,7 +59,7 @@ def new_meta(count: int) -> StructArray:
     """So many blank META records with magic and version set."""
     meta = np.zeros(count, dtype=META)
     meta["magic"] = META_MAGIC
-    meta["version"] = META_VERSION
+    meta["version"] = versions.META.current
     return meta
 
 
@@ -72,10 +72,16 @@ def seal(meta: StructArray, checksum: Checksum) -> StructArray:
 
 def intact(meta: StructArray, checksum: Checksum) -> NDArray[np.bool_]:
     """Which records have their magic, a version that this code reads, and a checksum that holds."""
-    good = (meta["magic"] == META_MAGIC) & (meta["version"] == META_VERSION)
+    good = is_meta(meta)
     some = np.ascontiguousarray(meta[good])
     good[good] = _sums(some, checksum) == some["checksum"]
     return np.asarray(good, dtype=np.bool_)
+
+
+def is_meta(meta: StructArray) -> NDArray[np.bool_]:
+    """Which records have their magic and a version that this code reads."""
+    known = (meta["version"] >= versions.META.oldest) & (meta["version"] <= versions.META.current)
+    return np.asarray((meta["magic"] == META_MAGIC) & known, dtype=np.bool_)
 
 
 def _sums(meta: StructArray, checksum: Checksum) -> NDArray[np.uint64]:

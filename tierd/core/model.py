@@ -241,6 +241,10 @@ FREED = np.dtype(
 """A page that has become free."""
 
 
+NOBODY = 2**64 - 1
+"""Writer of a segment that was found at start without word of who holds its pages: read and verified at every hit, never written again, dropped whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentAssignment:
     """A segment begins a life: its id, the domain and writer that it belongs to, the class of its pages.

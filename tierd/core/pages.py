@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from tierd.core.block import size_class
 from tierd.core.columns import lengthen
-from tierd.core.model import EXTENT, PageState, SegmentAssignment, StructArray, TierSpec
-from tierd.core.plan import Ids
+from tierd.core.model import EXTENT, NOBODY, PageState, SegmentAssignment, StructArray, TierSpec
+from tierd.core.plan import Bools, Ids
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
@@ -302,6 +302,11 @@ class Pages:
         """Places of segments of the key that have a free page."""
         return set(self._open.get(key, ()))
 
+    def is_nobodys(self, pages: Ids) -> Bools:
+        """Which pages lie in segments that nobody may write: who else holds pages there is not known."""
+        places = [place for place, s in enumerate(self.segments) if s is not None and s.key.writer == NOBODY]
+        return np.asarray(np.isin(self.place[pages], places), bool)
+
     def pages_of(self, place: int) -> slice:
         """The page ids of a segment in use."""
         segment = self.segments[place]
@@ -330,7 +335,7 @@ class Pages:
     def close_empty(self) -> None:
         """Sends segments without any page in use to the pool (after a restart; otherwise that happens as they empty)."""
         for place, segment in enumerate(self.segments):
-            if segment is not None and segment.spare == segment.pages and segment.key.writer == DAEMON:
+            if segment is not None and segment.spare == segment.pages and segment.key.writer in (DAEMON, NOBODY):
                 self._vacate(place)
 
     # -- inside

@@ -15,7 +15,7 @@ from tierd.core.columns import runs
 from tierd.core.draft import Draft
 from tierd.core.gets import Gets
 from tierd.core.leases import Session, Sessions
-from tierd.core.model import UNVERIFIED, Fault, PageState, Reason, SegmentAssignment, StructArray, TierKind
+from tierd.core.model import NOBODY, UNVERIFIED, Fault, PageState, Reason, SegmentAssignment, StructArray, TierKind
 from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where, distinct
@@ -61,7 +61,8 @@ class Upkeep:
         """Takes segments, then the blocks in them."""
         pages_of = self._index.tiers[tier]
         for given in segments:
-            pages_of.adopt_segment(given, given.writer if given.writer in self._sessions.domains else DAEMON)
+            is_kept = given.writer == NOBODY or given.writer in self._sessions.domains
+            pages_of.adopt_segment(given, given.writer if is_kept else DAEMON)
         pages = pages_of.find(extents)
         good = self._is_sound(tier, extents, metas, pages)
         rows = np.flatnonzero(good)
@@ -106,10 +107,11 @@ class Upkeep:
     # -- verdicts
 
     def verified(self, extents: StructArray) -> None:
-        """Clears UNVERIFIED of pages that are still those."""
+        """Clears UNVERIFIED of pages that are still those; never in a segment of NOBODY, to which somebody unknown may write at any time."""
         for rows in runs(extents["tier"]):
             pages_of = self._index.tiers[int(extents["tier"][rows[0]])]
             pages = _still(pages_of.generation, extents[rows])
+            pages = pages[~pages_of.is_nobodys(pages)]
             pages_of.flags[pages] &= np.uint16(~UNVERIFIED & 0xFFFF)
 
     def condemn(self, extents: StructArray, fault: Fault, draft: Draft) -> None:

@@ -25,14 +25,16 @@ from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.block import Namespace
 from tierd.core.core import Core
 from tierd.core.model import TierKind, TierSpec
-from tierd.core.namespaces import NamespaceRegistry, namespace_record
-from tierd.errors import ConfigError
+from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
+from tierd.errors import ConfigError, CorruptRecord
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.policies.eviction import EVICTION
+from tierd.server.former import open_holds
 from tierd.server.instance import Instance
 from tierd.tiers.arena import Arena
+from tierd.tiers.heads import check_versions
 from tierd.tiers.holds import FormerHolder, HoldTable
 from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.slots import HEADER_BYTES
@@ -84,13 +86,13 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.callback(instance.close)
         daemon: Assembly | None = None
         tiers = build_tiers(config, instance=instance.id)
+        check_versions(*map(_directory, tiers))
         recovered: list[Recovered] = []
         for tier in tiers:
             recovered.append(await tier.open())
             # The flag is read when the daemon ends; a start that fails keeps everything.
             stack.push_async_callback(_close, tier, lambda: daemon is not None and daemon.release)
-        holds = HoldTable(_tables(tiers) / "sessions.tbl")
-        former = holds.open()
+        holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
         failpoint("assembly.before_parts")
         daemon = _assemble(config, tiers, recovered, instance=instance, holds=holds, former=former)
@@ -99,9 +101,9 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         yield daemon
 
 
-def _tables(tiers: list[Tier]) -> Path:
-    """Where what must live and die with the memory lies: beside the first mapped tier's catalogues."""
-    return next(tier.tables for tier in tiers if isinstance(tier, Arena))
+def _directory(tier: Tier) -> Path:
+    """Where the files lie whose heads name a version."""
+    return tier.choose().tables if isinstance(tier, Arena) else Path(tier.place)
 
 
 async def _close(tier: Tier, release: object) -> None:
@@ -120,8 +122,8 @@ def _assemble(
 ) -> Assembly:
     registry = NamespaceRegistry()
     instance.restore_namespaces(registry)
-    for found in recovered:
-        registry.restore(found.namespaces)
+    for tier, found in zip(tiers, recovered, strict=True):
+        _restore_names(registry, found.namespaces, tier=tier.spec.name)
     clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
     core = Core(
         [tier.spec for tier in tiers],
@@ -160,6 +162,17 @@ def _assemble(
     return Assembly(
         config, instance.id, tiers, cache, metrics, holds, time.monotonic(), instance, former=former, named=named
     )
+
+
+def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tier: str) -> None:
+    """Takes up what a tier knows of namespaces; a record that cannot be read is dropped, with the blocks that need it, and said."""
+    for record in records:
+        try:
+            namespace_from_record(record)
+        except CorruptRecord as error:
+            log.exception("namespace dropped", tier=tier, error=str(error))
+            continue
+        registry.restore([record])
 
 
 def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> int:

@@ -14,10 +14,15 @@ import structlog
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.errors import CorruptRecord, TierFailed
 from tierd.failpoint import failpoint
+from tierd.tiers.checksum import record_checksum
 from tierd.tiers.durable import replace_file
 from tierd.tiers.lock import OwnerLock, private_directory, take_lock
 
 log = structlog.get_logger(__name__)
+
+_SEAL_FIELD = b',"checksum":'
+_SEAL = _SEAL_FIELD + b'"%016x"}'
+_SEAL_BYTES = len(_SEAL % 0)
 
 
 class Instance:
@@ -33,7 +38,7 @@ class Instance:
         path = self.directory / "namespaces.jsonl"
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):
             try:
-                registry.restore([line])
+                registry.restore([unsealed(line)])
             except CorruptRecord as error:
                 path.with_suffix(".damaged").write_bytes(path.read_bytes())
                 log.exception("namespace dropped", file=str(path), line=number, error=str(error))
@@ -43,7 +48,7 @@ class Instance:
         path = self.directory / "namespaces.jsonl"
         try:
             failpoint("instance.namespaces.before_replace")
-            replace_file(path, [record + b"\n" for record in records])
+            replace_file(path, [sealed(record) + b"\n" for record in records])
         except OSError as error:
             raise TierFailed(
                 f"{path}: cannot be written ({error}); make room in server.state_dir, or mend it"
@@ -57,4 +62,19 @@ class Instance:
         path = self.directory / "instance"
         if not path.exists():
             replace_file(path, [secrets.token_hex(8).encode()])
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
+
+
+def sealed(record: bytes) -> bytes:
+    """A namespace's JSON record with a checksum (xxh3-64) as its last field: its digest does not cover ids and domains."""
+    return record.removesuffix(b"}") + _SEAL % record_checksum(record)
+
+
+def unsealed(line: bytes) -> bytes:
+    """The record of a line; one without a checksum, from before there were any, is taken as it is. Raises CorruptRecord."""
+    record, seal = line[:-_SEAL_BYTES] + b"}", line[-_SEAL_BYTES:]
+    if _SEAL_FIELD not in line:
+        return line
+    if seal != _SEAL % record_checksum(record):
+        raise CorruptRecord("namespace record: its checksum does not hold; it is dropped")
+    return record

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import SegmentAssignment, StructArray, TierSpec
+from tierd.core.model import NOBODY, SegmentAssignment, StructArray, TierSpec
 from tierd.core.words import barrier
-from tierd.errors import ConfigError, TierFailed
+from tierd.errors import ConfigError, CorruptRecord, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import arena_files, arena_recovery, marks
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
@@ -37,6 +37,9 @@ from tierd.tiers.tier import Descriptor, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
+
+
+MARKS_NAME = "arena.tbl"
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ class Arena:
 
     async def open(self) -> Recovered:
         """Take the directory, find what survived, begin to make spare files. Raises AlreadyOwned, ConfigError, VersionMismatch,
-        CorruptRecord (the arena's own head is damaged), TierFailed."""
+        TierFailed."""
         try:
             return await asyncio.to_thread(self._open)
         except BaseException as error:
@@ -101,10 +104,10 @@ class Arena:
             raise ConfigError(
                 f"{spec.name}.capacity: {spec.capacity_bytes} bytes hold no segment of {spec.segment_bytes}; raise it"
             )
-        place = arena_files.choose_place(spec, instance=self._instance, arena_dir=self._arena_dir)
+        place = self.choose()
         self.mode, self.place, self.tables = place.mode, str(place.data), place.tables
         self._lock = take_lock(place.tables / arena_files.LOCK_NAME, what=f"{spec.name} of instance {self._instance}")
-        self._marks = marks.Marks(place.tables / "arena.tbl")
+        self._marks = self._open_marks(place)
         self._data = DataFiles(
             place.data, segment_bytes=spec.segment_bytes, places=spec.capacity_bytes // spec.segment_bytes
         )
@@ -116,6 +119,15 @@ class Arena:
         failpoint("arena.open.after_recovery")
         self._data.start()
         return recovered
+
+    def _open_marks(self, place: arena_files.ArenaPlace) -> marks.Marks:
+        """Those of the former life; without them nothing of it can be told apart, and all of it goes."""
+        try:
+            return marks.Marks(place.tables / MARKS_NAME)
+        except CorruptRecord as error:
+            self.notices.append(f"{self.spec.name}: {error}; the arena begins anew, without a block")
+            arena_recovery.drop_everything(place.tables, place.data)
+            return marks.begin_anew(place.tables / MARKS_NAME)
 
     def _recover(self) -> Recovered:
         found = arena_recovery.recover(
@@ -148,6 +160,23 @@ class Arena:
         if touch is not None:
             self.first_touch_bytes_per_s, self.huge_page_share = touch.bytes_per_s, touch.huge_share
         self.notices.append(arena_files.describe(self.spec, place, touch))
+
+    def seal_found(self) -> list[SegmentAssignment]:
+        """Nobody knows who holds pages of the segments found at start: from now on NOBODY writes them, and it says so in their heads. The segments."""
+        for segment in self._segments.values():
+            assert segment.catalogue is not None
+            segment.assignment = replace(segment.assignment, writer=NOBODY)
+            segment.catalogue.write_head(self._head(segment.assignment))
+        return [segment.assignment for segment in self._segments.values()]
+
+    @property
+    def found(self) -> int:
+        """How many segments of a former life there are."""
+        return sum(segment.found for segment in self._segments.values())
+
+    def choose(self) -> arena_files.ArenaPlace:
+        """Where its files lie. Raises ConfigError."""
+        return arena_files.choose_place(self.spec, instance=self._instance, arena_dir=self._arena_dir)
 
     async def sync(self) -> None:
         """Nothing: memory is as durable as it gets."""

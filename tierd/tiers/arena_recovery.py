@@ -19,6 +19,7 @@ from tierd.core.model import EXTENT, NO_PAGE, PAGE_ALIGN_BYTES, UNVERIFIED, Segm
 from tierd.errors import CorruptRecord, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.catalogue import Catalogue, Survivors
+from tierd.tiers.data_files import SUFFIX as DATA_SUFFIX
 from tierd.tiers.data_files import DataFiles
 
 SUFFIX = ".cat"
@@ -77,6 +78,12 @@ def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, sto
     _remove_others(tables, data, keep={found.assignment.segment for found in kept})
     highest = max((s.highest for s in survivors.values()), default=0)
     return Found(kept, max(catalogues, default=0), highest, dropped)
+
+
+def drop_everything(tables: Path, data: Path) -> None:
+    """Unlinks every segment, and the spare files. Who maps one keeps its bytes. Raises OSError."""
+    for path in (*tables.glob(f"*{SUFFIX}"), *data.glob(f"*{DATA_SUFFIX}")):
+        path.unlink()
 
 
 def joined(found: Sequence[FoundSegment]) -> tuple[StructArray, StructArray]:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core import versions
 from tierd.core.layout import (
     CATALOGUE_HEADER,
     CATALOGUE_MAGIC,
-    CATALOGUE_VERSION,
     HEADER_BYTES,
     NO_GENERATION,
     WORD_BYTES,
@@ -32,7 +32,7 @@ from tierd.core.layout import (
 from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.words import barrier, words_of
-from tierd.errors import CorruptRecord, InvalidArgument, VersionMismatch
+from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import record_checksum, table_digests
 from tierd.tiers.mapping import map_file
@@ -232,7 +232,7 @@ def pack_head(head: CatalogueHead) -> bytes:
     """The header's 128 bytes, sealed."""
     given = head.assignment
     record = np.zeros(1, dtype=CATALOGUE_HEADER)
-    record["magic"], record["version"] = CATALOGUE_MAGIC, CATALOGUE_VERSION
+    record["magic"], record["version"] = CATALOGUE_MAGIC, versions.CATALOGUE.current
     record["store"] = np.frombuffer(head.store, dtype=np.uint8)
     record["tier"], record["segment"], record["place"] = given.tier, given.segment, given.slot
     record["domain"], record["pages"], record["class_bytes"] = given.domain, given.pages, given.class_bytes
@@ -249,11 +249,7 @@ def read_head(raw: bytes, *, name: str) -> CatalogueHead:
     record = np.frombuffer(raw, dtype=CATALOGUE_HEADER, count=1)[0]
     if record_checksum(raw[:_SEALED_BYTES]) != int(record["checksum"]):
         raise CorruptRecord(f"{name}: the header's checksum does not hold; the segment is dropped")
-    if record["version"] > CATALOGUE_VERSION:
-        raise VersionMismatch(
-            f"{name}: catalogue version {record['version']}, this tierd reads up to {CATALOGUE_VERSION}; run the newer tierd, "
-            "or free the memory with `tierd purge`"
-        )
+    versions.CATALOGUE.check(int(record["version"]), name=name)
     assignment = SegmentAssignment(
         tier=int(record["tier"]),
         slot=int(record["place"]),

@@ -6,28 +6,30 @@ Format: `FORMAT.md` beside this file.
 
 Invariants: a row counts only when its last word, written last, holds its check; the same for a holder's record and its
 checksum. So a daemon killed at any instruction leaves rows that are whole or absent, and errs towards holding: a page is
-recorded before it is handed out and forgotten after it came back.
+recorded before it is handed out and forgotten after it came back. A kill leaves nothing that is used and does not check: such a
+record was damaged, and then nobody knows which pages are held.
 """
 
 from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core import versions
 from tierd.core.model import EXTENT, NO_PAGE, PAGE_ALIGN_BYTES, StructArray
 from tierd.core.words import Words, barrier, words_of
-from tierd.errors import CorruptRecord, InvalidArgument, Overloaded, TierFailed, VersionMismatch
+from tierd.errors import InvalidArgument, Overloaded, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.mapping import map_file
 
 TABLE_MAGIC = b"TIERDSES"
-TABLE_VERSION = 1
 HOLDER_LIMIT = 4096
 """Sessions at once, at most."""
 
@@ -124,20 +126,20 @@ class HoldTable:
 
     # -- life
 
-    def open(self) -> list[FormerHolder]:
+    def open(self, *, distrust: Callable[[str], None] = lambda _fault: None) -> list[FormerHolder]:
         """Map the file, made if missing; what former sessions of this boot held. Everything else is erased.
 
-        The caller holds the instance's lock. Raises VersionMismatch, CorruptRecord, TierFailed.
+        distrust(fault): called before anything is erased if the file is damaged, so that pages may be held of which it does not tell.
+        The caller holds the instance's lock. Raises VersionMismatch, TierFailed.
         """
         try:
-            known = self._path.exists()
-            self._map(max(_FIRST_ROWS, self._rows_in_file()))
+            length = self._path.stat().st_size if self._path.exists() else 0
+            self._map(max(_FIRST_ROWS, (length - _ROWS_AT) // HOLD.itemsize))
         except OSError as error:
             raise TierFailed(f"{self._path}: the session table cannot be opened: {error}") from error
-        head = _read_header(bytes(self._memory[: TABLE_HEADER.itemsize]), name=str(self._path)) if known else False
-        if not head:
-            self._memory[: TABLE_HEADER.itemsize] = _pack_header()
-        return self._recover()
+        former = self._recover(self._find_faults(length), distrust=distrust)
+        self._memory[: TABLE_HEADER.itemsize] = _pack_header()
+        return former
 
     def close(self, *, release: bool) -> None:
         """Unmap; with release remove the file."""
@@ -199,9 +201,14 @@ class HoldTable:
 
     # -- inner
 
-    def _rows_in_file(self) -> int:
-        size = self._path.stat().st_size if self._path.exists() else 0
-        return max(0, size - _ROWS_AT) // HOLD.itemsize
+    def _find_faults(self, length: int) -> list[str]:
+        """What is wrong with the file as a whole. length: what it had; 0, or all zeros: killed before it got a header."""
+        if not length or not (self._memory[: TABLE_HEADER.itemsize].tobytes().strip(b"\0") or self._rows.any()):
+            return []
+        faults = [f"it was {length} bytes long"] if length < _ROWS_AT else []
+        if not _is_header(bytes(self._memory[: TABLE_HEADER.itemsize]), name=str(self._path)):
+            faults.append("its header's checksum does not hold")
+        return faults
 
     def _map(self, rows: int) -> None:
         size = -(-(_ROWS_AT + rows * HOLD.itemsize) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
@@ -230,29 +237,39 @@ class HoldTable:
         free[self._free_count : self._free_count + len(fresh)] = fresh
         self._free, self._free_count = free, self._free_count + len(fresh)
 
-    def _recover(self) -> list[FormerHolder]:
-        holders = self._find_holders()
+    def _recover(self, faults: list[str], *, distrust: Callable[[str], None]) -> list[FormerHolder]:
+        found, boot = self._find_holders(), read_boot_id()
+        holders = {h.session: h for h in found.values() if h.boot == boot}
         valid = _valid_rows(self._rows)
-        known = np.fromiter(holders, dtype=np.uint64, count=len(holders))
-        kept = valid & np.isin(self._rows[:, 0], known)
+        told = valid & self._is_of(h.session for h in found.values())
+        kept = told & self._is_of(holders)
+        for what, count in (
+            ("records of sessions", np.count_nonzero(self._holders[:, -1]) - len(found)),
+            ("rows", np.count_nonzero(self._rows[:, -1]) - np.count_nonzero(told)),
+        ):
+            faults += [f"{count} {what} are damaged or belong to none"] if count else []
+        if faults:
+            distrust(f"{self._path}: {', '.join(faults)}")
+        # Rows before holders, as `drop_holder` does: rows that belong to nobody are a sign of damage.
         self._rows[~kept, -1] = 0
+        barrier()
+        self._places = {h.session: place for place, h in found.items() if h.session in holders}
+        self._holders[np.setdiff1d(np.arange(HOLDER_LIMIT), list(self._places.values())), -1] = 0
         unused = np.flatnonzero(~kept)
         self._free = np.zeros(len(self._rows), dtype=np.int64)
         self._free[: len(unused)] = unused[::-1]
         self._free_count = len(unused)
         return [self._former(holder, np.flatnonzero(kept & (self._rows[:, 0] == s))) for s, holder in holders.items()]
 
+    def _is_of(self, sessions: Iterable[int]) -> NDArray[np.bool_]:
+        """Which rows name one of these."""
+        return np.isin(self._rows[:, 0], np.array(list(sessions), dtype=np.uint64))
+
     def _find_holders(self) -> dict[int, Holder]:
-        boot = read_boot_id()
-        found: dict[int, Holder] = {}
-        for place in np.flatnonzero(self._holders[:, -1]).tolist():
-            holder = _read_holder(self._holders[place].tobytes())
-            if holder is not None and holder.boot == boot:
-                found[holder.session] = holder
-                self._places[holder.session] = place
-            else:
-                self._holders[place, -1] = 0
-        return found
+        """Those whose checksums hold, by place."""
+        places = np.flatnonzero(self._holders[:, -1]).tolist()
+        read = {place: _read_holder(self._holders[place].tobytes()) for place in places}
+        return {place: holder for place, holder in read.items() if holder is not None}
 
     def _former(self, holder: Holder, rows: Rows) -> FormerHolder:
         kinds = self._rows[rows].view(HOLD).reshape(-1)["kind"]
@@ -306,24 +323,18 @@ def find_pidfd(holder: Holder) -> int | None:
 
 def _pack_header() -> bytes:
     record = np.zeros(1, dtype=TABLE_HEADER)
-    record["magic"], record["version"], record["holders"] = TABLE_MAGIC, TABLE_VERSION, HOLDER_LIMIT
+    record["magic"], record["version"], record["holders"] = TABLE_MAGIC, versions.SESSIONS.current, HOLDER_LIMIT
     record["checksum"] = record_checksum(record.tobytes()[:16])
     return record.tobytes()
 
 
-def _read_header(raw: bytes, *, name: str) -> bool:
-    """Whether there is a header; False for a file killed before it got one."""
+def _is_header(raw: bytes, *, name: str) -> bool:
+    """Whether it is the header of a session table. Raises VersionMismatch for one of a version that this tierd does not read."""
     record = np.frombuffer(raw, dtype=TABLE_HEADER)[0]
-    if not any(raw):
-        return False
     if record["magic"] != TABLE_MAGIC or record_checksum(raw[:16]) != int(record["checksum"]):
-        raise CorruptRecord(f"{name}: no session table, or its checksum does not hold; end all clients, then remove it")
-    if record["version"] > TABLE_VERSION or record["holders"] != HOLDER_LIMIT:
-        raise VersionMismatch(
-            f"{name}: session table version {record['version']}, this tierd reads up to {TABLE_VERSION}; run the newer tierd, or "
-            "end all clients and remove it"
-        )
-    return True
+        return False
+    versions.SESSIONS.check(int(record["version"]), name=name)
+    return bool(record["holders"] == HOLDER_LIMIT)
 
 
 def _pack_holder(holder: Holder) -> bytes:

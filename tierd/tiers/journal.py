@@ -19,16 +19,15 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
+from tierd.core import versions
 from tierd.core.meta import META
 from tierd.core.model import StructArray
-from tierd.errors import VersionMismatch
 from tierd.failpoint import failpoint
 from tierd.tiers import durable
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.files import OS, Files
 
 JOURNAL_MAGIC = b"tierdJNL"
-JOURNAL_VERSION = 1
 FRAME_LIMIT_BYTES = 64 << 20
 """A longer frame is taken for damage."""
 
@@ -140,7 +139,7 @@ class Journal:
         fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         journal = cls(fd, store=store, number=number, disk=disk)
         try:
-            head = _HEADER.pack(JOURNAL_MAGIC, JOURNAL_VERSION, 0, store, number, 0)[:-8]
+            head = _HEADER.pack(JOURNAL_MAGIC, versions.JOURNAL.current, 0, store, number, 0)[:-8]
             durable.write_fully(fd, head + record_checksum(head).to_bytes(8, "little"), offset=0, disk=disk)
             failpoint("nvme.journal.before_first")
             journal.append(first)
@@ -224,11 +223,7 @@ def _header_holds(data: bytearray, *, store: bytes, number: int) -> bool:
     magic, version, _, found_store, found_number, checksum = _HEADER.unpack_from(data)
     if magic != JOURNAL_MAGIC or checksum != record_checksum(data[: _HEADER.size - 8]):
         return False
-    if version > JOURNAL_VERSION:
-        raise VersionMismatch(
-            f"journal {number}: format {version} is newer than {JOURNAL_VERSION}, the newest that this version reads;"
-            " start the version that wrote it, or use another directory"
-        )
+    versions.JOURNAL.check(version, name=f"journal {number}")
     return bool(found_store == store and found_number == number)
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from tierd.core import versions
 from tierd.core.model import PAGE_ALIGN_BYTES
 from tierd.core.words import words_of
-from tierd.errors import CorruptRecord, VersionMismatch
+from tierd.errors import CorruptRecord
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.mapping import map_file
 
 ARENA_MAGIC = b"TIERDARN"
-ARENA_VERSION = 1
 ARENA_HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -33,6 +33,9 @@ ARENA_HEADER = np.dtype(
     ]
 )
 """Head of arena.tbl, 56 bytes. The last two are words that change while the arena lives, outside the checksum."""
+
+SEGMENT_LIMIT, GENERATION_LIMIT = 1 << 31, 1 << 62
+"""Marks above these are damage: a thousand segments a second need 24 days, a million pages a second 146,000 years."""
 
 _CHECKSUM_AT = 32
 _SEGMENT_WORD, _GENERATION_WORD = 5, 6
@@ -71,11 +74,20 @@ class Marks:
 
     def _begin(self) -> bytes:
         record = np.zeros(1, dtype=ARENA_HEADER)
-        record["magic"], record["version"] = ARENA_MAGIC, ARENA_VERSION
+        record["magic"], record["version"] = ARENA_MAGIC, versions.ARENA.current
         record["store"] = np.frombuffer(secrets.token_bytes(16), dtype=np.uint8)
         record["checksum"] = record_checksum(record.tobytes()[:_CHECKSUM_AT])
         self._memory[: record.nbytes] = record.tobytes()
         return record.tobytes()
+
+
+def begin_anew(path: Path) -> Marks:
+    """Replaces damaged marks. The numbers that were used are not known, so these go on far from where any arena begins. Raises OSError."""
+    path.unlink()
+    made = Marks(path)
+    made.use_segment((1 + secrets.randbelow(1000)) << 20)
+    made.use_generation((1 + secrets.randbelow(1000_000)) << 40)
+    return made
 
 
 def append_record(path: Path, record: bytes) -> None:
@@ -117,12 +129,8 @@ def _read_store(raw: bytes, *, name: str) -> bytes:
     record = np.frombuffer(raw, dtype=ARENA_HEADER, count=1)[0]
     sealed = record_checksum(raw[:_CHECKSUM_AT]) == int(record["checksum"])
     if not sealed or record["magic"] != ARENA_MAGIC:
-        raise CorruptRecord(
-            f"{name}: not the head of an arena, or its checksum does not hold; free the memory with `tierd purge`"
-        )
-    if record["version"] > ARENA_VERSION:
-        raise VersionMismatch(
-            f"{name}: arena version {record['version']}, this tierd reads up to {ARENA_VERSION}; run the newer tierd, or free "
-            "the memory with `tierd purge`"
-        )
+        raise CorruptRecord(f"{name}: not the head of an arena, or its checksum does not hold")
+    versions.ARENA.check(int(record["version"]), name=name)
+    if record["next_segment"] > SEGMENT_LIMIT or record["next_generation"] > GENERATION_LIMIT:
+        raise CorruptRecord(f"{name}: its marks are beyond what any arena reaches")
     return bytes(record["store"].tobytes())

@@ -17,9 +17,10 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core import versions
 from tierd.core.meta import META
 from tierd.core.model import StructArray
-from tierd.errors import CorruptRecord, VersionMismatch
+from tierd.errors import CorruptRecord
 from tierd.tiers import durable
 from tierd.tiers.checksum import Buffer, record_checksum
 from tierd.tiers.files import OS, Files
@@ -27,7 +28,6 @@ from tierd.tiers.journal import SegmentBegun
 from tierd.tiers.stored_index import StoredIndex
 
 SNAPSHOT_MAGIC = 0x504E_5364_7265_6974  # "tierdSNP", little-endian
-SNAPSHOT_VERSION = 1
 PIECE_ROWS = 4096
 """Rows of META under one checksum: 1 MiB."""
 
@@ -90,7 +90,7 @@ def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]
     sums = np.array([record_checksum(piece) for piece in _pieces(metas)], dtype="<u8").tobytes()
     tables = segments + namespaces + sums
     header = np.zeros(1, dtype=HEADER)
-    header["magic"], header["version"] = SNAPSHOT_MAGIC, SNAPSHOT_VERSION
+    header["magic"], header["version"] = SNAPSHOT_MAGIC, versions.SNAPSHOT.current
     header["store"], header["number"] = np.frombuffer(store, dtype=np.uint8), number
     header["segments"], header["rows"] = len(index.segments), len(metas)
     header["next_segment"], header["next_generation"] = index.next_segment, index.next_generation
@@ -123,11 +123,7 @@ def _read_header(data: NDArray[np.uint8], path: Path, *, store: bytes, number: i
     header = raw.view(HEADER)[0]
     if int(header["magic"]) != SNAPSHOT_MAGIC or record_checksum(raw[:-8]) != int(header["checksum"]):
         raise CorruptRecord(f"{path}: the header's checksum does not hold; it is set aside")
-    if int(header["version"]) > SNAPSHOT_VERSION:
-        raise VersionMismatch(
-            f"{path}: format {header['version']} is newer than {SNAPSHOT_VERSION}, the newest that this version reads;"
-            " start the version that wrote it, or use another directory"
-        )
+    versions.SNAPSHOT.check(int(header["version"]), name=str(path))
     if header["store"].tobytes() != store or int(header["number"]) != number:
         raise CorruptRecord(f"{path}: it belongs to another store or another number; it is set aside")
     return header

@@ -15,8 +15,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
+from tierd.core import versions
 from tierd.core.model import TierSpec
-from tierd.errors import ConfigError, TierFailed, VersionMismatch
+from tierd.errors import ConfigError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import durable, recovery
 from tierd.tiers.buffered import BufferedIO
@@ -25,7 +26,6 @@ from tierd.tiers.journal import Journal, Marks
 from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct
 from tierd.tiers.stored_index import StoredIndex, select
 
-STORE_VERSION = 1
 LOCK_NAME = "store.lock"
 GENERATION_LEAP = 1 << 20
 SEGMENT_LEAP = 256
@@ -186,7 +186,7 @@ def _store_id(directory: Path, disk: Files) -> bytes:
     path = directory / "store.json"
     if path.name not in disk.list(directory):
         store = secrets.token_bytes(16)
-        text = json.dumps({"format": STORE_VERSION, "store": store.hex()})
+        text = json.dumps({"format": versions.STORE.current, "store": store.hex()})
         durable.replace_file(path, [text.encode()], disk=disk)
         return store
     try:
@@ -196,9 +196,5 @@ def _store_id(directory: Path, disk: Files) -> bytes:
         raise TierFailed(
             f"{path}: not a description of a store ({error}); restore it, or remove the directory"
         ) from error
-    if version > STORE_VERSION:
-        raise VersionMismatch(
-            f"{path}: format {version} is newer than {STORE_VERSION}, the newest that this version reads; start the version that wrote it,"
-            " or use another directory"
-        )
+    versions.STORE.check(version, name=str(path))
     return store

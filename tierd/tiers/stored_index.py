@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.meta import META, META_MAGIC, META_VERSION
+from tierd.core.meta import META, is_meta
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.tiers.journal import BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
 
@@ -79,7 +79,7 @@ def slots_of(metas: StructArray, segments: Iterable[SegmentBegun]) -> NDArray[np
 
 def _consistent(index: StoredIndex) -> StoredIndex:
     """Less the blocks that lie in no living segment, or are no records that this version reads."""
-    known = (index.metas["magic"] == META_MAGIC) & (index.metas["version"] == META_VERSION)
+    known = is_meta(index.metas)
     placed = slots_of(index.metas, index.segments.values()) >= 0
     good = known & placed
     return index if good.all() else replace(index, metas=index.metas[good])

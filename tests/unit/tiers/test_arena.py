@@ -20,7 +20,7 @@ import pytest
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
-from tierd.errors import AlreadyOwned, ConfigError, CorruptRecord, TierFailed, VersionMismatch
+from tierd.errors import AlreadyOwned, ConfigError, TierFailed, VersionMismatch
 from tierd.tiers import arena_files
 from tierd.tiers.arena import Arena
 from tierd.tiers.arena_files import Mount, check_room, choose_place, find_memory_limit, read_mounts
@@ -217,15 +217,19 @@ async def test_segment_of_a_newer_tierd_is_refused_and_kept(directory: Path) -> 
     assert sorted(p.name for p in arena_path(directory).iterdir()) == before
 
 
-async def test_damaged_head_of_the_arena_is_said(directory: Path) -> None:
-    """A damaged arena.tbl is an error with the remedy, for without it old numbers might be given out again."""
-    arena, _ = await opened(directory)
+@pytest.mark.parametrize("at", [*range(8), *range(12, 40), 43, 55])
+async def test_arena_with_damaged_marks_begins_anew(directory: Path, at: int) -> None:
+    """With arena.tbl damaged nothing of the arena is taken up, its files are unlinked, it is said, and no number used before is given again."""
+    arena, _ = await opened(directory, SPEC, segment(1))
     await arena.close(release=False)
     raw = bytearray((arena_path(directory) / "arena.tbl").read_bytes())
-    raw[20] ^= 1
+    raw[at] ^= 0x80
     (arena_path(directory) / "arena.tbl").write_bytes(raw)
-    with pytest.raises(CorruptRecord, match="purge"):
-        await opened(directory)
+    again, found = await opened(directory)
+    assert not found.segments and not list(arena_path(directory).glob("[0-9]*"))
+    assert any("begins anew" in notice for notice in again.notices)
+    assert found.next_segment > 1 << 19 and found.next_generation > 1 << 39
+    await again.close(release=True)
 
 
 @pytest.mark.parametrize("writer", [7, 8])

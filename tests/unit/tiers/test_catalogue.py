@@ -191,5 +191,5 @@ def test_newer_header_is_refused_not_dropped() -> None:
     record = np.frombuffer(pack_head(head()), dtype=CATALOGUE_HEADER).copy()
     record["version"] = 2
     record["checksum"] = record_checksum(record.tobytes()[:-8])
-    with pytest.raises(VersionMismatch, match=r"version 2.*up to 1.*purge"):
+    with pytest.raises(VersionMismatch, match=r"version 2.*reads 1 to 1.*purge"):
         read_head(record.tobytes(), name="3.cat")

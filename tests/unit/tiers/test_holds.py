@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierd.core.model import EXTENT, StructArray
-from tierd.errors import CorruptRecord, InvalidArgument, Overloaded, TierFailed, VersionMismatch
+from tierd.core.versions import SESSIONS
+from tierd.errors import InvalidArgument, Overloaded, TierFailed, VersionMismatch
 from tierd.tiers import holds
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.holds import Holder, HoldKind, HoldTable, find_pidfd, find_start_time, read_boot_id
@@ -44,12 +45,17 @@ def opened(path: Path, *sessions: int) -> HoldTable:
     return table
 
 
-def held(path: Path) -> dict[int, tuple[list[int], list[int]]]:
-    """What a new daemon finds: session -> generations leased and reserved."""
-    return {
+def held(path: Path, *, is_damaged: bool = False) -> dict[int, tuple[list[int], list[int]]]:
+    """What a new daemon finds: session -> generations leased and reserved. is_damaged: it must be told that there may be more, once."""
+    faults: list[str] = []
+    found = {
         f.holder.session: (sorted(f.leased["generation"].tolist()), sorted(f.reserved["generation"].tolist()))
-        for f in HoldTable(path).open()
+        for f in HoldTable(path).open(distrust=faults.append)
     }
+    assert len(faults) == is_damaged, faults
+    assert HoldTable(path).open(distrust=faults.append) is not None
+    assert len(faults) == is_damaged, "said once"
+    return found
 
 
 def test_new_daemon_learns_who_holds_what(tmp_path: Path) -> None:
@@ -155,14 +161,14 @@ def test_table_is_what_a_dict_would_be(tmp_path: Path, steps: list[tuple[str, in
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 48 * 8 - 1))
 def test_damaged_row_is_dropped_alone(tmp_path: Path, bit: int) -> None:
-    """A row with any bit flipped counts no more, and its neighbours do."""
+    """A row with any bit flipped counts no more, its neighbours do, and it is said that the table does not tell all."""
     path = tmp_path / "s.tbl"
     path.unlink(missing_ok=True)
     rows = opened(path, 5).append(5, extents(10, 11, 12), kind=HoldKind.LEASE)
     raw = bytearray(path.read_bytes())
     raw[holds._ROWS_AT + int(rows[1]) * 48 + bit // 8] ^= 1 << bit % 8
     path.write_bytes(raw)
-    assert held(path) == {5: ([10, 12], [])}
+    assert held(path, is_damaged=True) == {5: ([10, 12], [])}
 
 
 def test_torn_row_is_absent(tmp_path: Path) -> None:
@@ -176,14 +182,23 @@ def test_torn_row_is_absent(tmp_path: Path) -> None:
 
 
 def test_damaged_holder_is_dropped_with_its_rows(tmp_path: Path) -> None:
-    """A session whose record is torn holds nothing; others keep what they hold."""
+    """A session whose record is damaged is not known, which is said; others keep what they hold."""
     table = opened(tmp_path / "s.tbl", 5, 6)
     table.append(5, extents(10), kind=HoldKind.LEASE)
     table.append(6, extents(11), kind=HoldKind.LEASE)
     raw = bytearray((tmp_path / "s.tbl").read_bytes())
     raw[4096 + 30] ^= 1
     (tmp_path / "s.tbl").write_bytes(raw)
-    assert held(tmp_path / "s.tbl") == {6: ([11], [])}
+    assert held(tmp_path / "s.tbl", is_damaged=True) == {6: ([11], [])}
+
+
+def test_lost_holders_are_noticed(tmp_path: Path) -> None:
+    """Records of sessions that are zeros now leave rows that belong to nobody: it is said."""
+    opened(tmp_path / "s.tbl", 5).append(5, extents(10), kind=HoldKind.LEASE)
+    raw = bytearray((tmp_path / "s.tbl").read_bytes())
+    raw[4096:8192] = bytes(4096)
+    (tmp_path / "s.tbl").write_bytes(raw)
+    assert held(tmp_path / "s.tbl", is_damaged=True) == {}
 
 
 def test_holders_of_another_boot_are_gone(tmp_path: Path) -> None:
@@ -206,16 +221,34 @@ def test_too_many_sessions_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         opened(tmp_path / "t.tbl").add_holder(holder(5, tenant="x" * 65))
 
 
-@pytest.mark.parametrize(("at", "value", "error"), [(8, 2, VersionMismatch), (0, 65, CorruptRecord)])
-def test_table_of_another_kind_is_refused(tmp_path: Path, at: int, value: int, error: type[Exception]) -> None:
-    """A newer table, or no table at all, stops the start: living clients may hold pages that it names."""
-    opened(tmp_path / "s.tbl").close(release=False)
+def test_newer_table_is_refused(tmp_path: Path) -> None:
+    """A table of a newer version stops the start and stays as it is: living clients may hold pages that it names."""
+    opened(tmp_path / "s.tbl", 5).close(release=False)
     raw = bytearray((tmp_path / "s.tbl").read_bytes())
-    raw[at] = value
+    raw[8] = SESSIONS.current + 1
     raw[16:24] = record_checksum(bytes(raw[:16])).to_bytes(8, "little")
     (tmp_path / "s.tbl").write_bytes(raw)
-    with pytest.raises(error):
+    with pytest.raises(VersionMismatch):
         HoldTable(tmp_path / "s.tbl").open()
+    assert (tmp_path / "s.tbl").read_bytes() == raw
+
+
+@pytest.mark.parametrize("at", range(24))
+def test_damaged_header_is_said_and_replaced(tmp_path: Path, at: int) -> None:
+    """With any byte of its header changed the table is read as far as it holds, it is said, and the header is whole again."""
+    opened(tmp_path / "s.tbl", 5).append(5, extents(10), kind=HoldKind.LEASE)
+    raw = bytearray((tmp_path / "s.tbl").read_bytes())
+    raw[at] ^= 0x81
+    (tmp_path / "s.tbl").write_bytes(raw)
+    assert held(tmp_path / "s.tbl", is_damaged=True) == {5: ([10], [])}
+
+
+@pytest.mark.parametrize("length", [1, 24, 4096, holds._ROWS_AT - 1])
+def test_cut_table_is_said(tmp_path: Path, length: int) -> None:
+    """A table that ends before its rows does not tell all."""
+    opened(tmp_path / "s.tbl", 5).append(5, extents(10), kind=HoldKind.LEASE)
+    os.truncate(tmp_path / "s.tbl", length)
+    held(tmp_path / "s.tbl", is_damaged=True)
 
 
 def test_pidfd_is_of_the_very_process(tmp_path: Path) -> None:

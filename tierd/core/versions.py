@@ -1,0 +1,47 @@
+"""Which versions of each format this tierd reads and writes: the one place that says so.
+
+Purpose: `Versions`, one value per format. Non-purpose: the formats themselves (`core/FORMAT.md`, `tiers/FORMAT*.md`). Invariants: version N reads
+N-1; what is written carries `current`; a file of any other version is refused before anything beside it is changed, and kept. BlockMeta
+has no file of its own: who raises META raises the catalogue, the journal and the snapshot with it, so that a start can tell by their heads.
+`namespaces.log` goes by the version of the `arena.tbl` beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierd.errors import VersionMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """oldest to current are read. what: the format, for people; remedy: what else to do about a file of another version."""
+
+    what: str
+    oldest: int
+    current: int
+    remedy: str = "use another directory"
+
+    def reads(self, found: int) -> bool:
+        """Whether this tierd reads that version."""
+        return self.oldest <= found <= self.current
+
+    def check(self, found: int, *, name: str) -> None:
+        """Raises VersionMismatch, naming both sides."""
+        if not self.reads(found):
+            wrote = "newer" if found > self.current else "older"
+            raise VersionMismatch(
+                f"{name}: {self.what} version {found}, this tierd reads {self.oldest} to {self.current}; run the {wrote} tierd"
+                f" that wrote it, or {self.remedy}"
+            )
+
+
+_PURGE = "free the memory with `tierd purge`"
+
+META = Versions("block record", 1, 1)
+CATALOGUE = Versions("catalogue", 1, 1, _PURGE)
+ARENA = Versions("arena", 1, 1, _PURGE)
+SESSIONS = Versions("session table", 1, 1, "end all clients and remove it")
+STORE = Versions("store", 1, 1)
+JOURNAL = Versions("journal", 1, 1)
+SNAPSHOT = Versions("snapshot", 1, 1)
