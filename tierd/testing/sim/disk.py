@@ -4,6 +4,7 @@
     store.disk = disk                            # an NvmeStore, before `open`; direct "auto" or "on"
     after = disk.crashed(random.Random(7))       # what a machine finds that lost its power now; `disk` goes on
     disk.crash(random.Random(7))                 # the same, of this disk: descriptors and locks are gone
+    disk.kill()                                  # a process ends, the machine goes on
     disk.faults = DiskFaults(read_error=0.01)    # from now on, by the disk's own chance
 
 Purpose: `tierd.tiers.files.Files` for simulations. Non-purpose: time (who simulates delays calls), directories as such (they are always there),
@@ -171,8 +172,17 @@ class SimDisk:
     def crash(self, chance: Random) -> None:
         """Power is lost and comes back: descriptors are bad, locks gone, unsynced things there or not."""
         after = self.crashed(chance)
-        self._names, self._durable_names = after._names, after._durable_names
-        self._unsynced_names, self._open = {}, {}
+        self._names, self._durable_names, self._unsynced_names = after._names, after._durable_names, {}
+        self.kill()
+
+    def kill(self) -> None:
+        """The process ends: descriptors are bad, locks gone, and everything written is there, durable or not."""
+        self._open.clear()
+        self._locked.clear()
+
+    def end_process(self) -> None:
+        """The process that used the disk is gone, the machine is not: what it wrote stays, its descriptors and locks do not."""
+        self._open = {}
         self._locked.clear()
 
     # -- whole files, for those who look at a disk from outside
