@@ -30,6 +30,8 @@ trailing metadata under `ERROR_KEY`, so that the client raises what the daemon r
 from __future__ import annotations
 
 ERROR_KEY = "tierd-error"
+RETRY_KEY = "tierd-retry-ms"
+"""Beside it, of an Overloaded that knows when there may be room: `retry_after_s` in milliseconds."""
 
 
 class TierdError(Exception):
@@ -97,7 +99,11 @@ class DeadlineExceeded(RetryError):
 
 
 class Overloaded(RetryError):
-    """A queue, a batch bound or a session's share is full."""
+    """A queue, a batch bound or a session's share is full. retry_after_s: when there may be room; 0: nobody knows."""
+
+    def __init__(self, message: str = "", *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class SessionLost(RetryError):

@@ -44,7 +44,7 @@ METRICS: Mapping[str, Row] = {
     "tierd_tokens_missed_total": Row(
         "counter",
         "tokens",
-        "Tokens asked for and not served: absent (held nowhere), no_room (not to be brought near now), failed (a transfer).",
+        "Tokens asked for and not served: absent (held nowhere), no_room (not to be brought near now), busy (a far tier's queue was full), failed.",
         ("reason",),
     ),
     "tierd_blocks_committed_total": Row("counter", "blocks", "Blocks published by commits, by tier.", ("tier",)),

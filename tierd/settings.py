@@ -82,6 +82,14 @@ class ServerConfig:
     queue_limit: int = _key(
         256, "Calls in progress at one time; the next one is refused.", unit="calls", least=1, most=65536
     )
+    session_credits: int = _key(
+        64,
+        "Calls that one session may have in progress, at most half of queue_limit; the hello tells its client. Beyond"
+        " them calls are refused, and a client that goes on is cut off.",
+        unit="calls",
+        least=1,
+        most=65536,
+    )
     max_batch_blocks: int = _key(
         65536,
         "Blocks in one call, ranks counted; more are refused. The default is a million tokens in blocks of 16.",
@@ -211,6 +219,16 @@ class MoverConfig:
         unit="transfers",
         least=1,
         most=65536,
+    )
+    queue_time: Seconds = _key(
+        "2 s",
+        "Reads from a far tier that would wait longer than this, or than half of their caller's deadline, are refused with a hint; a"
+        " session gets half of the queue, prefetches too.",
+        unit="seconds",
+        least=0.001,
+    )
+    queue_blocks: int = _key(
+        16384, "Blocks that may wait to be read from one far tier.", unit="blocks", least=1, most=10**7
     )
     batch_blocks: int = _key(64, "Blocks handed to a tier in one read or write.", unit="blocks", least=1, most=4096)
     hash_threads: int = _key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import structlog
 
+from tierd.cache.admission import Limits
 from tierd.cache.background import Background
 from tierd.cache.events import Event, EventLog
 from tierd.cache.flights import Flights
@@ -77,7 +79,7 @@ class Parts:
     events: EventLog
     verify: str
     prefetch_on_lookup: bool
-    batch_blocks: int
+    limits: Limits
     sync_interval_s: float = 1.0
     seed: int | None = None
 
@@ -98,7 +100,7 @@ class Cache:
             events=parts.events,
             metrics=parts.metrics,
             layers_of=self._layers_of,
-            batch_blocks=parts.batch_blocks,
+            limits=parts.limits,
         )
         self.background = Background(
             parts.core,
@@ -195,13 +197,16 @@ class Cache:
         return found
 
     async def acquire(self, session: int, groups: Sequence[GroupQuery], *, kind: TierKind, timeout_s: float) -> Lease:
-        """A lease on the longest prefix that can be served in the wanted kind of tier within the time."""
+        """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises Overloaded for none, and a full queue."""
         self._check_groups(session, groups)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now())
-        self.flights.start(got.plan)
+        shut = self.flights.admission.shut(session, timeout_s=timeout_s)
+        got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        self.flights.start(got.plan, session=session)
         if not got.lease:
             self._count_served(groups, got, NOTHING)
+            if got.shut:
+                raise self.flights.admission.refusal(shut)
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole)
         try:
             failpoint("cache.acquire.before_landing")
@@ -228,8 +233,9 @@ class Cache:
         self._check_groups(session, groups)
         if self.is_draining:
             return 0
-        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now())
-        self.flights.start(plan)
+        shut = self.flights.admission.shut(session, timeout_s=math.inf, is_demand=False)
+        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        self.flights.start(plan, session=session)
         self.background.wake()
         return len(plan.transfers)
 
@@ -468,7 +474,7 @@ class Cache:
                 if tokens:
                     self.metrics.tokens_hit.labels(tier=tier.spec.name).inc(tokens)
         failed, asked = got.tokens - served.tokens, max(g.tokens for g in groups)
-        rest = "absent" if got.whole else "no_room"
+        rest = "absent" if got.whole else "busy" if got.shut else "no_room"
         for reason, tokens in ((rest, asked - got.tokens), ("failed", failed)):
             if tokens:
                 self.metrics.tokens_missed.labels(reason=reason).inc(tokens)

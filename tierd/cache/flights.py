@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import structlog
 
+from tierd.cache.admission import Admission, Limits
 from tierd.cache.events import EventKind, EventLog
 from tierd.clock import Clock
 from tierd.core.core import Core
@@ -42,7 +43,7 @@ class Flights:
         events: EventLog,
         metrics: Metrics,
         layers_of: Callable[[StructArray], StructArray],
-        batch_blocks: int,
+        limits: Limits,
     ) -> None:
         self._core = core
         self._tiers = tiers
@@ -51,7 +52,10 @@ class Flights:
         self._events = events
         self._metrics = metrics
         self._layers_of = layers_of
-        self._batch_blocks = batch_blocks
+        self._batch_blocks = limits.batch_blocks
+        # A replay gives the same answers every time, however long the disk takes.
+        stored = [] if clock.is_replay else [t.position for t in tiers if isinstance(t, StoredTier)]
+        self.admission = Admission(stored, now=_loop_time, limits=limits)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self._dropped: set[int] = set()
@@ -60,8 +64,8 @@ class Flights:
         self.failed = 0
         """Those of them that did not succeed."""
 
-    def start(self, plan: Plan) -> None:
-        """Applies a plan to the tiers and sets its transfers off."""
+    def start(self, plan: Plan, *, session: int = 0) -> None:
+        """Applies a plan to the tiers and sets its transfers off. session: who has asked for them; 0: nobody."""
         for tier in self._tiers:
             tier.apply(plan)
         for segment in plan.segments:
@@ -69,6 +73,7 @@ class Flights:
         self._announce_freed(plan.freed)
         before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
+            self.admission.begin(batch, session=session)
             task = asyncio.create_task(self._fly(batch, before))
             self._flying.update((int(i), task) for i in batch["id"])
         # Only now that all of the plan fly, and before any of them runs.
@@ -174,6 +179,7 @@ class Flights:
         self.failed += int((statuses != BlockStatus.READY).sum())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)
+        self.admission.end(batch)
         failpoint("flights.finish.before_books")
         plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
         self._count(batch, statuses)
@@ -223,6 +229,10 @@ class Flights:
                 hashes=metas["hash"][rows].tobytes(),
                 reason=Reason(reason).name.lower(),
             )
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _distinct(*columns: StructArray) -> list[tuple[int, ...]]:

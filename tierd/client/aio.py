@@ -17,7 +17,7 @@ from tierd.client.client import TIMEOUT_S, options
 from tierd.client.connection import Connector, Link, OpenTransport, Transport
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
-from tierd.client.steps import Do, Steps
+from tierd.client.steps import Do, Pause, Steps
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
@@ -179,10 +179,16 @@ async def run_async(steps: Steps[T], open_transport: OpenTransport) -> T:
             step = steps.send(answer) if error is None else steps.throw(error)
             answer = error = None
             try:
-                answer = await (asyncio.to_thread(step.work) if isinstance(step, Do) else step.send(open_transport))
+                answer = await _do(step, open_transport)
             except BaseException as raised:  # noqa: BLE001 - cancellation too: the verb gives back what it holds
                 error = raised
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
     finally:
         error = None  # its traceback holds this frame, and through it every view of the verb
+
+
+async def _do(step: Any, open_transport: OpenTransport) -> Any:
+    if isinstance(step, Pause):
+        return await asyncio.sleep(step.seconds)
+    return await (asyncio.to_thread(step.work) if isinstance(step, Do) else step.send(open_transport))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tierd.client import forks
+from tierd.client.credits import Credits
 from tierd.client.protocol import CREDENTIAL_KEY, SESSION_KEY
 from tierd.client.session import Session, connect_session
 from tierd.client.target import RemoteTarget, Target
@@ -63,6 +64,7 @@ class Link:
         self.number = number
         self.session = session
         self.metadata = metadata
+        self.credits = Credits(session.credits if session else 0)
         self.pid = os.getpid()
         self.transport: Transport | None = None
         self.pins: set[object] = set()

@@ -29,7 +29,7 @@ from tierd.errors import InvalidArgument, TierdError
 Steps = Generator[Any, Any, Any]
 
 COMMIT_TIMEOUT_S = 30.0
-"""A commit hashes and may write to a disk; whoever wants less waits for the whole put with its timeout."""
+"""Of a commit or an abort that is given no time: a commit hashes and may write to a disk."""
 
 
 class Ends(Protocol):
@@ -118,12 +118,14 @@ class ReservedPages:
             (i, ref) for i, ref in self._given if indices is not None and i not in indices and ref() is not None
         ]
 
-    def _commit(self, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool) -> Steps:
+    def _commit(
+        self, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool, timeout_s: float
+    ) -> Steps:
         request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
-        return self._ends.commit(self, request, time.monotonic() + COMMIT_TIMEOUT_S)
+        return self._ends.commit(self, request, time.monotonic() + timeout_s)
 
-    def _abort(self) -> Steps:
-        return self._ends.abort(self, time.monotonic() + COMMIT_TIMEOUT_S)
+    def _abort(self, timeout_s: float) -> Steps:
+        return self._ends.abort(self, time.monotonic() + timeout_s)
 
     def _cut(self, wanted: Any) -> list[Bytes | None]:
         found: list[Bytes | None] = [None] * len(self)
@@ -149,18 +151,25 @@ class Reservation(ReservedPages):
     """A reservation of the synchronous client. A context manager: left without commit, it is aborted."""
 
     def commit(
-        self, blocks: StructArray | None = None, *, durable: bool = False, lease: bool = False, keep_open: bool = False
+        self,
+        blocks: StructArray | None = None,
+        *,
+        durable: bool = False,
+        lease: bool = False,
+        keep_open: bool = False,
+        timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> Committed:
         """Publishes the written pages, all of the call's or none; the arrays must not be used after it.
 
         blocks: COMMIT_BLOCK [n], see OpenedNamespace.naming; None: everything as it was named. durable: not before it is on NVMe, synced. lease: pin what was
-        committed. keep_open: blocks not named stay reserved.
+        committed. keep_open: blocks not named stay reserved. Raises DeadlineExceeded after timeout_s: the blocks may be published even so.
         """
-        return self._run(self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open))  # type: ignore[no-any-return]
+        steps = self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open, timeout_s=timeout_s)
+        return self._run(steps)  # type: ignore[no-any-return]
 
-    def abort(self) -> None:
+    def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Gives the pages back as if nothing had been."""
-        self._run(self._abort())
+        self._run(self._abort(timeout_s))
 
     def __enter__(self) -> Self:
         return self
@@ -177,14 +186,21 @@ class AsyncReservation(ReservedPages):
     """A reservation of the asynchronous client. An async context manager: left without commit, it is aborted."""
 
     async def commit(
-        self, blocks: StructArray | None = None, *, durable: bool = False, lease: bool = False, keep_open: bool = False
+        self,
+        blocks: StructArray | None = None,
+        *,
+        durable: bool = False,
+        lease: bool = False,
+        keep_open: bool = False,
+        timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> Committed:
         """As Reservation.commit."""
-        return await self._run(self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open))  # type: ignore[no-any-return]
+        steps = self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open, timeout_s=timeout_s)
+        return await self._run(steps)  # type: ignore[no-any-return]
 
-    async def abort(self) -> None:
+    async def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """As Reservation.abort."""
-        await self._run(self._abort())
+        await self._run(self._abort(timeout_s))
 
     async def __aenter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
 from tierd.client.connection import Link
 from tierd.client.protocol import REQUEST_KEY, error_of
-from tierd.errors import ERROR_KEY, TierdError, Unavailable
+from tierd.errors import ERROR_KEY, RETRY_KEY, Overloaded, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
 OPTIONS = (
@@ -43,8 +43,13 @@ class SyncTransport:
 
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
-        with named(self.link, method) as metadata, translated(self.link), forks.calling():
-            return getattr(self.stub, method)(request, timeout=timeout_s, metadata=metadata)
+        with (
+            self.link.credits.turn(method, timeout_s=timeout_s) as left_s,
+            named(self.link, method) as metadata,
+            translated(self.link),
+            forks.calling(),
+        ):
+            return getattr(self.stub, method)(request, timeout=left_s, metadata=metadata)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
@@ -100,8 +105,11 @@ def translated(link: Link) -> Iterator[None]:
 
 def translate(error: Any, link: Link) -> TierdError:
     """The error that the daemon raised, or what the transport's failure means."""
-    name = next((str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY), None)
-    status = error.code().name
+    trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    name, status = trailing.get(ERROR_KEY), error.code().name
     if name is None and status in _LOST:
         link.is_broken = True
-    return error_of(name, error.details() or status, status=status)
+    raised = error_of(name, error.details() or status, status=status)
+    if isinstance(raised, Overloaded) and trailing.get(RETRY_KEY, "").isdecimal():
+        raised.retry_after_s = int(trailing[RETRY_KEY]) / 1000
+    return raised

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from tierd.client import forks
 from tierd.client.connection import Link
+from tierd.client.credits import Credits
 from tierd.client.rpc import SyncTransport, named, translated
 
 
@@ -24,8 +26,10 @@ class AsyncTransport:
 
     async def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
-        with named(self._sync.link, method) as metadata:
-            return await self._call(method, request, timeout_s=timeout_s, metadata=metadata)
+        link = self._sync.link
+        async with _turn(link.credits, method, timeout_s=timeout_s) as left_s:
+            with named(link, method) as metadata:
+                return await self._call(method, request, timeout_s=left_s, metadata=metadata)
 
     async def _call(self, method: str, request: Any, *, timeout_s: float, metadata: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -72,6 +76,26 @@ class AsyncTransport:
     def close(self) -> None:
         """Cancels what is in flight."""
         self._sync.close()
+
+
+@contextlib.asynccontextmanager
+async def _turn(credits: Credits, method: str, *, timeout_s: float) -> AsyncIterator[float]:
+    """`Credits.turn`, awaited."""
+    deadline = time.monotonic() + timeout_s
+    waiter = credits.ask(method)
+    if waiter is not None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wrap_future(waiter)
+        except BaseException as error:
+            credits.withdraw(waiter)
+            if isinstance(error, TimeoutError):
+                raise credits.too_late(timeout_s) from None
+            raise
+    try:
+        yield max(0.0, deadline - time.monotonic())
+    finally:
+        credits.give(method)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:

@@ -1,6 +1,7 @@
 """Verbs as steps: a generator yields what must be waited for, a driver waits, synchronously or not.
 
     Do(work)                blocking work that is not gRPC: connecting, mapping, copying
+    Pause(seconds)          time that passes
     Call / Pull / Push      one call of gRPC
 
 Purpose: the logic of every verb exists once (verbs.py); `run` here and
@@ -10,6 +11,7 @@ in the generator at its yield.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +28,13 @@ class Do:
     """Blocking work."""
 
     work: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Time that passes."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +90,16 @@ def run(steps: Steps[T], open_transport: OpenTransport) -> T:
             step = steps.send(answer) if error is None else steps.throw(error)
             answer = error = None
             try:
-                answer = step.work() if isinstance(step, Do) else step.send(open_transport)
+                answer = _do(step, open_transport)
             except BaseException as raised:  # noqa: BLE001 - handed to the verb, which cleans up and lets pass what is not its own
                 error = raised
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
     finally:
         error = None  # its traceback holds this frame, and through it every view of the verb
+
+
+def _do(step: Any, open_transport: OpenTransport) -> Any:
+    if isinstance(step, Pause):
+        return time.sleep(step.seconds)
+    return step.work() if isinstance(step, Do) else step.send(open_transport)

@@ -2,7 +2,7 @@
 
 Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), waiting (steps.py). Invariants: every verb ends
 within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
-a daemon has gone; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
+a daemon has gone, and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, protocol, remote
 from tierd.client.complaints import Complaints
 from tierd.client.connection import Connector, Link
+from tierd.client.credits import pause_s
 from tierd.client.lease import Lease
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
-from tierd.client.steps import Call, Do, Steps
+from tierd.client.steps import Call, Do, Pause, Steps
 from tierd.client.target import RemoteTarget
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
 from tierd.core.block import NamespaceSpec
@@ -29,6 +30,7 @@ from tierd.core.model import COMMIT_BLOCK, HANDLE, BlockStatus, StructArray
 from tierd.errors import (
     DeadlineExceeded,
     InvalidArgument,
+    Overloaded,
     SessionLost,
     StaleHandle,
     TierdError,
@@ -269,7 +271,7 @@ class Verbs:
                 if make is None:
                     return link, None
                 method, request = make()
-                return link, (yield Call(link, method, request, _left(deadline)))
+                return link, (yield from _called(link, method, request, deadline))
             except SessionLost:
                 link.is_broken = True
                 if not is_first:
@@ -286,7 +288,7 @@ class Verbs:
         """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
         hold.check()
         try:
-            return (yield Call(hold.link, method, request, _left(deadline)))
+            return (yield from _called(hold.link, method, request, deadline))
         except (SessionLost, Unavailable) as error:
             if not isinstance(error, SessionLost) and hold.link.is_usable:
                 raise
@@ -305,7 +307,7 @@ class Verbs:
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
         if namespace.link != link.number or namespace.owner is not self:
             request = protocol.open_namespace_request(namespace.spec)
-            reply = yield Call(link, "OpenNamespace", request, _left(deadline))
+            reply = yield from _called(link, "OpenNamespace", request, deadline)
             protocol.take_namespace(namespace, reply, link=link.number)
             namespace.owner = self
 
@@ -334,6 +336,20 @@ class Verbs:
         handles = np.zeros(sum(len(group.hashes) for group in groups), dtype=HANDLE)
         handles["status"] = BlockStatus.NO_ROOM
         return self._pages(None, handles)
+
+
+def _called(link: Link, method: str, request: Any, deadline: float) -> Steps[Any]:
+    """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few times."""
+    tries = 1
+    while True:
+        try:
+            return (yield Call(link, method, request, _left(deadline)))
+        except Overloaded as error:
+            pause = pause_s(error, tries=tries, left_s=deadline - time.monotonic())
+            if pause is None:
+                raise
+        tries += 1
+        yield Pause(pause)
 
 
 def _left(deadline: float) -> float:

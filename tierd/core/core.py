@@ -21,7 +21,7 @@ from tierd.core.blocks import Names, hash_rows
 from tierd.core.demotion import Demotion
 from tierd.core.draft import Draft
 from tierd.core.eviction import Policies
-from tierd.core.gets import Gets
+from tierd.core.gets import NO_TIERS, Gets, Tiers
 from tierd.core.index import Index
 from tierd.core.leases import Sessions
 from tierd.core.listing import Listing
@@ -115,9 +115,11 @@ class Core:
         """How much could be served, and from where. Changes nothing."""
         return self._gets.lookup(groups)
 
-    def acquire(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Acquisition:
-        """Pins the longest prefix that can be brought into tiers of `kind` now, and plans the transfers."""
-        return self._gets.acquire(session, groups=groups, kind=kind, now=now)
+    def acquire(
+        self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers = NO_TIERS
+    ) -> Acquisition:
+        """Pins the longest prefix that can be brought into tiers of `kind` now, and plans the transfers. shut: tiers that nothing is brought from."""
+        return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
 
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.
@@ -150,9 +152,11 @@ class Core:
             )
         np.add.at(self._index.blocks.attention, blocks, mass)
 
-    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Plan:
-        """Transfers that bring the servable part near; pins nothing beyond them."""
-        return self._gets.prefetch(session, groups=groups, kind=kind, now=now)
+    def prefetch(
+        self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers = NO_TIERS
+    ) -> Plan:
+        """Transfers that bring the servable part near; pins nothing beyond them. shut: as in `acquire`."""
+        return self._gets.prefetch(session, groups=groups, kind=kind, now=now, shut=shut)
 
     # -- puts
 

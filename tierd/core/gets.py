@@ -25,6 +25,10 @@ from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Se
 from tierd.core.planner import Planner, Where, distinct
 from tierd.errors import InvalidArgument
 
+Tiers = frozenset[int]
+"""Positions of tiers."""
+NO_TIERS: Tiers = frozenset()
+
 ATTEMPTS = 8
 """Shorter token counts tried before a request that does not fit gets nothing; prefixes need two."""
 
@@ -74,28 +78,31 @@ class Gets:
         tokens = longest(groups, sight.there())
         return Found(tokens, sight.tier, self._tier_tokens(sight, tokens))
 
-    def acquire(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Acquisition:
-        """Pins on pages, readable or being filled, for the longest prefix that fits."""
+    def acquire(
+        self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers
+    ) -> Acquisition:
+        """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
         holder, draft = self._sessions.get(session), Draft(now)
         sight = self._look(groups, holder.domain)
         self._relax(groups)
         most = longest(groups, sight.there())
-        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft)
+        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
         tier_tokens = self._tier_tokens(sight, tokens)
+        lies_shut = tokens < most and any(np.isin(tier, list(shut)).any() for tier in sight.tier)
         if tokens == 0:
-            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0)
+            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut)
         lease = Lease(self._sessions.next_id(), session, kind, tuple(groups), self._held(sight, tokens, kind), tokens)
         self._pin(lease, holder)
         for held in lease.held:
             self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
-        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most)
+        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut)
 
-    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float) -> Plan:
-        """Transfers for the servable part; nothing is held."""
+    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers) -> Plan:
+        """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
         draft = Draft(now)
         sight = self._look(groups, self._sessions.get(session).domain)
         self._relax(groups)
-        self._secure(sight, kind=kind, holder=None, draft=draft)
+        self._secure(sight, kind=kind, holder=None, draft=draft, shut=shut)
         return draft.plan()
 
     def settle(self, lease_id: int, *, now: float) -> Served:
@@ -163,13 +170,13 @@ class Gets:
 
     # -- inside: securing
 
-    def _secure(self, sight: Sight, *, kind: TierKind, holder: Session | None, draft: Draft) -> int:
+    def _secure(self, sight: Sight, *, kind: TierKind, holder: Session | None, draft: Draft, shut: Tiers) -> int:
         """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching."""
         failed, brought = no_ids(), no_ids()
         for _ in range(ATTEMPTS):
             tokens = longest(sight.groups, sight.there(failed))
             blocks = sight.wanted(sight.spans(tokens))
-            over, away = self._apart(blocks, kind=kind, holder=holder)
+            over, away = self._apart(blocks, kind=kind, holder=holder, shut=shut)
             if len(over) == 0 and len(away):
                 brought = np.concatenate((brought, away))
                 reason = Reason.PREFETCH if holder is None else Reason.DEMAND
@@ -180,13 +187,16 @@ class Gets:
             failed = np.concatenate((failed, over))
         return 0
 
-    def _apart(self, blocks: Ids, *, kind: TierKind, holder: Session | None) -> tuple[Ids, Ids]:
-        """Blocks that may not come (no such tier in service, beyond the share), and those that have no page near."""
+    def _apart(self, blocks: Ids, *, kind: TierKind, holder: Session | None, shut: Tiers) -> tuple[Ids, Ids]:
+        """Blocks that may not come (no such tier in service, from a shut one, beyond the share), and those that have no page near."""
         serving = self._index.serving(kind)
         if not serving:
             return blocks, no_ids()
         near = self._planner.attached(blocks, serving)
-        return blocks[self._over_share(blocks, near, serving, holder)], blocks[near.pages < 0]
+        over, away = self._over_share(blocks, near, serving, holder), near.pages < 0
+        if shut:
+            over |= away & np.isin(self._planner.sources(blocks, kind).tiers, list(shut))
+        return blocks[over], blocks[away]
 
     def _bring(self, blocks: Ids, away: Ids, *, kind: TierKind, reason: Reason, draft: Draft) -> Ids:
         """Flights for those away, while all the blocks are guarded. Which found no room."""

@@ -101,7 +101,8 @@ class Acquisition:
     """A lease in the making. Run the plan's transfers, await its waits, then `settle` (also with nothing to run).
 
     lease: 0 if nothing can be served (the plan is then empty, or only what was planned on the way). tokens: servable if every transfer succeeds.
-    tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now.
+    tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now. shut: blocks of it lie in
+    tiers that were not to be read from.
     """
 
     lease: int
@@ -109,6 +110,7 @@ class Acquisition:
     tier_tokens: list[int]
     plan: Plan
     whole: bool
+    shut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

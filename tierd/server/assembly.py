@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
+from tierd.cache.admission import Limits
 from tierd.cache.cache import Cache, Parts
 from tierd.cache.events import EventLog
 from tierd.clock import Clock, MonotonicClock, ReplayClock
@@ -155,7 +156,11 @@ def _assemble(
             events=EventLog(limit=config.server.watch_queue_events),
             verify=config.host[0].verify if config.host else "first_hit",
             prefetch_on_lookup=config.mover.prefetch_on_lookup,
-            batch_blocks=config.mover.batch_blocks,
+            limits=Limits(
+                batch_blocks=config.mover.batch_blocks,
+                queue_time_s=config.mover.queue_time,
+                queue_blocks=config.mover.queue_blocks,
+            ),
         )
     )
     named = {namespace.id for namespace in registry.all()}

@@ -1,7 +1,7 @@
 """What every call passes before its handler: who calls, how long it may take, whether there is room, how an error is told.
 
 Purpose: one interceptor for the Cache and Admin services. Invariants: no handler runs without a caller; every call but a Watch has a
-deadline; no session can take all the room; every exception leaves as a named gRPC status, and an unforeseen one is logged with the request's id.
+deadline; no session can take all the room (credits.py); every exception leaves as a named gRPC status, and an unforeseen one is logged with the request's id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hmac
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from tierd.clock import Clock
 from tierd.errors import (
     ERROR_KEY,
     GRPC_STATUS,
+    RETRY_KEY,
     DeadlineExceeded,
     InvalidArgument,
     NotPermitted,
@@ -35,18 +35,16 @@ from tierd.errors import (
     Unsupported,
 )
 from tierd.metrics import Metrics
+from tierd.server.credits import ENDLESS, Credits
 
 log = structlog.get_logger(__name__)
 
-RETRY_AFTER_MS = 50
 LONGEST_S = 3600.0
 """For a call, whatever its client asks for."""
-ENDLESS = {"/tierd.v1.Cache/Watch"}
-"""Streams that live as long as their reader."""
-ENDLESS_LIMIT = 8
-"""Of them, for one session."""
 LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention")}
 """What a session of its own is needed for: the daemon's session for TCP never ends, and what is held in it would never come back."""
+DETAILS_LIMIT_CHARS = 500
+"""Of an error's text, which may quote what the client sent: a longer one would not fit gRPC's metadata, and the error would lose its name."""
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
@@ -92,7 +90,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         *,
         clock: Clock,
         metrics: Metrics,
-        queue_limit: int,
+        credits: Credits,
         call_timeout_s: float,
         credential: str = "",
         remote: tuple[int, str] | None = None,
@@ -100,17 +98,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._authenticate = authenticate
         self._clock = clock
         self._metrics = metrics
-        self._queue_limit = queue_limit
+        self._credits = credits
         self._call_timeout_s = call_timeout_s
         self._credential = credential
         self._remote = remote
-        self._running: Counter[int] = Counter()  # by session, without endless ones
-        self._endless: Counter[int] = Counter()
 
     @property
     def running(self) -> int:
         """Calls in progress, without endless ones."""
-        return self._running.total()
+        return self._credits.running
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Wraps the handler of a call."""
@@ -160,7 +156,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         with structlog.contextvars.bound_contextvars(request=request, call=name), self._timed(name) as outcome:
             try:
                 caller = self._admit(method, metadata, context, request)
-                with self._counted(method, caller.session):
+                is_shared = self._remote is not None and caller.session == self._remote[0]
+                with self._credits.place(method, caller.session, is_shared=is_shared):
                     CALLER.set(caller)
                     yield caller
             except (TierdError, TimeoutError) as error:
@@ -179,27 +176,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 await context.abort(
                     grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log"
                 )
-
-    @contextlib.contextmanager
-    def _counted(self, method: str, session: int) -> Iterator[None]:
-        """Takes a place among the calls in progress. Raises Overloaded."""
-        calls = self._endless if method in ENDLESS else self._running
-        limit = ENDLESS_LIMIT if method in ENDLESS else max(1, self._queue_limit - self._queue_limit // 4)
-        if method not in ENDLESS and self.running >= self._queue_limit:
-            raise Overloaded(
-                f"calls: {self._queue_limit} in progress (server.queue_limit); try again in {RETRY_AFTER_MS} ms"
-            )
-        if calls[session] >= limit:
-            raise Overloaded(
-                f"calls: {calls[session]} of this session in progress, {limit} is its share; let some of them end"
-            )
-        calls[session] += 1
-        try:
-            yield
-        finally:
-            calls[session] -= 1
-            if not calls[session]:
-                del calls[session]
 
     @contextlib.contextmanager
     def _timed(self, method: str) -> Iterator[Outcome]:
@@ -263,7 +239,7 @@ async def _abort(context: Any, error: TierdError | TimeoutError) -> None:
     if isinstance(error, TimeoutError):
         error = DeadlineExceeded("call: its deadline passed; allow more time, or take it as a miss")
     trailing = [(ERROR_KEY, type(error).__name__)]
-    if isinstance(error, Overloaded):
-        trailing.append(("tierd-retry-ms", str(RETRY_AFTER_MS)))
+    if isinstance(error, Overloaded) and error.retry_after_s:
+        trailing.append((RETRY_KEY, str(math.ceil(error.retry_after_s * 1000))))
     status = getattr(grpc.StatusCode, GRPC_STATUS[type(error)])
-    await context.abort(status, str(error), trailing_metadata=tuple(trailing))
+    await context.abort(status, str(error)[:DETAILS_LIMIT_CHARS], trailing_metadata=tuple(trailing))

@@ -20,9 +20,10 @@ import structlog
 import tierd
 from tierd import metrics, places
 from tierd.config import split_address
-from tierd.errors import ConfigError, NotFound, NotPermitted
+from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.server.admin import About, AdminService, SessionRow
 from tierd.server.assembly import Assembly
+from tierd.server.credits import Credits
 from tierd.server.gauges import Gauges
 from tierd.server.guard import Guard
 from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
@@ -52,9 +53,15 @@ class Listeners:
         )
         cache = daemon.cache
         self._service = CacheService(cache, keep_namespace=daemon.keep_namespace, batch_limit=server.max_batch_blocks)
+        self._credits = Credits(
+            queue_limit=server.queue_limit,
+            session_credits=server.session_credits,
+            now=asyncio.get_running_loop().time,
+            cut_off=self._cut_off,
+        )
         calls = SessionCalls(
             self._opened,
-            cache.stop_session,
+            self._stopped,
             cache.end_session,
             self._map_segment,
             cache.release,
@@ -74,6 +81,7 @@ class Listeners:
                 "daemon": tierd.__version__,
                 "instance": daemon.instance,
                 "tiers": [{"name": t.spec.name, "kind": int(t.spec.kind)} for t in daemon.tiers],
+                "credits": self._credits.share,
             },
         )
         self._rpc = self._build_rpc()
@@ -140,7 +148,7 @@ class Listeners:
             self._authenticate,
             clock=daemon.cache.clock,
             metrics=daemon.metrics,
-            queue_limit=server.queue_limit,
+            credits=self._credits,
             call_timeout_s=server.call_timeout,
             credential=self._open_remote() if server.tcp_listen else "",
             remote=(REMOTE_SESSION, REMOTE_TENANT) if server.tcp_listen else None,
@@ -155,7 +163,7 @@ class Listeners:
             keep_namespace=daemon.keep_namespace,
             release=daemon.release_at_end,
         )
-        return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, queue_limit=server.queue_limit)
+        return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=server)
 
     def _open_remote(self) -> str:
         """The session behind TCP, and the credential that its callers must bring."""
@@ -195,6 +203,13 @@ class Listeners:
         self._daemon.cache.open_session(
             session.id, tenant=identity.tenant, holder=holder, is_operator=identity.is_admin
         )
+
+    def _cut_off(self, session: int, why: TierdError) -> None:
+        self.sessions.cut_off(session, why)
+
+    def _stopped(self, session: int) -> None:
+        self._daemon.cache.stop_session(session)
+        self._credits.forget(session)
 
     def _restore_sessions(self) -> None:
         """Sessions of a former daemon: their pages stay theirs while their processes live."""

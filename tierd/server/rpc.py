@@ -16,6 +16,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
 from grpc_reflection.v1alpha import reflection
 
 from tierd._proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from tierd.config import ServerConfig
 from tierd.errors import ConfigError
 from tierd.server.admin import AdminService
 from tierd.server.guard import Guard
@@ -28,18 +29,28 @@ OPTIONS = (
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.so_reuseport", 0),
 )
-BACKLOG = 4
-"""Calls that may be in the server beyond the guard's limit, as a multiple of it, so that the guard is what answers."""
+STREAMS_FACTOR = 4
+"""Calls that one connection may have in the server, as a multiple of a session's credits: so that the credits are what refuses, and no
+connection can leave more than this unread."""
+CONNECTIONS_FACTOR = 4
+"""Connections, as a multiple of the sessions that may be open."""
+BACKLOG = 16
+"""Calls in the server, as a multiple of the queue: so that the guard is what answers."""
 
 
 class Rpc:
     """One or two gRPC servers over the same services."""
 
-    def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, queue_limit: int) -> None:
+    def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, limits: ServerConfig) -> None:
         self.guard = guard
         self.health = HealthServicer()
+        options = (
+            *OPTIONS,
+            ("grpc.max_concurrent_streams", STREAMS_FACTOR * limits.session_credits),
+            ("grpc.max_allowed_incoming_connections", CONNECTIONS_FACTOR * limits.session_limit),
+        )
         self._server = grpc.aio.server(
-            interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=queue_limit * BACKLOG + 1024
+            interceptors=[guard], options=options, maximum_concurrent_rpcs=limits.queue_limit * BACKLOG + 1024
         )
         cache_pb2_grpc.add_CacheServicer_to_server(cache, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)

@@ -69,7 +69,7 @@ class SessionSocket:
         self.greeting = greeting
         self._mode = mode
         self._listener: socket.socket | None = None
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}  # in the order in which they came
         self._resume: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
@@ -106,7 +106,7 @@ class SessionSocket:
 
     def drop(self, connection: Connection) -> None:
         """A connection has closed itself."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -119,11 +119,12 @@ class SessionSocket:
             return
         accepted.setblocking(False)
         connection = Connection(accepted, self)
-        self._connections.add(connection)
-        waiting = sum(c.session is None for c in self._connections)
-        if waiting > GREETING_LIMIT:
-            connection.refuse(
-                Overloaded(f"session socket: {GREETING_LIMIT} connections wait to say hello; try again later")
+        self._connections[connection] = None
+        waiting = [c for c in self._connections if c.session is None]
+        if len(waiting) > GREETING_LIMIT:
+            # The one that has been silent for longest: whoever means to say hello does so at once.
+            waiting[0].refuse(
+                Overloaded(f"session socket: {GREETING_LIMIT} younger connections wait to say hello; connect again")
             )
 
     def _pause(self, error: OSError) -> None:
@@ -155,13 +156,14 @@ class Connection:
 
     def refuse(self, error: TierdError) -> None:
         """Says why, and closes."""
-        self._send(_refusal(error))
-        self.close()
+        self.close(error)
 
-    def close(self) -> None:
-        """Ends the connection; a session stops being served. Safe to call twice."""
+    def close(self, why: TierdError | None = None) -> None:
+        """Ends the connection, with a reason if there is one; a session stops being served. Safe to call twice."""
         if self._socket.fileno() < 0:
             return
+        if why is not None:
+            self._send(_refusal(why))
         self._hello_timeout.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()

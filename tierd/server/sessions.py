@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import structlog
 
-from tierd.errors import NotFound, NotPermitted, Overloaded, SessionLost
+from tierd.errors import NotFound, NotPermitted, Overloaded, SessionLost, TierdError
 from tierd.server import peers
 from tierd.server.identity import Identity, Peer
 
@@ -68,6 +68,7 @@ class Session:
     state: SessionState = SessionState.OPEN
     secret: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES), repr=False)
     opened: float = field(default_factory=time.monotonic)
+    ended_because: str = ""
 
     @property
     def token(self) -> str:
@@ -103,7 +104,7 @@ class Sessions:
         self._calls = calls
         self._limit = session_limit
         self._by_id: dict[int, Session] = {}
-        self._on_closed: dict[int, Callable[[], None]] = {}
+        self._on_closed: dict[int, Callable[[TierdError | None], None]] = {}
         self._left: dict[Peer, list[Session]] = {}  # by process; the first one's pidfd stands for all
         self.is_refusing = False
 
@@ -115,7 +116,8 @@ class Sessions:
         known = session.secret if session else "0" * (2 * TOKEN_BYTES)
         matches = hmac.compare_digest(known.encode(), secret.encode())
         if session is None or not matches or session.state is not SessionState.OPEN:
-            raise SessionLost("session: it has ended, or the daemon was restarted; open a session again")
+            why = session.ended_because if session and matches else ""
+            raise SessionLost(why or "session: it has ended, or the daemon was restarted; open a session again")
         return session
 
     def list(self) -> list[Session]:
@@ -137,8 +139,9 @@ class Sessions:
                 " server.session_limit"
             )
 
-    def open(self, session: Session, *, on_closed: Callable[[], None]) -> None:
-        """Takes a session in; its pidfd belongs to it from now on, unless this raises. on_closed: called when its process ends.
+    def open(self, session: Session, *, on_closed: Callable[[TierdError | None], None]) -> None:
+        """Takes a session in; its pidfd belongs to it from now on, unless this raises. on_closed: called when its process ends, or, with
+        the reason, when it is cut off.
 
         Raises Overloaded, and what `on_open` raises.
         """
@@ -161,6 +164,15 @@ class Sessions:
             session.state = SessionState.STOPPED
             self._call(self._calls.on_stop, session)
 
+    def cut_off(self, session_id: int, why: TierdError) -> None:
+        """Its client does not keep to the rules: it is told why and served no more. What it holds stays until its process has gone."""
+        session, closed = self._by_id.get(session_id), self._on_closed.get(session_id)
+        if session is None or closed is None:
+            return
+        log.warning("session cut off", session=session_id, pid=session.peer.pid, name=session.name, reason=str(why))
+        session.ended_because = str(why)
+        closed(why)
+
     def leave(self, session: Session) -> None:
         """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""
         if self._by_id.pop(session.id, None) is None:
@@ -168,7 +180,7 @@ class Sessions:
         asyncio.get_running_loop().remove_reader(session.pidfd)
         closed = self._on_closed.pop(session.id, None)
         if closed:
-            closed()
+            closed(None)
         self.stop(session)
         self._call(self._calls.on_leave, session)
         others = self._left.setdefault(session.peer, [])
@@ -233,7 +245,7 @@ class Sessions:
         os.close(session.pidfd)
         closed = self._on_closed.pop(session.id, None)
         if closed:
-            closed()
+            closed(None)
         self.stop(session)
         self._call(self._calls.on_end, session)
 

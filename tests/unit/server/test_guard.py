@@ -171,12 +171,12 @@ async def test_one_session_leaves_room_for_others() -> None:
     async with rigged(queue_limit=4) as rig, rig.stubs() as (cache, _):
         greedy, other = await rig.session(), await rig.session()
         start = await put_start(rig, cache)
-        puts = [cache.Put(metadata=greedy) for _ in range(3)]
+        puts = [cache.Put(metadata=greedy) for _ in range(2)]
         for put in puts:
             await put.write(start)
-        await until(lambda: rig.running == 3)
-        assert await error_of(cache.Release(pb.ReleaseRequest(), metadata=greedy)) == "Overloaded"
-        assert await error_of(cache.Release(pb.ReleaseRequest(), metadata=other)) == ""
+        await until(lambda: rig.running == 2)
+        assert await error_of(cache.Acquire(pb.AcquireRequest(), metadata=greedy)) == "Overloaded"
+        assert await error_of(cache.Acquire(pb.AcquireRequest(), metadata=other)) != "Overloaded"
         for put in puts:
             put.cancel()
         await rig.quiet()

@@ -292,8 +292,8 @@ async def test_silent_connections_are_bounded(rig, monkeypatch):
     monkeypatch.setattr(session_socket, "HELLO_TIMEOUT_S", 0.05)
     with rig.connect() as one, rig.connect() as two, rig.connect() as three:
         loop = asyncio.get_running_loop()
-        assert msgpack.unpackb(await loop.sock_recv(three, 8192))["error"] == "Overloaded"
-        for client in (one, two):
+        assert msgpack.unpackb(await loop.sock_recv(one, 8192))["error"] == "Overloaded"
+        for client in (two, three):
             assert msgpack.unpackb(await loop.sock_recv(client, 8192))["error"] == "Unavailable"
 
 

@@ -1,0 +1,126 @@
+"""Who may have how many calls in progress, and what happens to a client that takes more.
+
+    within its credits ──▶ served
+    beyond them        ──▶ Overloaded, with the time after which to come again; each time a little longer
+    far beyond, for long ▶ cut off: its session ends
+
+Purpose: a place for a call, or the reason why not. Non-purpose: identity, deadlines (guard.py), the queues of disks (cache/admission.py).
+Invariants: no session has more than its credits, all together no more than the queue; quick calls find a place while slow ones fill
+theirs; what gives something back is never refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tierd.errors import Overloaded
+
+ENDLESS = {"/tierd.v1.Cache/Watch", "/tierd.v1.Admin/Scrub"}
+"""Streams that live as long as their reader."""
+ENDLESS_LIMIT = 8
+"""Of them, for one session."""
+FREEING = {"/tierd.v1.Cache/Release", "/tierd.v1.Cache/Abort"}
+"""They make room, at once; to refuse them would keep the room taken."""
+SLOW = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Reserve", "Commit", "Put", "Get")}
+"""They may wait: for a disk, for a thread, for a client that sends or reads slowly."""
+ADMIN = "/tierd.v1.Admin/"
+"""Operators come in when the queue is full, and just then."""
+RETRY_AFTER_S = 0.05
+"""The shortest hint: a call takes less than that."""
+PATIENCE = 8
+"""Refusals, as a multiple of a session's credits, that are borne at one time."""
+FORGIVEN_PER_S = 4
+"""Of these, as a multiple of the credits, forgotten in a second."""
+
+
+@dataclass(slots=True)
+class Excess:
+    """Refusals of a session that are not forgotten yet, and the time of the last one."""
+
+    level: float = 0.0
+    at: float = 0.0
+
+
+class Credits:
+    """Calls in progress. now: seconds that never go back; cut_off(session, why): ends a session."""
+
+    def __init__(
+        self,
+        *,
+        queue_limit: int,
+        session_credits: int,
+        now: Callable[[], float],
+        cut_off: Callable[[int, Overloaded], None],
+    ) -> None:
+        self._queue_limit = queue_limit
+        self.slow_limit = max(1, queue_limit - queue_limit // 4)
+        self._half = max(1, queue_limit // 2)
+        self.share = min(session_credits, self._half)
+        self._now = now
+        self._cut_off = cut_off
+        self._running: Counter[int] = Counter()  # by session, without endless ones
+        self._slow = 0
+        self._endless: Counter[int] = Counter()
+        self._excess: dict[int, Excess] = {}
+
+    @property
+    def running(self) -> int:
+        """Calls in progress that have an end."""
+        return self._running.total()
+
+    @contextlib.contextmanager
+    def place(self, method: str, session: int, *, is_shared: bool = False) -> Iterator[None]:
+        """A place among the calls in progress. is_shared: a session that stands for many clients. Raises Overloaded."""
+        if method in FREEING:
+            yield
+            return
+        calls = self._endless if method in ENDLESS else self._running
+        slow = method in SLOW
+        self._check(method, session, is_shared=is_shared)
+        calls[session] += 1
+        self._slow += slow
+        try:
+            yield
+        finally:
+            self._slow -= slow
+            calls[session] -= 1
+            if not calls[session]:
+                del calls[session]
+
+    def forget(self, session: int) -> None:
+        """The session has ended."""
+        self._excess.pop(session, None)
+
+    def _check(self, method: str, session: int, *, is_shared: bool) -> None:
+        if method in ENDLESS:
+            if self._endless[session] >= ENDLESS_LIMIT:
+                raise self._refusal(session, f"streams: {ENDLESS_LIMIT} of this session are open; let some of them end")
+            return
+        share = self._half if is_shared else self.share
+        if self._running[session] >= share:
+            why = f"calls: {share} of this session in progress (server.session_credits); let some of them end"
+            raise Overloaded(why, retry_after_s=RETRY_AFTER_S) if is_shared else self._refusal(session, why)
+        if not method.startswith(ADMIN) and self.running >= self._queue_limit:
+            why = f"calls: {self._queue_limit} in progress (server.queue_limit); try again later"
+            raise Overloaded(why, retry_after_s=RETRY_AFTER_S)
+        if method in SLOW and self._slow >= self.slow_limit:
+            why = f"calls: {self.slow_limit} slow ones in progress, of server.queue_limit {self._queue_limit}; try again later"
+            raise Overloaded(why, retry_after_s=RETRY_AFTER_S)
+
+    def _refusal(self, session: int, why: str) -> Overloaded:
+        """Of a session that takes more than its own; the last one ends it."""
+        excess, now = self._excess.setdefault(session, Excess(at=self._now())), self._now()
+        forgiven = (now - excess.at) * FORGIVEN_PER_S * self.share
+        excess.level, excess.at = max(0.0, excess.level - forgiven) + 1, now
+        if excess.level > PATIENCE * self.share:
+            del self._excess[session]
+            error = Overloaded(
+                f"session: more than {PATIENCE * self.share} calls beyond its {self.share} credits (server.session_credits)"
+                " within a moment; it is cut off: keep to the credits that the hello names"
+            )
+            self._cut_off(session, error)
+            return error
+        return Overloaded(why, retry_after_s=RETRY_AFTER_S * (1 + excess.level / self.share))
