@@ -86,7 +86,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         tokens_per_block=size,
         tokens=tokens,
         need=Need(group.need),
-        need_tokens=group.need_tokens,
+        need_tokens=min(group.need_tokens, tokens),  # more than all is all, and fits the core's columns
     )
 
 

@@ -1,0 +1,276 @@
+"""A model of a live session: what it has opened, leased and reserved, so that messages can be made that name real things.
+
+`LiveSession.request` makes a good request for any RPC, also for one that was added yesterday: fields are filled by their names from what the
+session knows. `needs` says which good calls come first, and `learn` reads replies. Whoever drives it makes the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+
+from tests.system.mutation import Mutator
+from tests.system.raw import put_blocks
+from tierd._proto import admin_pb2 as apb
+from tierd._proto import cache_pb2 as pb
+from tierd.core.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, ROOT
+from tierd.testing import chain, content_of
+from tierd.tiers.checksum import record_checksum
+
+SERVICES = [*pb.DESCRIPTOR.services_by_name.values(), *apb.DESCRIPTOR.services_by_name.values()]
+METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
+"""Every RPC, as the proto files have it."""
+
+BLOCK_BYTES, TOKENS, RANKS = 4096, 16, 2
+HELD_LIMIT = 8
+"""Leases, and reservations, that the session keeps."""
+SEQUENCES, LENGTH = 12, 6
+"""Chains of blocks that requests are about."""
+SPECS = [
+    pb.OpenNamespaceRequest(
+        model=f"fuzzed-{i}",
+        tokens_per_block=TOKENS,
+        block_bytes=BLOCK_BYTES,
+        weights_digest="w",
+        adapter="a",
+        group="g",
+        salt="s",
+        rank_count=RANKS,
+        geometry=pb.Geometry(layers=2, kv_heads=2, head_dim=8, dtype="f16", layout="NHD"),
+    )
+    for i in range(3)
+]
+Call = tuple[str, list[Message]]
+"""Name of an RPC and its request: one message, or the chunks of a Put."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """A reservation: its number, where it begins and what it was made for."""
+
+    number: int
+    names: np.ndarray
+
+
+@dataclass
+class LiveSession:
+    """What one session knows. mutator: chooses among it too."""
+
+    mutator: Mutator
+    namespaces: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=lambda: [999, 0])
+    leases: list[tuple[int, int]] = field(default_factory=list)  # number and blocks
+    reservations: list[Reserved] = field(default_factory=list)
+    gone: list[int] = field(default_factory=lambda: [1, 0])
+    stored: list[str] = field(default_factory=list)  # hexadecimal names, the last ones
+    fresh: int = 1000
+
+    # -- good calls
+
+    def needs(self, method: str) -> Iterator[Call]:
+        """Calls to be made first, each with its reply given to `learn`, so that there is something to name."""
+        if len(self.namespaces) < len(SPECS):
+            yield from (("OpenNamespace", [spec]) for spec in SPECS)
+        if method in ("Release", "ReportAttention") and len(self.leases) < 2:
+            yield from self._leased()
+        if method in ("Commit", "Abort") and len(self.reservations) < 2:
+            yield "Reserve", [self._reserve()]
+        if not self.stored or self.chance(0.02):
+            yield "Put", self.chunks()
+        if len(self.leases) > HELD_LIMIT:
+            yield "Release", [pb.ReleaseRequest(leases=[number for number, _ in self.leases[:-2]])]
+        for held in self.reservations[:-HELD_LIMIT]:
+            yield "Abort", [pb.AbortRequest(reservation=held.number)]
+
+    def learn(self, method: str, request: Any, reply: Any) -> None:
+        """What a call that went well has changed."""
+        if method == "OpenNamespace" and request in SPECS and reply.namespace not in self.namespaces:
+            self.namespaces.append(reply.namespace)
+        elif method in ("Acquire", "Commit") and reply.lease:
+            blocks = reply.groups[0].count if method == "Acquire" and reply.groups else 1
+            self.leases.append((reply.lease, blocks))
+        elif method == "Reserve" and reply.reservation:
+            names = np.frombuffer(request.groups[0].blocks, dtype=PUT_BLOCK)["hash"]
+            self.reservations.append(Reserved(reply.reservation, names))
+        elif method == "Put":
+            self.stored = [*self.stored[-6:], *(name.tobytes().hex() for name in _names_of(request))]
+        if method == "Release":
+            self.gone += [number for number, _ in self.leases if number in request.leases]
+            self.leases = [held for held in self.leases if held[0] not in request.leases]
+        elif method in ("Abort", "Commit") and not getattr(request, "keep_open", False):
+            self.gone.append(request.reservation)
+            self.reservations = [held for held in self.reservations if held.number != request.reservation]
+        del self.gone[:-20]
+
+    def failed(self, method: str, request: Any) -> None:
+        """What a refused call may mean: a number that is known no more, a namespace whose epoch has ended."""
+        if method == "Commit":
+            self.reservations = [held for held in self.reservations if held.number != request.reservation]
+        for group in getattr(request, "groups", ()):
+            if group.namespace in self.namespaces and self.chance(0.2):
+                self.namespaces.remove(group.namespace)
+                self.ended.append(group.namespace)
+
+    def chance(self, share: float) -> bool:
+        """True that often."""
+        return self.mutator.random.random() < share
+
+    def request(self, method: MethodDescriptor) -> list[Message]:
+        """A request that is good, or was."""
+        if method.input_type is pb.PutChunk.DESCRIPTOR:
+            return self.chunks()
+        made = getattr(self, f"_{method.input_type.name}", None)
+        return [made() if made else self._by_names(method.input_type)]
+
+    def chunks(self) -> list[Message]:
+        """A good Put: a sequence of a few blocks, each in two chunks."""
+        names, made = self._names(), list[Any]()
+        names = names[: self.mutator.random.randrange(1, 4)]
+        for index, name in enumerate(names):
+            data, half = content_of(name, BLOCK_BYTES).tobytes(), BLOCK_BYTES // 2
+            for offset in (0, half):
+                part = data[offset : offset + half]
+                made.append(pb.PutChunk(index=index, offset=offset, data=part, checksum=record_checksum(part)))
+        group = pb.PutGroup(namespace=self._namespace(), rank=1, parent=ROOT, blocks=put_blocks(names).tobytes())
+        made[0].group.CopyFrom(group)
+        return made
+
+    # -- one maker per message that is more than its fields' names
+
+    def _LookupRequest(self) -> Message:  # noqa: N802  # the message's name
+        return pb.LookupRequest(groups=self._groups())
+
+    def _AcquireRequest(self) -> Message:  # noqa: N802
+        return pb.AcquireRequest(groups=self._groups(), tier=pb.TIER_KIND_HOST)
+
+    def _PrefetchRequest(self) -> Message:  # noqa: N802
+        return pb.PrefetchRequest(groups=self._groups(), tier=pb.TIER_KIND_HOST)
+
+    def _GetRequest(self) -> Message:  # noqa: N802
+        return pb.GetRequest(group=self._group(1), first=self.mutator.random.randrange(3))
+
+    def _OpenNamespaceRequest(self) -> Message:  # noqa: N802
+        made = pb.OpenNamespaceRequest()
+        made.CopyFrom(self.mutator.random.choice(SPECS))
+        return made
+
+    def _ReserveRequest(self) -> Message:  # noqa: N802
+        return self._reserve()
+
+    def _CommitRequest(self) -> Message:  # noqa: N802
+        held = self.mutator.random.choice(self.reservations) if self.reservations else Reserved(1, chain(1, 2))
+        request = pb.CommitRequest(reservation=held.number, lease=self.chance(0.3), keep_open=self.chance(0.3))
+        request.durability = pb.DURABILITY_DURABLE if self.chance(0.02) else pb.DURABILITY_MEMORY
+        if self.chance(0.8):
+            request.blocks.blocks = _commit_blocks(held).tobytes()
+        return request
+
+    def _AbortRequest(self) -> Message:  # noqa: N802
+        number = self.reservations[0].number if self.reservations and self.chance(0.7) else self._old()
+        return pb.AbortRequest(reservation=number)
+
+    def _ReleaseRequest(self) -> Message:  # noqa: N802
+        number = self.leases[0][0] if self.leases and self.chance(0.7) else self._old()
+        return pb.ReleaseRequest(leases=[number, self._old()])
+
+    def _ReportAttentionRequest(self) -> Message:  # noqa: N802
+        number, blocks = self.mutator.random.choice(self.leases) if self.leases else (self._old(), 1)
+        return pb.ReportAttentionRequest(lease=number, group=0, mass=np.ones(blocks, dtype="<f4").tobytes())
+
+    # -- parts
+
+    def _by_names(self, message: Any) -> Message:
+        made = message._concrete_class()
+        for part in message.fields:
+            self._fill(made, part)
+        return made
+
+    def _fill(self, made: Any, part: FieldDescriptor) -> None:
+        if part.message_type is not None or part.type == FieldDescriptor.TYPE_BOOL:
+            return
+        values = self._values(part)
+        if part.is_repeated:
+            getattr(made, part.name).extend(self.mutator.random.sample(values, self.mutator.random.randrange(3)))
+        else:
+            setattr(made, part.name, self.mutator.random.choice(values))
+
+    def _values(self, part: FieldDescriptor) -> list[Any]:
+        hexes = self.stored or ["00"]
+        known: dict[str, list[Any]] = {
+            "hash": hexes,
+            "hashes": [*hexes, hexes[0][:12]],
+            "hash_prefix": ["", hexes[0][:6]],
+            "tier": ["", "host.0", "nvme.0"],
+            "sort": ["", "recent", "-hits", "position", "bytes"],
+            "model": [spec.model for spec in SPECS],
+            "namespace": [0, self._namespace()],
+            "deadline_s": [0.001, 0.002],
+        }
+        zero = {FieldDescriptor.TYPE_STRING: ["", "host.0"], FieldDescriptor.TYPE_BYTES: [b"", bytes(32)]}
+        return known.get(part.name) or zero.get(part.type) or [0, 1, 5]
+
+    def _leased(self) -> Iterator[Call]:
+        chunks: list[Any] = self.chunks()
+        yield "Put", chunks
+        wanted = pb.Group(
+            namespace=chunks[0].group.namespace, ranks=[1], hashes=_names_of(chunks[0]).tobytes(), need=pb.NEED_PREFIX
+        )
+        yield "Acquire", [pb.AcquireRequest(groups=[wanted], tier=pb.TIER_KIND_HOST)]
+
+    def _groups(self) -> list[pb.Group]:
+        return [self._group(self.mutator.random.randrange(RANKS)) for _ in range(self.mutator.random.choice((1, 1, 2)))]
+
+    def _group(self, rank: int) -> pb.Group:
+        names = self._names()
+        return pb.Group(
+            namespace=self._namespace(),
+            ranks=[rank],
+            hashes=names.tobytes(),
+            tokens_per_block=TOKENS,
+            tokens=TOKENS * len(names) - self.mutator.random.choice((0, 0, 3)),
+            need=self.mutator.random.choice((pb.NEED_PREFIX, pb.NEED_PREFIX, pb.NEED_LAST_TOKENS, pb.NEED_LAST_STATE)),
+            need_tokens=self.mutator.random.choice((0, TOKENS)),
+        )
+
+    def _reserve(self) -> pb.ReserveRequest:
+        self.fresh += 1
+        names = chain(self.fresh, 3) if self.chance(0.7) else self._names()
+        groups = [
+            pb.PutGroup(namespace=self._namespace(), parent=ROOT, position=0, blocks=put_blocks(names).tobytes()),
+            pb.PutGroup(namespace=self._namespace(), rank=1, blocks=put_blocks(np.zeros((2, 32), np.uint8)).tobytes()),
+        ]
+        return pb.ReserveRequest(groups=groups[: self.mutator.random.choice((1, 1, 2))], tier=pb.TIER_KIND_HOST)
+
+    def _namespace(self) -> int:
+        known = self.namespaces if self.namespaces and self.chance(0.95) else self.ended
+        return self.mutator.random.choice(known)
+
+    def _names(self) -> np.ndarray:
+        return chain(self.mutator.random.randrange(SEQUENCES), LENGTH)
+
+    def _old(self) -> int:
+        return self.mutator.random.choice(self.gone)
+
+
+def stored_handles(reply: Any) -> np.ndarray:
+    """HANDLE of every block of an AcquireReply."""
+    return np.frombuffer(b"".join(group.handles for group in reply.groups), dtype=HANDLE)
+
+
+def _names_of(first: Any) -> np.ndarray:
+    """Hashes of the blocks that the first chunk of a Put names."""
+    blocks = first.group.blocks
+    return np.frombuffer(blocks[: len(blocks) // PUT_BLOCK.itemsize * PUT_BLOCK.itemsize], dtype=PUT_BLOCK)["hash"]
+
+
+def _commit_blocks(held: Reserved) -> np.ndarray:
+    blocks = np.zeros(min(2, len(held.names)), dtype=COMMIT_BLOCK)
+    blocks["hash"], blocks["index"] = held.names[: len(blocks)], np.arange(len(blocks))
+    blocks["hash"][~blocks["hash"].any(axis=1)] = chain(held.number % 1000, 1)[0]
+    blocks["position"], blocks["tokens"], blocks["length"] = np.arange(len(blocks)), TOKENS, BLOCK_BYTES
+    return blocks
