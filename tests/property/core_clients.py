@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 from core_model import Key, Model, Stage
@@ -60,8 +61,8 @@ class Lease:
     generations: list[int] = field(default_factory=list)
 
 
-def new_core(specs: list[TierSpec], **first: int) -> Core:
-    return Core(specs, policies=lambda spec: EVICTION[spec.eviction](), session_share=SHARE, **first)
+def new_core(specs: list[TierSpec], **more: Any) -> Core:
+    return Core(specs, policies=lambda spec: EVICTION[spec.eviction](), session_share=SHARE, **more)
 
 
 class Clients(RuleBasedStateMachine):

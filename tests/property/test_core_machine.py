@@ -19,6 +19,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tierd.core.core import Core
 from tierd.core.model import BlockStatus, TierKind
+from tierd.core.plan import Start
 
 requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
 
@@ -164,8 +165,7 @@ class CoreMachine(Clients):
         old, model = self.core, self.model
         self.core = new_core(
             self.specs,
-            first_generation=max(model.used_generations, default=0) + 1,
-            first_segment=max(model.used_segments, default=0) + 1,
+            start=Start(max(model.used_generations, default=0) + 1, max(model.used_segments, default=0) + 1),
         )
         leases, reservations = self.leases, self.reservations
         self.leases, self.reservations, self.commits = {}, {}, []

@@ -17,7 +17,6 @@ POSITIONAL = 5
 WIDE: dict[str, int] = {
     "cache/cache.py:Cache.commit": 7,
     "cache/flights.py:Flights.__init__": 8,
-    "core/core.py:Core.__init__": 6,
     "core/core.py:Core.finish_commit": 6,
     "core/puts.py:Puts.finish_commit": 6,
     "server/assembly.py:_assemble": 6,

@@ -1,7 +1,8 @@
 """Blocks: what is known by which name, as columns over dense ids.
 
 Purpose: name -> id, and what a block is (size, chain, digest, use). Non-purpose: where it lies (index.py). Names are found through the table by
-their first 8 bytes, mixed with the namespace, and compared in full.
+a key of 8 bytes and compared in full. The key is a multilinear hash with secret factors, whose upper half is strongly universal (Lemire and Kaser,
+"Strongly universal string hashing is fast", 2014), so that names which a client made up meet in it no more often than others.
 
 Life of an id: `add` (named, no page yet) -> pages come and go (index.py counts them in `places`) -> `fade` when the last is gone. A block
 without a page stays known as long as others name it as their parent (`family`), so that a chain mends when the block is
@@ -29,7 +30,8 @@ Column = NDArray[Any]
 Words = NDArray[np.uint64]
 """Hashes as uint64 [n, 4]."""
 
-_NAMESPACE_MIX = np.uint64(0xD6E8_FEB8_6659_FD93)
+ID_LIMIT = (1 << 31) - 1
+"""Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
 _META_COLUMNS = {
     "namespace": "namespace",
     "domain": "domain",
@@ -57,11 +59,6 @@ class Names:
     namespace: Column
     hash: Words
 
-    @property
-    def keys(self) -> Words:
-        """Table keys: uint64 [n]."""
-        return self.hash[:, 0] ^ (self.namespace.astype(np.uint64) * _NAMESPACE_MIX)
-
     def at(self, rows: Ids) -> Names:
         """Some of them."""
         return Names(self.namespace[rows], self.hash[rows])
@@ -69,7 +66,7 @@ class Names:
     def firsts(self) -> NDArray[np.bool_]:
         """Which names stand in no earlier row."""
         out = np.ones(len(self.hash), bool)
-        keys = self.keys
+        keys = self.hash[:, 0]
         order = np.argsort(keys)
         again = np.flatnonzero(keys[order][1:] == keys[order][:-1])
         rows = np.unique(order[np.concatenate((again, again + 1))])
@@ -84,7 +81,9 @@ class Names:
 class Blocks:
     """See the module. Columns are indexed by block id; `columns` are lengthened together (index.py adds its own)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, seed: int = 0) -> None:
+        """seed: of the keys; no answer depends on it."""
+        self._factors = np.random.SeedSequence(seed).generate_state(2 * HASH_BYTES // 8 + 1, np.uint64)
         self._columns: list[tuple[Column, int]] = []
         self.key: Column = self.column(np.uint64)
         self.hash: Column = self.column(np.uint64, width=4)
@@ -132,7 +131,7 @@ class Blocks:
 
     def find(self, names: Names) -> Ids:
         """The id with each name, else -1. It may have no page at the moment."""
-        return self.table.find(names.keys, lambda rows, ids: self._same(names, rows, ids))
+        return self.table.find(self._keys(names), lambda rows, ids: self._same(names, rows, ids))
 
     def parents_of(self, names: Names) -> Ids:
         """The ids with those names that have a page, else -1."""
@@ -147,7 +146,7 @@ class Blocks:
         new = np.flatnonzero(ids < 0)
         ids[new] = self._new_ids(len(new))
         self._write(ids, metas, now)
-        self.key[ids[new]] = names.at(new).keys
+        self.key[ids[new]] = self._keys(names.at(new))
         self.table.insert(ids[new])
         return ids
 
@@ -218,6 +217,12 @@ class Blocks:
         out["digest"] = _raw(self.digest[ids])
         return out
 
+    def _keys(self, names: Names) -> Column:
+        """Table keys: uint64 [n], modulo 2^64."""
+        halves = names.hash.view(np.uint32)
+        keys = np.einsum("ij,j->i", halves, self._factors[1:]) + names.namespace.astype(np.uint64) * self._factors[0]
+        return np.asarray(keys, np.uint64)
+
     def _same(self, names: Names, rows: Ids, ids: Ids) -> NDArray[np.bool_]:
         same = (self.hash[ids] == names.hash[rows]).all(axis=1) & (self.namespace[ids] == names.namespace[rows])
         return np.asarray(same, np.bool_)
@@ -239,6 +244,7 @@ class Blocks:
         reused = min(count, self._free_count)
         self._free_count -= reused
         old = self._free[self._free_count : self._free_count + reused][::-1].astype(np.int64)
+        assert self._rows + count - reused <= ID_LIMIT, "more blocks than ids"
         self._lengthen(self._rows + count - reused)
         fresh = np.arange(self._rows, self._rows + count - reused)
         self._rows += count - reused

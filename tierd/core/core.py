@@ -44,6 +44,7 @@ from tierd.core.plan import (
     Restored,
     Served,
     SessionStats,
+    Start,
     TierStats,
     TransferIds,
 )
@@ -63,18 +64,15 @@ class Core:
         *,
         policies: Policies,
         session_share: float = 0.5,
-        first_generation: int = 1,
-        first_segment: int = 1,
-        first_id: int = 1,
+        start: Start = Start(),  # noqa: B008  # frozen
     ) -> None:
         """tiers: near to far, at most 64. policies: makes the eviction policy of a tier. session_share: of a tier's capacity, the most that one session may pin and reserve.
 
-        first_generation, first_segment: above every number that a surviving tier has used. first_id: of leases and reservations; far from
-        those of former daemons, so that a release that comes late frees nothing of somebody else.
+        start: where numbers begin. Raises ConfigError, InvalidArgument.
         """
-        self._index = Index(tiers, policies=policies, first_generation=first_generation)
-        self._sessions = Sessions(self._index.tiers, share=session_share, first_id=first_id)
-        room = Room(self._index, first_segment=first_segment, domains=self._sessions.domains)
+        self._index = Index(tiers, policies=policies, start=start)
+        self._sessions = Sessions(self._index.tiers, share=session_share, first_id=start.id)
+        room = Room(self._index, first_segment=start.segment, domains=self._sessions.domains)
         self._planner = Planner(self._index, room)
         self._demotion = Demotion(self._planner)
         self._gets = Gets(self._planner, self._sessions)

@@ -27,8 +27,8 @@ from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
 from tierd.core.eviction import Policies
 from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierKind, TierSpec
-from tierd.core.pages import Key, Pages
-from tierd.core.plan import Bools, Ids
+from tierd.core.pages import GENERATION_LIMIT, Key, Pages
+from tierd.core.plan import Bools, Ids, Start
 
 Column = NDArray[Any]
 
@@ -36,17 +36,17 @@ Column = NDArray[Any]
 class Index:
     """See the module. Ids given to one call are distinct unless said otherwise."""
 
-    def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, first_generation: int) -> None:
+    def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start) -> None:
         self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
         self.policies = [policies(spec) for spec in tiers]
-        self.blocks = Blocks()
+        self.blocks = Blocks(seed=start.seed)
         self.page = [self.blocks.column(np.int32, fill=NO_PAGE) for _ in tiers]
         self.held = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.children = [self.blocks.column(np.int32) for _ in tiers]
         self.going = [0 for _ in tiers]
         self.tips = [0 for _ in tiers]
-        self.generation = first_generation
+        self.generation = start.generation
         self.freed_by_reason = np.zeros(len(Reason), np.int64)
         self.evictions = [0 for _ in tiers]
 
@@ -88,8 +88,13 @@ class Index:
 
     # -- arrows
 
+    @property
+    def generations_left(self) -> int:
+        """How many pages can still be given, ever."""
+        return max(0, GENERATION_LIMIT - self.generation)
+
     def set_aside(self, tier: int, key: Key, count: int) -> Ids:
-        """free -> reserved: up to `count` pages of segments that are in use."""
+        """free -> reserved: up to `count` pages of segments that are in use. count: not above generations_left."""
         pages = self.tiers[tier].take(key, count, self.generation)
         self.generation += len(pages)
         return pages

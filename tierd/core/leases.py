@@ -19,8 +19,8 @@ import numpy as np
 from tierd.core.draft import no_ids
 from tierd.core.model import StructArray, TierKind
 from tierd.core.pages import Pages
-from tierd.core.plan import Bools, Bytes, GroupQuery, Ids, Lengths
-from tierd.errors import NotFound
+from tierd.core.plan import ID_LIMIT, Bools, Bytes, GroupQuery, Ids, Lengths
+from tierd.errors import InvalidArgument, NotFound
 
 OPEN, BUSY, GONE = 0, 1, 2
 """A reserved page: the client writes it; a commit of it is under way; it is no longer of the reservation."""
@@ -108,6 +108,8 @@ class Sessions:
     """See the module. `domains` is every open session's domain, by id; others may read it."""
 
     def __init__(self, tiers: Sequence[Pages], *, share: float, first_id: int = 1) -> None:
+        if not 0 < first_id <= ID_LIMIT:
+            raise InvalidArgument(f"start.id: {first_id} is outside 1 to {ID_LIMIT}; begin lower")
         self._tiers = tiers
         self.limits = [int(share * tier.spec.capacity_bytes) for tier in tiers]
         self.domains: dict[int, int] = {}
@@ -117,7 +119,7 @@ class Sessions:
         self._next = first_id
 
     def next_id(self) -> int:
-        """A new id for a lease, a reservation or a commit; never used twice."""
+        """A new id for a lease, a reservation or a commit; never used twice (see ID_LIMIT)."""
         self._next += 1
         return self._next - 1
 

@@ -8,8 +8,8 @@ A page found bad is quarantined instead of freed: it keeps its place, holds noth
 or until its segment holds nothing else and its place is wanted (`reclaim`). The books of it are kept here; none outlives a restart.
 
 Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those that a writer holds
-after a restart; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise. Which page is given does not
-depend on the order in which others came back: the lowest place, then the lowest slot.
+after a restart; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
+given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ from tierd.errors import ConfigError
 Column = NDArray[Any]
 DAEMON = 0
 """Writer of the segments that only the daemon writes."""
+GENERATION_LIMIT = (1 << 64) - (1 << 32)
+"""No page is given with a generation as great: tiers' marks run ahead of what is used, and must fit their words too."""
+SEGMENT_LIMIT = (1 << 32) - (1 << 20)
+"""No segment begins with an id as great, for the same reason."""
+PAGE_LIMIT = (1 << 31) - 1
+"""Page ids of one tier: they lie in int32 columns."""
 
 
 class Key(NamedTuple):
@@ -255,6 +261,11 @@ class Pages:
             key: len(self.vacant) * (self.spec.segment_bytes // key.class_bytes) * key.class_bytes for key in used
         }
         return {key: Usage(used[key], whole[key] + vacant[key]) for key in used}
+
+    def has_ids(self, class_bytes: int) -> bool:
+        """Whether a segment of the class could have page ids: those of an ended one, or new ones."""
+        count = self.spec.segment_bytes // class_bytes
+        return bool(self._runs.get(count)) or len(self.state) + count <= PAGE_LIMIT
 
     def fits(self, class_bytes: int) -> bool:
         """Whether a segment can hold a page of the class at all."""

@@ -21,6 +21,25 @@ Lengths = NDArray[np.uint32]
 TransferIds = NDArray[np.uint64]
 
 
+ID_LIMIT = 1 << 63
+"""No lease, reservation or commit begins its numbers above it: as many are left before they leave 8 bytes, more than any daemon can give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the numbers of a core begin.
+
+    generation, segment: above every number that a surviving tier has used. id: of leases and reservations; far from those of former daemons,
+    so that a release that comes late frees nothing of somebody else. seed: of the table of names; a secret one, so that no client can
+    make up names that slow it down. No answer depends on it.
+    """
+
+    generation: int = 1
+    segment: int = 1
+    id: int = 1
+    seed: int = 0
+
+
 # -- questions
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from tierd.core.draft import Draft, no_ids
 from tierd.core.index import Index
 from tierd.core.model import PageState, Reason
-from tierd.core.pages import Key
+from tierd.core.pages import SEGMENT_LIMIT, Key
 from tierd.core.plan import Bools, Ids
 
 MOST_REACH = 4096
@@ -42,6 +42,7 @@ class Room:
         pages_of = self._index.tiers[tier]
         if not (pages_of.serving and pages_of.writable and pages_of.fits(key.class_bytes)):
             return no_ids()
+        count = min(count, self._index.generations_left)
         got = [self._index.set_aside(tier, key, count)]
         missing = count - len(got[0])
         while missing and (self._begin(tier, key, draft) or self._give_up(tier, key, missing, draft)):
@@ -139,7 +140,7 @@ class Room:
     def _begin(self, tier: int, key: Key, draft: Draft) -> bool:
         """A vacant place begins a life, or one that holds little but what is quarantined. False: there is none."""
         pages_of = self._index.tiers[tier]
-        if not pages_of.vacant and not pages_of.reclaim():
+        if not ((pages_of.vacant or pages_of.reclaim()) and self._has_ids(tier, key)):
             return False
         draft.begin(pages_of.begin(key, self.next_segment, dict(self._domains)))
         self.next_segment += 1
@@ -172,13 +173,18 @@ class Room:
         return len(mine) > 0
 
     def _empty_coldest(self, tier: int, victims: Ids, key: Key, draft: Draft) -> bool:
-        """Empties the segment of another key that holds most of the victims. False: something is held in each."""
+        """Empties the segment of another key that holds most of the victims. False: something is held in each, or there are no ids for a new one."""
+        if not self._has_ids(tier, key):
+            return False
         places = self._places(tier, victims)
         values, first, counts = np.unique(places, return_index=True, return_counts=True)
         for place in values[np.lexsort((first, -counts))].tolist():
             if self._index.tiers[tier].key_of(place) != key and self._empty(tier, place, draft):
                 return True
         return False
+
+    def _has_ids(self, tier: int, key: Key) -> bool:
+        return self.next_segment < SEGMENT_LIMIT and self._index.tiers[tier].has_ids(key.class_bytes)
 
     def _places(self, tier: int, victims: Ids) -> Ids:
         return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)

@@ -27,6 +27,7 @@ from tierd.core.block import Namespace
 from tierd.core.core import Core
 from tierd.core.model import TierKind, TierSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
+from tierd.core.plan import Start
 from tierd.errors import ConfigError, CorruptRecord
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
@@ -130,9 +131,12 @@ def _assemble(
         [tier.spec for tier in tiers],
         policies=lambda spec: EVICTION[spec.eviction](),
         session_share=config.server.session_share,
-        first_generation=max(found.next_generation for found in recovered),
-        first_segment=max(found.next_segment for found in recovered),
-        first_id=secrets.randbits(60) + 1,
+        start=Start(
+            generation=max(found.next_generation for found in recovered),
+            segment=max(found.next_segment for found in recovered),
+            id=secrets.randbits(60) + 1,
+            seed=secrets.randbits(128),
+        ),
     )
     for session in (f.holder for f in former):
         # Before their segments come back: a process that lives can still write to its own, so the daemon must not.
