@@ -4,7 +4,7 @@
     store.disk = disk                            # an NvmeStore, before `open`; direct "auto" or "on"
     after = disk.crashed(random.Random(7))       # what a machine finds that lost its power now; `disk` goes on
     disk.crash(random.Random(7))                 # the same, of this disk: descriptors and locks are gone
-    disk.kill()                                  # a process ends, the machine goes on
+    disk.end_process()                           # a process ends, the machine goes on
     disk.faults = DiskFaults(read_error=0.01)    # from now on, by the disk's own chance
 
 Purpose: `tierd.tiers.files.Files` for simulations. Non-purpose: time (who simulates delays calls), directories as such (they are always there),
@@ -135,7 +135,7 @@ class _Lock:
 
 
 class SimDisk:
-    """An empty disk. chance: what decides over faults. before_change: called before each operation that changes something.
+    """An empty disk. chance: what decides over faults. before_change: called with its name before each operation that changes something.
 
     hits: how often each fault struck. ops: operations that changed something.
     """
@@ -144,7 +144,7 @@ class SimDisk:
         self.faults = DiskFaults()
         self.hits: Counter[str] = Counter()
         self.ops = 0
-        self.before_change: Callable[[], None] | None = None
+        self.before_change: Callable[[str], None] | None = None
         self._chance = chance or Random(0)
         self._names: dict[Path, _File] = {}
         self._durable_names: dict[Path, _File] = {}
@@ -173,16 +173,11 @@ class SimDisk:
         """Power is lost and comes back: descriptors are bad, locks gone, unsynced things there or not."""
         after = self.crashed(chance)
         self._names, self._durable_names, self._unsynced_names = after._names, after._durable_names, {}
-        self.kill()
-
-    def kill(self) -> None:
-        """The process ends: descriptors are bad, locks gone, and everything written is there, durable or not."""
-        self._open.clear()
-        self._locked.clear()
+        self.end_process()
 
     def end_process(self) -> None:
         """The process that used the disk is gone, the machine is not: what it wrote stays, its descriptors and locks do not."""
-        self._open = {}
+        self._open.clear()
         self._locked.clear()
 
     # -- whole files, for those who look at a disk from outside
@@ -221,7 +216,7 @@ class SimDisk:
             file = _File()
             self._rename(path.parent, {path: file})
         if flags & os.O_TRUNC and file.image:
-            self._change()
+            self._change("open")
             file.resize(0)
         self._next_fd += 1
         self._open[self._next_fd] = path.name, file, bool(flags & os.O_DIRECT)
@@ -247,18 +242,18 @@ class SimDisk:
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """As `Files.pwritev`."""
         file = self._file(fd, offset, buffers)
-        self._change()
+        self._change("pwritev")
         return self._write(fd, file, offset, b"".join(buffers))
 
     def truncate(self, fd: int, length: int) -> None:
         """As `Files.truncate`."""
-        self._change()
+        self._change("truncate")
         self._file(fd).resize(length)
 
     def allocate(self, fd: int, length: int) -> None:
         """As `Files.allocate`."""
         file = self._file(fd)
-        self._change()
+        self._change("allocate")
         self._raise_if(fd, "no_space", errno.ENOSPC)
         if len(file.image) < length:
             file.resize(length)
@@ -266,7 +261,7 @@ class SimDisk:
     def sync_data(self, fd: int) -> None:
         """As `Files.sync_data`."""
         file = self._file(fd)
-        self._change()
+        self._change("sync_data")
         if self._strikes(fd, "failed_sync"):
             file.drop_some(self._chance)
             raise OSError(errno.EIO, "simulated: the sync failed")
@@ -274,7 +269,7 @@ class SimDisk:
 
     def sync_directory(self, path: Path) -> None:
         """As `Files.sync_directory`."""
-        self._change()
+        self._change("sync_directory")
         for change in self._unsynced_names.pop(path, []):
             _apply(self._durable_names, change)
 
@@ -297,13 +292,13 @@ class SimDisk:
 
     # -- inside
 
-    def _change(self) -> None:
+    def _change(self, operation: str) -> None:
         if self.before_change is not None:
-            self.before_change()
+            self.before_change(operation)
         self.ops += 1
 
     def _rename(self, directory: Path, change: Mapping[Path, _File | None]) -> None:
-        self._change()
+        self._change("rename")
         _apply(self._names, change)
         self._unsynced_names.setdefault(directory, []).append(change)
 
