@@ -217,14 +217,15 @@ class Mutator:
     def mapping(self, message: dict[str, Any]) -> dict[Any, Any]:
         """A map with one field changed, left out, or more than there should be; what changed is counted as `op.field`."""
         changed: dict[Any, Any] = dict(message)
-        key = self.random.choice(list(message))
+        fields = [key for key in message if key != "op"]
+        if not fields or self.random.random() < 0.1:
+            changed[self.random.choice(("extra", "", 5, b"k", "op "))] = self.thing(0)
+        key = "op" if self.random.random() < (0.1 if fields else 0.15) else self.random.choice(fields or ["extra"])
         self.mutated[f"{message['op']}.{key}"] += 1
         if self.random.random() < 0.15:
-            del changed[key]
+            changed.pop(key, None)
         else:
-            changed[key] = self.thing(message[key])
-        if self.random.random() < 0.1:
-            changed[self.random.choice(("extra", "", 5, b"k", "op "))] = self.thing(0)
+            changed[key] = self.thing(message.get(key, 0))
         return changed
 
     def thing(self, value: Any) -> Any:
