@@ -46,6 +46,12 @@ BUILDERS: dict[str, set[str]] = {
     "cli/leftovers.py": {"server", "tiers"},
     "cli/conversation.py": {"worker"},
     "cli/demo.py": {"worker", "testing", "kernels"},
+    # The simulator is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.
+    "testing/sim/arena.py": {"tiers"},
+    "testing/sim/client.py": {"cache", "server", "tiers"},
+    "testing/sim/daemon.py": {"cache", "mover", "server", "tiers"},
+    "testing/sim/events.py": {"cache", "server"},
+    "testing/sim/world.py": {"server", "tiers"},
 }
 """The modules that put parts together, and what they may see beyond their part's row."""
 

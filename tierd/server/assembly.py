@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,21 @@ class Assembly:
             self.named.add(namespace.id)
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a daemon is put together over: its tiers and what each found, the session table and what it says, the clock.
+
+    draw: so many random bits; a simulation's come from its seed.
+    """
+
+    tiers: list[Tier]
+    recovered: list[Recovered]
+    holds: HoldTable
+    former: list[FormerHolder]
+    clock: Clock
+    draw: Callable[[int], int] = secrets.randbits
+
+
 @contextlib.asynccontextmanager
 async def assemble(config: Config) -> AsyncIterator[Assembly]:
     """Builds everything but the sockets; closes it at the end. Raises what Instance and the tiers' `open` raise."""
@@ -97,7 +112,9 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
         failpoint("assembly.before_parts")
-        daemon = _assemble(config, tiers, recovered, instance=instance, holds=holds, former=former)
+        clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
+        opened = Opened(tiers, recovered, holds=holds, former=former, clock=clock)
+        daemon = put_together(config, opened, instance=instance)
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
         yield daemon
@@ -113,20 +130,13 @@ async def _close(tier: Tier, release: object) -> None:
     await tier.close(release=bool(release()) and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST))
 
 
-def _assemble(
-    config: Config,
-    tiers: list[Tier],
-    recovered: list[Recovered],
-    *,
-    instance: Instance,
-    holds: HoldTable,
-    former: list[FormerHolder],
-) -> Assembly:
+def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assembly:
+    """The books and the conductor over what was opened."""
+    tiers, recovered, clock = opened.tiers, opened.recovered, opened.clock
     registry = NamespaceRegistry()
     instance.restore_namespaces(registry)
     for tier, found in zip(tiers, recovered, strict=True):
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
-    clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
     core = Core(
         [tier.spec for tier in tiers],
         policies=lambda spec: EVICTION[spec.eviction](),
@@ -134,11 +144,11 @@ def _assemble(
         start=Start(
             generation=max(found.next_generation for found in recovered),
             segment=max(found.next_segment for found in recovered),
-            id=secrets.randbits(60) + 1,
-            seed=secrets.randbits(128),
+            id=opened.draw(60) + 1,
+            seed=opened.draw(128),
         ),
     )
-    for session in (f.holder for f in former):
+    for session in (f.holder for f in opened.former):
         # Before their segments come back: a process that lives can still write to its own, so the daemon must not.
         registry.keep_domain(session.tenant, session.domain)
         core.open_session(session.session, domain=session.domain)
@@ -155,7 +165,7 @@ def _assemble(
             mover=mover,
             clock=clock,
             registry=registry,
-            holds=holds,
+            holds=opened.holds,
             metrics=metrics,
             events=EventLog(limit=config.server.watch_queue_events),
             verify=config.host[0].verify if config.host else "first_hit",
@@ -165,11 +175,13 @@ def _assemble(
                 queue_time_s=config.mover.queue_time,
                 queue_blocks=config.mover.queue_blocks,
             ),
+            seed=opened.draw(64),
         )
     )
     named = {namespace.id for namespace in registry.all()}
+    began, former = time.monotonic(), opened.former
     return Assembly(
-        config, instance.id, tiers, cache, metrics, holds, time.monotonic(), instance, former=former, named=named
+        config, instance.id, tiers, cache, metrics, opened.holds, began, instance, former=former, named=named
     )
 
 

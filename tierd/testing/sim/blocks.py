@@ -1,0 +1,120 @@
+"""Blocks of the simulation: which there are, what is asked of the daemon about them, and where a client has them mapped.
+
+Purpose: `Blocks`, a piece of a chain as queries and commits want it; `Page`, a block's bytes in memory. Non-purpose: talking to the daemon
+(client.py). Invariant: names, lengths and tokens follow from a chain's number, bytes from namespace and hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierd.core.layout import generation_offset
+from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, StructArray
+from tierd.core.plan import GroupQuery, PutQuery
+from tierd.testing.content import chain
+from tierd.testing.sim.arena import Segment
+from tierd.testing.sim.oracle import Key, bytes_of
+
+TOKENS = 16
+CHAINS, DEPTH = 3, 8
+SHORT_TAIL = 3
+"""Every so many-th chain ends in a short block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A block where this client has it mapped."""
+
+    key: Key
+    segment: Segment
+    slot: int
+    offset: int
+    length: int
+    generation: int
+
+    def bytes(self) -> bytes:
+        """What is there now."""
+        assert self.segment.data is not None
+        return bytes(self.segment.data[self.offset : self.offset + self.length])
+
+    def write(self, start: int, stop: int) -> None:
+        """Puts a part of the block's bytes there."""
+        assert self.segment.data is not None
+        data = bytes_of(self.key, self.length)[start:stop]
+        self.segment.data[self.offset + start : self.offset + start + len(data)] = data
+
+    def spoil(self, at: int) -> None:
+        """Changes a byte."""
+        assert self.segment.data is not None
+        self.segment.data[self.offset + at % self.length] ^= 0x55
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the page still has the handle's generation, by its word in the catalogue."""
+        word = np.frombuffer(self.segment.table, "<u8", count=1, offset=generation_offset(self.slot))[0]
+        return int(word) == self.generation
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Numbers first to stop - 1 of a chain, in a namespace."""
+
+    namespace: int
+    chain: int
+    first: int
+    stop: int
+    block_bytes: int
+
+    @property
+    def hashes(self) -> StructArray:
+        """uint8 [blocks, 32], from the chain's first to the last of these."""
+        return chain(self.chain, DEPTH)[: self.stop]
+
+    def key(self, number: int) -> Key:
+        """Of a block of the chain."""
+        return self.namespace, self.hashes[number].tobytes()
+
+    def tokens(self, number: int) -> int:
+        """Of a block."""
+        return 7 if number == DEPTH - 1 and self.chain % SHORT_TAIL == 0 else TOKENS
+
+    def length(self, number: int) -> int:
+        """Of a block, bytes."""
+        return self.block_bytes * self.tokens(number) // TOKENS
+
+    @property
+    def numbers(self) -> range:
+        """Which blocks of the chain."""
+        return range(self.first, self.stop)
+
+    def query(self) -> GroupQuery:
+        """To get all from the chain's beginning on."""
+        tokens = sum(self.tokens(i) for i in range(self.stop))
+        return GroupQuery((self.namespace,), self.hashes, TOKENS, tokens)
+
+    def put(self, *, private: bool) -> PutQuery:
+        """To reserve these."""
+        blocks = np.zeros(len(self.numbers), PUT_BLOCK)
+        if not private:
+            blocks["hash"] = self.hashes[self.first :]
+        blocks["tokens"] = [self.tokens(i) for i in self.numbers]
+        blocks["length"] = [self.length(i) for i in self.numbers]
+        return PutQuery(self.namespace, self.parent(self.first), self.first, blocks)
+
+    def parent(self, number: int) -> bytes:
+        """Hash of the block before."""
+        return self.hashes[number - 1].tobytes() if number else ROOT
+
+    def named(self, indices: Sequence[int]) -> StructArray:
+        """COMMIT_BLOCK of some of these, by their places in the reservation."""
+        rows = np.zeros(len(indices), COMMIT_BLOCK)
+        for row, index in zip(rows, indices, strict=True):
+            number = self.first + index
+            row["hash"] = self.hashes[number]
+            row["parent"] = np.frombuffer(self.parent(number), np.uint8)
+            row["index"], row["position"] = index, number
+            row["tokens"], row["length"] = self.tokens(number), self.length(number)
+        return rows

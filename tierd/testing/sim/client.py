@@ -1,0 +1,388 @@
+"""A client's process: it puts and gets through the daemon's verbs, reads and writes pages itself, and checks every byte that it reads.
+
+Purpose: `Client`. Non-purpose: when it does what (script.py), what it may find (oracle.py). Invariants: it keeps to the protocol unless a fault of
+the script says otherwise; it goes on using what it holds after the daemon has died, as real workers do, and lets go of it afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from tierd.cache.cache import Lease
+from tierd.core.block import Namespace, NamespaceSpec
+from tierd.core.model import (
+    BlockStatus,
+    Durability,
+    StructArray,
+    TierKind,
+)
+from tierd.core.plan import Committed, Reserved
+from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavailable
+from tierd.server.assembly import Assembly
+from tierd.testing.sim.arena import Segment
+from tierd.testing.sim.blocks import CHAINS, DEPTH, TOKENS, Blocks, Page
+from tierd.testing.sim.daemon import SimDaemon
+from tierd.testing.sim.oracle import Key
+from tierd.tiers.holds import Holder, read_boot_id
+
+if TYPE_CHECKING:
+    from tierd.testing.sim.world import World
+
+T = TypeVar("T")
+
+EXPECTED = (RetryError, StaleHandle, TierFailed, NotFound)
+"""How a verb may end when something goes wrong; everything else is a fault of the daemon."""
+
+
+@dataclass
+class _Held:
+    """What a session holds of a daemon's life. uses: gets and puts that still touch its pages."""
+
+    daemon: SimDaemon
+    session: int
+    uses: int = 0
+    has_left: bool = False
+
+
+class Client:
+    """One process. pid: also its number among all that ever were."""
+
+    def __init__(self, world: World, *, pid: int, tenant: str) -> None:
+        self.world, self.loop, self.pid, self.tenant = world, world.loop, pid, tenant
+        self.life = world.loop.new_life()
+        self.context = world.loop.context_of(self.life)
+        self.stalled_until = 0.0
+        self.written: list[Page] = []
+        """Committed pages that it can still write to."""
+        self.writing: list[Page] = []
+        """Reserved ones."""
+        self.counts: Counter[str] = Counter()
+        self.seen: list[Page] = []
+        """Pages that it read last."""
+        self._held: _Held | None = None
+        self._namespaces: dict[str, Namespace] = {}
+        self._maps: dict[tuple[int, int], Segment] = {}
+        self._requests = 0
+
+    # -- talking to the daemon
+
+    async def session(self) -> _Held:
+        """Connects where it isn't connected to this life of the daemon. Raises Unavailable, and what open_session raises."""
+        daemon = self.world.serving()
+        held = self._held
+        if held is None or held.daemon is not daemon or held.has_left:
+            held = _Held(daemon, self.world.new_session(self.pid))
+            self._held = held
+            self._namespaces.clear()
+            holder = Holder(
+                held.session, self.pid, 1, read_boot_id(), 1000, self.world.domain(self.tenant), self.tenant
+            )
+            await self.ask(
+                held, lambda a: a.cache.open_session(held.session, tenant=self.tenant, holder=holder), timeout_s=1.0
+            )
+        return held
+
+    async def ask(
+        self, held: _Held, work: Callable[[Assembly], Awaitable[T] | T], *, timeout_s: float, request: str = ""
+    ) -> T:
+        """A verb of the session. Raises what the daemon raises."""
+        if held.daemon is not self.world.daemon:
+            raise Unavailable("daemon: another life has begun")
+
+        async def run() -> T:
+            result = work(held.daemon.assembly)
+            return await result if isinstance(result, Awaitable) else result
+
+        name = (held.session, request) if request else None
+        result = await held.daemon.call(run, timeout_s=timeout_s, name=name)
+        await self.awake()
+        return result
+
+    async def awake(self) -> None:
+        """A stopped process goes on when it is woken."""
+        while self.stalled_until > self.loop.time():  # noqa: ASYNC110  # it may be stopped again meanwhile
+            await asyncio.sleep(self.stalled_until - self.loop.time())
+
+    async def namespace(self, held: _Held, model: str) -> Namespace:
+        """Opened where it isn't."""
+        if model not in self._namespaces:
+            spec = NamespaceSpec(model, TOKENS, self.world.machine.block_bytes)
+
+            async def opening(assembly: Assembly) -> Namespace:
+                namespace = assembly.cache.open_namespace(held.session, spec)
+                await assembly.keep_namespace(namespace)
+                return namespace
+
+            self._namespaces[model] = await self.ask(held, opening, timeout_s=3.0)
+        return self._namespaces[model]
+
+    async def choose(self, held: _Held, rng: random.Random, *, whole: bool) -> Blocks:
+        """Some blocks of some chain. whole: from its beginning on."""
+        namespace = await self.namespace(held, rng.choice(("m0", "m0", "m1")))
+        first = 0 if whole else rng.choice((0, 0, 0, 2, 4))
+        stop = rng.randint(first + 1, DEPTH)
+        return Blocks(namespace.id, rng.choice((0, 0, *range(CHAINS))), first, stop, self.world.machine.block_bytes)
+
+    async def do(self, what: str, rng: random.Random) -> None:
+        """One verb of the script, to its end."""
+        try:
+            await getattr(self, what)(rng)
+            self.counts[what] += 1
+        except StaleHandle:
+            self._namespaces.clear()
+            self.counts["StaleHandle"] += 1
+        except EXPECTED as error:
+            self.counts[type(error).__name__] += 1
+
+    # -- gets
+
+    async def get(self, rng: random.Random) -> None:
+        """Acquire, read, hold, read again, release."""
+        held = await self.session()
+        wanted = await self.choose(held, rng, whole=True)
+        began_s = self.loop.time()
+        self.world.oracle.asks([wanted.key(i) for i in wanted.numbers])
+        timeout_s = rng.choice((0.2, 1.0, 4.0))
+        lease = await self.acquire(held, wanted, kind=self.kind(rng), timeout_s=timeout_s)
+        self.counts["tokens asked"] += wanted.query().tokens
+        self.counts["tokens served"] += lease.served.tokens
+        if not lease.lease:
+            return
+        extents = lease.served.groups[0].extents[0]
+        held.uses += 1
+        try:
+            pages = await self.pages(held, extents, [wanted.key(i) for i in range(len(extents))])
+            self.read(pages, began_s)
+            await self.hold(rng)
+            self.read(pages, began_s)
+        finally:
+            held.uses -= 1
+            self.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
+
+    async def acquire(self, held: _Held, wanted: Blocks, *, kind: TierKind, timeout_s: float) -> Lease:
+        """A lease, which a client that gives up takes back by its request's name."""
+        request = self.new_request()
+
+        async def work(assembly: Assembly) -> Lease:
+            lease = await assembly.cache.acquire(held.session, [wanted.query()], kind=kind, timeout_s=timeout_s * 0.8)
+            return held.daemon.grants.give((held.session, request), lease, lease=lease.lease)
+
+        return await self.ask(held, work, timeout_s=timeout_s, request=request)
+
+    async def lookup(self, rng: random.Random) -> None:
+        """How much there is."""
+        held = await self.session()
+        wanted = await self.choose(held, rng, whole=True)
+        await self.ask(held, lambda a: a.cache.lookup(held.session, [wanted.query()]), timeout_s=1.0)
+
+    async def prefetch(self, rng: random.Random) -> None:
+        """Brings near what lies far."""
+        held = await self.session()
+        wanted = await self.choose(held, rng, whole=True)
+        kind = self.kind(rng)
+        await self.ask(held, lambda a: a.cache.prefetch(held.session, [wanted.query()], kind), timeout_s=1.0)
+
+    def read(self, pages: Sequence[Page], began_s: float) -> None:
+        """Checks every byte of what is held, and that the pages are still the handles'."""
+        self.seen = [*self.seen[-16:], *pages]
+        for page in pages:
+            found = page.bytes()
+            if not page.is_current:
+                self.world.fail(f"{page}: its generation changed under a reader")
+            self.world.oracle.read(page.key, found, generation=page.generation, began_s=began_s)
+
+    async def hold(self, rng: random.Random) -> None:
+        """What is held is kept for a while; mostly a short one."""
+        await asyncio.sleep(rng.choice((0.0, rng.expovariate(5.0), rng.uniform(0, 4.0))))
+        await self.awake()
+
+    async def pages(self, held: _Held, extents: StructArray, keys: Sequence[Key]) -> list[Page]:
+        """Maps what extents lie in."""
+        return [
+            Page(
+                key,
+                await self.segment(held, int(row["tier"]), int(row["segment"])),
+                int(row["slot"]),
+                int(row["offset"]),
+                int(row["length"]),
+                int(row["generation"]),
+            )
+            for row, key in zip(extents, keys, strict=True)
+        ]
+
+    async def segment(self, held: _Held, tier: int, segment: int) -> Segment:
+        """As the session socket maps it; once."""
+        if (tier, segment) not in self._maps:
+            work = lambda _assembly: held.daemon.map(tier, segment, session=held.session)  # noqa: E731
+            self._maps[tier, segment] = await self.ask(held, work, timeout_s=1.0)
+        return self._maps[tier, segment]
+
+    # -- puts
+
+    async def put(self, rng: random.Random) -> None:
+        """Reserve, write in two goes, commit or abort."""
+        held = await self.session()
+        wanted = await self.choose(held, rng, whole=False)
+        durability = rng.choice((Durability.MEMORY, Durability.DURABLE))
+        private, timeout_s = rng.random() < 0.2, rng.choice((0.5, 2.0, 5.0))
+        reserved = await self.reserve(held, wanted, durability=durability, private=private, kind=self.kind(rng))
+        given = np.flatnonzero(reserved.statuses[0] == BlockStatus.RESERVED)
+        if not reserved.reservation:
+            return
+        held.uses += 1
+        pages: list[Page] = []
+        try:
+            keys = [wanted.key(wanted.first + i) for i in given.tolist()]
+            pages = await self.pages(held, reserved.extents[0][given], keys)
+            self.writing += pages
+            await self.write(pages, rng)
+            if rng.random() < 0.1:
+                self.let_go(held, lambda a: a.cache.abort(held.session, reserved.reservation))
+                return
+            ways = _Commit(wanted, reserved.reservation, given.tolist(), durability, private)
+            await self.commit(held, ways, rng, timeout_s=timeout_s)
+            self.written = [*self.written[-16:], *pages]
+        except BaseException:
+            self.let_go(held, lambda a: a.cache.abort(held.session, reserved.reservation))
+            raise
+        finally:
+            held.uses -= 1
+            self.writing = [page for page in self.writing if page not in pages]
+            self.forget(held)
+
+    async def reserve(
+        self, held: _Held, wanted: Blocks, *, durability: Durability, private: bool, kind: TierKind
+    ) -> Reserved:
+        """Pages; what exists already is durable if that was asked for."""
+        request = self.new_request()
+
+        async def work(assembly: Assembly) -> Reserved:
+            reserved = await assembly.cache.reserve(
+                held.session, [wanted.put(private=private)], kind=kind, durability=durability, timeout_s=1.6
+            )
+            if durability is Durability.DURABLE:
+                exist = np.flatnonzero(reserved.statuses[0] == BlockStatus.EXISTS)
+                self.world.acknowledge(assembly, [wanted.key(wanted.first + i) for i in exist.tolist()])
+            call = held.session, request
+            return held.daemon.grants.give(call, reserved, reservation=reserved.reservation)
+
+        return await self.ask(held, work, timeout_s=2.0, request=request)
+
+    async def write(self, pages: Sequence[Page], rng: random.Random) -> None:
+        """In two goes, with time between them in which the daemon may die."""
+        for page in pages:
+            page.write(0, page.length // 2)
+        await self.hold(rng)
+        for page in pages:
+            page.write(page.length // 2, page.length)
+
+    async def commit(self, held: _Held, ways: _Commit, rng: random.Random, *, timeout_s: float) -> None:
+        """At once, or in two parts; with a lease, or without."""
+        parts = [ways.given]
+        if len(ways.given) > 1 and rng.random() < 0.3:
+            cut = rng.randrange(1, len(ways.given))
+            parts = [ways.given[:cut], ways.given[cut:]]
+        for number, part in enumerate(parts):
+            is_last, lease = number == len(parts) - 1, rng.random() < 0.4
+            named = ways.wanted.named(part) if ways.private or len(parts) > 1 else None
+            committed = await self._commit(held, ways, _Part(part, named, lease, is_last), timeout_s=timeout_s)
+            if committed.lease:
+                await self.use(held, committed, ways.wanted, part)
+
+    async def _commit(self, held: _Held, ways: _Commit, part: _Part, *, timeout_s: float) -> Committed:
+        request, keys = self.new_request(), [ways.wanted.key(ways.wanted.first + i) for i in part.given]
+        self.world.oracle.commit_begins(keys)
+
+        async def work(assembly: Assembly) -> Committed:
+            committed = await assembly.cache.commit(
+                held.session,
+                ways.reservation,
+                part.named,
+                durability=ways.durability,
+                lease=part.lease,
+                keep_open=not part.is_last,
+                timeout_s=timeout_s * 0.8,
+            )
+            if ways.durability is Durability.DURABLE:
+                good = np.isin(committed.statuses, (BlockStatus.READY, BlockStatus.EXISTS))
+                self.world.acknowledge(assembly, [key for key, ok in zip(keys, good.tolist(), strict=True) if ok])
+            return held.daemon.grants.give((held.session, request), committed, lease=committed.lease)
+
+        return await self.ask(held, work, timeout_s=timeout_s, request=request)
+
+    async def use(self, held: _Held, committed: Committed, wanted: Blocks, part: list[int]) -> None:
+        """Reads what a commit's lease holds, another writer's pages perhaps, and releases it."""
+        began_s = self.loop.time()
+        good = np.flatnonzero(committed.extents["page"] >= 0)
+        keys = [wanted.key(wanted.first + part[i]) for i in good.tolist()]
+        held.uses += 1
+        try:
+            pages = await self.pages(held, committed.extents[good], keys)
+            self.read(pages, began_s)
+        finally:
+            held.uses -= 1
+            self.let_go(held, lambda a: a.cache.release(held.session, [committed.lease]))
+
+    # -- letting go
+
+    def let_go(self, held: _Held, work: Callable[[Assembly], object]) -> None:
+        """Tells the daemon that gave it, if that lives; else the session of a former life, when nothing of it is used any more."""
+        if self.loop.is_ended():
+            return
+        if held.daemon is self.world.daemon and held.daemon.is_serving:
+            held.daemon.post(lambda: work(held.daemon.assembly))
+        self.forget(held)
+
+    def forget(self, held: _Held) -> None:
+        """After a restart: once the last page of the former session is unused."""
+        daemon = self.world.daemon
+        if held.uses or daemon is None or daemon is held.daemon or not daemon.is_serving or self.loop.is_ended():
+            return
+        daemon.post(daemon.forget, held.session)
+
+    async def leave(self, rng: random.Random) -> None:
+        """Says goodbye in a process that lives on; only with nothing in use."""
+        held = self._held
+        if held is None or held.uses or held.daemon is not self.world.daemon or held.has_left:
+            return
+        held.has_left = True
+        held.daemon.post(held.daemon.assembly.cache.leave_session, held.session)
+
+    # -- by chance
+
+    def kind(self, rng: random.Random) -> TierKind:
+        """Mostly host memory."""
+        return TierKind.DEVICE if self.world.machine.device_segments and rng.random() < 0.3 else TierKind.HOST
+
+    def new_request(self) -> str:
+        """A name for a call."""
+        self._requests += 1
+        return f"{self.pid}.{self._requests}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """What is to be committed. given: places in the reservation."""
+
+    wanted: Blocks
+    reservation: int
+    given: list[int]
+    durability: Durability
+    private: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One call of a commit."""
+
+    given: list[int]
+    named: StructArray | None
+    lease: bool
+    is_last: bool

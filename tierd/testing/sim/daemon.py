@@ -1,0 +1,290 @@
+"""One life of the daemon: everything from the conductor down, over memory and a disk that outlive it.
+
+Purpose: `SimDaemon`: start as `assemble` and the lifecycle do, calls as the guard lets them in, an orderly end. Non-purpose: sockets and
+messages; why a life ends (world.py). Invariants: whatever runs here belongs to the daemon's life, and ends with it; a call ends
+within its deadline, or that is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tierd.cache.operator import Operator
+from tierd.clock import Clock
+from tierd.config import Config
+from tierd.core.model import StructArray, TierKind
+from tierd.core.namespaces import NamespaceRegistry
+from tierd.errors import DeadlineExceeded, NotFound, TierdError, Unavailable
+from tierd.mover import Mover
+from tierd.server.assembly import Assembly, Opened, put_together, spec_of
+from tierd.server.grants import Grants
+from tierd.server.instance import Instance
+from tierd.testing.sim.arena import Memory, Segment, SimArena, Watch
+from tierd.testing.sim.disk import SimDisk
+from tierd.testing.sim.loop import SimLoop
+from tierd.tiers.holds import FormerHolder, HoldTable
+from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+
+SLACK_S = 0.5
+"""A call may end so much after its deadline: what a cancelled handler needs, in turns and not in waiting."""
+SHUTDOWN_S = 2.0
+STORE = Path("/store")
+
+
+class SimClock(Clock):
+    """The loop's time; the wall clock goes with it."""
+
+    is_replay = False
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._now()
+
+    def advance(self, now: float) -> None:
+        """Ignored."""
+
+    def wall_ms(self) -> int:
+        """Virtual milliseconds after a moment in 2026."""
+        return 1_790_000_000_000 + int(self._now() * 1000)
+
+
+class SimInstance(Instance):
+    """The state directory, as a list that outlives everything."""
+
+    def __init__(self) -> None:
+        self.id = "simulated"
+        self.records: list[bytes] = []
+
+    def restore_namespaces(self, registry: NamespaceRegistry) -> None:
+        """As the real one does from its file."""
+        registry.restore(self.records)
+
+    def keep_namespaces(self, records: list[bytes]) -> None:
+        """Durable at once."""
+        self.records = list(records)
+
+    def close(self) -> None:
+        """No lock is held."""
+
+
+@dataclass
+class Survivors:
+    """What outlives a daemon. memories: of the mapped tiers, in order; holds: the session table's file."""
+
+    disk: SimDisk
+    memories: list[Memory]
+    holds: Path
+    instance: SimInstance = field(default_factory=SimInstance)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a life stands on: the loop, what survives, the configuration, whom to tell. is_alive: whether a client's process lives, by pid."""
+
+    loop: SimLoop
+    survivors: Survivors
+    config: Config
+    watch: Callable[[], Watch]
+    fail: Callable[[str], None]
+    is_alive: Callable[[int], bool]
+
+
+class SimDaemon:
+    """One life. Its coroutines are to be run in `context`."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground, self.loop = ground, ground.loop
+        self.life = ground.loop.new_life()
+        self.context = ground.loop.context_of(self.life)
+        self.ended: asyncio.Future[None] = ground.loop.create_future()
+        self.watch = ground.watch()
+        self.is_serving = False
+        self.restored: dict[int, int] = {}
+        """Sessions of a former life whose processes live, and these."""
+        self.assembly: Assembly
+        self.grants: Grants
+        self.operator: Operator
+        self.names: dict[asyncio.Future[Any], tuple[int, str]] = {}
+        """Session and request of each call in progress that gives something."""
+        self._calls: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
+
+    # -- life
+
+    async def start(self) -> None:
+        """Opens the tiers, fills the books, takes up former sessions, begins to serve. Raises what the tiers' `open` raise."""
+        survivors, config = self.ground.survivors, self.ground.config
+        tiers = self._tiers()
+        recovered = [await tier.open() for tier in tiers]
+        holds = HoldTable(survivors.holds)
+        opened = Opened(
+            tiers,
+            recovered,
+            holds=holds,
+            former=holds.open(distrust=self.ground.fail),
+            clock=SimClock(self.loop.time),
+            draw=self.loop.rng.getrandbits,
+        )
+        self.assembly = put_together(config, opened, instance=survivors.instance)
+        cache = self.assembly.cache
+        _count_flying(cache.parts.mover, self.watch)
+        self.operator = Operator(cache)
+        self.grants = Grants(release=cache.release, abort=cache.abort)
+        for former in self.assembly.former:
+            self._take_up(former)
+        cache.background.start()
+        self.is_serving = True
+
+    async def stop(self) -> None:
+        """As the lifecycle does on SIGTERM."""
+        assembly, deadline = self.assembly, self.loop.time() + SHUTDOWN_S
+        assembly.cache.is_draining = True
+        if self._calls:
+            await asyncio.wait([*self._calls.values()], timeout=SHUTDOWN_S)
+        for call in [*self._calls.values()]:
+            call.cancel()
+        await assembly.cache.background.stop()
+        await assembly.cache.flights.idle(timeout_s=max(0.0, deadline - self.loop.time()))
+        self.is_serving = False
+        assembly.holds.close(release=False)
+        for tier in reversed(assembly.tiers):
+            await tier.close(release=False)
+
+    def _tiers(self) -> list[Tier]:
+        config, tiers = self.ground.config, list[Tier]()
+        tables = [(TierKind.DEVICE, i, t) for i, t in enumerate(config.device)]
+        tables += [(TierKind.HOST, i, t) for i, t in enumerate(config.host)]  # type: ignore[misc]
+        for position, ((kind, index, table), memory) in enumerate(
+            zip(tables, self.ground.survivors.memories, strict=True)
+        ):
+            spec = spec_of(kind, index, table)
+            tiers.append(SimArena(spec, position=position, memory=memory, watch=self.watch))
+        for index, nvme in enumerate(config.nvme):
+            store = NvmeStore(
+                spec_of(TierKind.NVME, index, nvme), position=len(tiers), path=STORE, direct="on", queue_depth=4
+            )
+            store.disk = self.ground.survivors.disk
+            tiers.append(store)
+        return tiers
+
+    def _take_up(self, former: FormerHolder) -> None:
+        holder, cache = former.holder, self.assembly.cache
+        cache.restore_session(former)
+        if self.ground.is_alive(holder.pid):
+            self.restored[holder.session] = holder.pid
+        else:
+            cache.end_session(holder.session)
+
+    # -- calls
+
+    async def call(
+        self, work: Callable[[], Awaitable[T]], *, timeout_s: float, name: tuple[int, str] | None = None
+    ) -> T:
+        """Runs work in the daemon and gives what it gives, or raises it; Unavailable if the daemon ends first, DeadlineExceeded."""
+        if not self.is_serving:
+            raise Unavailable("daemon: not serving")
+        reply: asyncio.Future[T] = self.loop.create_future()
+        self._calls[reply] = self.loop.create_task(
+            self._serve(work, reply, timeout_s), context=self.loop.context_of(self.life)
+        )
+        if name is not None:
+            self.names[reply] = name
+        _, late = await asyncio.wait([reply], timeout=timeout_s + 2 * SLACK_S)
+        if late:
+            self.ground.fail(f"a call with {timeout_s:.2f} s has not ended after {timeout_s + 2 * SLACK_S:.2f} s")
+            raise DeadlineExceeded("call: not ended")
+        return reply.result()
+
+    def post(self, work: Callable[..., object], *args: object) -> None:
+        """Runs work in the daemon soon; nobody waits."""
+        self.loop.call_later(self.loop.rng.expovariate(1 / 2e-4), work, *args, context=self.loop.context_of(self.life))
+
+    def give_up(self, reply: asyncio.Future[Any]) -> None:
+        """The client of a call has gone away: its handler is cancelled."""
+        task = self._calls.get(reply)
+        if task is not None:
+            task.cancel()
+
+    def fail_calls(self) -> None:
+        """The process is gone, and its sockets with it."""
+        for reply in [*self._calls]:
+            if not reply.done():
+                _refuse(reply, Unavailable("daemon: it has ended"))
+        self._calls.clear()
+
+    async def _serve(self, work: Callable[[], Awaitable[T]], reply: asyncio.Future[T], timeout_s: float) -> None:
+        begun = self.loop.time()
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await work()
+            if not reply.done():
+                reply.set_result(result)
+        except TimeoutError:
+            _refuse(reply, DeadlineExceeded("call: its deadline passed"))
+        except TierdError as error:
+            _refuse(reply, error)
+        except asyncio.CancelledError:
+            _refuse(reply, Unavailable("call: given up"))
+            raise
+        except Exception as error:  # noqa: BLE001  # what the guard would log as a fault of the daemon
+            self.ground.fail(f"a call raised {error!r}")
+            _refuse(reply, Unavailable("call: an internal fault"))
+        finally:
+            if not self.loop.is_ended():
+                self._told(reply, begun + timeout_s)
+
+    def _told(self, reply: asyncio.Future[Any], deadline: float) -> None:
+        self._calls.pop(reply, None)
+        self.names.pop(reply, None)
+        if self.loop.time() > deadline + SLACK_S:
+            self.ground.fail(f"a call ended {self.loop.time() - deadline:.2f} s after its deadline")
+
+    # -- what the session socket does
+
+    def map(self, tier: int, segment: int, *, session: int) -> Segment:
+        """As the listeners' `_map_segment`. Raises NotFound, TierFailed."""
+        core, arena = self.assembly.cache.core, self.assembly.tiers[tier]
+        if not isinstance(arena, SimArena) or not any(s.segment == segment for s in core.segments(tier)):
+            raise NotFound(f"segment {segment} of tier {tier}: it does not exist (any more)")
+        core.note_attached(session, tier=tier, segment=segment)
+        return arena.map(segment, session=session)
+
+    def forget(self, session: int) -> None:
+        """The process of a restored session uses nothing of it any more."""
+        if self.restored.pop(session, None) is not None:
+            self.assembly.cache.end_session(session)
+
+
+def _refuse(reply: asyncio.Future[Any], error: Exception) -> None:
+    if not reply.done():
+        reply.set_exception(error)
+        reply.exception()  # looked at: its client may have gone
+
+
+def _count_flying(mover: Mover, watch: Watch) -> None:
+    """Notes the pages of every copy for as long as it is under way."""
+    copy = mover.copy
+
+    async def counted(batch: StructArray, metas: StructArray) -> np.ndarray[Any, Any]:
+        pages = [*batch["source"]["generation"].tolist(), *batch["target"]["generation"].tolist()]
+        watch.flying.update(pages)
+        try:
+            return await copy(batch, metas)
+        finally:
+            watch.flying.subtract(pages)
+            for page in [page for page in pages if not watch.flying[page]]:
+                del watch.flying[page]
+
+    mover.copy = counted  # type: ignore[method-assign]

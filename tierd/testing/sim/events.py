@@ -1,0 +1,299 @@
+"""Carries out the events of a script: verbs of clients and operators, faults that happen at once, and the last look at everything.
+
+Purpose: `Happenings`. Non-purpose: when they happen (script.py). Invariant: each event draws from its own seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from tierd.cache.operator import Operator
+from tierd.errors import TierdError
+from tierd.failpoint import POINTS
+from tierd.server.assembly import Assembly
+from tierd.testing.content import chain
+from tierd.testing.sim.blocks import CHAINS, DEPTH
+from tierd.testing.sim.client import EXPECTED, Client
+from tierd.testing.sim.loop import LIFE, Killed
+from tierd.testing.sim.script import VERBS, Event
+from tierd.testing.sim.weather import ON_DISK
+
+if TYPE_CHECKING:
+    from tierd.testing.sim.world import World
+
+OPERATORS = ("evict", "flush", "pin", "unpin", "bump")
+LASTING = {*ON_DISK, "disk_slow", "disk_hangs", "memory_short"}
+POINTS_HERE = tuple(
+    name for name in POINTS if not name.startswith(("arena.", "session.", "lifecycle.", "instance.", "file."))
+)
+"""Points that are passed in a simulation."""
+QUIET_S = 90.0
+
+
+class Happenings:
+    """One per world. struck: faults that happened at once, by kind."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.struck: Counter[str] = Counter()
+        self.may_fail_to_start = True
+        self._verbs: list[asyncio.Task[None]] = []
+        self._kill_at: dict[str, int] = {}
+
+    def happen(self, event: Event) -> None:
+        """One event, now; verbs go on by themselves."""
+        rng = random.Random(event.seed)
+        client = self._world.clients[event.who % len(self._world.clients)]
+        if event.what in LASTING:
+            self._world.weather.begin(event.what, rng.expovariate(1.0) + 0.1)
+        elif event.what in OPERATORS:
+            self._start(self._operate(event.what, rng), None)
+        elif event.what in VERBS:
+            self._start(client.do(event.what, rng), client)
+        else:
+            getattr(self, f"_{event.what}")(client, rng)
+
+    def at_point(self, name: str) -> None:
+        """The daemon passes a fault point; perhaps it dies there."""
+        world = self._world
+        daemon = world.daemon
+        if daemon is None or LIFE.get() != daemon.life or world.loop.is_ended(daemon.life) or not self._kill_at:
+            return
+        left = self._kill_at.get(name)
+        if left is None:
+            return
+        self._kill_at[name] = left - 1
+        if left == 0:
+            self._kill_at.clear()
+            self.struck["crash_at_point"] += 1
+            world.kill_daemon(why=name)
+            raise Killed(name)
+
+    def end(self) -> None:
+        """No fault from now on."""
+        self._world.weather.clear()
+        self._kill_at.clear()
+        self._world.restarts_wanted = True
+
+    def _start(self, verb: Any, client: Client | None) -> None:
+        context = client.context.copy() if client is not None else None
+        self._verbs.append(self._world.loop.create_task(verb, context=context))
+
+    # -- faults that happen at once
+
+    def _crash(self, _client: Client, _rng: random.Random) -> None:
+        self.struck["crash"] += 1
+        self._world.kill_daemon(why="crash")
+
+    def _crash_at_point(self, _client: Client, rng: random.Random) -> None:
+        """At one of a few points, at one of the next times that it is passed."""
+        for name in rng.sample(POINTS_HERE, 12):
+            self._kill_at[name] = rng.choice((0, 0, 1, 3))
+
+    def _power_loss(self, _client: Client, _rng: random.Random) -> None:
+        world = self._world
+        self.struck["power_loss"] += 1
+        world.lose_power()
+        self._replace_dead()
+
+    def _restart(self, _client: Client, _rng: random.Random) -> None:
+        daemon = self._world.daemon
+        if daemon is None or not daemon.is_serving:
+            return
+        self.struck["restart"] += 1
+
+        async def stop() -> None:
+            await daemon.stop()
+            self._world.loop.call_soon(lambda: self._world.kill_daemon(why="stopped"))
+
+        self._world.loop.create_task(stop(), context=daemon.context.copy())
+
+    def _client_dies(self, client: Client, _rng: random.Random) -> None:
+        self.struck["client_dies"] += 1
+        self._world.end_client(client)
+        self._replace_dead()
+
+    def _client_gives_up(self, client: Client, rng: random.Random) -> None:
+        """Of its calls, and says so."""
+        daemon = self._world.daemon
+        if daemon is None:
+            return
+        for reply, (session, request) in [*daemon.names.items()]:
+            if not self._world.is_of(session, client):
+                continue
+            self.struck["client_gives_up"] += 1
+            daemon.post(daemon.give_up, reply)
+            daemon.post(daemon.grants.revoke, session, request)
+
+    def _client_stalls(self, client: Client, rng: random.Random) -> None:
+        self.struck["client_stalls"] += 1
+        client.stalled_until = self._world.loop.time() + rng.uniform(0.5, 8)
+
+    def _client_scribbles(self, client: Client, rng: random.Random) -> None:
+        pages = [page for page in client.written if page.is_current]
+        if pages:
+            self.struck["client_scribbles"] += 1
+            page = rng.choice(pages)
+            page.spoil(rng.getrandbits(16))
+            self._world.oracle.spoils(page.generation, page.key)
+
+    def _host_rots(self, _client: Client, rng: random.Random) -> None:
+        """A bit of a block in mapped memory."""
+        pages = [page for client in self._world.clients for page in client.seen if page.is_current]
+        if pages:
+            self.struck["host_rots"] += 1
+            page = rng.choice(pages)
+            page.spoil(rng.getrandbits(16))
+            self._world.oracle.spoils(page.generation, page.key)
+
+    def _replace_dead(self) -> None:
+        world = self._world
+        for number, client in enumerate(world.clients):
+            if world.loop.is_ended(client.life):
+                world.counts += client.counts
+                world.clients[number] = world.new_client(number)
+
+    # -- operators
+
+    async def _operate(self, what: str, rng: random.Random) -> None:
+        world = self._world
+        try:
+            daemon = world.serving()
+
+            async def work() -> None:
+                await getattr(self, f"_do_{what}")(daemon.operator, rng)
+
+            await daemon.call(work, timeout_s=rng.choice((1.0, 4.0)))
+            world.counts[what] += 1
+        except EXPECTED as error:
+            world.counts[type(error).__name__] += 1
+
+    async def _do_evict(self, operator: Operator, rng: random.Random) -> None:
+        operator.evict(self._some(rng), rng.choice(("", "host.0", "nvme.0")))
+
+    async def _do_pin(self, operator: Operator, rng: random.Random) -> None:
+        operator.pin(self._some(rng))
+
+    async def _do_unpin(self, operator: Operator, rng: random.Random) -> None:
+        operator.unpin(self._some(rng))
+
+    async def _do_flush(self, operator: Operator, rng: random.Random) -> None:
+        await operator.flush(timeout_s=1.0)
+
+    async def _do_bump(self, operator: Operator, rng: random.Random) -> None:
+        assembly = self._world.serving().assembly
+        model = rng.choice(("m0", "m1"))
+        old = [i for n in assembly.cache.registry.current(model=model) for i in n.ids]
+        fresh, _ = operator.bump_epoch(model=model, namespace_id=0)
+        for namespace in fresh:
+            await assembly.keep_namespace(namespace)
+        self._world.oracle.epoch_ended(old)
+
+    def _some(self, rng: random.Random) -> list[str]:
+        """The name of a block that may be there."""
+        return [chain(rng.randrange(CHAINS), DEPTH)[rng.randrange(DEPTH)].tobytes().hex()[:16]]
+
+    # -- the last look
+
+    async def finale(self) -> None:
+        """Everything comes to its end, nothing stays held, and what was promised is there."""
+        world = self._world
+        await self._all_done()
+        await self._nothing_is_held()
+        self.may_fail_to_start = world.script.medium_lies
+        world.rng.choice((lambda: world.kill_daemon(why="the last"), world.lose_power, lambda: None))()
+        self._replace_dead()
+        await self._serves()
+        self.check_durable()
+        await self._serves_again()
+        await self._all_done()
+        await self._nothing_is_held()
+
+    async def _all_done(self) -> None:
+        world = self._world
+        alive = [task for task in self._verbs if not task.done() and not _is_dead(world, task)]
+        if alive:
+            _, late = await asyncio.wait(alive, timeout=QUIET_S)
+            for task in late:
+                if not _is_dead(world, task):
+                    world.fail(f"a client's verb has not ended after {QUIET_S:.0f} s without faults: {task.get_coro()}")
+        for task in alive:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                world.fail(f"a client fell: {task.exception()!r}")
+        self._verbs.clear()
+
+    async def _serves(self) -> None:
+        """Until the daemon is there."""
+        deadline = self._world.loop.time() + QUIET_S
+        while self._world.daemon is None or not self._world.daemon.is_serving:
+            if self._world.loop.time() > deadline:
+                self._world.fail("the daemon does not serve")
+                return
+            await asyncio.sleep(0.1)
+
+    async def _nothing_is_held(self) -> None:
+        """With every client gone."""
+        world = self._world
+        await self._serves()
+        for client in list(world.clients):
+            world.end_client(client)
+        self._replace_dead()
+        await asyncio.sleep(1.0)
+        daemon = world.serving()
+        rest = daemon.assembly.cache.background.quiesce
+        try:
+            await daemon.call(lambda: rest(timeout_s=QUIET_S), timeout_s=QUIET_S + 1)
+        except TierdError as error:
+            if world.daemon is daemon and daemon.is_serving:
+                world.fail(f"no rest: {error!r}")
+            return  # an orderly end that began before: the next look is at another life
+        self._audit(daemon.assembly)
+
+    def _audit(self, assembly: Assembly) -> None:
+        core, world = assembly.cache.core, self._world
+        try:
+            core.check()
+        except AssertionError as error:
+            world.fail(f"the core's books: {error}")
+        stats = core.stats()
+        held = {"leases": stats.leases, "reservations": stats.reservations, "transfers": stats.transfers}
+        held["flights"] = assembly.cache.flights.count
+        held["rows in the session table"] = len(assembly.cache._holdings._rows)
+        for tier in core.tier_stats():
+            held[f"pinned pages of {tier.name}"] = tier.pages_pinned
+            held[f"reserved pages of {tier.name}"] = tier.pages_reserved
+            held[f"retiring pages of {tier.name}"] = tier.pages_retiring
+        for name, count in held.items():
+            if count:
+                world.fail(f"{count} {name} are left though everybody has gone")
+
+    def check_durable(self) -> None:
+        """Whatever was acknowledged as durable and not let go is found, unless the disk lies."""
+        world = self._world
+        if world.daemon is None or not world.daemon.is_serving:
+            return
+        core = world.daemon.assembly.cache.core
+        missing = sorted(key for key in world.oracle.durable if core.find_block(*key) is None)
+        world.counts["durable checked"] += len(world.oracle.durable)
+        if missing and world.script.medium_lies:
+            world.counts["durable lost to a lying disk"] += len(missing)
+            world.oracle.durable -= set(missing)
+        elif missing:
+            world.fail(
+                f"{len(missing)} of {len(world.oracle.durable)} durable blocks are lost: {missing[0][1].hex()[:8]}"
+            )
+
+    async def _serves_again(self) -> None:
+        """A put and gets work; what is durable is served."""
+        world = self._world
+        for client in world.clients[:1]:
+            for seed in range(3):
+                self._start(client.do("put", random.Random(seed)), client)
+            self._start(client.do("get", random.Random(7)), client)
+
+
+def _is_dead(world: World, task: asyncio.Task[None]) -> bool:
+    return world.loop.is_ended(world.loop.life_of(task))

@@ -1,0 +1,135 @@
+"""What clients were told, and what must follow from it.
+
+Purpose: the promises, as checks: every read is the committed bytes or a miss; what was acknowledged as durable is there again; pages that are pinned
+do not change; after an epoch bump nothing old is served. Non-purpose: doing anything. Invariant: nothing here asks the daemon what it
+thinks it holds, but for which of its blocks it let go, which its plans tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.model import Reason
+from tierd.core.plan import Plan
+from tierd.testing.content import content_of
+
+Key = tuple[int, bytes]
+"""Namespace id and block hash."""
+
+LOST = (Reason.TIER_LOST,)
+"""A store that has failed keeps what is durable on it: the next life finds it."""
+
+
+@lru_cache(maxsize=4096)
+def bytes_of(key: Key, length: int) -> bytes:
+    """What a block must hold: it follows from namespace and hash, so a block of an old epoch shows under a new one."""
+    name = hashlib.sha256(key[0].to_bytes(4, "little") + key[1]).digest()
+    return content_of(name, length).tobytes()
+
+
+@dataclass
+class _Spoilt:
+    """A page whose bytes somebody changed after the commit. can_be_seen: it had been verified in this life before that."""
+
+    at_s: float
+    can_be_seen: bool
+
+
+class Oracle:
+    """One per simulation. now: virtual seconds. fail: a promise was broken."""
+
+    def __init__(self, *, now: Callable[[], float], fail: Callable[[str], None], verify: str) -> None:
+        self._now, self._fail, self._verify = now, fail, verify
+        self.durable: set[Key] = set()
+        """Acknowledged as durable, and neither let go since nor spoilt by its writer."""
+        self.counts: Counter[str] = Counter()
+        self._begun: set[Key] = set()
+        self._asked: dict[Key, float] = {}  # first in this life
+        self._spoilt: dict[int, _Spoilt] = {}
+        self._ended: dict[int, float] = {}  # namespaces whose epoch is over, and since when
+
+    # -- what clients tell
+
+    def commit_begins(self, keys: list[Key]) -> None:
+        """From now on these blocks may be served."""
+        self._begun.update(keys)
+
+    def asks(self, keys: list[Key]) -> None:
+        """A get of these blocks begins."""
+        for key in keys:
+            self._asked.setdefault(key, self._now())
+
+    def acknowledged(self, key: Key) -> None:
+        """A client was told that the block is durable."""
+        self.counts["durable acknowledged"] += 1
+        self.durable.add(key)
+
+    def spoils(self, generation: int, key: Key) -> None:
+        """Somebody changes bytes of a committed page: no copy made from it from now on can be relied on to be good."""
+        self.durable.discard(key)
+        self._spoilt[generation] = _Spoilt(self._now(), key in self._asked)
+
+    def epoch_ended(self, namespaces: list[int]) -> None:
+        """The bump was acknowledged."""
+        for namespace in namespaces:
+            self._ended.setdefault(namespace, self._now())
+        self.durable = {key for key in self.durable if key[0] not in self._ended}
+
+    def daemon_restarted(self) -> None:
+        """A new life has verified nothing yet."""
+        self._asked.clear()
+        for spoilt in self._spoilt.values():
+            spoilt.can_be_seen = False
+
+    def power_lost(self) -> None:
+        """Memory is gone."""
+        self._spoilt.clear()
+
+    # -- what the daemon decided
+
+    def saw(self, plan: Plan, nvme: int) -> None:
+        """Blocks that it let go of on NVMe need not come back; a lost tier's need."""
+        if not len(plan.freed):
+            return
+        gone = plan.freed[(plan.freed["extent"]["tier"] == nvme) & ~np.isin(plan.freed["reason"], LOST)]
+        for namespace, block_hash in zip(gone["namespace"].tolist(), gone["hash"], strict=True):
+            self.durable.discard((namespace, block_hash.tobytes()))
+
+    # -- what is read
+
+    def read(self, key: Key, found: bytes, *, generation: int, began_s: float) -> bool:
+        """Checks a block that was served to a get which began then. Whether it is as committed."""
+        self.counts["blocks read"] += 1
+        if key not in self._begun:
+            self._fail(f"{_named(key)}: served, and nobody has committed it")
+        if began_s > self._ended.get(key[0], began_s):
+            self._fail(f"{_named(key)}: served to a get that began after its epoch had ended")
+        if found == bytes_of(key, len(found)):
+            return True
+        spoilt = self._spoilt.get(generation)
+        if spoilt is None:
+            self._fail(f"{_named(key)}: wrong bytes, generation {generation}: {_difference(key, found)}")
+        elif began_s > spoilt.at_s and (self._verify == "always" or not spoilt.can_be_seen):
+            self._fail(f"{_named(key)}: bytes changed by a writer before the first hit, and served")
+        else:
+            self.counts["unguarded reads"] += 1
+        return False
+
+
+def _named(key: Key) -> str:
+    return f"block {key[1].hex()[:8]} of namespace {key[0]}"
+
+
+def _difference(key: Key, found: bytes) -> str:
+    """Where it differs, and whether it is another block's content is left to whoever debugs."""
+    a: NDArray[np.uint8] = np.frombuffer(found, np.uint8)
+    b = np.frombuffer(bytes_of(key, len(found)), np.uint8)
+    where = np.flatnonzero(a != b)
+    return f"{len(where)} of {len(a)} bytes, the first at {where[0]}"

@@ -1,0 +1,139 @@
+"""What happens in a seed: written before it runs, so that a failure can be told in fewer events.
+
+Purpose: `write` makes a `Script` of a seed: the machine's sizes, who lives on it, and events in order of their times. Non-purpose: carrying them
+out (world.py). Invariants: an event's details follow from its own seed alone, so leaving out another does not change it; every seed has
+a few kinds of fault and not all of them (swarm testing: Groce et al., ISSTA 2012), so that some of them do not hide what others would show.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SECONDS = 30.0
+"""How long a script is, in virtual time."""
+EVENTS = 24
+"""Verbs and faults in it, about."""
+
+VERBS: Mapping[str, float] = {
+    "get": 10,
+    "put": 12,
+    "lookup": 2,
+    "prefetch": 2,
+    "evict": 1,
+    "flush": 1,
+    "pin": 1,
+    "unpin": 1,
+    "bump": 0.7,
+    "leave": 0.7,
+}
+"""What clients and operators do, by weight."""
+
+FAULTS: Mapping[str, float] = {
+    "crash": 1,
+    "crash_at_point": 2,
+    "power_loss": 1,
+    "restart": 1,
+    "client_dies": 2,
+    "client_gives_up": 1,
+    "client_stalls": 1,
+    "client_scribbles": 2,
+    "host_rots": 1,
+    "memory_short": 1,
+    "disk_slow": 1,
+    "disk_hangs": 1,
+    "read_fails": 1,
+    "write_fails": 1,
+    "sync_fails": 0.5,
+    "disk_full": 0.5,
+}
+"""What goes wrong on a disk that keeps what it has synced, by weight."""
+
+MEDIUM_FAULTS: Mapping[str, float] = {
+    "read_flips_bit": 1,
+    "read_is_stale": 1,
+    "read_is_misdirected": 1,
+    "write_flips_bit": 1,
+    "write_is_torn": 1,
+    "write_is_lost": 1,
+    "write_is_misdirected": 1,
+}
+"""What a disk does that lies: blocks on it may be lost, and must then be misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happens. who: a client's number. seed: of its details."""
+
+    at_s: float
+    what: str
+    who: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Sizes and settings. Segments are of 8 pages of the usual class; in_order: share of turns in the order of asyncio."""
+
+    clients: int
+    tenants: int
+    device_segments: int
+    host_segments: int
+    nvme_segments: int
+    block_bytes: int
+    verify: str
+    in_order: float
+    prefetch_on_lookup: bool
+    batch_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """All of a seed."""
+
+    seed: int
+    machine: Machine
+    events: tuple[Event, ...]
+    kinds: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def medium_lies(self) -> bool:
+        """Whether the disk may lose what it has synced."""
+        return bool(self.kinds & MEDIUM_FAULTS.keys())
+
+
+def write(seed: int) -> Script:
+    """The script of a seed."""
+    rng = random.Random(seed)
+    machine = _machine(rng)
+    kinds = _faults(rng)
+    verbs = {name: weight * rng.choice((0.3, 1, 1, 2)) for name, weight in VERBS.items()}
+    total = rng.randint(EVENTS * 2 // 3, EVENTS * 4 // 3)
+    names = rng.choices([*verbs], [*verbs.values()], k=total)
+    names += [name for name in kinds for _ in range(rng.randint(1, 3))]
+    events = [Event(rng.uniform(0, SECONDS), name, rng.randrange(64), rng.getrandbits(32)) for name in names]
+    return Script(seed, machine, tuple(sorted(events, key=lambda event: event.at_s)), frozenset(kinds))
+
+
+def _machine(rng: random.Random) -> Machine:
+    return Machine(
+        clients=rng.randint(2, 5),
+        tenants=rng.choice((1, 1, 2)),
+        device_segments=rng.choice((0, 0, 6)),
+        host_segments=rng.choice((8, 12, 16)),
+        nvme_segments=rng.choice((6, 12, 24)),
+        block_bytes=rng.choice((4096, 4096, 6000)),
+        verify=rng.choice(("first_hit", "first_hit", "sampled", "always")),
+        in_order=rng.choice((1.0, 0.7, 0.3, 0.0)),
+        prefetch_on_lookup=rng.random() < 0.5,
+        batch_blocks=rng.choice((1, 4, 64)),
+    )
+
+
+def _faults(rng: random.Random) -> list[str]:
+    """A few kinds of fault; the disk lies in one seed of four."""
+    kinds = [name for name in FAULTS if rng.random() < 0.3]
+    if rng.random() < 0.25:
+        kinds += [name for name in MEDIUM_FAULTS if rng.random() < 0.5]
+    return kinds

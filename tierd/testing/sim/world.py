@@ -1,0 +1,355 @@
+"""A machine with a daemon and its clients, in one process, on a virtual clock: a script is carried out, and every promise checked on the way.
+
+Purpose: `run`: what a script comes to. Non-purpose: what happens when (script.py), what must hold (oracle.py), shrinking (shrink.py).
+Invariants: a script gives the same trace every time; what a dead process leaves behind is exactly what a SIGKILL at that moment would;
+after the last fault the daemon must serve again and have everything that it acknowledged as durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import structlog
+from pydantic import TypeAdapter
+
+from tierd import failpoint
+from tierd.config import Config
+from tierd.core.model import PAGE_ALIGN_BYTES, TierKind
+from tierd.core.plan import Plan
+from tierd.errors import ConfigError, TierdError, TierFailed, Unavailable
+from tierd.server.assembly import Assembly
+from tierd.testing.sim.arena import Memory, Watch
+from tierd.testing.sim.client import Client
+from tierd.testing.sim.daemon import Ground, SimDaemon, Survivors
+from tierd.testing.sim.disk import SimDisk
+from tierd.testing.sim.events import Happenings
+from tierd.testing.sim.loop import SimLoop, Stuck
+from tierd.testing.sim.oracle import Key, Oracle
+from tierd.testing.sim.script import SECONDS, Machine, Script
+from tierd.testing.sim.weather import Weather
+from tierd.tiers.slots import HEADER_BYTES
+
+QUIET_S = 90.0
+"""After the last fault everything must have come to its end within so long."""
+
+
+@dataclass
+class Result:
+    """What a script came to. violations: promises broken, in order; trace: a hash of everything that happened; struck: faults, by kind."""
+
+    seed: int
+    violations: list[str]
+    trace: str
+    struck: Counter[str]
+    counts: Counter[str]
+    virtual_s: float
+    cpu_s: float
+    first_s: float = 0.0
+    """When the first promise was broken, in virtual time."""
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, script: Script, place: Path) -> None:
+        rng = random.Random(f"world {script.seed}")
+        self.script, self.machine, self.rng = script, script.machine, rng
+        self.loop = SimLoop(rng, in_order=script.machine.in_order)
+        self.disk = SimDisk(rng)
+        self.weather = Weather(rng, self.disk, now=self.loop.time)
+        self.oracle = Oracle(now=self.loop.time, fail=self.fail, verify=script.machine.verify)
+        self.violations: list[str] = []
+        self.first_s = 0.0
+        self.daemon: SimDaemon | None = None
+        self.clients: list[Client] = []
+        self.counts: Counter[str] = Counter()
+        self.restarts_wanted = True
+        self._trace = hashlib.blake2b(digest_size=16)
+        self._pids = 0
+        self._sessions: dict[int, int] = {}  # session to pid
+        self._alive: set[int] = set()
+        self._dead: list[tuple[SimDaemon, list[Callable[[], None]]]] = []
+        self._dead_clients: list[Client] = []
+        self.happenings = Happenings(self)
+        tiers = 1 + bool(script.machine.device_segments)
+        self._ground = Ground(
+            self.loop,
+            Survivors(self.disk, [Memory() for _ in range(tiers)], place / "sessions.tbl"),
+            _config(script.machine),
+            self._new_watch,
+            self.fail,
+            lambda pid: pid in self._alive,
+        )
+        self.loop.pace, self.loop.between = self.weather.pace, self._bury
+
+    # -- what everybody may ask
+
+    def serving(self) -> SimDaemon:
+        """The daemon of now. Raises Unavailable."""
+        if self.daemon is None or not self.daemon.is_serving or self.loop.is_ended(self.daemon.life):
+            raise Unavailable("daemon: none serves")
+        return self.daemon
+
+    def fail(self, what: str) -> None:
+        """A promise is broken. What a dead process does while it is cleared away counts for nothing."""
+        if not self.loop.is_ended():
+            self.first_s = self.first_s or self.loop.time()
+            self.violations.append(f"{self.loop.time():.4f} s: {what}")
+            self.trace("violation", what)
+
+    def trace(self, *what: object) -> None:
+        """Something happened."""
+        self._trace.update(repr((round(self.loop.time(), 9), *what)).encode())
+
+    def new_session(self, pid: int) -> int:
+        """An id for a session of this process."""
+        session = self.rng.getrandbits(62) + 1
+        self._sessions[session] = pid
+        return session
+
+    def domain(self, tenant: str) -> int:
+        """The tenant's trust domain, as the daemon says."""
+        return self.serving().assembly.cache.registry.domain_of(tenant)
+
+    def is_of(self, session: int, client: Client) -> bool:
+        """Whether a session is of this process."""
+        return self._sessions.get(session) == client.pid
+
+    def acknowledge(self, assembly: Assembly, keys: list[Key]) -> None:
+        """The daemon is about to say that these are durable; those that it has let go of since the sync need not come back."""
+        core = assembly.cache.core
+        nvme = sum(1 << tier.position for tier in assembly.tiers if tier.spec.kind is TierKind.NVME)
+        for key in keys:
+            block = core.find_block(*key)
+            if block is not None and int(core.describe(np.array([block]))["tiers"][0]) & nvme:
+                self.oracle.acknowledged(key)
+
+    # -- processes
+
+    def new_client(self, number: int) -> Client:
+        """A process begins."""
+        self._pids += 1
+        client = Client(self, pid=self._pids, tenant=f"t{number % self.machine.tenants}")
+        self._alive.add(client.pid)
+        return client
+
+    def end_client(self, client: Client) -> None:
+        """SIGKILL to a client. The daemon hears of it by and by; until then its pages are as it left them, or worse."""
+        if client.pid not in self._alive:
+            return
+        self.trace("client ends", client.pid)
+        self.loop.end_life(client.life)
+        self._dead_clients.append(client)
+        for page in client.writing:
+            page.spoil(self.rng.getrandbits(16))
+        self._alive.discard(client.pid)
+        sessions = [session for session, pid in self._sessions.items() if pid == client.pid]
+        for memory in self._ground.survivors.memories:
+            for session in sessions:
+                memory.forget(session)
+        if self.daemon is not None and self.daemon.is_serving:
+            self._tell_end(self.daemon, sessions)
+
+    def _tell_end(self, daemon: SimDaemon, sessions: list[int]) -> None:
+        """End of file on its socket, then its pidfd."""
+        cache, later_s = daemon.assembly.cache, self.rng.expovariate(100)
+        for session in sessions:
+            context = self.loop.context_of(daemon.life)
+            self.loop.call_later(later_s, cache.stop_session, session, context=context)
+            context = self.loop.context_of(daemon.life)
+            self.loop.call_later(later_s + self.rng.expovariate(50), cache.end_session, session, context=context)
+
+    def kill_daemon(self, *, why: str) -> None:
+        """SIGKILL to the daemon, at this very moment."""
+        daemon = self.daemon
+        if daemon is None or self.loop.is_ended(daemon.life):
+            return
+        self.trace("daemon ends", why)
+        survivors = self._ground.survivors
+        put_back = [memory.photograph() for memory in survivors.memories] + [_photograph(survivors.holds)]
+        self.loop.end_life(daemon.life)
+        daemon.is_serving = False
+        self._dead.append((daemon, put_back))
+
+    def lose_power(self) -> None:
+        """The machine: daemon, clients, memory, and what the disk had not synced."""
+        self.kill_daemon(why="power")
+        for client in self.clients:
+            self.end_client(client)
+        for _, put_back in self._dead:
+            put_back.append(self._empty_machine)
+        self.disk.crash(self.rng)
+
+    def _empty_machine(self) -> None:
+        survivors = self._ground.survivors
+        survivors.memories[:] = [Memory() for _ in survivors.memories]
+        survivors.holds.unlink(missing_ok=True)
+        self._sessions.clear()
+        self.oracle.power_lost()
+
+    def _bury(self) -> None:
+        """After each turn: processes that have ended are cleared away, and what outlives them is as it was at their end."""
+        while self._dead:
+            daemon, put_back = self._dead.pop()
+            self.loop.bury(daemon.life)
+            for each in put_back:
+                each()
+            self.disk.end_process()
+            self.oracle.daemon_restarted()
+            daemon.fail_calls()
+            daemon.ended.set_result(None)
+        while self._dead_clients:
+            self.loop.bury(self._dead_clients.pop().life)
+
+    # -- the run
+
+    async def live(self) -> None:
+        """From the first start to the last look."""
+        supervisor = self.loop.create_task(self._supervise())
+        self.clients = [self.new_client(i) for i in range(self.machine.clients)]
+        for event in self.script.events:
+            await asyncio.sleep(max(0.0, event.at_s - self.loop.time()))
+            self.trace(event.what, event.who)
+            self.happenings.happen(event)
+        await asyncio.sleep(max(0.0, SECONDS - self.loop.time()))
+        self.happenings.end()
+        await self.happenings.finale()
+        supervisor.cancel()
+
+    async def _supervise(self) -> None:
+        """Starts the daemon again whenever it has ended."""
+        while True:
+            self.daemon = daemon = SimDaemon(self._ground)
+            starting = self.loop.create_task(daemon.start(), context=daemon.context)
+            await asyncio.wait([starting, daemon.ended], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and (error := starting.exception()) is not None:
+                self._cannot_start(error)
+            else:
+                self.trace("serves")
+                self.happenings.check_durable()
+            await daemon.ended
+            await asyncio.sleep(self.rng.uniform(0.01, 0.5))
+
+    def _cannot_start(self, error: BaseException) -> None:
+        self.counts["starts that failed"] += 1
+        # A disk that lies may even seem to refuse O_DIRECT.
+        expected = (TierFailed, ConfigError) if self.script.medium_lies else TierFailed
+        if not isinstance(error, expected) or not self.happenings.may_fail_to_start:
+            self.fail(f"the daemon cannot start: {error!r}")
+        self.kill_daemon(why="no start")
+
+    def _new_watch(self) -> Watch:
+        return Watch(self.fail, self._saw, lambda: self.weather.strikes("memory_short", 0.5))
+
+    def _saw(self, plan: Plan) -> None:
+        if self.loop.is_ended():
+            return
+        daemon = self.daemon
+        assert daemon is not None
+        self.oracle.saw(plan, nvme=len(self._ground.survivors.memories))
+        for generation in plan.freed["extent"]["generation"].tolist():
+            if generation in daemon.watch.flying:
+                self.fail(f"a page of generation {generation} is freed while a transfer uses it")
+
+    def result(self, cpu_s: float) -> Result:
+        """What it came to."""
+        self.violations += [f"unforeseen: {text}" for text in self.loop.unforeseen]
+        self.trace("end", self.loop.turns)
+        for client in self.clients:
+            self.counts += client.counts
+        struck = self.weather.totals() + self.happenings.struck
+        return Result(
+            self.script.seed,
+            self.violations,
+            self._trace.hexdigest(),
+            struck,
+            self.counts + self.oracle.counts,
+            self.loop.time(),
+            cpu_s,
+            self.first_s,
+        )
+
+
+def run(script: Script) -> Result:
+    """Carries a script out."""
+    begun = time.process_time()
+    place = Path(tempfile.mkdtemp(prefix="tierd-sim-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    world = World(script, place)
+    try:
+        with _watching(world):
+            try:
+                world.loop.run(world.live())
+            except Stuck as error:
+                world.fail(f"stuck: {error}")
+            result = world.result(time.process_time() - begun)
+            world.loop.shut()
+        result.cpu_s = time.process_time() - begun
+        return result
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextmanager
+def _watching(world: World) -> Iterator[None]:
+    """Fault points and the daemon's log are the world's for as long as it runs."""
+
+    def listen(_logger: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
+        error = event.get("exc_info") and sys.exc_info()[1]
+        if method in ("exception", "critical") and not isinstance(error, TierdError | OSError):
+            world.fail(f"the daemon logs {event.get('event')!r}: {error!r}")
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[listen], cache_logger_on_first_use=False)
+    failpoint.watch(world.happenings.at_point)
+    try:
+        yield
+    finally:
+        failpoint.watch(None)
+        structlog.configure(**before)
+
+
+def _photograph(path: Path) -> Callable[[], None]:
+    """A file's content of this moment; the result puts it back into the same file, which may be mapped."""
+    content = path.read_bytes() if path.exists() else b""
+
+    def put_back() -> None:
+        if content:
+            with path.open("r+b") as file:
+                file.write(content)
+                file.truncate(len(content))
+
+    return put_back
+
+
+def _config(machine: Machine) -> Config:
+    page = -(-machine.block_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+    tables: dict[str, Any] = {
+        "host": [{"capacity": machine.host_segments * 8 * page, "verify": machine.verify, **_marks(8 * page)}],
+        "nvme": [{"capacity": machine.nvme_segments * 8 * (page + HEADER_BYTES), **_marks(8 * (page + HEADER_BYTES))}],
+        "mover": {
+            "prefetch_on_lookup": machine.prefetch_on_lookup,
+            "batch_blocks": machine.batch_blocks,
+            "transfer_limit": 128,
+        },
+    }
+    if machine.device_segments:
+        tables["device"] = [{"capacity": machine.device_segments * 8 * page, **_marks(8 * page)}]
+    return TypeAdapter(Config).validate_python(tables)
+
+
+def _marks(segment_bytes: int) -> dict[str, Any]:
+    return {"segment": segment_bytes, "high_watermark": 0.8, "low_watermark": 0.6}
