@@ -1,7 +1,8 @@
 """What happened to blocks, as a bounded log that watchers follow.
 
 Purpose: a watcher sees every stored and removed block in order, or is told that some were dropped. Non-purpose: keeping history;
-the log holds the last `limit` events. Invariant: sequence numbers rise by one; the daemon never waits for a watcher.
+the log holds the last `limit` events. Invariant: sequence numbers rise by one; one of another life of the daemon is told as a gap; the daemon
+never waits for a watcher.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class Event:
 class EventLog:
     """The last events, and a bell for those who wait for the next."""
 
-    def __init__(self, *, limit: int) -> None:
+    def __init__(self, *, limit: int, first: int = 1) -> None:
+        """first: sequence number of the first event, far from those of former daemons."""
         self._events: deque[Event] = deque(maxlen=limit)
-        self._last = 0
+        self._last = first - 1
         self._bell = asyncio.Event()
         self._is_closed = False
 
@@ -59,7 +61,9 @@ class EventLog:
 
         sees: whether the watcher may hear of a namespace id; None: of all. A gap shows as one LOST event.
         """
-        position = after or self._last
+        if after > self._last:
+            yield [Event(self._last, EventKind.LOST, 0, 0, b"", "the watcher followed another daemon")]
+        position = min(after or self._last, self._last)
         while True:
             bell = self._bell
             batch = self._since(position)

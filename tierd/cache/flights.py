@@ -186,7 +186,7 @@ class Flights:
         self.start(plan)
         if (statuses == BlockStatus.FAILED).any():
             self.drop_failed()
-        self._announce_stored(batch[statuses == BlockStatus.READY])
+        self._announce_stored(self._held(batch[statuses == BlockStatus.READY]))
 
     def _link(self, batch: StructArray) -> str:
         source, target = batch["source"]["tier"][0], batch["target"]["tier"][0]
@@ -213,6 +213,15 @@ class Flights:
             self._events.add(
                 EventKind.REMOVED, tier=tier, namespace=namespace, hashes=gone["hash"][rows].tobytes(), reason=name
             )
+
+    def _held(self, landed: StructArray) -> StructArray:
+        """Those transfers whose targets hold their blocks: an epoch may have ended, or a tier been lost, while they flew."""
+        held = np.zeros(len(landed), dtype=np.bool_)
+        for tier in np.unique(landed["target"]["tier"]).tolist():
+            rows = np.flatnonzero(landed["target"]["tier"] == tier)
+            found = self._core.extents(landed["block"][rows], tier=tier)
+            held[rows] = found["generation"] == landed["target"]["generation"][rows]
+        return landed[held]
 
     def _announce_stored(self, landed: StructArray) -> None:
         if len(landed):

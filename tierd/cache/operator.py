@@ -126,6 +126,7 @@ class Operator:
                 f"epoch bump: no current namespace of {model or namespace_id}; list them with `tierctl namespaces`"
             )
         ids = [rank_id for n in old for rank_id in n.ids]
+        registry.check_room(len(ids))  # all epochs end, or none
         blocks = sum(len(self._core.blocks(namespace=i)) for i in ids)
         failpoint("operator.epoch.before_bump")
         fresh = [registry.bump(n) for n in old]

@@ -62,6 +62,11 @@ class NamespaceRegistry:
         """Whether no later epoch has begun."""
         return self._current.get((namespace.tenant, namespace.spec)) is namespace
 
+    def check_room(self, count: int) -> None:
+        """Raises Overloaded where so many ids more would be too many."""
+        if len(self._by_id) + count > NAMESPACE_LIMIT:
+            raise Overloaded(f"namespaces: {NAMESPACE_LIMIT} exist already; purge the instance or reuse one")
+
     def bump(self, namespace: Namespace) -> Namespace:
         """Begins the next epoch and gives it."""
         following = bumped(namespace, namespace_id=self._next_id)
@@ -94,8 +99,7 @@ class NamespaceRegistry:
                 )
 
     def _add(self, namespace: Namespace) -> None:
-        if len(self._by_id) + namespace.spec.rank_count > NAMESPACE_LIMIT:
-            raise Overloaded(f"namespaces: {NAMESPACE_LIMIT} exist already; purge the instance or reuse one")
+        self.check_room(namespace.spec.rank_count)
         for namespace_id in namespace.ids:
             self._by_id[namespace_id] = namespace
         self._next_id = max(self._next_id, namespace.ids.stop)

@@ -162,7 +162,7 @@ class Puts:
         found, own = self._nearest(ids), statuses == BlockStatus.READY
         found.tiers[own], found.pages[own] = where.tiers[own], where.pages[own]
         number = self._lease(held, found, ids, now) if lease and count else 0
-        return Committed(statuses, self._extents(found), ids, number, draft.plan())
+        return Committed(statuses, self._extents(found), ids, commit.metas, number, draft.plan())
 
     def _publish(self, commit: Commit, where: Where, statuses: Codes, *, draft: Draft) -> Ids:
         """New names get their pages; the ids of all names.

@@ -167,7 +167,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             registry=registry,
             holds=opened.holds,
             metrics=metrics,
-            events=EventLog(limit=config.server.watch_queue_events),
+            events=EventLog(limit=config.server.watch_queue_events, first=1000 * clock.wall_ms()),
             verify=config.host[0].verify if config.host else "first_hit",
             prefetch_on_lookup=config.mover.prefetch_on_lookup,
             limits=Limits(

@@ -101,11 +101,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             keep_open=request.keep_open,
             timeout_s=caller.left_s * 0.8,
         )
-        metas = self._cache.core.metas(committed.blocks[committed.blocks >= 0])
-        tokens = np.zeros(len(committed.blocks), dtype=np.uint32)
-        tokens[committed.blocks >= 0] = metas["tokens"]
-        epoch = self._cache.registry.get(int(metas["namespace"][0])).epoch if len(metas) else 0
-        reply = wire.commit_reply(committed, tokens=tokens, epoch=epoch)
+        reply = wire.commit_reply(committed)
         return self.grants.give((caller.session, caller.request), reply, lease=committed.lease)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortReply:

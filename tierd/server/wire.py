@@ -166,8 +166,10 @@ def acquire_reply(
     return pb.AcquireReply(lease=lease, tokens=served.tokens, groups=groups, tier_tokens=tier_tokens, whole=whole)
 
 
-def commit_reply(committed: Committed, *, tokens: StructArray, epoch: int) -> pb.CommitReply:
+def commit_reply(committed: Committed) -> pb.CommitReply:
     """The answer to Commit."""
+    tokens = np.where(committed.blocks >= 0, committed.metas["tokens"], 0)
+    epoch = int(committed.metas["epoch"].max(initial=0))
     given = handles(committed.extents, status=committed.statuses, tokens=tokens, epoch=epoch)
     return pb.CommitReply(handles=given.tobytes(), lease=committed.lease)
 
