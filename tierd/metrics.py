@@ -75,6 +75,11 @@ METRICS: Mapping[str, Row] = {
     "tierd_blocks": Row("gauge", "blocks", "Blocks held in any tier."),
     "tierd_sessions": Row("gauge", "sessions", "Sessions by state: open, ended, restored.", ("state",)),
     "tierd_leases": Row("gauge", "leases", "Leases held."),
+    "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a stored tier takes new blocks.", ("tier",)),
+    "tierd_tier_outages_total": Row("counter", "times", "How often a stored tier went out of service.", ("tier",)),
+    "tierd_loop_lag_seconds": Row(
+        "histogram", "seconds", "For how long the event loop let a call wait, asked four times a second."
+    ),
     "tierd_reservations": Row("gauge", "reservations", "Reservations open."),
     "tierd_queue_depth": Row("gauge", "entries", "Entries waiting in a queue.", ("queue",)),
     "tierd_notices": Row(
@@ -116,6 +121,9 @@ class Metrics:
         self.queue_depth = self._gauge("tierd_queue_depth")
         self.notices = self._gauge("tierd_notices")
         self.info = self._gauge("tierd_info")
+        self.tier_writable = self._gauge("tierd_tier_writable")
+        self.loop_lag = self._histogram("tierd_loop_lag_seconds")
+        self.tier_outages = self._counter("tierd_tier_outages_total")
         ProcessCollector(namespace="tierd", registry=self.registry)
 
     def notice(self, what: str) -> None:

@@ -31,6 +31,8 @@ Second = TypeVar("Second")
 Result = TypeVar("Result")
 
 PRIORITY = {Reason.DEMAND: 0, Reason.DURABLE: 0, Reason.PREFETCH: 1, Reason.DEMOTION: 2}
+LAST = 3
+"""The priority of what nobody waits for."""
 HASH_SPLIT_BYTES = 4 << 20
 """A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""
 
@@ -74,6 +76,13 @@ class Link:
                 self._pass_on()
             raise
 
+    def refuse(self, error: TierFailed) -> None:
+        """Whoever waits for the link hears of this instead."""
+        while self.waiting:
+            turn = heapq.heappop(self.waiting)[2]
+            if not turn.done():
+                turn.set_exception(error)
+
     def _pass_on(self) -> None:
         while self.waiting:
             turn = heapq.heappop(self.waiting)[2]
@@ -104,19 +113,29 @@ class Mover:
         source, target = int(batch["source"]["tier"][0]), int(batch["target"]["tier"][0])
         link = self._links.setdefault((source, target), Link(self._link_limit))
         priority = min(PRIORITY.get(Reason(int(r)), 2) for r in np.unique(batch["reason"]))
-        async with link.slot(priority):
-            return await self._copy(batch, metas, self._tiers[source], self._tiers[target])
-
-    async def _copy(self, batch: StructArray, metas: StructArray, source: Tier, target: Tier) -> NDArray[np.uint16]:
         try:
-            if isinstance(source, MappedTier) and isinstance(target, MappedTier):
-                return await self._copy_mapped(batch, metas, source, target)
-            if isinstance(source, MappedTier) and isinstance(target, StoredTier):
-                return await self._store(batch, metas, source, target)
-            if isinstance(source, StoredTier) and isinstance(target, MappedTier):
-                return await self._load(batch, metas, source, target)
+            async with link.slot(priority):
+                return await self._copy(batch, metas, self._tiers[source], self._tiers[target])
         except (TierFailed, OSError):
             return np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
+
+    @asynccontextmanager
+    async def last_turn(self, source: int) -> AsyncIterator[None]:
+        """A place on the busiest link out of a tier, behind all who wait for it: for reads of the daemon's own."""
+        links = [link for (origin, _), link in self._links.items() if origin == source]
+        if not links:
+            yield
+            return
+        async with max(links, key=lambda link: link.active + len(link.waiting)).slot(LAST):
+            yield
+
+    async def _copy(self, batch: StructArray, metas: StructArray, source: Tier, target: Tier) -> NDArray[np.uint16]:
+        if isinstance(source, MappedTier) and isinstance(target, MappedTier):
+            return await self._copy_mapped(batch, metas, source, target)
+        if isinstance(source, MappedTier) and isinstance(target, StoredTier):
+            return await self._store(batch, metas, source, target)
+        if isinstance(source, StoredTier) and isinstance(target, MappedTier):
+            return await self._load(batch, metas, source, target)
         raise AssertionError(f"no link from {source.spec.name} to {target.spec.name}")
 
     async def _copy_mapped(
@@ -198,6 +217,12 @@ class Mover:
         if jobs:
             await asyncio.wait(jobs)
         return [result for job in jobs for result in job.result()]
+
+    def refuse(self, tier: int) -> None:
+        """The tier serves nothing any more: what waits for a link to or from it fails at once; what is on one goes on."""
+        for (source, target), link in self._links.items():
+            if tier in (source, target):
+                link.refuse(TierFailed(f"{self._tiers[tier].spec.name}: out of service; see `tierctl tiers`"))
 
     def queued(self) -> int:
         """Batches that wait for a link."""

@@ -106,6 +106,18 @@ class ServerConfig:
     )
     session_share: float = _key(
         0.5,
+    loop_warning: Seconds = _key(
+        "1 s",
+        "The event loop has not turned for so long: what every thread does is written to the log.",
+        unit="seconds",
+        least=0.1,
+    )
+    loop_limit: Seconds = _key(
+        "30 s",
+        "The event loop has not turned for so long: the daemon ends, so that its supervisor starts it again, warm.",
+        unit="seconds",
+        least=0.1,
+    )
         "Share of a tier that one session may hold pinned and reserved.",
         unit="share of capacity",
         least=0.01,
@@ -206,6 +218,28 @@ class NvmeConfig:
     queue_depth: int = _key(16, "Reads and writes in flight at one time.", unit="requests", least=1, most=1024)
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
+    fault_limit: int = _key(
+        8,
+        "So many failed reads, failed writes or corrupt blocks within fault_window take the store out of service for writes; so many"
+        " failed reads in a row, for reads too. A sync that fails does at once. 0: they never do.",
+        unit="faults",
+        least=0,
+        most=10**6,
+    )
+    fault_window: Seconds = _key("10 min", "See fault_limit.", unit="seconds", least=1.0)
+    hang_limit: Seconds = _key(
+        "5 s",
+        "A read, write or sync that takes longer hangs: the store is out of service until it has come back.",
+        unit="seconds",
+        least=0.1,
+    )
+    retry_pause: Seconds = _key(
+        "0.5 s",
+        "For so long a store stays out of service before it is tried again; doubled each time that it fails.",
+        unit="seconds",
+        least=0.01,
+    )
+    retry_pause_limit: Seconds = _key("4 s", "The longest of these pauses.", unit="seconds", least=0.01)
     eviction: str = _eviction()
 
 
@@ -259,3 +293,4 @@ SECTIONS: Mapping[str, type] = {
 
 TIER_SECTIONS = ("device", "host", "nvme")
 """Those of SECTIONS that are arrays of tables."""
+    scrub: ScrubConfig = Field(default_factory=ScrubConfig)

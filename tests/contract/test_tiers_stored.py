@@ -66,7 +66,8 @@ async def test_store_is_a_stored_tier(world: World, mode: str) -> None:
     assert isinstance(world.store, StoredTier)
     assert isinstance(NullStore(spec(), position=POSITION), StoredTier)
     assert world.store.mode == mode
-    assert world.store.serving
+    assert not world.store.health().fault
+    await world.store.probe()
 
 
 async def test_what_was_written_is_read_back(world: World) -> None:
@@ -232,6 +233,10 @@ async def test_absent_tier_holds_nothing() -> None:
     assert (await store.read(extents, pages(1), metas)).statuses.tolist() == [FAILED]
     with pytest.raises(TierFailed, match="absent"):
         await store.prepare([segment(1)])
+    with pytest.raises(TierFailed, match="absent"):
+        await store.probe()
+    assert store.health().fault
+    assert not store.holds(extents).any()
     await store.sync()
 
 

@@ -74,15 +74,14 @@ class Background:
         self._tasks.clear()
 
     async def sync(self) -> None:
-        """Makes what was written to every stored tier durable; one that fails for good goes out of service."""
+        """Makes what was written to every stored tier durable; one that is out of service is passed over."""
         for tier in self._tiers:
-            if isinstance(tier, StoredTier) and not tier.serving:
+            if isinstance(tier, StoredTier) and not self._core.is_writable(tier.position):
                 continue  # said when it failed
             try:
                 await tier.sync()
             except TierFailed as error:
-                log.exception("sync failed", tier=tier.spec.name, error=str(error))
-                self._flights.drop_failed()
+                log.warning("sync failed", tier=tier.spec.name, error=str(error))
 
     async def _step(self, *, timeout_s: float) -> bool:
         """One demotion plan to its end; False if there was nothing to do, or nothing of it succeeded (a tier that fails)."""

@@ -22,6 +22,7 @@ from tierd.cache.events import Event, EventLog
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import Holdings, Key
 from tierd.cache.persistence import Persistence
+from tierd.cache.watch import Watch
 from tierd.clock import Clock
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.core import Core
@@ -110,6 +111,9 @@ class Cache:
             sync_interval_s=parts.sync_interval_s,
         )
         self.persistence = Persistence(parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock)
+        self.health = Watch(
+            parts.core, flights=self.flights, tiers=parts.tiers, mover=parts.mover, metrics=parts.metrics
+        )
         self._tenants: dict[int, str] = {}
         self._sampling = np.random.default_rng(parts.seed)
         self.is_draining = False

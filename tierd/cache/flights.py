@@ -8,6 +8,7 @@ exactly once; many may wait for one flight.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -58,7 +59,8 @@ class Flights:
         self.admission = Admission(stored, now=_loop_time, limits=limits)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
-        self._dropped: set[int] = set()
+        self.corrupt: Counter[int] = Counter()
+        """Blocks that were not what was committed, by the tier that gave them."""
         self.made = 0
         """Transfers finished since the start."""
         self.failed = 0
@@ -102,13 +104,16 @@ class Flights:
             await asyncio.wait(set(self._flying.values()), timeout=left)
         return True
 
-    def drop_failed(self) -> None:
-        """Takes tiers out of service that have failed for good; their blocks are misses from now on."""
-        for tier in self._tiers:
-            if isinstance(tier, StoredTier) and not tier.serving and tier.position not in self._dropped:
-                self._dropped.add(tier.position)
-                log.error("tier out of service", tier=tier.spec.name, place=tier.place)
-                self.start(self._core.drop_tier(tier.position, self._clock.now()))
+    def condemn(self, pages: StructArray, fault: Fault) -> None:
+        """EXTENT [n] whose bytes are wrong, or cannot be had: misses from now on, quarantined, counted and told."""
+        for position in np.unique(pages["tier"]).tolist():
+            bad = pages[pages["tier"] == position]
+            name, first = self._tiers[position].spec.name, bad[0]
+            if fault is not Fault.IO:
+                self._metrics.corrupt.labels(tier=name).inc(len(bad))
+            where = {"segment": int(first["segment"]), "offset": int(first["offset"])}
+            log.error("bad pages quarantined", tier=name, fault=fault.name.lower(), count=len(bad), **where)
+        self.start(self._core.condemn(pages, now=self._clock.now(), fault=fault))
 
     @property
     def count(self) -> int:
@@ -184,8 +189,6 @@ class Flights:
         plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
         self._count(batch, statuses)
         self.start(plan)
-        if (statuses == BlockStatus.FAILED).any():
-            self.drop_failed()
         self._announce_stored(self._held(batch[statuses == BlockStatus.READY]))
 
     def _link(self, batch: StructArray) -> str:
@@ -197,7 +200,9 @@ class Flights:
         good = statuses == BlockStatus.READY
         self._metrics.bytes.labels(link=link).inc(int(batch["source"]["length"][good].sum()))
         if (bad := int((statuses == BlockStatus.CORRUPT).sum())) > 0:
-            self._metrics.corrupt.labels(tier=self._tiers[int(batch["source"]["tier"][0])].spec.name).inc(bad)
+            source = int(batch["source"]["tier"][0])
+            self.corrupt[source] += bad
+            self._metrics.corrupt.labels(tier=self._tiers[source].spec.name).inc(bad)
         for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):
             outcome = BlockStatus(status).name.lower()
             self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))

@@ -2,7 +2,7 @@
 
 Purpose: what "durable" means, for commits, for reserves of blocks that exist already, and for flush. Non-purpose: demotion
 (background.py). Invariant: a block counts as durable only after data and journal were synced in this very call, with its page on the
-store before the sync began.
+store before the sync began, and held there still after it: a sync that fails for another may lose it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierd.core.model import BlockStatus, StructArray, TierKind
 from tierd.core.plan import Bools, Committed, Ids, PutQuery, Reserved
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.tier import Tier
+from tierd.tiers.tier import StoredTier, Tier
 
 
 class Persistence:
@@ -28,7 +28,7 @@ class Persistence:
     def __init__(self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock) -> None:
         self._core = core
         self._flights = flights
-        self._tiers = tiers
+        self._stored = [t for t in tiers if isinstance(t, StoredTier) and t.spec.kind is TierKind.NVME]
         self._clock = clock
 
     async def keep_committed(self, committed: Committed, metas: StructArray, *, timeout_s: float) -> None:
@@ -58,25 +58,33 @@ class Persistence:
             return durable
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
+        self._forget_lost(blocks)
         plan = self._core.persist(blocks, now=self._clock.now())
         failpoint("cache.persist.before_write")
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
         held = np.where(_same(self._core.metas(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
-        for tier in self._tiers:
+        for tier in self._stored:
             here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
-            if tier.spec.kind is TierKind.NVME and here.any() and await self._sync(tier, deadline):
-                durable |= here
+            if here.any() and await self._sync(tier, deadline):
+                durable |= here & tier.holds(self._core.extents(blocks, tier=tier.position))
         return durable
 
+    def _forget_lost(self, blocks: Ids) -> None:
+        """What a store no longer holds since a sync failed is no copy: it is written again."""
+        for tier in self._stored:
+            pages = self._core.extents(blocks, tier=tier.position)
+            lost = (pages["page"] >= 0) & ~tier.holds(pages)
+            if lost.any():
+                self._flights.start(self._core.evict(blocks[lost], tier=tier.position, now=self._clock.now()))
+
     async def _sync(self, tier: Tier, deadline: float) -> bool:
+        if not self._core.is_writable(tier.position):
+            return False
         try:
             failpoint("cache.persist.before_sync")
             await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - asyncio.get_running_loop().time()))
-        except TierFailed:
-            self._flights.drop_failed()
-            return False
-        except TimeoutError:
+        except (TierFailed, TimeoutError):
             return False
         return True
 

@@ -261,6 +261,10 @@ class Core:
         """Not writable: its blocks are served, and it is no target; what would be demoted to it is evicted."""
         self._index.tiers[tier].writable = writable
 
+    def is_writable(self, tier: int) -> bool:
+        """Whether the tier is in service and takes new blocks."""
+        return tier in self._index.writable()
+
     # -- what is held
 
     def find_block(self, namespace: int, block_hash: bytes) -> int | None:

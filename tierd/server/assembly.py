@@ -19,6 +19,7 @@ import numpy as np
 import structlog
 
 from tierd.cache.admission import Limits
+from tierd.cache.breaker import Tolerance
 from tierd.cache.cache import Cache, Parts
 from tierd.cache.events import EventLog
 from tierd.clock import Clock, MonotonicClock, ReplayClock
@@ -38,13 +39,16 @@ from tierd.server.instance import Instance
 from tierd.tiers.arena import Arena
 from tierd.tiers.heads import check_versions
 from tierd.tiers.holds import FormerHolder, HoldTable
-from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.nvme import NvmeStore, Patience
 from tierd.tiers.slots import HEADER_BYTES
 from tierd.tiers.tier import Recovered, Tier
 
 TierTable = DeviceConfig | HostConfig | NvmeConfig
 log = structlog.get_logger(__name__)
 
+
+SILENCE_S = 5.0
+"""How often it is said that a tier is still opening."""
 
 @dataclass
 class Assembly:
@@ -106,7 +110,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         check_versions(*map(_directory, tiers))
         recovered: list[Recovered] = []
         for tier in tiers:
-            recovered.append(await tier.open())
+            recovered.append(await _open(tier))
             # The flag is read when the daemon ends; a start that fails keeps everything.
             stack.push_async_callback(_close, tier, lambda: daemon is not None and daemon.release)
         holds, former = open_holds(tiers, recovered)
@@ -127,6 +131,15 @@ def _directory(tier: Tier) -> Path:
 
 async def _close(tier: Tier, release: object) -> None:
     assert callable(release)
+async def _open(tier: Tier) -> Recovered:
+    """What the tier found. A disk that hangs is waited for, but not in silence."""
+    begun, opening = time.monotonic(), asyncio.ensure_future(tier.open())
+    while not (await asyncio.wait([opening], timeout=SILENCE_S))[0]:
+        waited_s = round(time.monotonic() - begun)
+        log.warning("tier still opening", tier=tier.spec.name, place=tier.place, seconds=waited_s)
+    return opening.result()
+
+
     await tier.close(release=bool(release()) and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST))
 
 
@@ -185,6 +198,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     )
 
 
+    stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
+    cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
 def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tier: str) -> None:
     """Takes up what a tier knows of namespaces; a record that cannot be read is dropped, with the blocks that need it, and said."""
     for record in records:
@@ -215,11 +230,21 @@ def build_tiers(config: Config, *, instance: str) -> list[Tier]:
         (TierKind.HOST, config.host),
         (TierKind.NVME, config.nvme),
     )
+def _tolerance(table: NvmeConfig) -> Tolerance:
+    return Tolerance(
+        faults=table.fault_limit,
+        window_s=table.fault_window,
+        hang_s=table.hang_limit,
+        pause_s=table.retry_pause,
+        pause_limit_s=table.retry_pause_limit,
+    )
+
+
     specs: list[tuple[TierSpec, TierTable]] = [
         (spec_of(kind, i, table), table) for kind, tables in kinds for i, table in enumerate(tables)
     ]
     base = _arena_base(config)
-    return list(_build(specs, instance=instance, base=base))
+    return list(_build(specs, instance=instance, base=base, deadline_s=config.server.shutdown_deadline))
 
 
 def _arena_base(config: Config) -> str:
@@ -227,10 +252,10 @@ def _arena_base(config: Config) -> str:
     return next((str(Path(host.arena_dir)) for host in config.host if host.arena_dir), "")
 
 
-def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str) -> Iterator[Tier]:
+def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str, deadline_s: float) -> Iterator[Tier]:
     for position, (spec, table) in enumerate(specs):
         if isinstance(table, NvmeConfig):
-            yield NvmeStore(
+            store = NvmeStore(
                 spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
             )
         else:
@@ -242,6 +267,8 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
     if table.eviction not in EVICTION:
         raise ConfigError(
             f"{kind.name.lower()}[{index}].eviction: {table.eviction!r} is unknown; use one of {', '.join(sorted(EVICTION))}"
+            store.patience = Patience(table.hang_limit, close_s=deadline_s)
+            yield store
         )
     stored = kind is TierKind.NVME
     return TierSpec(

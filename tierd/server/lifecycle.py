@@ -13,7 +13,8 @@ import os
 import platform
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import structlog
 
@@ -25,11 +26,15 @@ from tierd.failpoint import failpoint
 from tierd.server.assembly import Assembly, assemble
 from tierd.server.fault_socket import fault_socket
 from tierd.server.listeners import Listeners
+from tierd.server.watchdog import Deadman, LoopWatch, end_now
+from tierd.tiers.tier import StoredTier
 
 log = structlog.get_logger(__name__)
 
 KERNEL_LEAST = (5, 15)
 PR_SET_DUMPABLE = 4
+SLACK_S = 5.0
+"""Beyond twice the shutdown deadline: for calls and transfers, and for the tiers to close."""
 
 
 def check_platform() -> None:
@@ -52,16 +57,19 @@ async def serve(config: Config, *, release: bool = False) -> int:
     os.umask(0o077)
     # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    stop = _stop_signals()
+    stop, begun = asyncio.Event(), asyncio.Event()
+    _heed_signals(stop, begun)
     with fault_socket():
-        await _run(config, stop, release=release)
+        await _run(config, stop, begun, release=release)
     return 0
 
 
-async def _run(config: Config, stop: asyncio.Event, *, release: bool) -> None:
+async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, release: bool) -> None:
     async with assemble(config) as daemon:
+        begun.set()
         daemon.release = release or any(host.release_on_exit for host in config.host)
-        async with Listeners(daemon) as listeners, _watchdog():
+        async with Listeners(daemon) as listeners, _watchdog(daemon):
+            daemon.cache.health.start()
             daemon.cache.background.start()
             await listeners.open()
             failpoint("lifecycle.before_ready")
@@ -71,16 +79,23 @@ async def _run(config: Config, stop: asyncio.Event, *, release: bool) -> None:
             await stop.wait()
             notify.stopping()
             failpoint("lifecycle.before_settle")
+            Deadman(2 * config.server.shutdown_deadline + SLACK_S)
             await _settle(daemon, listeners)
     log.info("ended", release=daemon.release)
 
+    if stuck := [tier.spec.name for tier in daemon.tiers if isinstance(tier, StoredTier) and tier.is_stuck]:
+        end_now(f"{', '.join(stuck)}: the disk hangs; what was not durable yet is lost")
 
-def _stop_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+def _heed_signals(stop: asyncio.Event, begun: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set stop. Until it has begun there is nothing to settle: the process ends at once, however long the start takes."""
+
+    def heed() -> None:
+        if not begun.is_set():
+            end_now("stopped before it served", status=0)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
+        asyncio.get_running_loop().add_signal_handler(number, heed)
 
 
 async def _settle(daemon: Assembly, listeners: Listeners) -> None:
@@ -91,14 +106,22 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     await listeners.refuse_new()
     daemon.cache.events.close()  # watchers would keep their calls open until the deadline
     await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
-    await daemon.cache.background.stop()
+    await _in_time(daemon.scrub.stop(), deadline)
+    await _in_time(daemon.cache.health.stop(), deadline)
+    await _in_time(daemon.cache.background.stop(), deadline)
     if not await daemon.cache.flights.idle(timeout_s=max(0.0, deadline - time.monotonic())):
         log.warning("transfers cut short", transfers=daemon.cache.flights.count)
 
 
 @contextlib.asynccontextmanager
-async def _watchdog() -> AsyncIterator[None]:
-    """Tells the supervisor from the event loop that the event loop turns."""
+async def _in_time(end: Coroutine[Any, Any, None], deadline: float) -> None:
+    """Waits for an end that a disk which hangs could keep from coming; the rest of it goes on."""
+    await asyncio.wait([asyncio.ensure_future(end)], timeout=max(0.0, deadline - time.monotonic()))
+
+
+async def _watchdog(daemon: Assembly) -> AsyncIterator[None]:
+    """Tells the supervisor from the event loop that the event loop turns, and has it watched from a thread."""
+    server = daemon.config.server
     interval_s = notify.watchdog_interval_s()
 
     async def feed(every_s: float) -> None:
@@ -108,7 +131,8 @@ async def _watchdog() -> AsyncIterator[None]:
 
     task = asyncio.create_task(feed(interval_s)) if interval_s else None
     try:
-        yield
+        with LoopWatch(daemon.metrics, warning_s=server.loop_warning, limit_s=server.loop_limit):
+            yield
     finally:
         if task:
             task.cancel()

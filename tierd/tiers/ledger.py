@@ -3,26 +3,29 @@
 Purpose: `Ledger`. Non-purpose: what the records mean (`stored_index`), slots. Invariants:
 - Records reach the file in the order in which they were added, and the record of a block after its slot file was synced.
 - One flight at a time: data files, then the journal. Whoever comes while one flies shares the next.
-- A sync that fails is the end: nothing is retried, `failure` says what happened, and every later `sync` raises.
-- What is added becomes durable within LAG_S even if nobody asks.
+- A file whose sync has failed is never synced or written again: the kernel may have forgotten what it could not write. `failure` says what
+  happened, every `sync` raises, and `mend` puts a new file in its place: a journal with what the old one told, a slot file with the blocks
+  that were durable in the old one. Records of blocks that were not are dropped, and `lost` is told of them.
+- What is added becomes durable within LAG_S even if nobody asks, unless there is a failure.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+from tierd.core.model import StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import recovery
-from tierd.tiers.journal import Journal, Record
-from tierd.tiers.store_files import GENERATION_LEAP, SEGMENT_LEAP, OpenStore
+from tierd.tiers.calls import Calls
+from tierd.tiers.journal import BlocksStored, Journal, Record
+from tierd.tiers.store_files import GENERATION_LEAP, SEGMENT_LEAP, OpenStore, renew
 
 JOURNAL_LIMIT_BYTES = 8 << 20
 """A journal longer than this, and than the snapshot before it, is folded into a new snapshot."""
@@ -31,46 +34,73 @@ PENDING_LIMIT = 256
 LAG_S = 1.0
 """For so long may a record wait for a flight that nobody asked for."""
 SYNC_THREADS = 4
+STRICT_TRIES = 3
+"""After so many tries to renew a slot file, the blocks in it that cannot be read are left behind."""
 
 _T = TypeVar("_T")
 
 
-class Ledger:
-    """The journal of an open store, and when it is written. failure: empty, or why the store is out of service."""
+class Added(NamedTuple):
+    """A record on its way. place: of the slot file that must be synced before it; None: of none."""
 
-    def __init__(self, opened: OpenStore) -> None:
+    record: Record
+    place: int | None
+
+
+class Keeper(Protocol):
+    """The store, as its ledger sees it."""
+
+    def lose(self, stored: StructArray) -> None:
+        """These blocks, META [n], were written and will not become durable."""
+
+    def durable_spans(self, place: int) -> list[tuple[int, int]]:
+        """Offset and length in bytes of what is durable in a slot file."""
+
+
+class Ledger:
+    """The journal of an open store, and when it is written.
+
+    failure: empty, or why nothing becomes durable now. abandoned: places whose slot file's sync has failed, and how often it could not be renewed.
+    """
+
+    def __init__(self, opened: OpenStore, keeper: Keeper, calls: Calls) -> None:
         self.failure = ""
+        self.abandoned: dict[int, int] = {}
+        self._keeper, self._calls = keeper, calls
+        self._must_fold = False  # a journal whose sync has failed is still among those that tell of durable blocks
+        self._next_number = opened.journal.number + 1
         self._is_closed = False
         self._has_news = False  # the journal tells what the newest snapshot does not
         self._opened = opened
         self._threads = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix=f"tierd-{opened.name}-sync")
-        self._pending: list[Record] = []
+        self._pending: list[Added] = []
         self._dirty: set[int] = set()  # places whose slots were written since the last flight
-        self._marks = self._durable_marks = opened.marks
+        self.marks = self._durable_marks = opened.marks
         self._flying = asyncio.Lock()
         self._next_flight: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._compaction: asyncio.Task[None] | None = None
         self._compact_at = max(JOURNAL_LIMIT_BYTES, opened.snapshot_bytes)
 
-    def add(self, record: Record, *, dirty: set[int] | frozenset[int] = frozenset()) -> None:
-        """Appends a record, in memory. dirty: places whose slots it tells of, written already."""
-        if self.failure or self._is_closed:
+    def add(self, record: Record, *, place: int | None = None) -> None:
+        """Appends a record, in memory. place: where the slots that it tells of were written already."""
+        if self._is_closed:
             return
-        self._pending.append(record)
-        self._dirty |= dirty
+        self._pending.append(Added(record, place))
+        if place is not None:
+            self._dirty.add(place)
         with suppress(RuntimeError):  # no loop runs: the next call of sync takes it
             self._see_to_it(asyncio.get_running_loop())
 
     def note_used(self, *, segment: int = 0, generation: int = 0) -> None:
         """Lets the marks run ahead of these numbers."""
-        marks = self._marks
+        marks = self.marks
         if segment >= marks.next_segment:
             marks = replace(marks, next_segment=segment + SEGMENT_LEAP)
         if generation >= marks.next_generation:
             marks = replace(marks, next_generation=generation + GENERATION_LEAP)
-        if marks is not self._marks:
-            self._marks = marks
+        if marks is not self.marks:
+            self.marks = marks
             self.add(marks)
 
     async def cover(self, *, segment: int = 0, generation: int = 0) -> None:
@@ -89,6 +119,7 @@ class Ledger:
         """A last sync and a snapshot, if they can be; then no thread works any more."""
         with suppress(TierFailed):  # who needed something durable has asked before
             await self.sync()
+        self._cancel_timer()
         async with self._flying:
             if self._compaction is not None:
                 await self._compaction
@@ -98,11 +129,13 @@ class Ledger:
                 await self._compaction
         self._is_closed = True
         self._cancel_timer()
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False)  # none works any more
 
     # -- flights
 
     def _see_to_it(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.failure:
+            return  # until it is mended
         if len(self._pending) > PENDING_LIMIT:
             self._flight()
         elif self._timer is None:
@@ -129,35 +162,51 @@ class Ledger:
         async with self._flying:
             self._next_flight = None
             self._check()
+            failpoint("nvme.data.before_sync")
             records, self._pending = self._pending, []
             dirty, self._dirty = self._dirty, set()
-            marks = self._marks
-            failpoint("nvme.data.before_sync")
-            await self._sync_data(dirty)
+            marks = self.marks
+            await self._sync_data(dirty, records)
             if records:
                 await self._sync_journal(records)
             self._durable_marks = marks
             await self._compact_if_due()
 
-    async def _sync_data(self, dirty: set[int]) -> None:
-        files = [self._opened.files[place] for place in sorted(dirty)]
-        flights = [self._in_thread(self._opened.disk.sync_data, file.fd) for file in files]
+    async def _sync_data(self, dirty: set[int], records: list[Added]) -> None:
+        """Raises TierFailed; then records are back in pending, but for those of blocks that are lost."""
+        files = {place: self._opened.files[place] for place in sorted(dirty)}
+        flights = [self._call(self._opened.disk.sync_data, file.fd) for file in files.values()]
         results = await asyncio.gather(*flights, return_exceptions=True)
-        for file, error in zip(files, results, strict=True):
-            if isinstance(error, BaseException):
-                raise self.fail(file.path, error) from error
+        failed = {place: e for place, e in zip(files, results, strict=True) if isinstance(e, BaseException)}
+        if failed:
+            self._pending = records + self._pending
+            self._dirty |= dirty - failed.keys()
+            for place, error in failed.items():
+                self._abandon(place)
+                failure = self._fail(files[place].path, error)
+            raise failure
 
-    async def _sync_journal(self, records: list[Record]) -> None:
+    def _abandon(self, place: int) -> None:
+        """Drops the records of blocks whose bytes may never have reached the disk."""
+        self.abandoned[place] = 0
+        self._dirty.discard(place)
+        lost = [added.record for added in self._pending if added.place == place]
+        self._pending = [added for added in self._pending if added.place != place]
+        for record in lost:
+            if isinstance(record, BlocksStored):
+                self._keeper.lose(record.metas)
+
+    async def _sync_journal(self, records: list[Added]) -> None:
         try:
-            await self._in_thread(self._write_journal, records)
+            await self._call(self._write_journal, [added.record for added in records])
         except OSError as error:
-            if self._opened.journal.is_abandoned or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise self.fail(self._opened.directory / "journal", error) from error
-            self._pending = records + self._pending  # nothing of it is in the file; the next flight tries again
+            self._pending = records + self._pending  # true all the same, and for the next flight
+            if self._opened.journal.is_abandoned:
+                raise self._fail(self._opened.directory / "journal", error) from error
             self._timer = self._timer or asyncio.get_running_loop().call_later(LAG_S, self._flight)
             raise TierFailed(
-                f"{self._opened.name}: no space for the journal in {self._opened.directory}; nothing is lost, but nothing new"
-                " becomes durable: free space"
+                f"{self._opened.name}: the journal in {self._opened.directory} takes nothing more ({error}); nothing is lost, but"
+                " nothing new becomes durable: free space, or check the disk"
             ) from error
 
     def _write_journal(self, records: list[Record]) -> None:
@@ -168,16 +217,58 @@ class Ledger:
         self._opened.journal.sync()
         failpoint("nvme.journal.after_sync")
 
-    def fail(self, path: Path, error: BaseException) -> TierFailed:
-        """The end of this store: what the kernel could not write it may have forgotten. Gives what is to be raised."""
-        self.failure = (
-            f"{self._opened.name}: {path} could not be made durable ({error}); the store is out of service:"
-            " check the disk, then restart"
-        )
-        self._opened.notices.append(self.failure)
-        self._pending.clear()
-        self._dirty.clear()
+    def _fail(self, path: Path, error: BaseException) -> TierFailed:
+        """What the kernel could not write it may have forgotten. Gives what is to be raised."""
+        self.failure = f"{self._opened.name}: {path} could not be made durable ({error}); check the disk"
         return TierFailed(self.failure)
+
+    # -- after a failure
+
+    async def mend(self) -> None:
+        """Puts new files in the place of those that failed. Raises TierFailed if the disk does not take them."""
+        if not self.failure:
+            return
+        async with self._flying:
+            if self._compaction is not None:
+                await self._compaction
+            try:
+                if self._opened.journal.is_abandoned:
+                    await self._replace_journal()
+                if self._must_fold:
+                    await self._in_thread(self._fold, self._opened.journal.number)
+                    self._must_fold = self._has_news = False
+                for place in sorted(self.abandoned):
+                    await self._renew(place)
+            except OSError as error:
+                raise TierFailed(f"{self.failure}; and no new file could be made ({error})") from error
+            self.failure = ""
+        if self._pending:
+            self._flight()
+
+    async def _replace_journal(self) -> None:
+        old = self._opened.journal
+        self._opened.journal = await self._in_thread(self._new_journal, self._number())
+        self._must_fold = True
+        await self._in_thread(old.close)
+
+    async def _renew(self, place: int) -> None:
+        """Copies what is durable into a new slot file, which takes the old one's place."""
+        is_strict = self.abandoned[place] < STRICT_TRIES
+        self.abandoned[place] += 1
+        spans = self._keeper.durable_spans(place)
+        old = self._opened.files[place]
+        self._opened.files[place] = await self._in_thread(
+            lambda: renew(self._opened, place, spans, is_strict=is_strict)
+        )
+        self._opened.retired.append(old)
+        del self.abandoned[place]
+
+    def _number(self) -> int:
+        """Of the next journal. Never twice, whatever became of the file."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    # -- compaction
 
     async def _compact_if_due(self) -> None:
         is_compacting = self._compaction is not None and not self._compaction.done()
@@ -187,22 +278,19 @@ class Ledger:
     async def _begin_compaction(self) -> None:
         """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
         failpoint("nvme.compact.before_journal")
-        number = self._opened.journal.number + 1
+        number, old = self._number(), self._opened.journal
         try:
-            journal = await self._in_thread(self._new_journal, number)
+            self._opened.journal = await self._in_thread(self._new_journal, number)
         except OSError as error:
             self._put_off(error)
             return
-        self._opened.journal.close()
-        self._opened.journal = journal
+        await self._in_thread(old.close)
         self._has_news = False
         self._compaction = asyncio.create_task(self._compact(number))
 
     def _new_journal(self, number: int) -> Journal:
         opened = self._opened
-        return Journal.create(
-            opened.directory, store=opened.store, number=number, first=[self._marks], disk=opened.disk
-        )
+        return Journal.create(opened.directory, store=opened.store, number=number, first=[self.marks], disk=opened.disk)
 
     async def _compact(self, number: int) -> None:
         try:
@@ -221,6 +309,15 @@ class Ledger:
         self._opened.notices.append(
             f"{self._opened.name}: no snapshot could be written in {self._opened.directory} ({error}); free space"
         )
+
+    async def _call(self, work: Callable[..., _T], *args: object) -> _T:
+        """In a thread, as a call that the store's health tells of. Raises OSError."""
+        with self._calls.one("write"):
+            try:
+                return await self._in_thread(work, *args)
+            except OSError:
+                self._calls.fail("write")
+                raise
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

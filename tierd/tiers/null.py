@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tierd.core.meta import META
 from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
-from tierd.tiers.tier import ReadResult, Recovered, SliceTable
+from tierd.tiers.tier import Health, ReadResult, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
@@ -29,11 +29,19 @@ class NullStore:
         self.mode = "absent"
         self.place = ""
         self.notices: list[str] = []
+        self.is_stuck = False
 
-    @property
-    def serving(self) -> bool:
-        """Never."""
-        return False
+    def health(self) -> Health:
+        """It is not there."""
+        return Health(fault=f"{self.spec.name}: the tier is absent; configure it, or leave it out")
+
+    async def probe(self) -> None:
+        """Raises TierFailed."""
+        raise TierFailed(self.health().fault)
+
+    def holds(self, extents: StructArray) -> NDArray[np.bool_]:
+        """Nothing."""
+        return np.zeros(len(extents), dtype=np.bool_)
 
     async def open(self) -> Recovered:
         """Nothing."""

@@ -10,7 +10,9 @@ is served if every byte of it is still there, the new one if its record is durab
 
 Invariants:
 - `apply` touches memory alone.
-- Once a sync has failed, or UNWRITTEN_LIMIT writes in a row, the store has ended: `serving` is False, every later read and write is FAILED, `sync` raises.
+- Once a sync has failed, writes are FAILED and `sync` raises until `probe` has put new files in the place of those that failed; what is durable is
+  served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way.
+- A call that hangs keeps its thread; who waits for a thread meanwhile is FAILED.
 - `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled.
 - Nothing is written with a generation that the durable marks do not cover.
 """
@@ -18,8 +20,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +34,7 @@ from numpy.typing import NDArray
 from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
+from tierd.tiers.calls import Calls, Kind, outlast
 from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.ledger import Ledger
@@ -49,15 +53,17 @@ from tierd.tiers.slots import (
     stamp,
     vector,
 )
-from tierd.tiers.store_files import Direct, OpenStore, open_store
+from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, slots_of
-from tierd.tiers.tier import ReadResult, Recovered, SliceTable
+from tierd.tiers.tier import Health, ReadResult, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
 
-UNWRITTEN_LIMIT = 8
-"""So many slots in a row that cannot be written end the store."""
+TURN_S = 0.25
+"""How often one who waits for a thread looks whether the others hang."""
+STUCK_CLOSE_S = 1.0
+"""For so long does `close` wait for a disk that hangs already."""
 
 _NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
 
@@ -79,21 +85,43 @@ class _Batch:
     views: Sequence[memoryview]
     tables: list[SliceTable]
     statuses: NDArray[np.uint16] = field(init=False)
+    files: dict[int, SlotFile] = field(default_factory=dict)
+    """Segments to the files that were written."""
 
     def __post_init__(self) -> None:
         self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """hang_s: a call that takes longer hangs. close_s: for so long `close` waits for what is under way."""
+
+    hang_s: float = 5.0
+    close_s: float = 30.0
+
+
+class _GoneError(OSError):
+    """No fault of the disk's: the segment has ended, or its file has given way."""
+
+
 class NvmeStore:
     """One store. path: its directory. direct: O_DIRECT "auto" (where the file system takes it), "on" (or ConfigError) or "off".
 
-    queue_depth: reads and writes in flight at one time. disk: what its files lie on; a simulated one takes its place before `open`.
+    queue_depth: reads and writes in flight at one time. disk: what its files lie on; a simulated one takes its place before `open`,
+    and so may another patience.
     """
 
     disk: Files = OS
+    patience: Patience = Patience()
 
     def __init__(
-        self, spec: TierSpec, *, position: int, path: str | Path, direct: Direct = "auto", queue_depth: int = 16
+        self,
+        spec: TierSpec,
+        *,
+        position: int,
+        path: str | Path,
+        direct: Direct = "auto",
+        queue_depth: int = 16,
     ) -> None:
         self.spec = spec
         self.position = position
@@ -106,22 +134,19 @@ class NvmeStore:
         self._headers = HeaderPool(queue_depth)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
-        self._unwritten = 0  # slots that could not be written since one could
+        self._calls = Calls()
+        self.is_stuck = False
+        """Whether `close` gave up waiting: threads still hang."""
         self._is_open = False
         self._opened: OpenStore
         self._ledger: Ledger
 
     # -- life
 
-    @property
-    def serving(self) -> bool:
-        """Whether it takes reads and writes: open, and not failed for good."""
-        return self._is_open and not self._ledger.failure
-
     async def open(self) -> Recovered:
         """Takes the directory, sets its space aside, reads the index. Raises as `Tier.open` says."""
         self._opened = await asyncio.to_thread(self._open)
-        self._ledger = Ledger(self._opened)
+        self._ledger = Ledger(self._opened, self, self._calls)
         self.mode, self.notices = self._opened.io.mode, self._opened.notices
         self._is_open = True
         index, self._opened.index = self._opened.index, StoredIndex()  # the core keeps it from here on
@@ -132,16 +157,79 @@ class NvmeStore:
         return open_store(self.spec, directory=directory, direct=self._direct, threads=self._threads, disk=self.disk)
 
     async def close(self, *, release: bool) -> None:
-        """Ends what is under way, syncs, lets go. With release every file of the store is removed."""
+        """Ends what is under way, syncs, lets go. With release every file of the store is removed.
+
+        Gives up when the disk takes too long: `is_stuck` then, and the process must not wait for its threads.
+        """
         if not self._is_open:
             return
         self._is_open = False
+        limit_s = STUCK_CLOSE_S if self._calls.age_s() > STUCK_CLOSE_S else self.patience.close_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._end(release=release)
+        except TimeoutError:
+            self.is_stuck = True
+
+    async def _end(self, *, release: bool) -> None:
         for _ in range(self._queue_depth):
             await self._depth.acquire()
         failpoint("nvme.close.before_sync")
         await self._ledger.close()
-        self._threads.shutdown()
-        self._opened.close(release=release)
+        await asyncio.to_thread(self._opened.close, release=release)
+        self._threads.shutdown(wait=False)  # none works any more
+
+    # -- trouble
+
+    def health(self) -> Health:
+        """As `StoredTier.health`."""
+        calls = self._calls
+        return Health(
+            fault=self._ledger.failure,
+            read_errors=calls.errors["read"],
+            write_errors=calls.errors["write"],
+            unread=calls.unread,
+            read_age_s=calls.age_s("read"),
+            write_age_s=calls.age_s("write"),
+        )
+
+    async def probe(self) -> None:
+        """Mends what failed, then writes, syncs and reads: a file of its own, the journal, the first slot. Raises TierFailed."""
+        await self._ledger.mend()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, try_disk, self._opened)
+        except OSError as error:
+            raise TierFailed(f"{self.spec.name}: {self.place}: {error.strerror or error}; check the disk") from error
+        self._ledger.add(self._ledger.marks)
+        await self._ledger.sync()
+        self._calls.unread = 0
+        if not self._calls.age_s():
+            self._opened.close_retired()
+
+    def holds(self, extents: StructArray) -> NDArray[np.bool_]:
+        """As `StoredTier.holds`: False too for what was lost with a sync that failed."""
+        held = np.zeros(len(extents), dtype=np.bool_)
+        for i, row in enumerate(extents):
+            segment = self._segments.get(int(row["segment"]))
+            if segment is not None and row["slot"] < segment.begun.pages:
+                held[i] = segment.generations[row["slot"]] == row["generation"]
+        return held
+
+    def lose(self, stored: StructArray) -> None:
+        """As `Keeper.lose`."""
+        for row in stored:
+            segment = self._segments.get(int(row["segment"]))
+            slot = int(row["offset"]) // segment.begun.class_bytes if segment else 0
+            if segment is not None and segment.generations[slot] == row["generation"]:
+                segment.generations[slot] = 0
+
+    def durable_spans(self, place: int) -> list[tuple[int, int]]:
+        """As `Keeper.durable_spans`: the slots that hold a block."""
+        segment = self._segments.get(self._segment_at.get(place, -1))
+        if segment is None:
+            return []
+        size = segment.begun.class_bytes
+        return [(slot * size, size) for slot in np.flatnonzero(segment.generations).tolist()]
 
     def _adopt(self, index: StoredIndex) -> Recovered:
         slots = slots_of(index.metas, index.segments.values())
@@ -218,7 +306,7 @@ class NvmeStore:
         await self._ledger.cover(segment=max((s.segment for s in own), default=0))
 
     async def sync(self) -> None:
-        """Everything written and noted so far is durable. Raises TierFailed: for good, or while the disk is full."""
+        """Everything written and noted so far is durable, but for what `holds` no longer. Raises TierFailed."""
         await self._ledger.sync()
 
     def _remove(self, extents: StructArray) -> None:
@@ -263,7 +351,7 @@ class NvmeStore:
         """As `StoredTier.write`. What does not fit its slot, or has more than 480 slices, is FAILED."""
         batch = _Batch(self._located(extents), metas.copy(), sources, list(slices))
         rows = self._usable(batch)
-        if not len(rows):
+        if not len(rows) or self._ledger.failure:
             return batch.statuses
         try:
             await self._ledger.cover(generation=int(extents["generation"][rows].max()))
@@ -290,7 +378,7 @@ class NvmeStore:
     def _usable(self, batch: _Batch) -> NDArray[np.int64]:
         """The rows whose slot is here and has room for the block."""
         usable = np.zeros(len(batch.extents), dtype=np.bool_)
-        if not self.serving:
+        if not self._is_open:
             return np.flatnonzero(usable)
         for i, row in enumerate(batch.extents):
             held = self._segments.get(int(row["segment"]))
@@ -308,30 +396,52 @@ class NvmeStore:
             for r in join_runs(batch.extents[rows], class_bytes=classes)
         ]
         if runs:
-            await _outlast([asyncio.ensure_future(self._move_run(batch, run, move)) for run in runs])
+            await outlast([asyncio.ensure_future(self._move_run(batch, run, move)) for run in runs])
 
     async def _move_run(self, batch: _Batch, run: Run, move: Callable[[_Batch, Run, Headers], Awaitable[None]]) -> None:
         """One call for the run; where that fails, one for each of its slots, so that a bad sector costs one block."""
+        kind: Kind = "read" if move == self._read_run else "write"
         try:
-            async with self._depth:
-                with self._headers.borrow(len(run.rows)) as headers:
+            async with self._turn():
+                with self._headers.borrow(len(run.rows)) as headers, self._calls.one(kind):
                     await move(batch, run, headers)
-        except OSError:
-            if len(run.rows) > 1:
-                for i, row in enumerate(run.rows):
-                    alone = Run(run.segment, run.class_bytes, run.offset + i * run.class_bytes, (row,))
-                    await self._move_run(batch, alone, move)
+        except OSError as error:
+            if len(run.rows) == 1:
+                if not isinstance(error, _GoneError):
+                    self._calls.fail(kind)
+                return
+            for i, row in enumerate(run.rows):
+                alone = Run(run.segment, run.class_bytes, run.offset + i * run.class_bytes, (row,))
+                await self._move_run(batch, alone, move)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One of the threads. Raises OSError if none is free and one of them hangs."""
+        while True:
+            try:
+                async with asyncio.timeout(TURN_S):
+                    await self._depth.acquire()
+                break
+            except TimeoutError:
+                if self._calls.age_s() > self.patience.hang_s:
+                    raise OSError(errno.ETIMEDOUT, "every thread waits for the disk") from None
+        try:
+            yield
+        finally:
+            self._depth.release()
 
     async def _read_run(self, batch: _Batch, run: Run, headers: Headers) -> None:
         payloads = self._payloads(batch, run)
         buffers = vector(headers, [p.buffer for p in payloads], class_bytes=run.class_bytes, filler=self._headers.waste)
         done = await self._opened.io.read(self._file(run), run.offset, buffers)
         rows = list(run.rows)
+        self._calls.unread = 0
         found, tables = read_tables(headers)
         good = matches(found, batch.metas[rows], batch.extents[rows], store=self._opened.store)
         for i, (row, table, payload) in enumerate(zip(rows, tables, payloads, strict=True)):
             if done < i * run.class_bytes + HEADER_BYTES + len(payload.buffer):
-                continue  # the file ends before it: FAILED
+                self._calls.fail("read")  # the file ends before it: FAILED
+                continue
             if table is None or not good[i]:
                 batch.statuses[row] = BlockStatus.CORRUPT
                 continue
@@ -344,21 +454,11 @@ class NvmeStore:
         fill_headers(headers, batch.metas[rows], [batch.tables[i] for i in rows])
         payloads = [p.take() for p in self._payloads(batch, run)]
         buffers = vector(headers, payloads, class_bytes=run.class_bytes, filler=self._headers.zeros)
-        file = self._file(run)
-        try:
-            await self._opened.io.write(file, run.offset, buffers)
-        except OSError as error:
-            if len(rows) == 1:  # of a longer run each slot is tried alone
-                self._note_unwritten(file, error)
-            raise
-        self._unwritten = 0
+        if self._ledger.failure:
+            raise _GoneError(errno.ESTALE, "the file may have failed")
+        batch.files[run.segment] = file = self._file(run)
+        await self._opened.io.write(file, run.offset, buffers)
         batch.statuses[rows] = BlockStatus.READY
-
-    def _note_unwritten(self, file: SlotFile, error: OSError) -> None:
-        """A bad sector costs a block; a disk that takes none at all is out of service. A full one may have room again."""
-        self._unwritten += error.errno not in (errno.ENOSPC, errno.EDQUOT)
-        if self._unwritten >= UNWRITTEN_LIMIT and not self._ledger.failure:
-            self._ledger.fail(file.path, error)
 
     def _payloads(self, batch: _Batch, run: Run) -> list[Payload]:
         lengths = batch.extents["length"][list(run.rows)].tolist()
@@ -366,34 +466,23 @@ class NvmeStore:
         return [Payload(batch.views[i], length=n, align_bytes=align) for i, n in zip(run.rows, lengths, strict=True)]
 
     def _file(self, run: Run) -> SlotFile:
-        """Raises OSError if the segment has gone meanwhile."""
+        """Raises _GoneError if the segment has gone meanwhile."""
         held = self._segments.get(run.segment)
-        if held is None or not self.serving:
-            raise OSError(errno.ESTALE, "the segment is gone")
+        if held is None or not self._is_open:
+            raise _GoneError(errno.ESTALE, "the segment is gone")
         return self._opened.files[held.begun.place]
 
     def _note_stored(self, batch: _Batch) -> None:
-        dirty = set[int]()
-        for i in np.flatnonzero(batch.statuses == BlockStatus.READY).tolist():
-            held = self._segments.get(int(batch.extents["segment"][i]))
-            if held is None:  # its segment has ended meanwhile
-                batch.statuses[i] = BlockStatus.FAILED
-                continue
-            held.generations[batch.extents["slot"][i]] = batch.extents["generation"][i]
-            dirty.add(held.begun.place)
-        if dirty:
-            self._ledger.add(BlocksStored(batch.metas[batch.statuses == BlockStatus.READY]), dirty=dirty)
+        """Tells the ledger what was written, place by place, unless segment or file has given way meanwhile: that is FAILED."""
+        for segment in np.unique(batch.extents["segment"]).tolist():
+            rows = np.flatnonzero((batch.extents["segment"] == segment) & (batch.statuses == BlockStatus.READY))
+            held = self._segments.get(segment)
+            if held is None or not self._takes(held.begun.place, batch.files.get(segment)):
+                batch.statuses[rows] = BlockStatus.FAILED
+            elif len(rows):
+                held.generations[batch.extents["slot"][rows]] = batch.extents["generation"][rows]
+                self._ledger.add(BlocksStored(batch.metas[rows]), place=held.begun.place)
 
-
-async def _outlast(works: Sequence[asyncio.Future[None]]) -> None:
-    """Awaits every one to its end, also when cancelled meanwhile: their threads have the caller's memory."""
-    cancelled: asyncio.CancelledError | None = None
-    while not all(work.done() for work in works):
-        try:
-            await asyncio.wait(works)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    for work in works:
-        work.result()
-    if cancelled is not None:
-        raise cancelled
+    def _takes(self, place: int, file: SlotFile | None) -> bool:
+        """Whether what was written to the file can become durable there."""
+        return place not in self._ledger.abandoned and self._opened.files.get(place) is file

@@ -7,36 +7,39 @@ let go last; all space is set aside before the store serves; what cannot be open
 from __future__ import annotations
 
 import json
+import mmap
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 from tierd.core import versions
-from tierd.core.model import TierSpec
+from tierd.core.model import PAGE_ALIGN_BYTES, TierSpec
 from tierd.errors import ConfigError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import durable, recovery
 from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.files import OS, Files, Lock
 from tierd.tiers.journal import Journal, Marks
-from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct
+from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct, read_at, write_at
 from tierd.tiers.stored_index import StoredIndex, select
 
 LOCK_NAME = "store.lock"
 GENERATION_LEAP = 1 << 20
 SEGMENT_LEAP = 256
 """How far marks run ahead of what is used, so that they are written seldom."""
+COPY_BYTES = 1 << 20
 
 Direct = Literal["auto", "on", "off"]
 
 
 @dataclass(slots=True)
 class OpenStore:
-    """A store under its lock. name: the tier's. store: its id, 16 bytes. files: slot files by place. index: of the former life.
+    """A store under its lock. name: the tier's. store: its id, 16 bytes. files: slot files by place; retired: those that gave way to new ones.
 
     journal: a new one, after a snapshot of snapshot_bytes; marks: its first record. notices: what an operator should hear.
     """
@@ -54,9 +57,16 @@ class OpenStore:
     marks: Marks
     notices: list[str]
 
+    retired: list[SlotFile] = field(default_factory=list)
+
+    def close_retired(self) -> None:
+        """Gives back the descriptors of files that gave way. No call may be under way on them."""
+        while self.retired:
+            self.disk.close(self.retired.pop().fd)
     def close(self, *, release: bool) -> None:
         """Gives everything back; with release every file is removed."""
         for file in self.files.values():
+        self.close_retired()
             self.disk.close(file.fd)
         self.files.clear()
         self.journal.close()
@@ -175,6 +185,57 @@ def _set_aside(file: SlotFile, spec: TierSpec, disk: Files) -> None:
             " lower it or free space"
         ) from error
 
+
+
+def renew(opened: OpenStore, place: int, spans: Sequence[tuple[int, int]], *, is_strict: bool) -> SlotFile:
+    """A new slot file in the place of one whose sync has failed, with what is durable in that one: spans, offset and length in bytes.
+
+    is_strict: what cannot be read is an error; else it stays behind. Raises OSError. Blocks.
+    """
+    disk, old = opened.disk, opened.files[place]
+    path = old.path.with_name(old.path.name + ".tmp")
+    disk.unlink(path)  # never one that was synced before
+    new = SlotFile(old.path, opened.io.open(path))
+    try:
+        disk.allocate(new.fd, disk.size(old.path))
+        for offset, length in spans:
+            _copy(disk, (old.fd, new.fd), range(offset, offset + length, COPY_BYTES), is_strict=is_strict)
+        disk.sync_data(new.fd)
+        disk.rename(path, old.path)
+        disk.sync_directory(opened.directory)
+    except OSError:
+        disk.close(new.fd)
+        disk.unlink(path)
+        raise
+    return new
+
+
+def _copy(disk: Files, fds: tuple[int, int], offsets: range, *, is_strict: bool) -> None:
+    buffer = memoryview(mmap.mmap(-1, COPY_BYTES))
+    for offset in offsets:
+        part = buffer[: min(COPY_BYTES, offsets.stop - offset)]
+        try:
+            count = read_at(fds[0], offset, [part], disk)
+        except OSError:
+            if is_strict:
+                raise
+            continue
+        write_at(fds[1], offset, [part[:count]], disk)
+
+
+def try_disk(opened: OpenStore) -> None:
+    """Writes, syncs and reads a file of its own, and reads the first slot. Raises OSError. Blocks."""
+    disk, path = opened.disk, opened.directory / "probe.tmp"
+    page = memoryview(mmap.mmap(-1, PAGE_ALIGN_BYTES))
+    fd = opened.io.open(path)
+    try:
+        write_at(fd, 0, [page], disk)
+        disk.sync_data(fd)
+        for readable in (fd, opened.files[0].fd):
+            read_at(readable, 0, [page], disk)
+    finally:
+        disk.close(fd)
+        disk.unlink(path)
 
 def slots_path(directory: Path, place: int) -> Path:
     """The slot file of a place."""

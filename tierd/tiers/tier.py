@@ -52,6 +52,22 @@ class ReadResult:
     slices: list[SliceTable]
 
 
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a stored tier fares. Counts are since it was opened.
+
+    fault: why nothing can be written, for people; empty if it can. read_errors, write_errors: calls that failed; a sync counts as a write.
+    unread: reads that failed since one has succeeded. read_age_s, write_age_s: of the oldest call under way, 0.0 if there is none.
+    """
+
+    fault: str = ""
+    read_errors: int = 0
+    write_errors: int = 0
+    unread: int = 0
+    read_age_s: float = 0.0
+    write_age_s: float = 0.0
+
+
 class Descriptor(NamedTuple):
     """A new file descriptor, which the caller closes, and the length of the file in bytes."""
 
@@ -86,7 +102,7 @@ class Tier(Protocol):
         """Store an opaque record that names a namespace, to be found again by `open`; durable with the next `sync`."""
 
     async def sync(self) -> None:
-        """Make durable what was written so far. Nothing to do for memory. Raises TierFailed, once and for good."""
+        """Make durable what was written so far. Nothing to do for memory. Raises TierFailed; what was lost by it `holds` knows."""
 
     async def close(self, *, release: bool) -> None:
         """End. With release everything stored is removed; without, it is kept for the next `open`."""
@@ -118,9 +134,17 @@ class MappedTier(Tier, Protocol):
 class StoredTier(Tier, Protocol):
     """A medium that is read and written in batches."""
 
-    @property
-    def serving(self) -> bool:
-        """False once it has failed; for good."""
+    is_stuck: bool
+    """Whether `close` gave up waiting for calls that hang."""
+
+    def health(self) -> Health:
+        """How it fares now. Does not wait."""
+
+    async def probe(self) -> None:
+        """Finds out whether it works, and mends what can be mended. Takes as long as the medium takes. Raises TierFailed."""
+
+    def holds(self, extents: StructArray) -> NDArray[np.bool_]:
+        """Of EXTENT[n], which hold a block that is written whole and, once `sync` has returned, durable."""
 
     async def read(self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray) -> ReadResult:
         """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace, generation). Each target is 4 KiB

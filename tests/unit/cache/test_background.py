@@ -60,18 +60,22 @@ async def test_demotion_survives_a_fault(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_failed_store_is_told_once() -> None:
-    """A store that has failed for good goes out of service with its blocks, and the sync does not ask it again."""
+    """A store whose sync failed takes nothing more, is said so once and is served from; a probe that succeeds puts it back."""
     async with opened() as world:
         committed = await world.put(chain(1, 4))
         await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
-        world.cache.tiers[1]._ledger.fail(Path("store"), OSError("the disk is gone"))  # type: ignore[attr-defined]
+        world.cache.tiers[1]._ledger._fail(Path("store"), OSError("the disk is gone"))  # type: ignore[attr-defined]
         with capture_logs() as logs:
-            await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
             for _ in range(3):
+                world.cache.health.look()
                 await world.cache.background.sync()
         assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["tier out of service"]
-        assert not world.cache.core.tier_stats()[1].serving
+        assert not (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).any()
         assert (await world.acquire(chain(1, 4))).served.tokens == 64
+        world.cache.health.resume(1)
+        while not world.cache.core.is_writable(1):  # noqa: ASYNC110  # the end of a probe rings no bell
+            await asyncio.sleep(0.01)
+        assert (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).all()
 
 
 async def test_quiesce_leaves_nothing_to_do() -> None:

@@ -1,0 +1,146 @@
+"""Disk trouble for a live process: compiles the shim, arms and disarms its rules through the mapped control file.
+
+Purpose: `IoFaults`. Non-purpose: what a test makes of it. Invariants: what is armed is forgotten with the object; it agrees with `struct control` in
+iofault.c, byte for byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+CALLS = (
+    "open",
+    "read",
+    "pread",
+    "write",
+    "pwrite",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "unlink",
+    "fallocate",
+    "ftruncate",
+    "accept",
+    "close",
+)
+"""In the order of `enum call`; a name stands for all its forms: pwrite for pwritev2 too."""
+SYNCS = "fsync,fdatasync"
+WRITES = "write,pwrite"
+READS = "read,pread"
+EVERYTHING = ",".join(call for call in CALLS if call not in ("accept", "close"))
+_ACTIONS = {"short": 2, "delay": 3, "hang": 4}
+_RULES = 4
+
+
+class _Rule(ctypes.Structure):
+    _fields_ = (
+        ("armed", ctypes.c_uint32),
+        ("calls", ctypes.c_uint32),
+        ("action", ctypes.c_uint32),
+        ("error", ctypes.c_int32),
+        ("first", ctypes.c_uint32),
+        ("times", ctypes.c_uint32),
+        ("delay_us", ctypes.c_uint32),
+        ("hits", ctypes.c_uint32),
+        ("fired", ctypes.c_uint32),
+        ("hanging", ctypes.c_uint32),
+        ("pattern", ctypes.c_char * 216),
+    )
+
+
+class _Control(ctypes.Structure):
+    _fields_ = (
+        ("loaded", ctypes.c_uint32),
+        ("synced_again", ctypes.c_uint32),
+        ("written_after", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("rules", _Rule * _RULES),
+    )
+
+
+class IoFaults:
+    """The faults of processes that were started with `env`. directory: for the library and the control file."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "iofault.control"
+        path.write_bytes(bytes(ctypes.sizeof(_Control)))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._control = _Control.from_buffer(self._memory)
+        self._lives = 0
+        self.env = {"LD_PRELOAD": str(compiled(directory)), "IOFAULT_CONTROL": str(path)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disarm()
+
+    def arm(self, calls: str, fault: str, pattern: str, *, first: int = 1, times: int = 0, rule: int = 0) -> None:
+        """Sets a rule. calls: of CALLS, comma between; fault: an errno's name, short, hang, delay:SECONDS; pattern: of the file's path."""
+        self.disarm(rule)
+        row, (action, _, argument) = self._control.rules[rule], fault.partition(":")
+        row.action = _ACTIONS.get(action, 1)
+        row.error = 0 if action in _ACTIONS else getattr(errno, action)
+        row.delay_us = int(float(argument or 0) * 1e6)
+        row.calls = sum(1 << CALLS.index(call) for call in calls.split(","))
+        row.first, row.times, row.pattern = first, times, pattern.encode()
+        row.hits = row.fired = 0
+        self._lives += 1
+        row.armed = self._lives
+
+    def disarm(self, rule: int | None = None) -> None:
+        """Takes one rule away, or all; what hangs goes on."""
+        for i in range(_RULES) if rule is None else [rule]:
+            self._control.rules[i].armed = 0
+
+    @contextmanager
+    def armed(self, calls: str, fault: str, pattern: str, *, first: int = 1, times: int = 0) -> Iterator[Self]:
+        """A rule for as long as the block lasts."""
+        self.arm(calls, fault, pattern, first=first, times=times)
+        try:
+            yield self
+        finally:
+            self.disarm(0)
+
+    def fired(self, rule: int = 0) -> int:
+        """How often the rule struck since it was armed."""
+        return int(self._control.rules[rule].fired)
+
+    def hanging(self, rule: int = 0) -> int:
+        """Threads that hang in it now."""
+        return int(self._control.rules[rule].hanging)
+
+    @property
+    def loaded(self) -> int:
+        """Processes that have loaded the shim so far."""
+        return int(self._control.loaded)
+
+    @property
+    def synced_again(self) -> int:
+        """Syncs of a file whose sync had failed."""
+        return int(self._control.synced_again)
+
+
+def compiled(directory: Path) -> Path:
+    """The shim as a library in this directory; skips the test without gcc."""
+    library = directory / "iofault.so"
+    if library.exists():
+        return library
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("gcc, which builds the shim that makes calls fail, is not installed")
+    source = Path(__file__).with_name("iofault.c")
+    command = [compiler, "-std=gnu2x", "-O2", "-fPIC", "-shared", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True, capture_output=True)
+    return library

@@ -1,0 +1,228 @@
+"""The NVMe store on a disk that fails, fills up or hangs: files that give way to new ones, and what is durable then."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tiers.store_world import World, content
+from tests.unit.tiers.test_nvme import FAILED, READY, die, kind_of, next_life
+from tierd.errors import TierFailed
+from tierd.tiers import slots
+from tierd.tiers.files import OsFiles
+from tierd.tiers.nvme import Patience
+
+EAGER = Patience(hang_s=0.2, close_s=0.3)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    """A store with segment 1 begun; blocks 1 and 2 durable in it, 3 written and not."""
+    made = World.at(tmp_path / "store")
+    made.store.patience = EAGER
+    await made.open()
+    await made.begin(1)
+    assert await made.write([1, 2], segment=1, slots=[0, 1]) == [READY, READY]
+    await made.store.sync()
+    assert await made.write([3], segment=1, slots=[2]) == [READY]
+    yield made
+    await made.store.close(release=False)
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, call: str, *kinds: str) -> Iterator[list[str]]:
+    """Makes an operation on files of these kinds (`seg`, `journal`) fail; the names of those that it was tried on, inode behind."""
+    tried: list[str] = []
+    real = getattr(OsFiles(), call)
+
+    def fail(fd: int, *more: object) -> object:
+        if kind_of(fd) in kinds:
+            found = os.fstat(fd)  # a number is given again, but not with the same time
+            tried.append(f"{kind_of(fd)} {found.st_ino} {found.st_ctime_ns}")
+            raise OSError(errno.EIO, "bad disk")
+        return real(fd, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, call, staticmethod(fail))
+        yield tried
+
+
+def held(world: World, key: int) -> bool:
+    return bool(world.store.holds(world.held[key][0])[0])
+
+
+@pytest.mark.parametrize("kind", ["seg", "journal"])
+async def test_failed_sync_stops_writes_alone(world: World, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """After a failed sync of either kind every sync raises, no file is synced again, writes are FAILED, and what is durable is read."""
+    with failing(monkeypatch, "sync_data", kind) as tried:
+        for _ in range(3):
+            with pytest.raises(TierFailed, match="bad disk"):
+                await world.store.sync()
+    assert len(tried) == 1
+    assert await world.write([4], segment=1, slots=[3]) == [FAILED]
+    assert await world.read([1, 2]) == [content(1), content(2)]
+    assert "bad disk" in world.store.health().fault
+
+
+async def test_slot_file_gives_way(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot file whose sync failed is replaced by a new one with what was durable in it, and only that counts as held; writes go on, durable."""
+    path = tmp_path / "store" / "seg-000000.slots"
+    before = path.stat().st_ino
+    with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
+        await world.store.sync()
+    await world.store.probe()
+    assert path.stat().st_ino != before
+    assert [held(world, key) for key in (1, 2, 3)] == [True, True, False]
+    assert await world.write([4], segment=1, slots=[3]) == [READY]
+    await world.store.sync()
+    assert await world.read([1, 2, 4]) == [content(key) for key in (1, 2, 4)]
+    die(world)
+    other = await next_life(tmp_path)
+    assert set(other.held) == {1, 2, 4}
+    assert await other.read([1, 2, 4]) == [content(key) for key in (1, 2, 4)]
+    await other.store.close(release=False)
+
+
+async def test_journal_gives_way(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal whose sync failed is replaced; nothing is lost, and what it could not tell becomes durable in the new one."""
+    with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
+        await world.store.sync()
+    failed = world.store._opened.journal.number
+    await world.store.probe()
+    assert [held(world, key) for key in (1, 2, 3)] == [True] * 3
+    assert not list((tmp_path / "store").glob(f"journal-*{failed}.log"))
+    die(world)
+    other = await next_life(tmp_path)
+    assert set(other.held) == {1, 2, 3}
+    await other.store.close(release=False)
+
+
+async def test_removals_outlive_the_failure(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is freed while nothing can be made durable does not come back afterwards."""
+    with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
+        await world.store.sync()
+    world.free([1])
+    await world.store.probe()
+    await world.store.sync()
+    die(world)
+    other = await next_life(tmp_path)
+    assert set(other.held) == {2, 3}
+    await other.store.close(release=False)
+
+
+async def test_disk_that_stays_bad_is_not_mended(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While new files fail too, a probe says so, nothing new counts as durable, and no file is synced twice."""
+    with failing(monkeypatch, "sync_data", "seg") as tried:
+        for _ in range(3):
+            with pytest.raises(TierFailed):
+                await world.store.sync()
+            with pytest.raises(TierFailed, match="no new file"):
+                await world.store.probe()
+    assert tried
+    assert len(set(tried)) == len(tried)
+    assert [held(world, key) for key in (1, 3)] == [True, False]
+    await world.store.probe()
+    assert await world.read([1, 2]) == [content(1), content(2)]
+    assert not list((tmp_path / "store").glob("*.tmp"))
+
+
+async def test_write_to_a_file_that_gave_way_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that was on its way into the old file when the new one took its place is FAILED, not held."""
+    gate, entered = threading.Event(), threading.Event()
+    write_at = slots.write_at
+
+    def slow(*given: object) -> None:
+        entered.set()
+        gate.wait(10)
+        write_at(*given)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "write_at", slow)
+        writing = asyncio.create_task(world.write([5], segment=1, slots=[5]))
+        await asyncio.to_thread(entered.wait, 10)
+    with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
+        await world.store.sync()
+    await world.store.probe()
+    gate.set()
+    assert await writing == [FAILED]
+    assert await world.write([5], segment=1, slots=[5]) == [READY]
+    await world.store.sync()
+    assert await world.read([5]) == [content(5)]
+
+
+async def test_unreadable_durable_block_is_left_behind_in_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that cannot be copied stops the renewal some times, and then costs its block alone."""
+    real = OsFiles().preadv
+
+    def bad(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 0 and kind_of(fd) == "seg":
+            raise OSError(errno.EIO, "bad sector")
+        return real(fd, buffers, offset)
+
+    with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
+        await world.store.sync()
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, "preadv", staticmethod(bad))
+        for _ in range(3):
+            with pytest.raises(TierFailed, match="bad sector"):
+                await world.store.probe()
+        with pytest.raises(TierFailed):  # the first slot is what a probe reads
+            await world.store.probe()
+    await world.store.probe()
+    first, second = await world.read([1, 2])
+    assert isinstance(first, int)
+    assert second == content(2)
+
+
+async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every thread of the store hung, further reads are FAILED soon; close gives up; when the disk comes back it serves again."""
+    made = World.at(tmp_path / "store", queue_depth=2)
+    made.store.patience = EAGER
+    await made.open()
+    await made.begin(1)
+    await made.write(range(1, 5), segment=1, slots=[0, 2, 4, 6])
+    await made.store.sync()
+    gate, real = threading.Event(), slots.read_at
+
+    def hang(*given: object) -> int:
+        gate.wait(30)
+        return real(*given)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "read_at", hang)
+        hung = [asyncio.create_task(made.read([key])) for key in (1, 2)]
+        while not made.store._depth.locked():  # noqa: ASYNC110  # a thread that is taken rings no bell
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await made.read([3, 4]) == [FAILED, FAILED]
+        assert made.store.health().read_age_s > EAGER.hang_s
+        gate.set()
+        assert [(await task)[0] for task in hung] == [content(1), content(2)]
+    assert await made.read([3]) == [content(3)]
+    assert made.store.health().read_age_s == 0
+    await made.store.close(release=False)
+
+
+async def test_close_gives_up_on_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync that never returns does not keep close; the store says that threads hang."""
+    made = World.at(tmp_path / "store")
+    made.store.patience = EAGER
+    await made.open()
+    await made.begin(1)
+    await made.write([1], segment=1, slots=[0])
+    gate = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, "sync_data", staticmethod(lambda _: gate.wait(30)))
+        async with asyncio.timeout(10):
+            await made.store.close(release=False)
+    assert made.store.is_stuck
+    gate.set()

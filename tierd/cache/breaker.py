@@ -1,0 +1,118 @@
+"""When a stored tier that keeps failing is taken out of service, and when it comes back.
+
+Purpose: `Breaker`, a small state machine. Non-purpose: looking at tiers and telling the core (`watch`). Pure: times are given, in seconds.
+
+    closed --(errors within the window, a file that failed, a call that hangs)--> open --(pause over, or by command)--> probing
+    probing --(it works)--> closed        probing --(it does not)--> open, the pause doubled up to its bound
+
+Invariants: out of service for reads implies out of service for writes; whatever happens, an open breaker is probed no later than after the
+longest pause; errors from before it closed are forgotten then.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+from tierd.tiers.tier import Health
+
+CALM_PAUSES = 10
+"""After so many of the longest pauses in service the next pause is the shortest again."""
+
+
+class State(enum.Enum):
+    """Of a breaker."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """faults: so many within window_s open it, 0: they never do. hang_s: a call longer under way hangs. pause_s: the first, pause_limit_s: the longest."""
+
+    faults: int = 8
+    window_s: float = 600.0
+    hang_s: float = 5.0
+    pause_s: float = 0.5
+    pause_limit_s: float = 4.0
+
+
+class Breaker:
+    """Of one tier. reads, writes: whether it is in service for them. reason: why it is not, empty if it is."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self.state = State.CLOSED
+        self.reads = self.writes = True
+        self.reason = ""
+        self.opened = 0
+        """How often it has opened."""
+        self._tolerance = tolerance
+        self._faults: deque[float] = deque(maxlen=max(1, tolerance.faults))
+        self._counted = 0
+        self._pause_s = tolerance.pause_s
+        self._since = 0.0  # when the state began
+
+    def look(self, health: Health, now: float, *, corrupt: int = 0) -> bool:
+        """Takes in how the tier fares, and how many corrupt blocks it has given so far; whether anything changed."""
+        before = (self.state, self.reads)
+        total = health.read_errors + health.write_errors + corrupt
+        self._faults.extend([now] * min(total - self._counted, self._tolerance.faults))
+        self._counted = total
+        reason = self._trouble(health, now)
+        if reason and self.state is State.CLOSED:
+            self._open(reason, now)
+        if self.reads and not self._can_read(health):
+            self.reads, self.reason = False, reason or self.reason
+        return before != (self.state, self.reads)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to probe."""
+        return self.state is State.OPEN and now >= self._since + self._pause_s
+
+    def resume(self) -> None:
+        """By command: probe at once."""
+        if self.state is State.OPEN:
+            self._since = -self._pause_s
+
+    def probing(self) -> None:
+        """A probe begins; it ends with `probed`."""
+        self.state = State.PROBING
+
+    def probed(self, fault: str, now: float) -> None:
+        """fault: what the probe met; empty: it works again."""
+        if fault:
+            self.state, self.reason, self._since = State.OPEN, fault, now
+            self._pause_s = min(2 * self._pause_s, self._tolerance.pause_limit_s)
+            return
+        self.state, self.reads, self.writes, self.reason = State.CLOSED, True, True, ""
+        self._since = now
+        self._faults.clear()
+
+    def _open(self, reason: str, now: float) -> None:
+        is_calm = now - self._since > CALM_PAUSES * self._tolerance.pause_limit_s
+        self._pause_s = (
+            self._tolerance.pause_s
+            if is_calm or not self.opened
+            else min(2 * self._pause_s, self._tolerance.pause_limit_s)
+        )
+        self.state, self.writes, self.reason, self._since = State.OPEN, False, reason, now
+        self.opened += 1
+
+    def _trouble(self, health: Health, now: float) -> str:
+        tolerance = self._tolerance
+        if health.fault:
+            return health.fault
+        if health.read_age_s > tolerance.hang_s or health.write_age_s > tolerance.hang_s:
+            kind = "read" if health.read_age_s > tolerance.hang_s else "write"
+            return f"a {kind} has been under way for more than {tolerance.hang_s:g} s; check the disk"
+        if tolerance.faults and len(self._faults) == tolerance.faults and now - self._faults[0] <= tolerance.window_s:
+            return f"{tolerance.faults} reads or writes within {tolerance.window_s:g} s failed or gave wrong bytes; check the disk"
+        return "" if self._can_read(health) else f"{health.unread} reads in a row failed; check the disk"
+
+    def _can_read(self, health: Health) -> bool:
+        """False while reads hang, or once none has succeeded for as long as the limit says."""
+        is_lost = bool(self._tolerance.faults) and health.unread >= self._tolerance.faults
+        return not is_lost and health.read_age_s <= self._tolerance.hang_s

@@ -1,0 +1,105 @@
+"""Looks after the stored tiers: takes those that keep failing out of service, and tries whether they work again.
+
+Purpose: `Watch`, which asks tiers how they fare, lets a breaker judge, and tells the core. Non-purpose: the judgement (`breaker`).
+Invariants: one probe at a time for each tier, so that a hung disk costs one thread; people hear of each change once. Under a replay clock it
+looks too, since a disk may fail then as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from tierd.cache.breaker import Breaker, State, Tolerance
+from tierd.cache.flights import Flights
+from tierd.core.core import Core
+from tierd.errors import TierFailed
+from tierd.metrics import Metrics
+from tierd.mover import Mover
+from tierd.tiers.tier import StoredTier, Tier
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.1
+"""Between two looks at a tier: adds to the time for which it serves although it hangs."""
+
+
+class Watch:
+    """Runs while the daemon serves. breakers: of the stored tiers, by position."""
+
+    def __init__(self, core: Core, *, flights: Flights, tiers: Sequence[Tier], mover: Mover, metrics: Metrics) -> None:
+        self._core, self._flights, self._mover, self._metrics = core, flights, mover, metrics
+        self._stored = {tier.position: tier for tier in tiers if isinstance(tier, StoredTier)}
+        self.breakers = {position: Breaker(Tolerance()) for position in self._stored}
+        self._probes: dict[int, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def tolerate(self, tolerances: Mapping[int, Tolerance]) -> None:
+        """How much each stored tier may fail, by position; before `start`."""
+        self.breakers.update((at, Breaker(tolerances[at])) for at in self._stored if at in tolerances)
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._task = asyncio.create_task(self._look_for_ever())
+
+    async def stop(self) -> None:
+        """Ends; a probe that hangs is left to itself."""
+        tasks = [task for task in (self._task, *self._probes.values()) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def look(self) -> None:
+        """At every stored tier, now."""
+        now = asyncio.get_running_loop().time()
+        for position, tier in self._stored.items():
+            breaker = self.breakers[position]
+            if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
+                self._tell(tier)
+            if breaker.is_due(now):
+                breaker.probing()
+                self._probes[position] = asyncio.create_task(self._probe(tier))
+
+    def resume(self, position: int) -> None:
+        """By command: what is out of service is probed at once."""
+        self.breakers[position].resume()
+        self.look()
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            try:
+                self.look()
+            except Exception:
+                log.exception("tiers not looked at")
+            await asyncio.sleep(LOOK_S)
+
+    async def _probe(self, tier: StoredTier) -> None:
+        fault = ""
+        try:
+            await tier.probe()
+        except TierFailed as error:
+            fault = str(error)
+        except Exception as error:
+            log.exception("probe failed", tier=tier.spec.name)
+            fault = f"{tier.spec.name}: the probe failed ({error!r}); see the log"
+        breaker = self.breakers[tier.position]
+        breaker.probed(fault, asyncio.get_running_loop().time())
+        if breaker.state is State.CLOSED:
+            self._tell(tier)
+
+    def _tell(self, tier: StoredTier) -> None:
+        """The core, the mover, and people."""
+        breaker = self.breakers[tier.position]
+        self._core.set_serving(tier.position, breaker.reads)
+        self._core.set_writable(tier.position, breaker.writes)
+        self._metrics.tier_writable.labels(tier=tier.spec.name).set(breaker.writes)
+        if not breaker.reads:
+            self._mover.refuse(tier.position)
+        if breaker.writes:
+            log.info("tier back in service", tier=tier.spec.name, place=tier.place)
+        else:
+            what = "writes" if breaker.reads else "reads and writes"
+            log.error("tier out of service", tier=tier.spec.name, what=what, reason=breaker.reason)
+            self._metrics.tier_outages.labels(tier=tier.spec.name).inc()
