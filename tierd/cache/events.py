@@ -1,7 +1,7 @@
 """What happened to blocks, as a bounded log that watchers follow.
 
 Purpose: a watcher sees every stored and removed block in order, or is told that some were dropped. Non-purpose: keeping history;
-the log holds the last `limit` events. Invariant: sequence numbers rise by one; one of another life of the daemon is told as a gap; the daemon
+the log holds the last `limit` events, LOG_BYTES of hashes at most. Invariants: no batch is larger than a message may be; sequence numbers rise by one; one of another life of the daemon is told as a gap; the daemon
 never waits for a watcher.
 """
 
@@ -12,6 +12,15 @@ import enum
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import islice
+
+LOG_BYTES = 32 << 20
+"""Hashes in the log."""
+EVENT_BYTES = 1 << 20
+"""Hashes in one event; what concerns more blocks is told in several."""
+BATCH_EVENTS = 256
+BATCH_BYTES = 2 << 20
+"""What a watcher is given at once; the last event of a batch may go beyond."""
 
 
 class EventKind(enum.IntEnum):
@@ -39,7 +48,9 @@ class EventLog:
 
     def __init__(self, *, limit: int, first: int = 1) -> None:
         """first: sequence number of the first event, far from those of former daemons."""
-        self._events: deque[Event] = deque(maxlen=limit)
+        self._events: deque[Event] = deque()
+        self._limit = limit
+        self._bytes = 0
         self._last = first - 1
         self._bell = asyncio.Event()
         self._is_closed = False
@@ -50,9 +61,14 @@ class EventLog:
         self._bell.set()
 
     def add(self, kind: EventKind, *, tier: int, namespace: int, hashes: bytes, reason: str) -> None:
-        """Appends one event and wakes the watchers."""
-        self._last += 1
-        self._events.append(Event(self._last, kind, tier, namespace, hashes, reason))
+        """Appends an event, or several where there are many hashes, and wakes the watchers."""
+        for start in range(0, len(hashes), EVENT_BYTES):
+            part = hashes[start : start + EVENT_BYTES]
+            self._last += 1
+            self._events.append(Event(self._last, kind, tier, namespace, part, reason))
+            self._bytes += len(part)
+        while len(self._events) > self._limit or self._bytes > LOG_BYTES:
+            self._bytes -= len(self._events.popleft().hashes)
         self._bell.set()
         self._bell = asyncio.Event()
 
@@ -81,7 +97,12 @@ class EventLog:
         if not self._events or self._events[-1].sequence <= position:
             return []
         oldest = self._events[0].sequence
-        batch = [e for e in self._events if e.sequence > position]
+        batch, size = [], 0
         if position + 1 < oldest:
-            batch.insert(0, Event(oldest - 1, EventKind.LOST, 0, 0, b"", "the watcher was too slow"))
+            batch.append(Event(oldest - 1, EventKind.LOST, 0, 0, b"", "the watcher was too slow"))
+        for event in islice(self._events, max(0, position + 1 - oldest), None):
+            batch.append(event)
+            size += len(event.hashes)
+            if len(batch) >= BATCH_EVENTS or size >= BATCH_BYTES:
+                break
         return batch

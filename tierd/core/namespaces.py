@@ -8,14 +8,17 @@ plain bytes for whoever keeps them. Invariants: an id is given once and never ch
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec, bumped, namespace_digest
 from tierd.errors import CorruptRecord, NotFound, Overloaded
 
+TENANT_LIMIT = 4096
+"""Namespaces of one tenant, ranks counted, past epochs included."""
 NAMESPACE_LIMIT = 65_536
-"""Namespaces in all, past epochs included."""
+"""Of all tenants together."""
 
 
 class NamespaceRegistry:
@@ -25,6 +28,7 @@ class NamespaceRegistry:
         self._by_id: dict[int, Namespace] = {}  # every rank's id -> its namespace
         self._current: dict[tuple[str, NamespaceSpec], Namespace] = {}
         self._domains: dict[str, int] = {}
+        self._of_tenant: Counter[str] = Counter()  # ids
         self._next_id = 1
 
     def domain_of(self, tenant: str) -> int:
@@ -40,6 +44,7 @@ class NamespaceRegistry:
         found = self._current.get((tenant, spec.checked()))
         if found is not None:
             return found, False
+        self._check_tenant(tenant, spec.rank_count)
         namespace = Namespace(
             id=self._next_id,
             tenant=tenant,
@@ -69,9 +74,15 @@ class NamespaceRegistry:
 
     def bump(self, namespace: Namespace) -> Namespace:
         """Begins the next epoch and gives it."""
+        self._check_tenant(namespace.tenant, namespace.spec.rank_count)
         following = bumped(namespace, namespace_id=self._next_id)
         self._add(following)
         return following
+
+    def _check_tenant(self, tenant: str, count: int) -> None:
+        has = self._of_tenant[tenant]
+        if has + count > TENANT_LIMIT:
+            raise Overloaded(f"namespaces: {tenant} has {has}, and {TENANT_LIMIT} are the most of a tenant; reuse one")
 
     def all(self) -> list[Namespace]:
         """Every namespace, past epochs included, by id."""
@@ -100,6 +111,7 @@ class NamespaceRegistry:
 
     def _add(self, namespace: Namespace) -> None:
         self.check_room(namespace.spec.rank_count)
+        self._of_tenant[namespace.tenant] += namespace.spec.rank_count
         for namespace_id in namespace.ids:
             self._by_id[namespace_id] = namespace
         self._next_id = max(self._next_id, namespace.ids.stop)

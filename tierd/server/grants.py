@@ -4,8 +4,9 @@ A call that is cancelled, or whose deadline passes, may have been answered at th
 or reservation, which would stay until its process ends. So it names the call (`tierd-request`) over the session socket, and what that call gave,
 or is still to give, is taken back.
 
-Purpose: numbers by calls' ids, a bounded number of them. Non-purpose: leases themselves (core), deadlines (guard.py). Invariant: whichever comes
-first, the call's end or the word that it was given up, nothing stays held.
+Purpose: numbers by calls' ids, a bounded number of them for each session. Non-purpose: leases themselves (core), deadlines (guard.py).
+Invariants: whichever comes first, the call's end or the word that it was given up, nothing stays held; no session makes another's be
+forgotten; of a session that has stopped nothing is remembered.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TypeVar
 
 from tierd.errors import Unavailable
 
-LIMIT = 1 << 14
-"""Calls that are remembered; their clients speak within a moment, if they do."""
+LIMIT = 1024
+"""Calls of a session that are remembered; its client speaks within a moment, if it does, and has far fewer in flight."""
 
 Call = tuple[int, str]
 """Session and request id."""
@@ -32,14 +33,15 @@ class Grants:
     def __init__(self, *, release: Callable[[int, Sequence[int]], None], abort: Callable[[int, int], None]) -> None:
         self._release = release
         self._abort = abort
-        self._given: OrderedDict[Call, Given] = OrderedDict()
-        self._revoked: OrderedDict[Call, None] = OrderedDict()
+        self._given: dict[int, OrderedDict[str, Given]] = {}
+        self._revoked: dict[int, OrderedDict[str, None]] = {}
 
     def give(self, call: Call, reply: T, *, lease: int = 0, reservation: int = 0) -> T:
         """The reply of a call, on its way. Raises Unavailable if its client has given the call up."""
-        if call in self._revoked:
-            del self._revoked[call]
-            self._take_back(call, (lease, reservation))
+        session, request = call
+        if request in self._revoked.get(session, ()):
+            del self._revoked[session][request]
+            self._take_back(session, (lease, reservation))
             raise Unavailable(f"call {call[1]}: its client gave it up; call again")
         if lease or reservation:
             _remember(self._given, call, (lease, reservation))
@@ -47,21 +49,33 @@ class Grants:
 
     def revoke(self, session: int, request: str) -> None:
         """The client does not have the reply of a call and will not take it."""
-        given = self._given.pop((session, request), None)
+        calls = self._given.get(session)
+        given = calls.pop(request, None) if calls else None
         if given is None:
             _remember(self._revoked, (session, request), None)
         else:
-            self._take_back((session, request), given)
+            self._take_back(session, given)
 
-    def _take_back(self, call: Call, given: Given) -> None:
+    def forget(self, session: int) -> None:
+        """Its connection is closed: no word of its calls can come any more."""
+        self._given.pop(session, None)
+        self._revoked.pop(session, None)
+
+    @property
+    def count(self) -> int:
+        """Calls that are remembered."""
+        return sum(map(len, self._given.values())) + sum(map(len, self._revoked.values()))
+
+    def _take_back(self, session: int, given: Given) -> None:
         lease, reservation = given
         if lease:
-            self._release(call[0], [lease])
+            self._release(session, [lease])
         if reservation:
-            self._abort(call[0], reservation)
+            self._abort(session, reservation)
 
 
-def _remember(calls: OrderedDict[Call, T], call: Call, value: T) -> None:
-    calls[call] = value
+def _remember(sessions: dict[int, OrderedDict[str, T]], call: Call, value: T) -> None:
+    calls = sessions.setdefault(call[0], OrderedDict())
+    calls[call[1]] = value
     if len(calls) > LIMIT:
         calls.popitem(last=False)

@@ -210,6 +210,7 @@ class Listeners:
     def _stopped(self, session: int) -> None:
         self._daemon.cache.stop_session(session)
         self._credits.forget(session)
+        self._service.grants.forget(session)
 
     def _restore_sessions(self) -> None:
         """Sessions of a former daemon: their pages stay theirs while their processes live."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import pytest
+
+from tierd.cache import events
 from tierd.cache.events import EventKind, EventLog
 
 
@@ -17,8 +20,8 @@ async def test_watcher_sees_what_follows() -> None:
     """A watcher that waits gets the next event, and not those before it came."""
     log = EventLog(limit=10)
     _add(log, 1)
-    async with aclosing(log.follow()) as events:
-        waiting = asyncio.ensure_future(anext(events))
+    async with aclosing(log.follow()) as followed:
+        waiting = asyncio.ensure_future(anext(followed))
         await asyncio.sleep(0)
         _add(log, 2)
         async with asyncio.timeout(5):
@@ -29,16 +32,16 @@ async def test_watcher_resumes() -> None:
     """Following from a sequence number gives everything after it."""
     log = EventLog(limit=10)
     _add(log, 5)
-    async with aclosing(log.follow(2)) as events:
-        assert [e.sequence for e in await anext(events)] == [3, 4, 5]
+    async with aclosing(log.follow(2)) as followed:
+        assert [e.sequence for e in await anext(followed)] == [3, 4, 5]
 
 
 async def test_gap_is_told() -> None:
     """A watcher that fell behind the log's limit is told that events were lost."""
     log = EventLog(limit=3)
     _add(log, 10)
-    async with aclosing(log.follow(1)) as events:
-        kinds = [e.kind for e in await anext(events)]
+    async with aclosing(log.follow(1)) as followed:
+        kinds = [e.kind for e in await anext(followed)]
     assert kinds == [EventKind.LOST, EventKind.STORED, EventKind.STORED, EventKind.STORED]
 
 
@@ -47,8 +50,8 @@ async def test_other_tenants_are_not_seen() -> None:
     log = EventLog(limit=10)
     _add(log, 1, namespace=1)
     _add(log, 1, namespace=2)
-    async with aclosing(log.follow(0, sees=lambda n: n == 2)) as events:
-        waiting = asyncio.ensure_future(anext(events))
+    async with aclosing(log.follow(0, sees=lambda n: n == 2)) as followed:
+        waiting = asyncio.ensure_future(anext(followed))
         await asyncio.sleep(0)
         _add(log, 1, namespace=1)
         _add(log, 1, namespace=2)
@@ -60,6 +63,33 @@ async def test_close_ends_watchers() -> None:
     """After close a watcher gets what there is, and then the end."""
     log = EventLog(limit=10)
     _add(log, 3)
-    async with aclosing(log.follow(1)) as events:
+    async with aclosing(log.follow(1)) as followed:
         log.close()
-        assert [[e.sequence for e in batch] async for batch in events] == [[2, 3]]
+        assert [[e.sequence for e in batch] async for batch in followed] == [[2, 3]]
+
+
+async def test_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of many blocks do not make the log large: the oldest go, and that is told."""
+    monkeypatch.setattr(events, "LOG_BYTES", 10 * 32)
+    log = EventLog(limit=1000)
+    for _ in range(30):
+        log.add(EventKind.STORED, tier=0, namespace=1, hashes=bytes(3 * 32), reason="none")
+    async with aclosing(log.follow(1)) as batches:
+        batch = await anext(batches)
+    assert [len(event.hashes) // 32 for event in batch] == [0, 3, 3, 3]
+    assert batch[0].kind is EventKind.LOST
+
+
+async def test_no_event_and_no_batch_outgrows_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What concerns very many blocks is told in several events, and a slow watcher gets what it missed in several batches."""
+    monkeypatch.setattr(events, "EVENT_BYTES", 4 * 32)
+    monkeypatch.setattr(events, "BATCH_BYTES", 8 * 32)
+    log = EventLog(limit=1000)
+    _add(log, 1)
+    told = b"".join(bytes([i]) * 32 for i in range(30))
+    log.add(EventKind.REMOVED, tier=0, namespace=1, hashes=told, reason="none")
+    log.close()
+    async with aclosing(log.follow(1)) as batches:
+        seen = [batch async for batch in batches]
+    assert b"".join(event.hashes for batch in seen for event in batch) == told
+    assert max(sum(len(event.hashes) for event in batch) for batch in seen) <= 8 * 32

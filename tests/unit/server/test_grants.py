@@ -67,4 +67,27 @@ def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(1, 5):
         given.revoke(7, f"{number}")
     assert cache.released == [(7, [3]), (7, [4])]
-    assert len(given._revoked) == len(given._given) + 2 == 2
+    assert given.count == 2
+
+
+def test_no_session_crowds_out_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many calls one session makes, those of another are remembered."""
+    monkeypatch.setattr(grants, "LIMIT", 2)
+    cache = Cache()
+    given = cache.grants()
+    given.give(CALL, "reply", lease=3)
+    for number in range(1, 9):
+        given.give((8, f"{number}"), "reply", lease=number + 10)
+        given.revoke(9, f"{number}")
+    given.revoke(*CALL)
+    assert (7, [3]) in cache.released
+
+
+def test_forgotten_with_its_session() -> None:
+    """Nothing is remembered of a session whose connection is closed."""
+    given = Cache().grants()
+    given.give(CALL, "reply", lease=3)
+    given.revoke(7, "7-9")
+    assert given.count == 2
+    given.forget(7)
+    assert given.count == 0

@@ -1,0 +1,140 @@
+"""Admission: a disk whose queue is long is not read from by those who would wait too long."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tierd.cache.admission import Admission, Limits
+from tierd.core.model import TRANSFER, Reason, StructArray
+
+MIB = 1 << 20
+DISK, OTHER, HOST = 1, 2, 0
+FORTY = 40 * MIB
+"""Bytes that take a second, once that was seen."""
+
+
+@dataclass
+class Disk:
+    """Two stored tiers and a clock."""
+
+    now: float = 0.0
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        limits = Limits(batch_blocks=64, queue_time_s=2.0, queue_blocks=1000)
+        self.admission = Admission([DISK, OTHER], now=lambda: self.now, limits=limits)
+
+    def begin(
+        self, size: int, *, session: int = 1, tier: int = DISK, reason: Reason = Reason.DEMAND, blocks: int = 8
+    ) -> StructArray:
+        """A batch of so many bytes sets off."""
+        batch = np.zeros(blocks, dtype=TRANSFER)
+        batch["id"] = np.arange(blocks) + self.made + 1
+        batch["source"]["tier"], batch["reason"] = tier, reason
+        batch["source"]["length"] = size // blocks
+        self.made += blocks
+        self.admission.begin(batch, session=session)
+        return batch
+
+    def end(self, batch: StructArray, *, after_s: float) -> None:
+        """It ends."""
+        self.now += after_s
+        self.admission.end(batch)
+
+    def shut(self, session: int = 9, *, timeout_s: float = 60.0, is_demand: bool = True) -> frozenset[int]:
+        """For a caller that has nothing under way."""
+        return self.admission.shut(session, timeout_s=timeout_s, is_demand=is_demand)
+
+
+@pytest.fixture
+def disk() -> Disk:
+    """A disk that has shown that it reads 40 MiB a second."""
+    disk = Disk()
+    for _ in range(50):
+        disk.end(disk.begin(FORTY // 4), after_s=0.25)
+    return disk
+
+
+def test_an_idle_disk_is_open(disk: Disk) -> None:
+    """With nothing under way everybody is let in, whatever was measured and however little time there is."""
+    assert disk.shut(timeout_s=0.001) == frozenset()
+
+
+def test_a_long_queue_is_shut(disk: Disk) -> None:
+    """A queue of more than two seconds is shut, and open again when it has become shorter; other disks are not touched."""
+    batches = [disk.begin(FORTY // 2, session=i) for i in range(5)]
+    assert disk.shut() == {DISK}
+    disk.begin(FORTY, tier=OTHER)
+    assert disk.shut() == {DISK}
+    for batch in batches[:2]:
+        disk.end(batch, after_s=0.5)
+    assert disk.shut() == frozenset()
+
+
+def test_a_short_deadline_is_told_at_once(disk: Disk) -> None:
+    """Who has little time is turned away by a queue that others may join."""
+    disk.begin(FORTY, session=1)
+    assert disk.shut(timeout_s=1.5) == {DISK}
+    assert disk.shut(timeout_s=3.0) == frozenset()
+
+
+def test_no_session_fills_the_queue(disk: Disk) -> None:
+    """A session whose own reads take half of the queue gets no more, while another does."""
+    disk.begin(FORTY + MIB, session=1)
+    assert disk.shut(1) == {DISK}
+    assert disk.shut(2) == frozenset()
+
+
+def test_prefetches_wait_behind_demand(disk: Disk) -> None:
+    """Prefetches get half of the queue, and never keep a demand out."""
+    disk.begin(FORTY, session=1, reason=Reason.PREFETCH)
+    disk.begin(FORTY // 4, session=2, reason=Reason.PREFETCH)
+    assert disk.shut(3, timeout_s=math.inf, is_demand=False) == {DISK}
+    assert disk.shut(3) == frozenset()
+
+
+def test_a_disk_that_hangs_is_shut(disk: Disk) -> None:
+    """A read that does not end shuts its disk after two seconds, whatever its size; its end opens it."""
+    stuck = disk.begin(MIB)
+    disk.now += 1.9
+    assert disk.shut() == frozenset()
+    disk.now += 0.2
+    assert disk.shut() == {DISK}
+    disk.end(stuck, after_s=10.0)
+    assert disk.shut() == frozenset()
+
+
+def test_bounded_before_anything_is_known() -> None:
+    """A burst on a disk that was never read is bounded in number."""
+    disk = Disk()
+    disk.begin(MIB, blocks=1000)
+    assert disk.shut() == {DISK}
+
+
+def test_what_does_not_read_a_disk_counts_nothing(disk: Disk) -> None:
+    """Copies from memory, and writes, are no part of it."""
+    disk.end(disk.begin(FORTY * 10, tier=HOST), after_s=0.0)
+    assert disk.admission.queued() == 0
+    assert disk.shut() == frozenset()
+
+
+def test_the_refusal_says_when(disk: Disk) -> None:
+    """The hint grows with the queue, within its bounds."""
+    disk.begin(FORTY * 2 + FORTY // 2)
+    short = disk.admission.refusal([DISK]).retry_after_s
+    disk.begin(FORTY * 20)
+    long = disk.admission.refusal([DISK]).retry_after_s
+    assert 0.05 <= short < long <= 2.0
+
+
+def test_everything_is_forgotten_at_the_end(disk: Disk) -> None:
+    """When nothing is under way nothing is remembered of it."""
+    for batch in [disk.begin(FORTY, session=i) for i in range(5)]:
+        disk.end(batch, after_s=0.1)
+    queue = disk.admission._queues[DISK]
+    assert (queue.blocks, queue.bytes, queue.demand_bytes) == (0, 0, 0)
+    assert (dict(queue.of_session), disk.admission._under_way) == ({}, {})

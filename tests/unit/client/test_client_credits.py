@@ -1,0 +1,88 @@
+"""The SDK's side of credits: turns in order, none lost, and refused calls made again when the daemon said."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tierd.client.credits import TRIES, Credits, pause_s
+from tierd.client.rpc_aio import _turn
+from tierd.errors import Overloaded
+
+SOON_S = 10.0
+
+
+def test_no_more_turns_than_credits() -> None:
+    """Threads that all want to call are never more than the credits at one time, and all get their turn."""
+    own, inside, most, done = Credits(3), 0, 0, 0
+    lock = threading.Lock()
+
+    def call() -> None:
+        nonlocal inside, most, done
+        with own.turn("Lookup", timeout_s=SOON_S):
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.005)
+            with lock:
+                inside -= 1
+                done += 1
+
+    threads = [threading.Thread(target=call) for _ in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert (most, done) == (3, 30)
+
+
+def test_no_turn_in_time() -> None:
+    """Who gets no turn within its time is Overloaded, and the turn that comes later is not lost."""
+    own = Credits(1)
+    with own.turn("Lookup", timeout_s=SOON_S):
+        with pytest.raises(Overloaded, match="credits"), own.turn("Lookup", timeout_s=0.01):
+            pass
+        with own.turn("Release", timeout_s=0.01):  # gives something back: never waits
+            pass
+    with own.turn("Lookup", timeout_s=0.01) as left_s:
+        assert 0 <= left_s <= 0.01
+
+
+def test_no_number_no_bound() -> None:
+    """A daemon that names no credits bounds nothing."""
+    own = Credits(0)
+    with own.turn("Lookup", timeout_s=0), own.turn("Lookup", timeout_s=0):
+        pass
+
+
+async def test_awaited_turns() -> None:
+    """On asyncio a call waits without a thread; one that is cancelled, or too late, costs no credit."""
+    own = Credits(1)
+
+    async def call(timeout_s: float) -> str:
+        async with _turn(own, "Lookup", timeout_s=timeout_s):
+            await asyncio.sleep(0.02)
+        return "done"
+
+    first = asyncio.ensure_future(call(SOON_S))
+    await asyncio.sleep(0)
+    late, cancelled, patient = (asyncio.ensure_future(call(t)) for t in (0.001, SOON_S, SOON_S))
+    await asyncio.sleep(0.005)
+    cancelled.cancel()
+    with pytest.raises(Overloaded):
+        await late
+    async with asyncio.timeout(SOON_S):
+        assert [await first, await patient, await call(SOON_S)] == ["done"] * 3
+
+
+def test_pauses() -> None:
+    """A refused call is made again after the hint and before twice of it; not without a hint, not too often, not beyond the deadline."""
+    told = Overloaded("x", retry_after_s=0.1)
+    pauses = [pause_s(told, tries=1, left_s=10.0) or 0.0 for _ in range(100)]
+    assert 0.1 <= min(pauses) < max(pauses) <= 0.2
+    assert pause_s(Overloaded("x"), tries=1, left_s=10.0) is None
+    assert pause_s(told, tries=TRIES, left_s=10.0) is None
+    assert pause_s(told, tries=1, left_s=0.05) is None
