@@ -100,6 +100,8 @@ class Pages:
         self.segments: list[Segment | None] = [None] * places
         self.last_id: list[int | None] = [None] * places
         self._last_writer = [DAEMON] * places
+        self._last_domain = [0] * places
+        self._mapped_by: list[set[int]] = [set() for _ in range(places)]  # domains that ever had the file of a place mapped
         self.vacant = set(range(places))
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
@@ -281,6 +283,10 @@ class Pages:
             for session, writable in held.items()
             if session in domains
         )
+        # A fork can outlive its parent with what that had mapped, and nobody knows of it.
+        fresh = fresh or bool(self._mapped_by[place] - {key.domain})
+        if fresh:
+            self._mapped_by[place].clear()
         if held and not fresh:
             self.holders[segment] = held
         self._occupy(place, key, segment)
@@ -328,7 +334,9 @@ class Pages:
         """The session has the descriptor of a segment, in use or the last of its place; writable if it is its writer."""
         if segment in self.last_id:
             held = self.holders.setdefault(segment, {})
-            writer = self._last_writer[self.last_id.index(segment)]
+            place = self.last_id.index(segment)
+            writer = self._last_writer[place]
+            self._mapped_by[place].add(self._last_domain[place])
             held[session] = held.get(session, False) or writer == session
 
     def hand_over(self, session: int) -> None:
@@ -365,7 +373,7 @@ class Pages:
         count = self.spec.segment_bytes // key.class_bytes
         first = self._run(count)
         self.vacant.remove(place)
-        self.last_id[place], self._last_writer[place] = segment, key.writer
+        self.last_id[place], self._last_writer[place], self._last_domain[place] = segment, key.writer, key.domain
         self.segments[place] = Segment(segment, key, first, count, count)
         self._place_table[place] = segment, first, key.class_bytes
         self.place[first : first + count] = place

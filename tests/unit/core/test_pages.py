@@ -101,7 +101,7 @@ def test_descriptors_outlive_a_life() -> None:
     kit.core.abort(1, reservation=2, now=2.0)
     kit.core.end_session(1, 3.0)
     other = kit.reserve(chain("c", 1), session=2, namespace=2).plan.segments[0]
-    assert (other.replaces, other.fresh) == (2, False)
+    assert (other.replaces, other.fresh) == (2, True), "a fork of the first may have it mapped still"
 
 
 def test_a_writer_hands_over() -> None:

@@ -1,0 +1,127 @@
+"""Clients by the hundred: a process with everything loaded that forks one whenever it is told to: `python -m tests.system.nursery TARGET`.
+
+One JSON command a line on standard input, one JSON answer a line on standard output. Each client leases a chain, reserves another, writes
+half of it, and waits to be killed. It ends with the nursery if nobody does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+from tests.system.blocks import BlockClient
+from tierd._proto import cache_pb2 as pb
+from tierd.testing import chain
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Ward:
+    """A client that holds something. child: a fork of it that has a copy of its socket and mappings, 0 for none; pages: how many it holds."""
+
+    pid: int
+    session: int
+    child: int
+    pages: int
+
+    def stop(self) -> None:
+        """SIGSTOP, and stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{self.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            pass
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end_child(self) -> None:
+        """The fork goes too."""
+        if self.child:
+            os.kill(self.child, signal.SIGKILL)
+
+
+class Nursery:
+    """The process. Leaving the context ends it, and with it every client."""
+
+    def __init__(self, target: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.nursery", target],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def bear(self, *, leased: int, reserved: int, count: int, forks: bool = False) -> Ward:
+        """A client with a lease on chain `leased` and a reservation for chain `reserved`, of so many blocks each."""
+        assert self._process.stdin and self._process.stdout
+        command = {"leased": leased, "reserved": reserved, "count": count, "forks": forks}
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the nursery ended with status {self._process.wait()}"
+        answer = json.loads(line)
+        assert "fault" not in answer, answer
+        return Ward(**answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.wait(GRACE_S)
+        self._process.stdout.close()
+
+
+def _live(target: str, command: dict[str, Any], *, answer: int, alive: int) -> NoReturn:
+    """A client's whole life, in a fork."""
+    try:
+        client = BlockClient(target)
+        namespace, count = client.open_namespace(), int(command["count"])
+        leased = client.acquire(namespace, chain(command["leased"], count))
+        _, handles = client.reserve(namespace, chain(command["reserved"], count))
+        mine = handles[handles["status"] == pb.BLOCK_STATUS_RESERVED]
+        for handle in mine:
+            page = client.page(handle, writable=True)
+            page[: len(page) // 2] = np.full(len(page) // 2, 0x5A, dtype=np.uint8).tobytes()
+        told: dict[str, Any] = {
+            "pid": os.getpid(),
+            "session": int(client.hello["session"]),
+            "pages": len(leased.pages) + len(mine),
+        }
+        child = os.fork() if command["forks"] else -1
+        if child:
+            os.write(answer, json.dumps(told | {"child": max(child, 0)}).encode() + b"\n")
+    except BaseException as error:
+        os.write(answer, json.dumps({"fault": repr(error)}).encode() + b"\n")
+    os.read(alive, 1)
+    os._exit(0)
+
+
+def main() -> None:
+    """Forks until its input ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
+    alive, keep = os.pipe()
+    for line in sys.stdin:
+        if not os.fork():
+            os.close(keep)
+            _live(sys.argv[1], json.loads(line), answer=1, alive=alive)
+
+
+if __name__ == "__main__":
+    main()

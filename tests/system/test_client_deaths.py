@@ -1,0 +1,254 @@
+"""Clients that are killed, by the hundred: their end is noticed at once, everything that they held comes back, and nothing of it is ever lost."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.depth import count, percentile, report
+from tests.system.blocks import BlockClient, await_true, connected
+from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.nursery import Nursery, Ward
+from tests.system.sdk import HOST_BYTES, MIB, SMALL, await_nothing_held, churn, held, put, right
+from tierd._proto import admin_pb2 as apb
+from tierd.client import Client
+from tierd.testing import Daemon, chain
+from tierd.testing.faults import Faults
+from tierd.tiers import holds
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """\
+[server]
+shutdown_deadline = "2 s"
+
+[[host]]
+capacity = "64 MiB"
+segment = "4 MiB"
+
+[[nvme]]
+capacity = "256 MiB"
+segment = "8 MiB"
+"""
+HELD = 16
+"""Blocks that each client leases, and as many that it reserves."""
+SHARED = 7
+"""The chain that all lease."""
+NOTICED = "cache.end.before_return"
+"""The fault point that every end of a process passes, before anything of it is given back."""
+WAYS = ("plain", "forked", "stopped", "stopped and forked")
+IDLE_S, LOADED_S, BACK_S = 0.020, 0.100, 1.0
+"""What is promised at the 99th percentile; tenfold is asserted."""
+FOREIGN = 0xEE
+"""What the other tenant stores."""
+SEED = int(os.environ.get("DEATHS_SEED", "1"))
+
+
+@dataclass
+class Times:
+    """Seconds from SIGKILL on. noticed: until the daemon knew; back: until it had everything back."""
+
+    noticed: list[float] = field(default_factory=list)
+    back: list[float] = field(default_factory=list)
+
+    def tell(self, what: str, *, limit_s: float) -> None:
+        """Reports, and asserts tenfold."""
+        noticed, back = percentile(self.noticed, 0.99), percentile(self.back, 0.99)
+        report(
+            f"client deaths, {what}",
+            seed=SEED,
+            deaths=len(self.noticed),
+            noticed_p50_ms=round(1000 * percentile(self.noticed, 0.5), 1),
+            noticed_p99_ms=round(1000 * noticed, 1),
+            back_p50_ms=round(1000 * percentile(self.back, 0.5), 1),
+            back_p99_ms=round(1000 * back, 1),
+        )
+        assert noticed < 10 * limit_s and back < 10 * BACK_S
+
+
+@contextmanager
+def load(daemon: Daemon, directory: Path) -> Iterator[None]:
+    """Two workers that put and get as fast as they can, every byte checked."""
+    logs = [directory / f"load-{i}.log" for i in range(2)]
+    command = [sys.executable, "-m", "tests.system.crash_load", daemon.target]
+    workers = [
+        subprocess.Popen([*command, str(i), str(log)], cwd=ROOT, stdin=subprocess.PIPE) for i, log in enumerate(logs)
+    ]
+    try:
+        await_true(lambda: all(log.exists() and log.stat().st_size > 0 for log in logs), "the workers at work")
+        yield
+        assert [worker.poll() for worker in workers] == [None, None]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            assert worker.stdin
+            worker.stdin.close()
+    said = "".join(log.read_text() for log in logs)
+    assert '"wrong"' not in said and '"fault"' not in said, said[-4000:]
+
+
+def kept(daemon: Daemon) -> tuple[int, int]:
+    """Sessions and pages in the session table's file, whatever the daemon says."""
+    (path,) = daemon.arena.rglob("sessions.tbl")
+    words = np.fromfile(path, dtype="<u8")
+    rows_at = holds._ROWS_AT // 8
+    records = words[4096 // 8 : rows_at].reshape(-1, holds.HOLDER.itemsize // 8)
+    rows = words[rows_at:]
+    rows = rows[: len(rows) // 6 * 6].reshape(-1, 6)
+    return int(np.count_nonzero(records[:, -1])), int(np.count_nonzero(rows[:, -1]))
+
+
+def in_books(client: BlockClient) -> tuple[int, ...]:
+    """Leases, reservations, pinned, reserved and retiring pages, bytes that are not free: what a dead client must not change."""
+    status, host = client.status(), client.tiers()["host.0"]
+    pages = (host.pages_pinned, host.pages_reserved, host.pages_retiring)
+    return (status.leases, status.reservations, *pages, host.used_bytes)
+
+
+def session_is_there(client: BlockClient, ward: Ward) -> bool:
+    """Whether the daemon's books know it; its holds go in the same step."""
+    return ward.session in [s.id for s in client.call(client.admin.Sessions, apb.SessionsRequest()).sessions]
+
+
+def kill(ward: Ward, faults: Faults, client: BlockClient, times: Times) -> None:
+    """Takes the times of one death."""
+    hits = faults.hits()[NOTICED]
+    begun = time.monotonic()
+    ward.kill()
+    assert faults.await_hits(NOTICED, hits + 1), "its end was not noticed"
+    times.noticed.append(time.monotonic() - begun)
+    await_true(lambda: not session_is_there(client, ward), "the dead client's session")
+    times.back.append(time.monotonic() - begun)
+
+
+@pytest.mark.timeout(1800)
+def test_deaths(tmp_path: Path) -> None:
+    """Killed with leases and reservations, alone or with a fork that holds the socket, running or stopped, idle or under load: noticed at once, 0 bytes leaked."""
+    deaths, chance, numbers = count(test=12, nightly=300, weekly=2000), random.Random(SEED), itertools.count(10_000)
+    with Daemon(CONFIG, faults=True) as daemon, daemon.faults() as faults, Nursery(daemon.target) as nursery:
+        faults.arm(NOTICED, "count")
+        with connected(daemon) as client:
+            assert client.put(client.open_namespace(), chain(SHARED, HELD)) == HELD
+            before, rows = in_books(client), kept(daemon)
+
+            def one(turn: int, times: Times) -> None:
+                way = WAYS[turn % len(WAYS)]
+                reserved = next(numbers)
+                ward = nursery.bear(leased=SHARED, reserved=reserved, count=HELD, forks="forked" in way)
+                assert ward.pages == 2 * HELD
+                if "stopped" in way:
+                    ward.stop()
+                kill(ward, faults, client, times)
+                if chance.random() < 0.5:
+                    ward.end_child()
+
+            idle, loaded = Times(), Times()
+            for turn in range(deaths // 2):
+                one(turn, idle)
+                await_true(lambda: (in_books(client), kept(daemon)) == (before, rows), "the books as they were")
+            idle.tell("idle", limit_s=IDLE_S)
+            with load(daemon, tmp_path):
+                for turn in range(deaths // 2, deaths):
+                    one(turn, loaded)
+            loaded.tell("under load", limit_s=LOADED_S)
+            await_true(
+                lambda: in_books(client)[:5] == before[:5],
+                "nothing held after the load",
+            )
+            await_true(lambda: kept(daemon) == rows, "the session table as it was")
+            client.call(client.admin.Evict, apb.EvictRequest())
+            assert client.tiers()["host.0"].used_bytes == 0, "bytes leaked"
+        assert "Traceback" not in daemon.log, daemon.log[-4000:]
+
+
+# -- those that are not dead
+
+
+def reader(talk: Talk, target: str) -> None:
+    """Keeps views through whatever comes; says how many of them are right when asked."""
+    client = Client(target)
+    namespace = client.open_namespace(SMALL)
+    assert put(client, namespace, SHARED, HELD)
+    views = client.get(namespace, chain(SHARED, HELD)).views
+    talk.say(len(views))
+    while True:
+        talk.hear()
+        talk.say(right(views, SHARED))
+
+
+@pytest.mark.timeout(600)
+def test_stopped_reader() -> None:
+    """Views of a stopped client hold the same bytes when it goes on, after tenfold churn of the tier and daemons killed and ended in between."""
+    lives = count(test=2, nightly=10, weekly=50)
+    with Daemon(CONFIG) as daemon, Elsewhere(reader, daemon.target) as other:
+        assert other.hear() == HELD
+        os.kill(other.pid, signal.SIGSTOP)
+        for life in range(lives):
+            daemon.kill() if life % 2 else daemon.stop()
+            daemon.start()
+            with Client(daemon.target) as client:
+                assert churn(client, seed=100 + life, total=2 * HOST_BYTES) > 0
+            assert held(daemon)[2] == HELD, "the new daemon does not know what the stopped client holds"
+        os.kill(other.pid, signal.SIGCONT)
+        assert other.ask() == HELD
+        other.kill()
+        await_nothing_held(daemon, "the reader's end")
+        report("stopped reader", lives=lives, views=HELD, wrong=0)
+
+
+def writer(talk: Talk, target: str, *, credential_file: str) -> None:
+    """Stores what others of its tenant will read."""
+    client = Client(target, credential_file=credential_file)
+    talk.say(bool(put(client, client.open_namespace(SMALL), SHARED, HELD)))
+    talk.hear()
+
+
+def bereaved(talk: Talk, target: str, *, credential_file: str) -> None:
+    """Maps what another process of its tenant wrote, and forks a child that keeps mapping and socket, and says in the end what it sees there."""
+    talk.hear()
+    client = Client(target, credential_file=credential_file)
+    views = client.get(client.open_namespace(SMALL), chain(SHARED, HELD)).views
+    if not ctypes.PyDLL(None).fork():
+        os.read(0, 100)
+        talk.say(sum(bool((np.asarray(view) == FOREIGN).all()) for view in views))
+        os._exit(0)
+    talk.say(len(views))
+    signal.pause()
+
+
+@pytest.mark.timeout(120)
+def test_orphan_that_maps(tmp_path: Path) -> None:
+    """A fork that outlives its parent with its mappings never sees in them what another tenant stores later."""
+    secrets = {tenant: tenant * 32 for tenant in "ab"}
+    for tenant, secret in secrets.items():
+        (tmp_path / tenant).write_text(secret)
+    (tmp_path / "all").write_text("".join(f"{tenant} {secret}\n" for tenant, secret in secrets.items()))
+    config = f'{CONFIG}[identity]\ncredential_file = "{tmp_path}/all"\n'
+    (tmp_path / "all").chmod(0o600)
+    ours = {"credential_file": str(tmp_path / "a")}
+    with (
+        Daemon(config) as daemon,
+        Elsewhere(writer, daemon.target, **ours) as first,
+        Elsewhere(bereaved, daemon.target, **ours) as other,
+    ):
+        assert first.hear()
+        assert other.ask() == HELD
+        first.kill()
+        other.kill()
+        await_nothing_held(daemon, "the parent")
+        with Client(daemon.target, credential_file=str(tmp_path / "b")) as stranger:
+            assert churn(stranger, seed=9, total=4 * 64 * MIB, byte=FOREIGN) > 0
+        assert other.ask() == 0
