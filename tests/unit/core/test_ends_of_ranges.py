@@ -1,0 +1,150 @@
+"""Where numbers end: generations, segments, pages, leases. Nothing is ever given twice; past the end there is no room, and what is there stays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
+from tierd.core import blocks, pages
+from tierd.core.model import BlockStatus
+from tierd.core.pages import GENERATION_LIMIT, SEGMENT_LIMIT
+from tierd.core.plan import ID_LIMIT, Reserved, Start
+from tierd.errors import InvalidArgument
+
+RESERVED, NO_ROOM = BlockStatus.RESERVED, BlockStatus.NO_ROOM
+
+
+def statuses(reserved: Reserved) -> list[int]:
+    return [int(status) for part in reserved.statuses for status in part]
+
+
+def generations(reserved: Reserved) -> list[int]:
+    return [int(g) for part in reserved.extents for g in part["generation"][part["page"] >= 0]]
+
+
+def test_the_last_generations_are_given_once():
+    """Three generations are left: three pages are given, then none, whatever is freed, and what was stored is still served."""
+    kit = Kit(tier(HOST, 8), start=Start(generation=GENERATION_LIMIT - 3))
+    reserved = kit.reserve(chain("a", 5))
+    assert statuses(reserved) == [RESERVED] * 3 + [NO_ROOM] * 2
+    assert generations(reserved) == [GENERATION_LIMIT - 3, GENERATION_LIMIT - 2, GENERATION_LIMIT - 1]
+    kit.commit(reserved)
+    kit.took(kit.core.evict(kit.ids(chain("a", 3))[2:], tier=None, now=kit.tick()))
+    assert statuses(kit.reserve(chain("b", 2))) == [NO_ROOM] * 2
+    assert kit.put(chain("a", 3)) is None
+    assert kit.tiers_of(chain("a", 3)) == [0, 0, -1]
+
+
+def test_no_generation_left_is_no_transfer():
+    """A block that lies far stays there, found and not brought near, when no page can be given any more."""
+    kit = Kit(tier(HOST, 4), tier(NVME, 8), start=Start(generation=GENERATION_LIMIT - 4))
+    kit.put(chain("a", 2))
+    kit.took(kit.core.persist(kit.ids(chain("a", 2)), now=kit.tick()))
+    kit.land()
+    kit.took(kit.core.evict(kit.ids(chain("a", 2)), tier=0, now=kit.tick()))
+    acquired = kit.acquire(group(chain("a", 2)))
+    assert (acquired.lease, acquired.whole, len(acquired.plan.transfers)) == (0, False, 0)
+    assert kit.tiers_of(chain("a", 2)) == [1, 1]
+
+
+def test_generations_in_the_upper_half_are_told_apart():
+    """Around 2^63 generations are compared as what they are: verdicts reach the page of that generation and no other."""
+    kit = Kit(tier(HOST, 4), start=Start(generation=(1 << 63) - 2))
+    kit.put(chain("a", 4))
+    served = kit.get(group(chain("a", 4)))
+    extents = served.groups[0].extents.reshape(-1)
+    assert extents["generation"].tolist() == [(1 << 63) - 2 + i for i in range(4)]
+    old = extents.copy()
+    old["generation"] ^= np.uint64(1 << 63)
+    assert kit.took(kit.core.condemn(old, now=kit.tick())).is_empty
+    kit.took(kit.core.condemn(extents[3:], now=kit.tick()))
+    assert kit.tiers_of(chain("a", 4)) == [0, 0, 0, -1]
+
+
+def test_the_last_segment_begins_once():
+    """After the last segment id nothing is emptied for a life that cannot begin: other sizes get no room, the present ones go on."""
+    kit = Kit(tier(HOST, 8), start=Start(segment=SEGMENT_LIMIT - 2))
+    kit.put(chain("a", 8))
+    assert [used.segment for used in kit.core.segments(0)] == [SEGMENT_LIMIT - 2, SEGMENT_LIMIT - 1]
+    assert statuses(kit.reserve(chain("b", 1), length=8192)) == [NO_ROOM]
+    assert kit.tiers_of(chain("a", 8)) == [0] * 8
+    assert statuses(kit.reserve(chain("c", 2))) == [RESERVED] * 2
+    assert [used.segment for used in kit.core.segments(0)] == [SEGMENT_LIMIT - 2, SEGMENT_LIMIT - 1]
+
+
+def test_page_ids_end(monkeypatch: pytest.MonkeyPatch):
+    """When page ids are used up, those of ended segments are used again with other generations, and no more segments begin at one time."""
+    monkeypatch.setattr(pages, "PAGE_LIMIT", 4)
+    kit = Kit(tier(HOST, 8))
+    first = kit.reserve(chain("a", 8))
+    assert statuses(first) == [RESERVED] * 4 + [NO_ROOM] * 4
+    kit.took(kit.core.abort(1, reservation=first.reservation, now=kit.tick()))
+    second = kit.reserve(chain("b", 8))
+    assert statuses(second) == [RESERVED] * 4 + [NO_ROOM] * 4
+    assert not set(generations(first)) & set(generations(second))
+
+
+def test_block_ids_never_wrap(monkeypatch: pytest.MonkeyPatch):
+    """More blocks than ids stop the core: an id that means two blocks would serve one for the other."""
+    monkeypatch.setattr(blocks, "ID_LIMIT", 3)
+    kit = Kit(tier(HOST, 8))
+    kit.put(chain("a", 3))
+    with pytest.raises(AssertionError, match="more blocks than ids"):
+        kit.put(chain("b", 1))
+
+
+def test_leases_have_half_of_8_bytes_to_go():
+    """Numbers of leases may begin at 2^63 and go on from there; above it a core does not begin."""
+    kit = Kit(tier(HOST, 4), start=Start(id=ID_LIMIT))
+    kit.put(chain("a", 2))
+    lease = kit.acquire(group(chain("a", 2))).lease
+    assert 1 << 63 < lease < 1 << 64
+    kit.release(lease - 1, lease - (1 << 63))
+    assert kit.core.stats().leases == 1
+    kit.release(lease)
+    assert kit.core.stats().leases == 0
+    with pytest.raises(InvalidArgument, match="begin lower"):
+        Kit(tier(HOST, 4), start=Start(id=ID_LIMIT + 1))
+
+
+# -- the table of names
+
+
+def made_up(kind: str, count: int) -> np.ndarray:
+    """Names that are alike where a client may hope that it hurts: equal first 8 bytes, or different only in the top bits of each word."""
+    hashes = np.zeros((count, 4), np.uint64)
+    if kind == "first words":
+        hashes[:, 1] = np.arange(1, count + 1)
+    else:
+        for word in range(4):
+            hashes[:, word] = (np.arange(count).astype(np.uint64) >> np.uint64(3 * word) & np.uint64(7)) << np.uint64(
+                61
+            )
+        hashes[:, 0] |= np.uint64(1)
+    return hashes.view(np.uint8).reshape(count, 32)
+
+
+@pytest.mark.parametrize("kind", ["first words", "top bits"])
+def test_made_up_names_share_no_place(kind: str):
+    """2,000 names that a client chose to be alike have keys as different as any, in their upper halves too."""
+    kit = Kit(tier(HOST, 2048, segment=2048), start=Start(seed=7))
+    kit.put(made_up(kind, 2000))
+    keys = kit.core._index.blocks.key[kit.ids(made_up(kind, 2000))]
+    assert len(np.unique(keys >> np.uint64(32))) >= 1998
+
+
+def test_the_seed_changes_no_answer():
+    """Two cores with other seeds give the same plans for the same calls, ids and pages included."""
+    kits = [Kit(tier(HOST, 8), tier(NVME, 16), start=Start(seed=seed)) for seed in (1, 2)]
+    for turn in range(40):
+        name = chain(f"{turn % 7}", 1 + turn % 5)
+        leases = []
+        for kit in kits:
+            kit.put(name)
+            got = kit.get(group(name))
+            kit.demote()
+            kit.land()
+            leases.append([(g.extents.tobytes(), g.blocks.tolist()) for g in got.groups])
+            kit.release(*list(kit.core._sessions.leases))
+        assert leases[0] == leases[1]
