@@ -60,6 +60,13 @@ METRICS: Mapping[str, Row] = {
         "histogram", "seconds", "From the start of a batch of transfers to its end, by link.", ("link",)
     ),
     "tierd_corrupt_total": Row("counter", "pages", "Pages whose bytes were not what was committed.", ("tier",)),
+    "tierd_scrub_pages_total": Row(
+        "counter",
+        "pages",
+        "Pages that a scrub looked at, by what it found: good, digest, header, io (condemned), unread (left alone).",
+        ("tier", "outcome"),
+    ),
+    "tierd_scrub_passes_total": Row("counter", "passes", "Scrubs that went through every tier."),
     "tierd_tier_bytes": Row(
         "gauge",
         "bytes",
@@ -68,6 +75,11 @@ METRICS: Mapping[str, Row] = {
     ),
     "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state, and those pinned.", ("tier", "state")),
     "tierd_tier_serving": Row("gauge", "1 or 0", "Whether a tier is in service.", ("tier",)),
+    "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a stored tier takes new blocks.", ("tier",)),
+    "tierd_tier_outages_total": Row("counter", "times", "How often a stored tier went out of service.", ("tier",)),
+    "tierd_loop_lag_seconds": Row(
+        "histogram", "seconds", "For how long the event loop let a call wait, asked four times a second."
+    ),
     "tierd_arena_touch_bytes_per_second": Row(
         "gauge", "bytes/s", "First-touch rate of a mapped tier at start.", ("tier",)
     ),
@@ -75,11 +87,6 @@ METRICS: Mapping[str, Row] = {
     "tierd_blocks": Row("gauge", "blocks", "Blocks held in any tier."),
     "tierd_sessions": Row("gauge", "sessions", "Sessions by state: open, ended, restored.", ("state",)),
     "tierd_leases": Row("gauge", "leases", "Leases held."),
-    "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a stored tier takes new blocks.", ("tier",)),
-    "tierd_tier_outages_total": Row("counter", "times", "How often a stored tier went out of service.", ("tier",)),
-    "tierd_loop_lag_seconds": Row(
-        "histogram", "seconds", "For how long the event loop let a call wait, asked four times a second."
-    ),
     "tierd_reservations": Row("gauge", "reservations", "Reservations open."),
     "tierd_queue_depth": Row("gauge", "entries", "Entries waiting in a queue.", ("queue",)),
     "tierd_notices": Row(
@@ -109,9 +116,14 @@ class Metrics:
         self.transfers = self._counter("tierd_transfers_total")
         self.transfer_seconds = self._histogram("tierd_transfer_seconds")
         self.corrupt = self._counter("tierd_corrupt_total")
+        self.scrub_pages = self._counter("tierd_scrub_pages_total")
+        self.scrub_passes = self._counter("tierd_scrub_passes_total")
         self.tier_bytes = self._gauge("tierd_tier_bytes")
         self.tier_pages = self._gauge("tierd_tier_pages")
         self.tier_serving = self._gauge("tierd_tier_serving")
+        self.tier_writable = self._gauge("tierd_tier_writable")
+        self.loop_lag = self._histogram("tierd_loop_lag_seconds")
+        self.tier_outages = self._counter("tierd_tier_outages_total")
         self.arena_touch_rate = self._gauge("tierd_arena_touch_bytes_per_second")
         self.arena_huge_share = self._gauge("tierd_arena_huge_share")
         self.blocks = self._gauge("tierd_blocks")
@@ -121,9 +133,6 @@ class Metrics:
         self.queue_depth = self._gauge("tierd_queue_depth")
         self.notices = self._gauge("tierd_notices")
         self.info = self._gauge("tierd_info")
-        self.tier_writable = self._gauge("tierd_tier_writable")
-        self.loop_lag = self._histogram("tierd_loop_lag_seconds")
-        self.tier_outages = self._counter("tierd_tier_outages_total")
         ProcessCollector(namespace="tierd", registry=self.registry)
 
     def notice(self, what: str) -> None:

@@ -16,12 +16,14 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from tierd.core.model import PAGE_ALIGN_BYTES
-from tierd.units import parse_bytes, parse_seconds
+from tierd.units import parse_bytes, parse_rate, parse_seconds
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 """An int in bytes; in TOML also a text such as "512 MiB"."""
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 """A float in seconds; in TOML also a text such as "5 s"."""
+Rate = Annotated[int, BeforeValidator(parse_rate)]
+"""An int in bytes per second; in TOML also a text such as "100 MiB/s"."""
 SegmentSize = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else parse_bytes(value))]
 """Bytes; 0 stands for "auto" until the config is resolved, then it is the size."""
 
@@ -104,8 +106,6 @@ class ServerConfig:
         unit="seconds",
         least=0.0,
     )
-    session_share: float = _key(
-        0.5,
     loop_warning: Seconds = _key(
         "1 s",
         "The event loop has not turned for so long: what every thread does is written to the log.",
@@ -118,6 +118,8 @@ class ServerConfig:
         unit="seconds",
         least=0.1,
     )
+    session_share: float = _key(
+        0.5,
         "Share of a tier that one session may hold pinned and reserved.",
         unit="share of capacity",
         least=0.01,
@@ -216,8 +218,6 @@ class NvmeConfig:
         'O_DIRECT, past the page cache. "auto": where the file system takes it, else buffered, and said so; "on": or fail.',
     )
     queue_depth: int = _key(16, "Reads and writes in flight at one time.", unit="requests", least=1, most=1024)
-    high_watermark: float = _high_watermark()
-    low_watermark: float = _low_watermark()
     fault_limit: int = _key(
         8,
         "So many failed reads, failed writes or corrupt blocks within fault_window take the store out of service for writes; so many"
@@ -240,6 +240,8 @@ class NvmeConfig:
         least=0.01,
     )
     retry_pause_limit: Seconds = _key("4 s", "The longest of these pauses.", unit="seconds", least=0.01)
+    high_watermark: float = _high_watermark()
+    low_watermark: float = _low_watermark()
     eviction: str = _eviction()
 
 
@@ -270,6 +272,30 @@ class MoverConfig:
 
 
 @dataclass(frozen=True, config=_CLOSED)
+class ScrubConfig:
+    """The background check of everything that is held, and what becomes of pages that are found bad."""
+
+    period: Seconds = _key(
+        "24 h",
+        "Each block in each tier is read and verified once in so long. 0: only on `tierctl scrub`.",
+        unit="seconds",
+    )
+    bandwidth: Rate = _key(
+        "100 MiB/s",
+        "Never more than this, over all tiers; a pass over more than fits takes longer than the period, and that is said once.",
+        unit="bytes per second",
+        least=PAGE_ALIGN_BYTES,
+    )
+    quarantine_share: float = _key(
+        0.05,
+        "Share of each tier that pages found bad may take instead of being used again; beyond it the oldest are. A restart uses all of them again.",
+        unit="share of capacity",
+        least=0.0,
+        most=0.5,
+    )
+
+
+@dataclass(frozen=True, config=_CLOSED)
 class Config:
     """All settings. The tiers of one kind are indexed in the order in which they are written."""
 
@@ -279,6 +305,7 @@ class Config:
     host: tuple[HostConfig, ...] = Field(default_factory=lambda: (HostConfig(),))
     nvme: tuple[NvmeConfig, ...] = Field(default_factory=lambda: (NvmeConfig(),))
     mover: MoverConfig = Field(default_factory=MoverConfig)
+    scrub: ScrubConfig = Field(default_factory=ScrubConfig)
 
 
 SECTIONS: Mapping[str, type] = {
@@ -288,9 +315,9 @@ SECTIONS: Mapping[str, type] = {
     "host": HostConfig,
     "nvme": NvmeConfig,
     "mover": MoverConfig,
+    "scrub": ScrubConfig,
 }
 """TOML table -> the settings in it."""
 
 TIER_SECTIONS = ("device", "host", "nvme")
 """Those of SECTIONS that are arrays of tables."""
-    scrub: ScrubConfig = Field(default_factory=ScrubConfig)

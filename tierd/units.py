@@ -41,6 +41,16 @@ def parse_bytes(value: object) -> int:
     return int(size)
 
 
+def parse_rate(value: object) -> int:
+    """The bytes per second of a whole number, or of a text such as "100 MiB/s". Raises ValueError."""
+    if not isinstance(value, str):
+        return parse_bytes(value)
+    size, slash, second = value.partition("/")
+    if not slash or second.strip() != "s":
+        raise ValueError(f'{value!r} is not a size per second; write for example "100 MiB/s"')
+    return parse_bytes(size)
+
+
 def parse_seconds(value: object) -> float:
     """The seconds of a number, or of a text such as "5 s" or "250 ms". Raises ValueError."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:

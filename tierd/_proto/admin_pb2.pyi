@@ -51,7 +51,7 @@ class TiersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierInfo(_message.Message):
-    __slots__ = ("name", "kind", "capacity_bytes", "used_bytes", "assigned_bytes", "pages_reserved", "pages_ready", "pages_retiring", "pages_pinned", "evictions", "bytes_read", "bytes_written", "place", "mode", "serving", "classes")
+    __slots__ = ("name", "kind", "capacity_bytes", "used_bytes", "assigned_bytes", "pages_reserved", "pages_ready", "pages_retiring", "pages_pinned", "evictions", "bytes_read", "bytes_written", "place", "mode", "serving", "classes", "trouble", "pages_quarantined")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,8 @@ class TierInfo(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: _cache_pb2.TierKind
     capacity_bytes: int
@@ -84,7 +86,9 @@ class TierInfo(_message.Message):
     mode: str
     serving: bool
     classes: _containers.RepeatedCompositeFieldContainer[ClassInfo]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.TierKind, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., assigned_bytes: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_ready: _Optional[int] = ..., pages_retiring: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., place: _Optional[str] = ..., mode: _Optional[str] = ..., serving: bool = ..., classes: _Optional[_Iterable[_Union[ClassInfo, _Mapping]]] = ...) -> None: ...
+    trouble: str
+    pages_quarantined: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.TierKind, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., assigned_bytes: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_ready: _Optional[int] = ..., pages_retiring: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., place: _Optional[str] = ..., mode: _Optional[str] = ..., serving: bool = ..., classes: _Optional[_Iterable[_Union[ClassInfo, _Mapping]]] = ..., trouble: _Optional[str] = ..., pages_quarantined: _Optional[int] = ...) -> None: ...
 
 class ClassInfo(_message.Message):
     __slots__ = ("class_bytes", "domain", "segments", "pages", "pages_free")
@@ -349,3 +353,97 @@ class QuiesceReply(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     transfers: int
     def __init__(self, transfers: _Optional[int] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("tier", "deadline_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    deadline_s: float
+    def __init__(self, tier: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class ResumeReply(_message.Message):
+    __slots__ = ("trouble",)
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    trouble: str
+    def __init__(self, trouble: _Optional[str] = ...) -> None: ...
+
+class ScrubRequest(_message.Message):
+    __slots__ = ("tier", "bandwidth", "audit")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    bandwidth: int
+    audit: bool
+    def __init__(self, tier: _Optional[str] = ..., bandwidth: _Optional[int] = ..., audit: bool = ...) -> None: ...
+
+class ScrubTier(_message.Message):
+    __slots__ = ("tier", "pages", "bytes", "pages_held", "bad", "unread", "pages_quarantined")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
+    PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    pages: int
+    bytes: int
+    pages_held: int
+    bad: int
+    unread: int
+    pages_quarantined: int
+    def __init__(self, tier: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., pages_held: _Optional[int] = ..., bad: _Optional[int] = ..., unread: _Optional[int] = ..., pages_quarantined: _Optional[int] = ...) -> None: ...
+
+class ScrubPass(_message.Message):
+    __slots__ = ("tiers", "finished", "elapsed_s", "ended_ago_s", "audited", "audit_fault")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AGO_S_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FAULT_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[ScrubTier]
+    finished: bool
+    elapsed_s: float
+    ended_ago_s: float
+    audited: bool
+    audit_fault: str
+    def __init__(self, tiers: _Optional[_Iterable[_Union[ScrubTier, _Mapping]]] = ..., finished: bool = ..., elapsed_s: _Optional[float] = ..., ended_ago_s: _Optional[float] = ..., audited: bool = ..., audit_fault: _Optional[str] = ...) -> None: ...
+
+class ScrubStatusRequest(_message.Message):
+    __slots__ = ("tier",)
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    def __init__(self, tier: _Optional[str] = ...) -> None: ...
+
+class QuarantinedPage(_message.Message):
+    __slots__ = ("tier", "segment", "slot", "offset", "fault", "age_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    segment: int
+    slot: int
+    offset: int
+    fault: str
+    age_s: float
+    def __init__(self, tier: _Optional[str] = ..., segment: _Optional[int] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ..., fault: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class ScrubStatusReply(_message.Message):
+    __slots__ = ("period_s", "bandwidth", "current", "last", "quarantine")
+    PERIOD_S_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    period_s: float
+    bandwidth: int
+    current: ScrubPass
+    last: ScrubPass
+    quarantine: _containers.RepeatedCompositeFieldContainer[QuarantinedPage]
+    def __init__(self, period_s: _Optional[float] = ..., bandwidth: _Optional[int] = ..., current: _Optional[_Union[ScrubPass, _Mapping]] = ..., last: _Optional[_Union[ScrubPass, _Mapping]] = ..., quarantine: _Optional[_Iterable[_Union[QuarantinedPage, _Mapping]]] = ...) -> None: ...

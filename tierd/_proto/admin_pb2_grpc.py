@@ -99,6 +99,21 @@ class AdminStub(object):
                 request_serializer=tierd_dot_v1_dot_admin__pb2.QuiesceRequest.SerializeToString,
                 response_deserializer=tierd_dot_v1_dot_admin__pb2.QuiesceReply.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/tierd.v1.Admin/Resume',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.ResumeReply.FromString,
+                _registered_method=True)
+        self.Scrub = channel.unary_stream(
+                '/tierd.v1.Admin/Scrub',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubPass.FromString,
+                _registered_method=True)
+        self.ScrubStatus = channel.unary_unary(
+                '/tierd.v1.Admin/ScrubStatus',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -186,6 +201,26 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Tries a tier that is out of service at once, rather than after its pause.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scrub(self, request, context):
+        """Verifies every block of a tier, or of all, now; tells how far it is, until it is through or the caller goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScrubStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -253,6 +288,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Quiesce,
                     request_deserializer=tierd_dot_v1_dot_admin__pb2.QuiesceRequest.FromString,
                     response_serializer=tierd_dot_v1_dot_admin__pb2.QuiesceReply.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.ResumeReply.SerializeToString,
+            ),
+            'Scrub': grpc.unary_stream_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.ScrubPass.SerializeToString,
+            ),
+            'ScrubStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScrubStatus,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -606,6 +656,87 @@ class Admin(object):
             '/tierd.v1.Admin/Quiesce',
             tierd_dot_v1_dot_admin__pb2.QuiesceRequest.SerializeToString,
             tierd_dot_v1_dot_admin__pb2.QuiesceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/Resume',
+            tierd_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.ResumeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tierd.v1.Admin/Scrub',
+            tierd_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.ScrubPass.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScrubStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/ScrubStatus',
+            tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.FromString,
             options,
             channel_credentials,
             insecure,

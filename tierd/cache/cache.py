@@ -26,7 +26,7 @@ from tierd.cache.watch import Watch
 from tierd.clock import Clock
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.core import Core
-from tierd.core.model import UNVERIFIED, BlockStatus, Durability, Reason, StructArray, TierKind
+from tierd.core.model import UNVERIFIED, BlockStatus, Durability, Fault, Reason, StructArray, TierKind
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.plan import (
     Acquisition,
@@ -347,8 +347,7 @@ class Cache:
             )
             if not len(bad):
                 return served
-            self._count_corrupt(bad)
-            self.flights.start(self.core.condemn(bad, now=self.clock.now()))
+            self.flights.condemn(bad, Fault.READ)
 
     async def _find_bad(self, extents: StructArray, blocks: Ids) -> StructArray:
         """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified."""
@@ -464,11 +463,6 @@ class Cache:
 
     def _layers_of(self, namespaces: StructArray) -> StructArray:
         return np.array([self.registry.get(n).spec.geometry.layers for n in namespaces.tolist()], dtype=np.uint32)
-
-    def _count_corrupt(self, pages: StructArray) -> None:
-        for position in pages["tier"].tolist():
-            self.metrics.corrupt.labels(tier=self.tiers[position].spec.name).inc()
-        log.error("pages with wrong bytes taken out", count=len(pages))
 
     def _count_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
         """Hits by the tier that held them; what was asked for beyond is missed, each token for one reason."""

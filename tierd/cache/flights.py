@@ -18,7 +18,7 @@ from tierd.cache.admission import Admission, Limits
 from tierd.cache.events import EventKind, EventLog
 from tierd.clock import Clock
 from tierd.core.core import Core
-from tierd.core.model import BlockStatus, Reason, SegmentAssignment, StructArray
+from tierd.core.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
@@ -52,7 +52,7 @@ class Flights:
         self._clock = clock
         self._events = events
         self._metrics = metrics
-        self._layers_of = layers_of
+        self.layers_of = layers_of
         self._batch_blocks = limits.batch_blocks
         # A replay gives the same answers every time, however long the disk takes.
         stored = [] if clock.is_replay else [t.position for t in tiers if isinstance(t, StoredTier)]
@@ -153,7 +153,7 @@ class Flights:
             await self._targets_ready(batch)
             if ready.any():
                 metas = self._core.metas(batch["block"][ready])
-                metas["layers"] = self._layers_of(metas["namespace"])
+                metas["layers"] = self.layers_of(metas["namespace"])
                 statuses[ready] = await self._mover.copy(batch[ready], metas)
         except Exception:
             log.exception("transfer batch failed", count=len(batch))

@@ -6,7 +6,7 @@ be made is Unavailable, with the place that was tried and the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -90,10 +90,24 @@ class Connection:
     def ask(self, request: pb.BumpEpochRequest, *, timeout_s: float = ...) -> pb.BumpEpochReply: ...
     @overload
     def ask(self, request: pb.QuiesceRequest, *, timeout_s: float = ...) -> pb.QuiesceReply: ...
+    @overload
+    def ask(self, request: pb.ResumeRequest, *, timeout_s: float = ...) -> pb.ResumeReply: ...
+    @overload
+    def ask(self, request: pb.ScrubStatusRequest, *, timeout_s: float = ...) -> pb.ScrubStatusReply: ...
 
     def ask(self, request: Message, *, method: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """The reply to a request; the method is the request's name unless it is given. Raises what the daemon raised."""
         return self._call(method or request.DESCRIPTOR.name.removesuffix("Request"), request, timeout_s)
+
+    def follow(self, request: pb.ScrubRequest) -> Iterator[pb.ScrubPass]:
+        """What the daemon tells while it verifies; it stops when the iterator is closed. Raises what the daemon raised."""
+        call = self._stub.Scrub(request, metadata=self._metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise told(error) from None
+        finally:
+            call.cancel()
 
     def _call(self, method: str, request: Message, timeout_s: float, extra: Metadata = ()) -> Any:
         try:

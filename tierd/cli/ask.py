@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tierd.cli.admin import Connection, connect
 from tierd.cli.render import new_console, show_json
-from tierd.units import parse_bytes, parse_seconds
+from tierd.units import parse_bytes, parse_rate, parse_seconds
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Answer = TypeVar("Answer", bound=Message)
@@ -80,5 +80,7 @@ def _as_number(value: object) -> object:
 
 SIZE = _Quantity("size", parse_bytes)
 """`64 KiB`, or a bare number of bytes."""
+RATE = _Quantity("rate", parse_rate)
+"""`100 MiB/s`, or a bare number of bytes per second."""
 DURATION = _Quantity("duration", parse_seconds)
 """`5 s`, or a bare number of seconds."""

@@ -10,6 +10,7 @@ import click
 from tierd.cli import act, look
 from tierd.cli.exits import Program
 from tierd.cli.replay import replay
+from tierd.cli.scrub import scrub
 from tierd.cli.top import top
 
 VERBS = (
@@ -26,6 +27,7 @@ VERBS = (
     act.drain,
     act.flush,
     act.epoch,
+    scrub,
     replay,
 )
 

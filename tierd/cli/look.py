@@ -24,6 +24,8 @@ HASH_DIGITS = 12
 """Of a block hash in a table: enough to tell blocks apart and to hand to `inspect`."""
 HASH_MAX_DIGITS = 64
 LABEL_VALUE = re.compile(r'="([^"]*)"')
+RESUME_S = 20.0
+"""For so long is a try waited for: a disk that hangs answers never."""
 SORTS = ("recent", "hits", "position", "bytes")
 
 TIER_COLUMNS = (
@@ -36,6 +38,7 @@ TIER_COLUMNS = (
     Column("pinned", right=True),
     Column("reserved", right=True, spare=6),
     Column("retiring", right=True, spare=7),
+    Column("bad", right=True, spare=2),
     Column("evicted", right=True, spare=1),
     Column("read", right=True, spare=2),
     Column("written", right=True, spare=3),
@@ -118,6 +121,7 @@ def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.Tier
     console.print(load_line(reply), soft_wrap=True)
     console.print()
     show_table(console, TIER_COLUMNS, tier_rows(tiers), empty="no tiers")
+    draw_trouble(console, tiers)
     if counters:
         moved = [(short_counter(name), human_count(value)) for name, value in sorted(reply.counters.items()) if value]
         console.print()
@@ -152,10 +156,13 @@ def load_line(reply: pb.StatusReply, *, busy: str = "") -> Text:
 
 @click.command()
 @click.option("--classes", is_flag=True, help="Also how each tier's memory is split into size classes.")
+@click.option("--resume", default="", metavar="NAME", help="First try this tier, which is out of service, again.")
 @verb
-def tiers(ask: Ask, *, classes: bool) -> None:
-    """Each tier's capacity, use, traffic and place."""
+def tiers(ask: Ask, *, classes: bool, resume: str) -> None:
+    """Each tier's capacity, use, traffic, place and trouble."""
     with ask.connect() as daemon:
+        if resume:
+            daemon.ask(pb.ResumeRequest(tier=resume, deadline_s=RESUME_S), timeout_s=RESUME_S + 10)
         answer = daemon.ask(pb.TiersRequest())
     ask.show(answer, lambda console, reply: draw_tiers(console, reply, classes=classes))
 
@@ -166,9 +173,18 @@ def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None
     console.print()
     for tier in reply.tiers:
         console.print(facts(((tier.name, f"{tier.place or 'memory'} ({tier.mode or 'plain'})"),)), soft_wrap=True)
+    draw_trouble(console, reply.tiers)
     if classes:
         console.print()
         show_table(console, CLASS_COLUMNS, class_rows(reply.tiers), empty="no tier has split its memory yet")
+
+
+def draw_trouble(console: Console, infos: Iterable[pb.TierInfo]) -> None:
+    """Why a tier takes nothing new, or is out of service altogether."""
+    for info in infos:
+        if info.trouble:
+            what = "takes nothing new" if info.serving else "out of service"
+            console.print(Text.assemble((f"{info.name} {what}: ", "red"), info.trouble), soft_wrap=True)
 
 
 def tier_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
@@ -179,7 +195,8 @@ def tier_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
 def tier_row(info: pb.TierInfo) -> list[Cell]:
     """A tier's cells, as TIER_COLUMNS names them."""
     gauge = bar(info.used_bytes, info.capacity_bytes) if info.serving else Text("off", style="red")
-    pages = (info.pages_ready, info.pages_pinned, info.pages_reserved, info.pages_retiring, info.evictions)
+    pages = (info.pages_ready, info.pages_pinned, info.pages_reserved, info.pages_retiring)
+    bad = Text(human_count(info.pages_quarantined), style="red" if info.pages_quarantined else "")
     return [
         info.name or TierKind.Name(info.kind).removeprefix("TIER_KIND_").lower(),
         human_bytes(info.used_bytes),
@@ -187,6 +204,8 @@ def tier_row(info: pb.TierInfo) -> list[Cell]:
         share_text(info.used_bytes, info.capacity_bytes),
         gauge,
         *(human_count(count) for count in pages),
+        bad,
+        human_count(info.evictions),
         human_bytes(info.bytes_read),
         human_bytes(info.bytes_written),
         info.mode,

@@ -1,12 +1,14 @@
 """Every invariant of the core, asserted.
 
-Purpose: `Core.check`: what tests run after each step and `tierd check` on request. Non-purpose: speed, repair. Everything that the other
+Purpose: `Core.check`: what tests run after each step, and `tierctl fsck --online` on request. Non-purpose: speed, repair. Everything that the other
 parts keep incrementally is counted here again, from what it is derived from.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -28,16 +30,21 @@ class Audit:
 
     def check(self) -> None:
         """Asserts everything."""
-        self._check_table()
-        self._check_families()
+        for step in self.steps():
+            step()
+
+    def steps(self) -> Iterator[Callable[[], None]]:
+        """The checks, each of which holds by itself at any moment between two calls of the core."""
+        yield self._check_table
+        yield self._check_families
         for tier in self._index.tiers:
-            self._check_states(tier)
-            self._check_segments(tier)
-            self._check_quarantine(tier)
-            self._check_pins(tier)
-            self._check_attachments(tier)
-            self._check_policy(tier)
-        self._check_shares()
+            yield partial(self._check_states, tier)
+            yield partial(self._check_segments, tier)
+            yield partial(self._check_quarantine, tier)
+            yield partial(self._check_pins, tier)
+            yield partial(self._check_attachments, tier)
+            yield partial(self._check_policy, tier)
+        yield self._check_shares
 
     def _check_table(self) -> None:
         blocks = self._index.blocks

@@ -11,7 +11,7 @@ prefix are answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -309,6 +309,14 @@ class Core:
         """The next readable pages of a tier whose ids are above `after`: as many as limit_bytes hold, at least one if there is one."""
         return self._listing.pages_held(tier, after=after, limit_bytes=limit_bytes)
 
+    def is_serving(self, tier: int) -> bool:
+        """Whether the tier is in service."""
+        return self._index.tiers[tier].serving
+
+    def are_held(self, extents: StructArray) -> Bools:
+        """Which of the pages still hold the blocks that they held, readable. bool [n]."""
+        return self._upkeep.are_held(extents)
+
     def quarantined(self, tier: int) -> StructArray:
         """QUARANTINED [n], the oldest first."""
         return self._listing.quarantined(tier)
@@ -326,5 +334,9 @@ class Core:
         return self._listing.sessions()
 
     def check(self) -> None:
-        """Asserts every invariant; AssertionError names the first that is broken. Slow: for tests and `tierd check`."""
+        """Asserts every invariant; AssertionError names the first that is broken. Slow: for tests."""
         Audit(self._index, self._sessions, self._planner.flights).check()
+
+    def audit(self) -> Iterator[Callable[[], None]]:
+        """What `check` does, in steps between which other calls may come."""
+        return Audit(self._index, self._sessions, self._planner.flights).steps()

@@ -283,6 +283,11 @@ class PagesHeld:
     blocks: Ids
     is_sealed: Bools
 
+    def at(self, row: int) -> PagesHeld:
+        """One of them."""
+        rows = slice(row, row + 1)
+        return PagesHeld(self.extents[rows], self.blocks[rows], self.is_sealed[rows])
+
 
 QUARANTINED = np.dtype([("extent", EXTENT), ("fault", "<u2"), ("since", "<f8")])
 """A page that is withheld: where, why (Fault), and the `now` since when."""

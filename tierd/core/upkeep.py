@@ -114,6 +114,16 @@ class Upkeep:
             pages = pages[~pages_of.is_nobodys(pages)]
             pages_of.flags[pages] &= np.uint16(~UNVERIFIED & 0xFFFF)
 
+    def are_held(self, extents: StructArray) -> Bools:
+        """Which pages are still those, readable and not doomed."""
+        held = np.zeros(len(extents), bool)
+        for rows in runs(extents["tier"]):
+            pages_of = self._index.tiers[int(extents["tier"][rows[0]])]
+            pages = extents["page"][rows]
+            held[rows] = np.isin(pages_of.state[pages], (PageState.READY, PageState.RETIRING))
+            held[rows] &= (pages_of.doom[pages] == 0) & (pages_of.generation[pages] == extents["generation"][rows])
+        return held
+
     def condemn(self, extents: StructArray, fault: Fault, draft: Draft) -> None:
         """Quarantines pages that are still those."""
         for rows in runs(extents["tier"]):

@@ -5,9 +5,10 @@ Purpose: nothing but that; `guard` has already refused everybody who is not an o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,13 @@ from tierd._proto import admin_pb2 as pb
 from tierd._proto import admin_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
+from tierd.cache.scrub import Scrub
 from tierd.core.block import Namespace
 from tierd.core.model import PageState, StructArray
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
 from tierd.server.guard import CALLER
+from tierd.server.scrubbing import Scrubbing
 from tierd.tiers.tier import Tier
 
 LIST_LIMIT = 10_000
@@ -56,6 +59,7 @@ class About:
     sessions: Callable[[], list[SessionRow]]
     keep_namespace: Callable[[Namespace], Awaitable[None]]
     release: Callable[[], None]
+    scrub: Scrub
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -65,6 +69,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._cache = cache
         self._operator = Operator(cache)
         self._about = about
+        self._scrubbing = Scrubbing(cache, about.scrub)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         about, stats = self._about, self._cache.core.stats()
@@ -86,7 +91,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Tiers(self, request: pb.TiersRequest, context: Any) -> pb.TiersReply:
         moved = self._bytes_moved()
         pairs = zip(self._cache.tiers, self._cache.core.tier_stats(), strict=True)
-        return pb.TiersReply(tiers=[_tier_info(tier, stats, moved) for tier, stats in pairs])
+        infos = [_tier_info(tier, stats, moved) for tier, stats in pairs]
+        for position, breaker in self._cache.health.breakers.items():
+            infos[position].trouble = breaker.reason
+        return pb.TiersReply(tiers=infos)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeReply:
+        position = self._operator.tier_position(request.tier)
+        trouble = await self._cache.health.resume(position, timeout_s=_timeout_s(request.deadline_s))
+        return pb.ResumeReply(trouble=trouble)
 
     async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:
         rows = self._operator.blocks(
@@ -164,6 +177,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         made = await self._cache.background.quiesce(timeout_s=_timeout_s(request.deadline_s))
         return pb.QuiesceReply(transfers=made)
 
+    async def Scrub(self, request: pb.ScrubRequest, context: Any) -> AsyncGenerator[pb.ScrubPass, None]:
+        tier = self._operator.tier_position(request.tier)
+        async with contextlib.aclosing(self._scrubbing.run(request, tier)) as passes:
+            async for told in passes:
+                yield told
+
+    async def ScrubStatus(self, request: pb.ScrubStatusRequest, context: Any) -> pb.ScrubStatusReply:
+        return self._scrubbing.status(self._operator.tier_position(request.tier))
+
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         return pb.BlockInfo(
             hash=row["hash"].tobytes(),
@@ -226,6 +248,7 @@ def _tier_info(tier: Tier, stats: TierStats, moved: dict[str, tuple[int, int]]) 
         place=tier.place,
         mode=tier.mode,
         serving=stats.serving,
+        pages_quarantined=stats.pages_quarantined,
         classes=[
             pb.ClassInfo(
                 class_bytes=c.class_bytes, domain=c.domain, segments=c.segments, pages=c.pages, pages_free=c.pages_free

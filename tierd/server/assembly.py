@@ -22,6 +22,7 @@ from tierd.cache.admission import Limits
 from tierd.cache.breaker import Tolerance
 from tierd.cache.cache import Cache, Parts
 from tierd.cache.events import EventLog
+from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.block import Namespace
@@ -46,9 +47,9 @@ from tierd.tiers.tier import Recovered, Tier
 TierTable = DeviceConfig | HostConfig | NvmeConfig
 log = structlog.get_logger(__name__)
 
-
 SILENCE_S = 5.0
 """How often it is said that a tier is still opening."""
+
 
 @dataclass
 class Assembly:
@@ -67,6 +68,12 @@ class Assembly:
     former: list[FormerHolder] = dataclasses.field(default_factory=list)
     naming: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     named: set[int] = dataclasses.field(default_factory=set)
+    scrub: Scrub = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """The scrub goes over the cache that was built."""
+        wanted = self.config.scrub
+        self.scrub = Scrub(self.cache, period_s=wanted.period, bandwidth=wanted.bandwidth)
 
     def release_at_end(self) -> None:
         """The arena is to be freed when the daemon ends."""
@@ -124,13 +131,6 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         yield daemon
 
 
-def _directory(tier: Tier) -> Path:
-    """Where the files lie whose heads name a version."""
-    return tier.choose().tables if isinstance(tier, Arena) else Path(tier.place)
-
-
-async def _close(tier: Tier, release: object) -> None:
-    assert callable(release)
 async def _open(tier: Tier) -> Recovered:
     """What the tier found. A disk that hangs is waited for, but not in silence."""
     begun, opening = time.monotonic(), asyncio.ensure_future(tier.open())
@@ -140,6 +140,13 @@ async def _open(tier: Tier) -> Recovered:
     return opening.result()
 
 
+def _directory(tier: Tier) -> Path:
+    """Where the files lie whose heads name a version."""
+    return tier.choose().tables if isinstance(tier, Arena) else Path(tier.place)
+
+
+async def _close(tier: Tier, release: object) -> None:
+    assert callable(release)
     await tier.close(release=bool(release()) and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST))
 
 
@@ -180,7 +187,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             registry=registry,
             holds=opened.holds,
             metrics=metrics,
-            events=EventLog(limit=config.server.watch_queue_events, first=1000 * clock.wall_ms()),
+            events=EventLog(limit=config.server.watch_queue_events, first=1000 * opened.clock.wall_ms()),
             verify=config.host[0].verify if config.host else "first_hit",
             prefetch_on_lookup=config.mover.prefetch_on_lookup,
             limits=Limits(
@@ -191,6 +198,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             seed=opened.draw(64),
         )
     )
+    stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
+    cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
     named = {namespace.id for namespace in registry.all()}
     began, former = time.monotonic(), opened.former
     return Assembly(
@@ -198,8 +207,6 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     )
 
 
-    stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
-    cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
 def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tier: str) -> None:
     """Takes up what a tier knows of namespaces; a record that cannot be read is dropped, with the blocks that need it, and said."""
     for record in records:
@@ -223,13 +230,6 @@ def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceReg
     return int(taken.sum())
 
 
-def build_tiers(config: Config, *, instance: str) -> list[Tier]:
-    """The tiers, near to far: devices, hosts, stores. Raises ConfigError for an unknown eviction policy."""
-    kinds: tuple[tuple[TierKind, Sequence[TierTable]], ...] = (
-        (TierKind.DEVICE, config.device),
-        (TierKind.HOST, config.host),
-        (TierKind.NVME, config.nvme),
-    )
 def _tolerance(table: NvmeConfig) -> Tolerance:
     return Tolerance(
         faults=table.fault_limit,
@@ -240,8 +240,17 @@ def _tolerance(table: NvmeConfig) -> Tolerance:
     )
 
 
+def build_tiers(config: Config, *, instance: str) -> list[Tier]:
+    """The tiers, near to far: devices, hosts, stores. Raises ConfigError for an unknown eviction policy."""
+    kinds: tuple[tuple[TierKind, Sequence[TierTable]], ...] = (
+        (TierKind.DEVICE, config.device),
+        (TierKind.HOST, config.host),
+        (TierKind.NVME, config.nvme),
+    )
     specs: list[tuple[TierSpec, TierTable]] = [
-        (spec_of(kind, i, table), table) for kind, tables in kinds for i, table in enumerate(tables)
+        (dataclasses.replace(spec_of(kind, i, table), quarantine_share=config.scrub.quarantine_share), table)
+        for kind, tables in kinds
+        for i, table in enumerate(tables)
     ]
     base = _arena_base(config)
     return list(_build(specs, instance=instance, base=base, deadline_s=config.server.shutdown_deadline))
@@ -258,6 +267,8 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
             store = NvmeStore(
                 spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
             )
+            store.patience = Patience(table.hang_limit, close_s=deadline_s)
+            yield store
         else:
             yield Arena(spec, position=position, instance=instance, arena_dir=table.arena_dir or base)
 
@@ -267,8 +278,6 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
     if table.eviction not in EVICTION:
         raise ConfigError(
             f"{kind.name.lower()}[{index}].eviction: {table.eviction!r} is unknown; use one of {', '.join(sorted(EVICTION))}"
-            store.patience = Patience(table.hang_limit, close_s=deadline_s)
-            yield store
         )
     stored = kind is TierKind.NVME
     return TierSpec(

@@ -76,5 +76,5 @@ class Gauges:
                 ("unassigned", tier.capacity_bytes - assigned),
             ):
                 metrics.tier_bytes.labels(tier=tier.name, state=state).set(size)
-            for state in ("free", "reserved", "ready", "retiring", "pinned"):
+            for state in ("free", "reserved", "ready", "retiring", "quarantined", "pinned"):
                 metrics.tier_pages.labels(tier=tier.name, state=state).set(getattr(tier, f"pages_{state}"))

@@ -71,6 +71,7 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
         async with Listeners(daemon) as listeners, _watchdog(daemon):
             daemon.cache.health.start()
             daemon.cache.background.start()
+            daemon.scrub.start()
             await listeners.open()
             failpoint("lifecycle.before_ready")
             daemon.state = "serving"
@@ -78,13 +79,13 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
             notify.ready()
             await stop.wait()
             notify.stopping()
-            failpoint("lifecycle.before_settle")
             Deadman(2 * config.server.shutdown_deadline + SLACK_S)
+            failpoint("lifecycle.before_settle")
             await _settle(daemon, listeners)
     log.info("ended", release=daemon.release)
-
     if stuck := [tier.spec.name for tier in daemon.tiers if isinstance(tier, StoredTier) and tier.is_stuck]:
         end_now(f"{', '.join(stuck)}: the disk hangs; what was not durable yet is lost")
+
 
 def _heed_signals(stop: asyncio.Event, begun: asyncio.Event) -> None:
     """SIGTERM and SIGINT set stop. Until it has begun there is nothing to settle: the process ends at once, however long the start takes."""
@@ -105,20 +106,20 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     log.info("stopping", leases=daemon.cache.core.stats().leases, transfers=daemon.cache.flights.count)
     await listeners.refuse_new()
     daemon.cache.events.close()  # watchers would keep their calls open until the deadline
-    await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
     await _in_time(daemon.scrub.stop(), deadline)
+    await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
     await _in_time(daemon.cache.health.stop(), deadline)
     await _in_time(daemon.cache.background.stop(), deadline)
     if not await daemon.cache.flights.idle(timeout_s=max(0.0, deadline - time.monotonic())):
         log.warning("transfers cut short", transfers=daemon.cache.flights.count)
 
 
-@contextlib.asynccontextmanager
 async def _in_time(end: Coroutine[Any, Any, None], deadline: float) -> None:
     """Waits for an end that a disk which hangs could keep from coming; the rest of it goes on."""
     await asyncio.wait([asyncio.ensure_future(end)], timeout=max(0.0, deadline - time.monotonic()))
 
 
+@contextlib.asynccontextmanager
 async def _watchdog(daemon: Assembly) -> AsyncIterator[None]:
     """Tells the supervisor from the event loop that the event loop turns, and has it watched from a thread."""
     server = daemon.config.server

@@ -162,6 +162,7 @@ class Listeners:
             sessions=self.rows,
             keep_namespace=daemon.keep_namespace,
             release=daemon.release_at_end,
+            scrub=daemon.scrub,
         )
         return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=server)
 

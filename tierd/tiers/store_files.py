@@ -41,6 +41,7 @@ Direct = Literal["auto", "on", "off"]
 class OpenStore:
     """A store under its lock. name: the tier's. store: its id, 16 bytes. files: slot files by place; retired: those that gave way to new ones.
 
+    index: of the former life.
     journal: a new one, after a snapshot of snapshot_bytes; marks: its first record. notices: what an operator should hear.
     """
 
@@ -56,17 +57,17 @@ class OpenStore:
     snapshot_bytes: int
     marks: Marks
     notices: list[str]
-
     retired: list[SlotFile] = field(default_factory=list)
 
     def close_retired(self) -> None:
         """Gives back the descriptors of files that gave way. No call may be under way on them."""
         while self.retired:
             self.disk.close(self.retired.pop().fd)
+
     def close(self, *, release: bool) -> None:
         """Gives everything back; with release every file is removed."""
-        for file in self.files.values():
         self.close_retired()
+        for file in self.files.values():
             self.disk.close(file.fd)
         self.files.clear()
         self.journal.close()
@@ -186,7 +187,6 @@ def _set_aside(file: SlotFile, spec: TierSpec, disk: Files) -> None:
         ) from error
 
 
-
 def renew(opened: OpenStore, place: int, spans: Sequence[tuple[int, int]], *, is_strict: bool) -> SlotFile:
     """A new slot file in the place of one whose sync has failed, with what is durable in that one: spans, offset and length in bytes.
 
@@ -236,6 +236,7 @@ def try_disk(opened: OpenStore) -> None:
     finally:
         disk.close(fd)
         disk.unlink(path)
+
 
 def slots_path(directory: Path, place: int) -> Path:
     """The slot file of a place."""

@@ -1,0 +1,75 @@
+"""Examining pages: whether what lies there is what was committed, as the next reader would find out.
+
+Purpose: a verdict (Fault) for each page of a batch, in any tier. Non-purpose: which pages and when (scrub.py), what a verdict leads to.
+Invariants: no page of a tier is taken or pinned: what is read from a store goes into memory of this object's own, one batch at a time; pages that
+are given up meanwhile get a verdict that means nothing, which their generation tells.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.core import Core
+from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Fault, StructArray
+from tierd.core.plan import PagesHeld
+from tierd.errors import TierFailed
+from tierd.mover import Mover
+from tierd.tiers.tier import MappedTier, StoredTier, Tier
+
+Faults = NDArray[np.uint8]
+"""Fault per page; IO: it could not be read."""
+
+
+class Examiner:
+    """Verifies batches, one at a time. layers_of: namespace ids to layers per block."""
+
+    def __init__(
+        self, core: Core, *, tiers: Sequence[Tier], mover: Mover, layers_of: Callable[[StructArray], StructArray]
+    ) -> None:
+        self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
+        self._scratch = memoryview(b"")
+
+    async def examine(self, position: int, held: PagesHeld) -> Faults:
+        """A verdict per page, which must be those of this very moment. uint8 [n]."""
+        tier, metas = self._tiers[position], self._core.metas(held.blocks)
+        metas["layers"] = self._layers_of(metas["namespace"])
+        try:
+            if isinstance(tier, MappedTier):
+                good = await self._mover.check(tier, held.extents, metas)
+                return np.where(good, Fault.NONE, Fault.DIGEST).astype(np.uint8)
+            assert isinstance(tier, StoredTier)
+            async with self._mover.last_turn(position):
+                return await self._examine_stored(tier, held.extents, metas)
+        except (TierFailed, OSError):
+            return np.full(len(metas), Fault.IO, np.uint8)
+
+    async def _examine_stored(self, tier: StoredTier, extents: StructArray, metas: StructArray) -> Faults:
+        views = list(self._cut(metas["stored_length"].tolist()))
+        result = await tier.read(extents, views, metas)
+        faults = np.full(len(metas), Fault.IO, np.uint8)
+        faults[result.statuses == BlockStatus.CORRUPT] = Fault.HEADER
+        rows = np.flatnonzero(result.statuses == BlockStatus.READY)
+        if len(rows):
+            payloads = [views[i][: int(metas["stored_length"][i])] for i in rows.tolist()]
+            hashed = await self._mover.hash(payloads, metas[rows])
+            same = (hashed.digests == metas["digest"][rows]).all(axis=1)
+            faults[rows] = np.where(same, Fault.NONE, Fault.DIGEST)
+        return faults
+
+    def _cut(self, lengths: Sequence[int]) -> Iterator[memoryview]:
+        """Aligned memory for each block, side by side; grown to the largest batch, which is one segment's page at most."""
+        sizes = [-(-length // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES for length in lengths]
+        if sum(sizes) > len(self._scratch):
+            self._scratch = memoryview(mmap.mmap(-1, sum(sizes)))
+        start = 0
+        for size in sizes:
+            yield self._scratch[start : start + size]
+            start += size
+
+    def rest(self) -> None:
+        """Gives the memory back until the next batch."""
+        self._scratch = memoryview(b"")

@@ -1,0 +1,250 @@
+"""Scrub: every block in every tier is verified within a period, whether anybody asks for it or not.
+
+Purpose: passes over all tiers, in the background at a bounded rate or now because an operator asked. Non-purpose: how a page is verified
+(examine.py), what a condemned page becomes (the core). Invariants: a pass meets every page that is held from its beginning to its end; a page
+found bad is a miss from that step on; nothing is evicted, pinned or put off for a scrub, and a batch is the last in its queue; under a replay clock nothing
+runs by itself. Where a pass is, is kept in memory alone: a restart begins anew.
+
+Bad means that the bytes are not the block's. What a medium does not give at all is tried again at the end of the tier's walk and then condemned too, but
+not where more than UNREAD_LIMIT pages are like that: then it is the medium that is in trouble, not its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from tierd.cache.cache import Cache
+from tierd.cache.examine import Examiner, Faults
+from tierd.core.model import Fault, StructArray, TierSpec
+from tierd.core.plan import PagesHeld
+from tierd.errors import Overloaded, Unavailable
+
+log = structlog.get_logger(__name__)
+
+BATCH_BYTES = 1 << 20
+"""Read and verified in one go; a block that is larger goes alone."""
+MARGIN = 0.8
+"""Of the period, in which a pass is to be through."""
+LONGEST_PAUSE_S = 60.0
+"""After which the rate is looked at anew: there may be more to verify by then."""
+STOP_TIMEOUT_S = 1.0
+"""For a batch on a disk that hangs."""
+UNREAD_LIMIT = 8
+
+
+class Pacer:
+    """Bytes over time: never ahead of the rate, nothing saved up. Pure; times are seconds of any clock."""
+
+    def __init__(self, now: float, *, debt_bytes: int = BATCH_BYTES) -> None:
+        self._credit, self._at = -float(debt_bytes), now
+
+    def pause_s(self, rate: float, now: float) -> float:
+        """How long to wait before the next batch, at most LONGEST_PAUSE_S; 0: now. rate: bytes per second; 0: nothing is to be done."""
+        self._credit, self._at = min(0.0, self._credit + rate * (now - self._at)), now
+        if self._credit >= 0:
+            return 0.0
+        return min(LONGEST_PAUSE_S, -self._credit / rate) if rate else LONGEST_PAUSE_S
+
+    def pay(self, size_bytes: int) -> None:
+        """So much was read."""
+        self._credit -= size_bytes
+
+
+@dataclass
+class TierPass:
+    """What a pass has found in one tier so far. tier: its position. bad: condemned; unread: left alone, for want of an answer."""
+
+    tier: int
+    pages: int = 0
+    bytes: int = 0
+    bad: int = 0
+    unread: int = 0
+
+
+class Pass:
+    """One way through some tiers, page by page in the order of their ids. begun, finished (0 while it goes on): the loop's time."""
+
+    def __init__(self, cache: Cache, tiers: Sequence[int]) -> None:
+        self.tiers = [TierPass(tier) for tier in tiers]
+        self.begun, self.finished = _now(), 0.0
+        self._cache, self._core = cache, cache.core
+        self._examiner = Examiner(
+            cache.core, tiers=cache.tiers, mover=cache.parts.mover, layers_of=cache.flights.layers_of
+        )
+
+    async def steps(self) -> AsyncGenerator[int]:
+        """Verifies batch after batch; the bytes of each."""
+        for done in self.tiers:
+            async with contextlib.aclosing(self._walk(done)) as batches:
+                async for size in batches:
+                    done.bytes += size
+                    yield size
+        self.finished = _now()
+
+    async def _walk(self, done: TierPass) -> AsyncGenerator[int]:
+        after, unread = -1, list[PagesHeld]()
+        while self._core.is_serving(done.tier):
+            held = self._core.pages_held(done.tier, after=after, limit_bytes=BATCH_BYTES)
+            if not len(held.blocks):
+                await self._look_again(done, unread)
+                return
+            unread += self._judge(done, held, await self._examiner.examine(done.tier, held))
+            done.pages += len(held.blocks)
+            after = int(held.extents["page"][-1])
+            yield int(held.extents["length"].sum()) + len(held.blocks) * self._spec(done).slot_overhead_bytes
+
+    def _spec(self, done: TierPass) -> TierSpec:
+        return self._cache.tiers[done.tier].spec
+
+    def _judge(self, done: TierPass, held: PagesHeld, faults: Faults) -> list[PagesHeld]:
+        """Acts on verdicts that mean something still; the pages that could not be read, one by one."""
+        is_held = self._core.are_held(held.extents)
+        for fault in (Fault.DIGEST, Fault.HEADER):
+            self._condemn(done, held.extents[is_held & (faults == fault)], fault)
+        good = faults == Fault.NONE
+        self._core.verified(held.extents[good & held.is_sealed])
+        self._count(done, "good", int(good.sum()))
+        return [held.at(row) for row in np.flatnonzero(is_held & (faults == Fault.IO)).tolist()]
+
+    async def _look_again(self, done: TierPass, unread: Sequence[PagesHeld]) -> None:
+        """A few pages that cannot be read are bad; many are a medium in trouble, and left alone."""
+        if len(unread) > UNREAD_LIMIT or len(unread) == done.pages:
+            done.unread = len(unread)
+            self._count(done, "unread", len(unread))
+            if unread:
+                log.error("scrub: the tier gives no bytes; left alone", tier=self._spec(done).name, pages=len(unread))
+            return
+        for page in unread:
+            if self._core.are_held(page.extents).all() and self._judge(
+                done, page, await self._examiner.examine(done.tier, page)
+            ):
+                self._condemn(done, page.extents, Fault.IO)
+
+    def _condemn(self, done: TierPass, extents: StructArray, fault: Fault) -> None:
+        if not len(extents):
+            return
+        done.bad += len(extents)
+        self._count(done, fault.name.lower(), len(extents))
+        self._cache.flights.condemn(extents, fault)
+
+    def _count(self, done: TierPass, outcome: str, pages: int) -> None:
+        if pages:
+            self._cache.metrics.scrub_pages.labels(tier=self._spec(done).name, outcome=outcome).inc(pages)
+
+
+class Scrub:
+    """One per daemon. period_s: 0 for none in the background. bandwidth: bytes per second, of the background."""
+
+    def __init__(self, cache: Cache, *, period_s: float, bandwidth: int) -> None:
+        self._cache, self._core = cache, cache.core
+        self.period_s, self.bandwidth = period_s, bandwidth
+        self.current: Pass | None = None
+        """The background's."""
+        self.last: Pass | None = None
+        """The last one that went through every tier."""
+        self._task: asyncio.Task[None] | None = None
+        self._is_asked = self._is_ended = self._has_told = False
+
+    def start(self) -> None:
+        """Begins the background's passes, unless there are none to be or time is a trace's."""
+        if self.period_s and not self._cache.clock.is_replay:
+            self._task = asyncio.create_task(self._run_for_ever())
+
+    async def stop(self) -> None:
+        """Ends every pass, in the background and asked for; a batch on a disk that hangs is left behind."""
+        self._is_ended = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
+
+    async def ask(self, tiers: Sequence[int], *, bandwidth: int) -> AsyncGenerator[Pass]:
+        """A pass now, told at its beginning, after each batch and at its end; given up with the iterator.
+
+        bandwidth: bytes per second; 0: as fast as it goes, but resting for as long as it works. Raises Overloaded while another one runs, Unavailable
+        when the daemon ends.
+        """
+        if self._is_asked:
+            raise Overloaded("scrub: a pass that was asked for runs already; wait for its end, or watch the counters")
+        self._is_asked = True
+        try:
+            passed = Pass(self._cache, tiers)
+            yield passed
+            async with contextlib.aclosing(self._paced(passed, bandwidth)) as steps:
+                async for _ in steps:
+                    yield passed
+                    if self._is_ended:
+                        raise Unavailable("scrub: the daemon ends; what was verified so far was told")
+            self._finish(passed)
+            yield passed
+        finally:
+            self._is_asked = False
+
+    async def _paced(self, passed: Pass, bandwidth: int) -> AsyncGenerator[None]:
+        pacer, begun = Pacer(_now(), debt_bytes=0), _now()
+        async with contextlib.aclosing(passed.steps()) as steps:
+            async for size in steps:
+                yield
+                pacer.pay(size if bandwidth else 0)
+                await asyncio.sleep(0 if bandwidth else _now() - begun)
+                await _sleep_until(lambda: pacer.pause_s(bandwidth, _now()))
+                begun = _now()
+
+    async def _run_for_ever(self) -> None:
+        pacer = Pacer(_now())
+        while True:
+            try:
+                await self._pace(pacer)
+                await self._run_once(pacer)
+            except Exception:  # told, and tried again: else rot would go unseen
+                log.exception("scrub failed")
+                await asyncio.sleep(LONGEST_PAUSE_S)
+
+    async def _run_once(self, pacer: Pacer) -> None:
+        self.current = passed = Pass(self._cache, range(len(self._cache.tiers)))
+        async with contextlib.aclosing(passed.steps()) as steps:
+            async for size in steps:
+                pacer.pay(size)
+                await self._pace(pacer)
+        self._finish(passed)
+        if not any(tier.pages for tier in passed.tiers):
+            await asyncio.sleep(LONGEST_PAUSE_S)  # what is held is reserved, or on a tier that is lost
+
+    async def _pace(self, pacer: Pacer) -> None:
+        await _sleep_until(lambda: pacer.pause_s(self._rate(), _now()))
+
+    def _rate(self) -> float:
+        """What the period asks for, given what is held now, within the bandwidth."""
+        held = sum(tier.used_bytes for tier in self._core.tier_stats())
+        wanted = held / (self.period_s * MARGIN)
+        if wanted > self.bandwidth and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "scrub: a pass takes longer than its period; raise scrub.bandwidth or scrub.period",
+                held_bytes=held,
+                pass_s=round(held / self.bandwidth),
+                period_s=self.period_s,
+            )
+        return min(wanted, self.bandwidth)
+
+    def _finish(self, passed: Pass) -> None:
+        bad = sum(tier.bad for tier in passed.tiers)
+        log.info("scrub: a pass is through", pages=sum(tier.pages for tier in passed.tiers), bad=bad)
+        if len(passed.tiers) == len(self._cache.tiers):
+            self.last = passed
+            self._cache.metrics.scrub_passes.inc()
+
+
+async def _sleep_until(pause_s: Callable[[], float]) -> None:
+    """Until there is nothing to pause for; what that is may change meanwhile."""
+    while pause := pause_s():  # noqa: ASYNC110  # time is what is waited for
+        await asyncio.sleep(pause)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

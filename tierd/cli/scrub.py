@@ -1,0 +1,199 @@
+"""The verb `scrub`: have everything verified now, see how it goes, see what was found bad.
+
+Purpose: ask the daemon for a pass and show it. Non-purpose: verifying (the daemon does), checking files without a daemon (fsck.py).
+Invariants: a pass ends with this program; a pass that found something bad ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.ask import RATE, Ask, verb
+from tierd.cli.exits import ExitCode
+from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
+from tierd.cli.render import Cell, Column, facts, show_json, show_table
+
+FAULTS = {
+    "read": "a read got wrong bytes",
+    "digest": "the bytes are not the block's",
+    "header": "the slot's header is not the block's",
+    "io": "the disk does not give the bytes",
+}
+"""What a page is quarantined for, in words."""
+
+PASS_COLUMNS = (
+    Column("tier", style="bold"),
+    Column("verified", right=True),
+    Column("bytes", right=True),
+    Column("bad", right=True),
+    Column("unread", right=True),
+    Column("quarantined", right=True),
+)
+QUARANTINE_COLUMNS = (
+    Column("tier", style="bold"),
+    Column("segment", right=True),
+    Column("slot", right=True),
+    Column("offset", right=True),
+    Column("since", right=True),
+    Column("why"),
+)
+
+
+@click.command()
+@click.option("--tier", default="", metavar="NAME", help="Only this tier, such as nvme.0.")
+@click.option(
+    "--bandwidth",
+    type=RATE,
+    default=0,
+    metavar="RATE",
+    help="Never faster than this, such as 200MiB/s. [default: as fast as it goes, resting half of the time]",
+)
+@click.option("--status", is_flag=True, help="Begin nothing: how far the background's pass is, and the last one.")
+@click.option("--quarantine", is_flag=True, help="Begin nothing: list the pages that were found bad.")
+@verb
+def scrub(ask: Ask, *, tier: str, bandwidth: int, status: bool, quarantine: bool) -> None:
+    """Verifies every block that is held, now; a bad one becomes a miss."""
+    if status or quarantine:
+        with ask.connect() as daemon:
+            answer = daemon.ask(pb.ScrubStatusRequest(tier=tier))
+        ask.show(answer, draw_quarantine if quarantine else draw_status)
+        return
+    last = run_pass(ask, pb.ScrubRequest(tier=tier, bandwidth=bandwidth))
+    if ask.as_json:
+        show_json(last)
+    else:
+        draw_pass(ask.console, last)
+    raise click.exceptions.Exit(ExitCode.OK if is_clean(last) else ExitCode.FAILED)
+
+
+def run_pass(ask: Ask, request: pb.ScrubRequest) -> pb.ScrubPass:
+    """A pass to its end, with a bar for each tier on a terminal; what it found."""
+    with ask.connect() as daemon:
+        told: Iterator[pb.ScrubPass] = daemon.follow(request)
+        if ask.console.is_terminal and not ask.as_json:
+            told = with_bars(ask.console, told)
+        return deque(told, maxlen=1)[0]
+
+
+def is_clean(passed: pb.ScrubPass) -> bool:
+    """Whether a pass found nothing."""
+    return not (any(tier.bad or tier.unread for tier in passed.tiers) or passed.audit_fault)
+
+
+def with_bars(console: Console, told: Iterable[pb.ScrubPass]) -> Iterator[pb.ScrubPass]:
+    """Shows the passes as they go by; the bars are gone at the end."""
+    columns = (
+        TextColumn("{task.description:<10}", style="bold"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[rate]:>12}"),
+        TextColumn("{task.fields[bad]}", style="red"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bars: dict[str, TaskID] = {}
+        for passed in told:
+            for tier in passed.tiers:
+                if tier.tier not in bars:
+                    bars[tier.tier] = progress.add_task(tier.tier, total=None, rate="", bad="", start=False)
+                show_bar(progress, bars[tier.tier], tier, elapsed_s=passed.elapsed_s)
+            yield passed
+
+
+def show_bar(progress: Progress, bar: TaskID, tier: pb.ScrubTier, *, elapsed_s: float) -> None:
+    """How far one tier is; the rate is that of the whole pass until it is this tier's turn."""
+    if tier.pages and not progress.tasks[bar].started:
+        progress.start_task(bar)
+    progress.update(
+        bar,
+        total=max(tier.pages_held, tier.pages),
+        completed=tier.pages,
+        rate=human_rate(tier.bytes / elapsed_s) if tier.pages and elapsed_s else "",
+        bad=f"{human_count(tier.bad)} bad" if tier.bad else "",
+    )
+
+
+def draw_pass(console: Console, passed: pb.ScrubPass) -> None:
+    """What a pass verified and found, by tier, and the verdict in one sentence."""
+    show_table(console, PASS_COLUMNS, [pass_row(tier) for tier in passed.tiers], empty="no tiers")
+    console.print()
+    console.print(verdict(passed), soft_wrap=True)
+
+
+def pass_row(tier: pb.ScrubTier) -> list[Cell]:
+    """A tier's cells, as PASS_COLUMNS names them."""
+    bad, unread = (Text(human_count(count), style="red" if count else "") for count in (tier.bad, tier.unread))
+    return [
+        tier.tier,
+        human_count(tier.pages),
+        human_bytes(tier.bytes),
+        bad,
+        unread,
+        human_count(tier.pages_quarantined),
+    ]
+
+
+def verdict(passed: pb.ScrubPass) -> Text:
+    """What it comes to."""
+    bad, unread = (sum(getattr(tier, name) for tier in passed.tiers) for name in ("bad", "unread"))
+    pages = sum(tier.pages for tier in passed.tiers)
+    if not bad and not unread:
+        return Text(
+            f"{human_count(pages)} pages in {human_seconds(passed.elapsed_s)}: all as they were committed", "green"
+        )
+    said = f"{human_count(pages)} pages in {human_seconds(passed.elapsed_s)}"
+    if bad:
+        said += f"; {human_count(bad)} bad, misses from now on where no other tier holds them; see `tierctl scrub --quarantine`"
+    if unread:
+        said += f"; {human_count(unread)} could not be read: the disk is in trouble, see its log"
+    return Text(said, "red")
+
+
+def draw_status(console: Console, reply: pb.ScrubStatusReply) -> None:
+    """The settings, the pass of the background, the last one that went through."""
+    every = human_seconds(reply.period_s) if reply.period_s else "off"
+    console.print(facts((("every", every), ("at most", human_rate(reply.bandwidth)), ("last", ended(reply.last)))))
+    passed = reply.current if reply.current.tiers and not reply.current.finished else reply.last
+    console.print()
+    if not passed.tiers:
+        console.print(Text("nothing was verified yet", style="dim"))
+        return
+    draw_pass(console, passed) if passed.finished else draw_under_way(console, passed)
+
+
+def ended(passed: pb.ScrubPass) -> str:
+    """When a pass ended."""
+    return f"{human_seconds(passed.ended_ago_s)} ago" if passed.finished else "none yet"
+
+
+def draw_under_way(console: Console, passed: pb.ScrubPass) -> None:
+    """A pass that goes on."""
+    show_table(console, PASS_COLUMNS, [pass_row(tier) for tier in passed.tiers], empty="no tiers")
+    done, held = (sum(getattr(tier, name) for tier in passed.tiers) for name in ("pages", "pages_held"))
+    console.print()
+    console.print(
+        facts((("under way for", human_seconds(passed.elapsed_s)), ("through", human_share(min(done, held), held))))
+    )
+
+
+def draw_quarantine(console: Console, reply: pb.ScrubStatusReply) -> None:
+    """The pages that are withheld, the oldest first."""
+    rows = [
+        [
+            page.tier,
+            str(page.segment),
+            str(page.slot),
+            str(page.offset),
+            f"{human_seconds(page.age_s)} ago",
+            FAULTS.get(page.fault, page.fault),
+        ]
+        for page in reply.quarantine
+    ]
+    show_table(console, QUARANTINE_COLUMNS, rows, empty="no page is quarantined")
