@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
@@ -22,15 +22,15 @@ from tierd.cache.events import Event, EventLog
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import Holdings, Key
 from tierd.cache.persistence import Persistence
+from tierd.cache.verification import Verification
 from tierd.cache.watch import Watch
 from tierd.clock import Clock
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.core import Core
-from tierd.core.model import UNVERIFIED, BlockStatus, Durability, Fault, Reason, StructArray, TierKind
+from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, Reason, StructArray, TierKind
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.plan import (
     Acquisition,
-    Bools,
     Committed,
     Committing,
     Found,
@@ -52,8 +52,6 @@ log = structlog.get_logger(__name__)
 
 NOTHING = Served(0, [], Plan())
 NO_IDS = np.zeros(0, dtype=np.int64)
-SAMPLED_SHARE = 1 / 256
-"""Of hits that are verified again under verify = "sampled"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,9 @@ class Cache:
             parts.core, flights=self.flights, tiers=parts.tiers, mover=parts.mover, metrics=parts.metrics
         )
         self._tenants: dict[int, str] = {}
-        self._sampling = np.random.default_rng(parts.seed)
+        self._verification = Verification(
+            parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of, setting=(parts.verify, parts.seed)
+        )
         self.is_draining = False
 
     # -- sessions
@@ -342,35 +342,12 @@ class Cache:
         while True:
             served = self.core.settle(lease, now=self.clock.now())
             self.flights.start(served.plan)
-            bad = await self._find_bad(
+            bad = await self._verification.find_bad(
                 _flat(served), np.concatenate([NO_IDS, *(g.blocks.reshape(-1) for g in served.groups)])
             )
             if not len(bad):
                 return served
             self.flights.condemn(bad, Fault.READ)
-
-    async def _find_bad(self, extents: StructArray, blocks: Ids) -> StructArray:
-        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified."""
-        suspect = self._suspect(extents)
-        bad = [extents[:0]]
-        for position in np.unique(extents["tier"][suspect]).tolist():
-            rows = suspect & (extents["tier"] == position)
-            metas = self.core.metas(blocks[rows])
-            metas["layers"] = self._layers_of(metas["namespace"])
-            pages = extents[rows]
-            good = await self.parts.mover.check(self._mapped(pages[0]), pages, metas)
-            self.core.verified(pages[good])
-            bad.append(pages[~good])
-        return np.concatenate(bad)
-
-    def _suspect(self, extents: StructArray) -> Bools:
-        """Which pages are to be verified on this hit, by the setting host.verify."""
-        if self.parts.verify == "always":
-            return np.ones(len(extents), dtype=np.bool_)
-        suspect = (extents["flags"] & UNVERIFIED) != 0
-        if self.parts.verify == "sampled":
-            suspect |= self._sampling.random(len(extents)) < SAMPLED_SHARE
-        return np.asarray(suspect)
 
     async def _finish_commit(self, committing: Committing, *, lease: bool, keep_open: bool) -> Committed:
         """From hashing to publication, and to what the session holds of it."""
@@ -387,6 +364,8 @@ class Cache:
         held, session = committed.statuses != BlockStatus.FAILED, committing.session
         try:
             if committed.lease:
+                committed = await self._without_bad(committed, session)
+            if committed.lease:
                 self._hold((session, HoldKind.LEASE, committed.lease), committed.extents[held])
         except BaseException:
             self._give_back(session, [committed.lease])
@@ -395,6 +374,21 @@ class Cache:
             reservation = (session, HoldKind.RESERVATION, committing.reservation)
             self._holdings.drop(reservation, only=committing.indices[held].astype(np.int64) if keep_open else None)
         return committed
+
+    async def _without_bad(self, committed: Committed, session: int) -> Committed:
+        """A commit's lease is a hit where a block existed: pages of other writers are verified like those of any other. With bad ones
+        there is no lease, and these blocks are FAILED: not to be had, until somebody puts them again."""
+        exist = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
+        bad = await self._verification.find_bad(committed.extents[exist], committed.blocks[exist])
+        if not len(bad):
+            return committed
+        self.flights.condemn(bad, Fault.READ)
+        self._give_back(session, [committed.lease])
+        gone = exist[np.isin(committed.extents["generation"][exist], bad["generation"])]
+        committed.statuses[gone], committed.blocks[gone] = BlockStatus.FAILED, -1
+        committed.extents[gone] = 0
+        committed.extents["page"][gone] = NO_PAGE
+        return replace(committed, lease=0)
 
     async def _hash(self, committing: Committing) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""

@@ -28,6 +28,21 @@ async def test_page_changed_after_its_commit_shortens_the_answer() -> None:
         assert world.pins == 0
 
 
+async def test_commit_gives_no_lease_on_a_page_that_changed() -> None:
+    """Who commits what exists already, with a lease, is never given a page that another writer has changed since its commit."""
+    async with opened() as world:
+        first, second = await world.reserve(chain(1, 4)), await world.reserve(chain(1, 4))
+        committed = await world.commit(first.reservation)
+        world.page(committed.extents[2])[0] ^= 0xFF
+        again = await world.commit(second.reservation, lease=True)
+        assert again.lease == 0
+        assert again.statuses.tolist() == [BlockStatus.EXISTS] * 2 + [BlockStatus.FAILED, BlockStatus.EXISTS]
+        assert again.extents["page"][2] == -1
+        assert (await world.put(chain(1, 4))).statuses.tolist() == [BlockStatus.READY]
+        world.cache.core.check()
+        assert world.pins == 0
+
+
 @pytest.mark.parametrize("steps", range(6))
 async def test_cancelled_acquire_holds_nothing(steps: int) -> None:
     """An Acquire that is cancelled, at whatever await, leaves no lease."""

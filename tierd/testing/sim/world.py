@@ -235,7 +235,9 @@ class World:
             self.daemon = daemon = SimDaemon(self._ground)
             starting = self.loop.create_task(daemon.start(), context=daemon.context)
             await asyncio.wait([starting, daemon.ended], return_when=asyncio.FIRST_COMPLETED)
-            if starting.done() and (error := starting.exception()) is not None:
+            if self.loop.is_ended(daemon.life):
+                self.trace("died while it started")
+            elif (error := starting.exception()) is not None:
                 self._cannot_start(error)
             else:
                 self.trace("serves")

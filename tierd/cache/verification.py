@@ -1,0 +1,60 @@
+"""Whether the pages that somebody is about to see still hold what was committed.
+
+Purpose: which pages of a hit are looked at, by the setting host.verify, and which of those are bad. Non-purpose: what becomes of bad ones
+(cache.py), the background check of everything (scrub.py). Invariant: a page is marked verified only if all of its bytes were hashed by this
+call, after the hit began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tierd.core.core import Core
+from tierd.core.model import UNVERIFIED, StructArray
+from tierd.core.plan import Bools, Ids
+from tierd.mover import Mover
+from tierd.tiers.tier import MappedTier, Tier
+
+SAMPLED_SHARE = 1 / 256
+"""Of hits that are verified again under verify = "sampled"."""
+
+
+class Verification:
+    """verify: "first_hit", "sampled" or "always". layers_of: namespace ids to layers per block. seed: of what is sampled; None: by chance."""
+
+    def __init__(
+        self,
+        core: Core,
+        tiers: Sequence[Tier],
+        *,
+        mover: Mover,
+        layers_of: Callable[[StructArray], StructArray],
+        setting: tuple[str, int | None],
+    ) -> None:
+        self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
+        self._verify, self._sampling = setting[0], np.random.default_rng(setting[1])
+
+    async def find_bad(self, extents: StructArray, blocks: Ids) -> StructArray:
+        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified."""
+        suspect = self._suspect(extents)
+        bad = [extents[:0]]
+        for position in np.unique(extents["tier"][suspect]).tolist():
+            rows = suspect & (extents["tier"] == position)
+            metas = self._core.metas(blocks[rows])
+            metas["layers"] = self._layers_of(metas["namespace"])
+            pages, tier = extents[rows], self._tiers[position]
+            assert isinstance(tier, MappedTier)
+            good = await self._mover.check(tier, pages, metas)
+            self._core.verified(pages[good])
+            bad.append(pages[~good])
+        return np.concatenate(bad)
+
+    def _suspect(self, extents: StructArray) -> Bools:
+        if self._verify == "always":
+            return np.ones(len(extents), dtype=np.bool_)
+        suspect = (extents["flags"] & UNVERIFIED) != 0
+        if self._verify == "sampled":
+            suspect |= self._sampling.random(len(extents)) < SAMPLED_SHARE
+        return np.asarray(suspect)
