@@ -15,7 +15,7 @@ import structlog
 from tierd.cache.breaker import Breaker, State, Tolerance
 from tierd.cache.flights import Flights
 from tierd.core.core import Core
-from tierd.errors import TierFailed
+from tierd.errors import InvalidArgument, TierFailed
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.tiers.tier import StoredTier, Tier
@@ -62,10 +62,15 @@ class Watch:
                 breaker.probing()
                 self._probes[position] = asyncio.create_task(self._probe(tier))
 
-    def resume(self, position: int) -> None:
-        """By command: what is out of service is probed at once."""
+    async def resume(self, position: int | None, *, timeout_s: float) -> str:
+        """By command: probes a tier that is out of service at once; what keeps it so, empty if it is back. Raises InvalidArgument."""
+        if position not in self.breakers:
+            raise InvalidArgument("resume: only a tier that stores (such as nvme.0) goes out of service; name one")
         self.breakers[position].resume()
         self.look()
+        if probe := self._probes.get(position):
+            await asyncio.wait([probe], timeout=timeout_s)
+        return self.breakers[position].reason
 
     async def _look_for_ever(self) -> None:
         while True:

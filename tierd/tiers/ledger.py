@@ -155,8 +155,8 @@ class Ledger:
         return self._next_flight
 
     def _check(self) -> None:
-        if self.failure:
-            raise TierFailed(self.failure)
+        if self.failure or self._is_closed:
+            raise TierFailed(self.failure or f"{self._opened.name}: closed; open it again")
 
     async def _fly(self) -> None:
         async with self._flying:

@@ -423,6 +423,8 @@ class NvmeStore:
                     await self._depth.acquire()
                 break
             except TimeoutError:
+                if not self._is_open:
+                    raise _GoneError(errno.ESTALE, "the store is closed") from None
                 if self._calls.age_s() > self.patience.hang_s:
                     raise OSError(errno.ETIMEDOUT, "every thread waits for the disk") from None
         try:

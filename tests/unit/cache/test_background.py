@@ -72,9 +72,8 @@ async def test_a_failed_store_is_told_once() -> None:
         assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["tier out of service"]
         assert not (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).any()
         assert (await world.acquire(chain(1, 4))).served.tokens == 64
-        world.cache.health.resume(1)
-        while not world.cache.core.is_writable(1):  # noqa: ASYNC110  # the end of a probe rings no bell
-            await asyncio.sleep(0.01)
+        assert not await world.cache.health.resume(1, timeout_s=SOON_S)
+        assert world.cache.core.is_writable(1)
         assert (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).all()
 
 
