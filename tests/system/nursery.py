@@ -37,10 +37,7 @@ class Ward:
 
     def stop(self) -> None:
         """SIGSTOP, and stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        stat = Path(f"/proc/{self.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            pass
+        stop(self.pid)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -86,6 +83,14 @@ class Nursery:
         self._process.stdin.close()
         self._process.wait(GRACE_S)
         self._process.stdout.close()
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP to a process that is perhaps no child of ours, and stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        pass
 
 
 def _live(target: str, command: dict[str, Any], *, answer: int, alive: int) -> NoReturn:

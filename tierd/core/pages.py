@@ -101,7 +101,7 @@ class Pages:
         self.last_id: list[int | None] = [None] * places
         self._last_writer = [DAEMON] * places
         self._last_domain = [0] * places
-        self._mapped_by: list[set[int]] = [set() for _ in range(places)]  # domains that ever had the file of a place mapped
+        self._mapped_by: list[set[int]] = [set() for _ in range(places)]  # domains that ever mapped a place's file
         self.vacant = set(range(places))
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
