@@ -1,0 +1,144 @@
+"""Mutation runs: `python -m tools.mutate [--only NAME] [--list]`.
+
+Each row of `mutations.py` is one small change that takes a check away. It is made in a copy of the tree, the tests that should notice are run there,
+and it is taken back. First the same tests must pass without it. A table says which test noticed; the exit status is 1 if none did for some
+mutation, 2 if a mutation could not be tried (its text is not there once, or its tests fail without it).
+
+Purpose: proof that the tests would see a missing check. Non-purpose: finding places by itself. Invariant: the working tree is only read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.mutate.mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = (
+    ".git",
+    ".venv*",
+    "build",
+    "dist",
+    "__pycache__",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".hypothesis",
+)
+TIMEOUT_S = 240.0
+"""Of the tests of one mutation; one that makes them hang so long is noticed too."""
+PASSED, FAILED = 0, 1
+"""pytest's exit statuses; all others say that it could not run."""
+SURVIVED, NOT_TRIED = 1, 2
+"""Ours."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the tests. status: pytest's, None for out of time; test: the first that failed; text: the end of what was said."""
+
+    status: int | None
+    test: str
+    text: str
+    seconds: float
+
+
+class Copy:
+    """A copy of the tree in which one file at a time is changed."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place / "tree"
+        shutil.copytree(ROOT, self._place, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+        self._green: dict[tuple[str, ...], Outcome] = {}
+
+    def without(self, mutation: Mutation) -> Outcome:
+        """The tests of a mutation on the unchanged tree; run once for all mutations that have the same."""
+        if mutation.tests not in self._green:
+            self._green[mutation.tests] = self._run(mutation.tests)
+        return self._green[mutation.tests]
+
+    def with_it(self, mutation: Mutation) -> Outcome:
+        """The tests on the tree with the mutation."""
+        with self._changed(mutation):
+            return self._run(mutation.tests)
+
+    @contextmanager
+    def _changed(self, mutation: Mutation) -> Iterator[None]:
+        path = self._place / mutation.file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(text, encoding="utf-8")
+
+    def _run(self, tests: tuple[str, ...]) -> Outcome:
+        # No bytecode: a change and its undoing within one second would not be seen.
+        env = os.environ | {"PYTHONPATH": str(self._place), "PYTHONDONTWRITEBYTECODE": "1", "TIERD_DEPTH": "test"}
+        begun = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+        with subprocess.Popen(
+            command, cwd=self._place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                text, status = process.communicate(timeout=TIMEOUT_S)[0], process.returncode
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                text, status = process.communicate()[0], None
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        return Outcome(status, failed[1] if failed else "", text[-2000:], time.monotonic() - begun)
+
+
+def verdict(copy: Copy, mutation: Mutation) -> tuple[str, int]:
+    """What the table says of a mutation, and the exit status that follows from it."""
+    if not mutation.is_there(ROOT):
+        return f"NOT TRIED: its text is not in {mutation.file} once", NOT_TRIED
+    before = copy.without(mutation)
+    if before.status != PASSED:
+        return f"NOT TRIED: its tests do not pass without it: {before.test or before.text}", NOT_TRIED
+    after = copy.with_it(mutation)
+    if after.status == PASSED:
+        return "SURVIVED", SURVIVED
+    if after.status in (FAILED, None):
+        return after.test or "out of time", PASSED
+    return f"NOT TRIED: pytest ended with {after.status}: {after.text}", NOT_TRIED
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description="Takes checks out of the code and shows which test notices.")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this mutation alone; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="name them and do nothing")
+    given = parser.parse_args()
+    chosen = [mutation for mutation in MUTATIONS if not given.only or mutation.name in given.only]
+    if not chosen or set(given.only) - {mutation.name for mutation in chosen}:
+        parser.error("no such mutation; --list names them")
+    if given.list:
+        print(*(f"{mutation.name:34} {mutation.what}" for mutation in chosen), sep="\n")
+        return 0
+    worst, begun = 0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tierd-mutate-") as place:
+        copy = Copy(Path(place))
+        for mutation in chosen:
+            said, status = verdict(copy, mutation)
+            worst = max(worst, status)
+            print(f"{mutation.name:34} {said}", flush=True)
+    print(f"{len(chosen)} mutations in {time.monotonic() - begun:.0f} s")
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
