@@ -44,6 +44,7 @@ BUILDERS: dict[str, set[str]] = {
     "server/assembly.py": {"policies", "mover"},
     "cli/daemon.py": {"server", "logs"},
     "cli/leftovers.py": {"server", "tiers"},
+    "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
     "cli/conversation.py": {"worker"},
     "cli/demo.py": {"worker", "testing", "kernels"},
     # The simulator is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.

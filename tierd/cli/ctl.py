@@ -9,6 +9,7 @@ import click
 
 from tierd.cli import act, look
 from tierd.cli.exits import Program
+from tierd.cli.fsck import fsck
 from tierd.cli.replay import replay
 from tierd.cli.scrub import scrub
 from tierd.cli.top import top
@@ -28,6 +29,7 @@ VERBS = (
     act.flush,
     act.epoch,
     scrub,
+    fsck,
     replay,
 )
 

@@ -59,7 +59,10 @@ QUARANTINE_COLUMNS = (
 @click.option("--quarantine", is_flag=True, help="Begin nothing: list the pages that were found bad.")
 @verb
 def scrub(ask: Ask, *, tier: str, bandwidth: int, status: bool, quarantine: bool) -> None:
-    """Verifies every block that is held, now; a bad one becomes a miss."""
+    """Verifies every block now; a bad one becomes a miss.
+
+    Exit codes: 0 all good, 1 something bad was found.
+    """
     if status or quarantine:
         with ask.connect() as daemon:
             answer = daemon.ask(pb.ScrubStatusRequest(tier=tier))

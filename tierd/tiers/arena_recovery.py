@@ -105,7 +105,7 @@ def _read_catalogues(tables: Path, *, spec: TierSpec, store: bytes) -> tuple[dic
         except CorruptRecord as error:
             dropped.append(str(error))
             continue
-        fault = _find_fault(catalogue, name=path.stem, spec=spec, store=store)
+        fault = find_fault(catalogue, name=path.stem, spec=spec, store=store)
         if fault:
             dropped.append(f"segment {path.stem}: {fault}")
         else:
@@ -113,7 +113,8 @@ def _read_catalogues(tables: Path, *, spec: TierSpec, store: bytes) -> tuple[dic
     return good, dropped
 
 
-def _find_fault(catalogue: Catalogue, *, name: str, spec: TierSpec, store: bytes) -> str | None:
+def find_fault(catalogue: Catalogue, *, name: str, spec: TierSpec, store: bytes) -> str | None:
+    """Why a segment cannot be kept, whose catalogue has a head that holds. name: of its file, without the suffix."""
     head, given = catalogue.head, catalogue.head.assignment
     if head.store != store:
         return "it belongs to another arena"

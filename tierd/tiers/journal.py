@@ -104,7 +104,7 @@ def decode_record(payload: bytes | memoryview) -> Record | None:
         kind, *fields = msgpack.unpackb(payload)
         match kind:
             case "b":
-                return SegmentBegun(*map(int, fields))
+                return checked_segment(SegmentBegun(*map(int, fields)))
             case "s":
                 return BlocksStored(np.frombuffer(fields[0], dtype=META))
             case "r":
@@ -112,10 +112,25 @@ def decode_record(payload: bytes | memoryview) -> Record | None:
             case "n":
                 return NamespaceKept(bytes(fields[0]))
             case "m":
-                return Marks(*map(int, fields))
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+                return checked_marks(Marks(*map(int, fields)))
+    except (ValueError, TypeError, IndexError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
     return None
+
+
+def checked_segment(begun: SegmentBegun) -> SegmentBegun:
+    """The segment itself. Raises ValueError for numbers that none has: what follows divides by them and counts in 64 bits."""
+    small = (begun.place, begun.segment, begun.domain, begun.pages)
+    if not all(0 <= n < 1 << 32 for n in small) or not 0 < begun.class_bytes < 1 << 40:
+        raise ValueError(f"no segment has these numbers: {begun}")
+    return begun
+
+
+def checked_marks(marks: Marks) -> Marks:
+    """The marks themselves. Raises ValueError for numbers that no store reaches."""
+    if not 0 <= marks.next_segment < 1 << 32 or not 0 <= marks.next_generation < 1 << 63:
+        raise ValueError(f"no store has reached these numbers: {marks}")
+    return marks
 
 
 class Journal:
@@ -217,6 +232,32 @@ def read_journal(directory: Path, *, store: bytes, number: int, disk: Files = OS
     return JournalText(records, len(data) - end)
 
 
+def is_torn(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> bool:
+    """Whether the end that is passed over is one that a crash leaves: a last frame that was begun, and nothing whole behind it."""
+    data = durable.read_file(journal_path(directory, number), disk=disk)
+    if len(data) < _HEADER.size:
+        return True
+    if not _header_holds(data, store=store, number=number):
+        return False
+    end = _HEADER.size + sum(_FRAME.size + len(payload) for payload in _payloads(data, (store, number)))
+    if len(data) - end < _FRAME.size:
+        return True
+    length = int.from_bytes(data[end : end + 8], "little")
+    is_cut = length <= FRAME_LIMIT_BYTES and end + _FRAME.size + length > len(data)
+    return is_cut and not _has_frame(data, (store, number), after=end)
+
+
+def _has_frame(data: bytearray, origin: tuple[bytes, int], *, after: int) -> bool:
+    """Whether a whole frame begins anywhere behind a place; its checksum names where it stands."""
+    tail = np.frombuffer(data, np.uint8, offset=after + 1)
+    if len(tail) < _FRAME.size:
+        return False
+    lengths = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(tail, 8)).view("<u8").reshape(-1)
+    fits = (lengths > 0) & (lengths + np.uint64(_FRAME.size) <= np.arange(len(tail), 7, -1, dtype=np.uint64))
+    starts = (np.flatnonzero(fits & (lengths <= FRAME_LIMIT_BYTES)) + after + 1).tolist()
+    return any(next(_payloads(data, origin, offset=start), None) is not None for start in starts)
+
+
 def _header_holds(data: bytearray, *, store: bytes, number: int) -> bool:
     if len(data) < _HEADER.size:
         return False
@@ -227,8 +268,8 @@ def _header_holds(data: bytearray, *, store: bytes, number: int) -> bool:
     return bool(found_store == store and found_number == number)
 
 
-def _payloads(data: bytearray, origin: tuple[bytes, int]) -> Iterator[memoryview]:
-    view, offset = memoryview(data), _HEADER.size
+def _payloads(data: bytearray, origin: tuple[bytes, int], offset: int = _HEADER.size) -> Iterator[memoryview]:
+    view = memoryview(data)
     while offset + _FRAME.size <= len(data):
         length, checksum = _FRAME.unpack_from(data, offset)
         start = offset + _FRAME.size

@@ -1,0 +1,152 @@
+"""The verb `fsck`: check everything that a daemon keeps, while none runs, or through the one that does.
+
+Purpose: show what is found, and what the daemon makes of it. Non-purpose: checking (tierd.server.fsck), repair: a start drops what is damaged
+and the next write fills the gap, so there is nothing else to be done. Invariants: the files are as they were; exit codes 0: clean,
+1: something was found, 2: it could not be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.text import Text
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.ask import Ask, verb
+from tierd.cli.exits import ExitCode
+from tierd.cli.figures import human_bytes, human_count
+from tierd.cli.render import Cell, Column, show_json, show_table
+from tierd.cli.scrub import draw_pass, is_clean, run_pass
+from tierd.config import load_config
+from tierd.errors import TierdError
+
+if TYPE_CHECKING:
+    from tierd.tiers.fsck import Part
+
+UNCHECKED = 2
+"""The exit code where nothing can be said."""
+
+PART_COLUMNS = (
+    Column("part", style="bold"),
+    Column("files", right=True),
+    Column("blocks", right=True),
+    Column("bytes", right=True),
+    Column("findings", right=True),
+    Column("place", spare=1),
+)
+
+
+@click.command()
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    envvar="TIERD_CONFIG",
+    show_envvar=True,
+    help="The daemon's TOML file, which says where its files are. Without one, the defaults.",
+)
+@click.option(
+    "--online", is_flag=True, help="Through the running daemon: a scrub of every tier, and an audit of its books."
+)
+@verb
+def fsck(ask: Ask, *, config: Path | None, online: bool) -> None:
+    """Checks every file and block, while no daemon runs.
+
+    Nothing is changed; --online does it through the daemon that runs.
+
+    Exit codes: 0 clean, 1 something was found, 2 it could not be checked.
+    """
+    try:
+        is_good = check_online(ask) if online else check_offline(ask, config)
+    except (TierdError, OSError) as error:
+        click.echo(f"tierctl fsck: {' '.join(str(error).split())}", err=True)
+        raise click.exceptions.Exit(UNCHECKED) from error
+    raise click.exceptions.Exit(ExitCode.OK if is_good else ExitCode.FAILED)
+
+
+def check_online(ask: Ask) -> bool:
+    """A pass over everything, and the daemon's books; whether nothing was found."""
+    last = run_pass(ask, pb.ScrubRequest(audit=True))
+    if ask.as_json:
+        show_json(last)
+        return is_clean(last)
+    draw_pass(ask.console, last)
+    fault = Text(f"the daemon's books: {last.audit_fault}", "red")
+    ask.console.print(fault if last.audit_fault else Text("the daemon's books are consistent", "green"), soft_wrap=True)
+    return is_clean(last)
+
+
+def check_offline(ask: Ask, config: Path | None) -> bool:
+    """Every file of the configured daemon; whether nothing was found."""
+    from tierd.server.fsck import check  # noqa: PLC0415  # the daemon's imports
+
+    steps = check(load_config(config))
+    if ask.console.is_terminal and not ask.as_json:
+        steps = with_bars(ask.console, steps)
+    parts: Sequence[Part] = []
+    for parts in steps:  # noqa: B007  # the last one is what is wanted
+        pass
+    if ask.as_json:
+        show_json({"clean": not any(part.findings for part in parts), "parts": [asdict(part) for part in parts]})
+    else:
+        draw_parts(ask.console, parts)
+    return not any(part.findings for part in parts)
+
+
+def with_bars(console: Console, steps: Iterator[list[Part]]) -> Iterator[list[Part]]:
+    """Shows how far each part is as the steps go by; the bars are gone at the end."""
+    columns = (
+        TextColumn("{task.description:<10}", style="bold"),
+        BarColumn(bar_width=30),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[found]}", style="red"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bars: dict[str, TaskID] = {}
+        for parts in steps:
+            part = parts[-1]
+            if part.name not in bars:
+                bars[part.name] = progress.add_task(part.name, total=None, found="")
+            found = f"{human_count(len(part.findings))} found" if part.findings else ""
+            progress.update(bars[part.name], total=part.total_bytes or 1, completed=part.bytes, found=found)
+            yield parts
+
+
+def draw_parts(console: Console, parts: Sequence[Part]) -> None:
+    """What was checked, what was found, and the verdict in one sentence."""
+    show_table(console, PART_COLUMNS, [part_row(part) for part in parts], empty="nothing is kept anywhere")
+    findings = [finding for part in parts for finding in part.findings]
+    if findings:
+        console.print()
+    for part in parts:
+        for finding in part.findings:
+            where = finding.where.removeprefix(f"{part.place}/")
+            line = Text.assemble((f"{part.name:<9} ", "bold"), where, (f": {finding.fault}", "red"))
+            console.print(line, soft_wrap=True)
+            console.print(Text(f"{'':<9} then: {finding.outcome}", "dim"), soft_wrap=True)
+    notes = [note for part in parts for note in part.notes]
+    if notes:
+        console.print()
+    for note in notes:
+        console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=True)
+    console.print()
+    blocks = human_count(sum(part.blocks for part in parts))
+    if findings:
+        console.print(
+            Text(f"{human_count(len(findings))} found; the daemon deals with each as told when it starts", "red")
+        )
+    else:
+        console.print(Text(f"{blocks} blocks and what tells of them: all as they were written", "green"))
+
+
+def part_row(part: Part) -> list[Cell]:
+    """A part's cells, as PART_COLUMNS names them."""
+    found = Text(human_count(len(part.findings)), style="red" if part.findings else "")
+    return [part.name, human_count(part.files), human_count(part.blocks), human_bytes(part.bytes), found, part.place]
