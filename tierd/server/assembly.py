@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -48,7 +49,9 @@ TierTable = DeviceConfig | HostConfig | NvmeConfig
 log = structlog.get_logger(__name__)
 
 SILENCE_S = 5.0
-"""How often it is said that a tier is still opening."""
+"""How often it is said what is still being opened."""
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -114,10 +117,10 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.callback(instance.close)
         daemon: Assembly | None = None
         tiers = build_tiers(config, instance=instance.id)
-        check_versions(*map(_directory, tiers))
+        await _patiently(asyncio.to_thread(check_versions, *map(_directory, tiers)), "the versions of what is stored")
         recovered: list[Recovered] = []
         for tier in tiers:
-            recovered.append(await _open(tier))
+            recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
             # The flag is read when the daemon ends; a start that fails keeps everything.
             stack.push_async_callback(_close, tier, lambda: daemon is not None and daemon.release)
         holds, former = open_holds(tiers, recovered)
@@ -131,13 +134,12 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         yield daemon
 
 
-async def _open(tier: Tier) -> Recovered:
-    """What the tier found. A disk that hangs is waited for, but not in silence."""
-    begun, opening = time.monotonic(), asyncio.ensure_future(tier.open())
-    while not (await asyncio.wait([opening], timeout=SILENCE_S))[0]:
-        waited_s = round(time.monotonic() - begun)
-        log.warning("tier still opening", tier=tier.spec.name, place=tier.place, seconds=waited_s)
-    return opening.result()
+async def _patiently(opening: Coroutine[Any, Any, _T], what: str) -> _T:
+    """What the opening gives. A disk that hangs is waited for, but not in silence."""
+    begun, task = time.monotonic(), asyncio.ensure_future(opening)
+    while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
+        log.warning("still opening", what=what, seconds=round(time.monotonic() - begun))
+    return task.result()
 
 
 def _directory(tier: Tier) -> Path:

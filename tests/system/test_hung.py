@@ -1,0 +1,244 @@
+"""Slow and hung disks, and an event loop that is stuck: a miss at the deadline, memory served as ever, an end when told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.depth import count, percentile, report
+from tests.system.blocks import SOON_S, BlockClient, await_true, connected
+from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, WRITES
+from tests.system.trouble import STORE, Troubled, config, troubled
+from tierd._proto import cache_pb2 as pb
+from tierd.testing import Daemon, chain
+
+FAR, NEAR = chain(1, 16), chain(2, 16)
+SLACK_S = 1.0
+"""Tenfold what a call may take beyond its deadline."""
+
+
+def _stored(world: Troubled) -> None:
+    """FAR lies on the store alone, NEAR in memory."""
+    client, namespace = world.client, world.namespace
+    assert client.put(namespace, FAR, durable=True) == len(FAR)
+    world.forget_memory()
+    assert client.put(namespace, NEAR) == len(NEAR)
+
+
+def _status_p99_ms(client: BlockClient) -> float:
+    """How fast the event loop answers a call that moves nothing."""
+    took = []
+    for _ in range(100):
+        begun = time.perf_counter()
+        client.status()
+        took.append(time.perf_counter() - begun)
+    return round(percentile(took, 0.99) * 1e3, 1)
+
+
+def _hits(client: BlockClient, number: int) -> list[float]:
+    """Seconds of so many gets from memory."""
+    namespace, took = client.open_namespace(), []
+    for _ in range(number):
+        begun = time.perf_counter()
+        assert client.read(namespace, NEAR) == len(NEAR)
+        took.append(time.perf_counter() - begun)
+    return took
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("direct", ["auto", pytest.param("off", marks=pytest.mark.slow)])
+def test_hung_reads(tmp_path: Path, direct: str) -> None:
+    """With every read of the store hung, a get of what lies there is a miss at its deadline, then at once; memory is served as ever; all is back when it ends."""
+    gets = count(test=50, nightly=500, weekly=2000)
+    with troubled(tmp_path, config(direct=direct)) as world:
+        _stored(world)
+        calm = _hits(world.client, gets)
+        with world.io.armed(READS + ",open", "hang", STORE):
+            found, took_s = world.get_within(FAR, 0.5)
+            assert found == 0
+            assert took_s < 0.5 + SLACK_S
+            hung, loop_ms = _hits(world.client, gets), _status_p99_ms(world.client)
+            await_true(lambda: not world.client.tiers()["nvme.0"].serving, "the hung store out of service")
+            assert "under way" in world.client.tiers()["nvme.0"].trouble
+            found, miss_s = world.get_within(FAR, 10.0)
+            assert found == 0
+            assert miss_s < SLACK_S, "a store that is out of service costs no waiting"
+            assert world.put(durable=False) == 1
+            hung += _hits(world.client, gets)
+        begun = time.monotonic()
+        await_true(lambda: world.client.tiers()["nvme.0"].serving, "the store back in service")
+        back_s = time.monotonic() - begun
+        assert world.client.read(world.namespace, FAR) == len(FAR)
+        assert world.put() == 1
+    report(
+        "hung reads",
+        direct=direct,
+        miss_beyond_deadline_ms=round((took_s - 0.5) * 1e3, 1),
+        miss_when_out_ms=round(miss_s * 1e3, 1),
+        hit_p99_ratio=round(percentile(hung, 0.99) / percentile(calm, 0.99), 2),
+        status_p99_ms=loop_ms,
+        back_s=round(back_s, 2),
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("calls", [pytest.param(WRITES, marks=pytest.mark.slow), SYNCS], ids=["writes", "syncs"])
+def test_hung_writes(tmp_path: Path, calls: str) -> None:
+    """With writes or syncs hung, a durable put is FAILED at its deadline, then at once; reads of the store and puts into memory go on; nothing is acknowledged falsely."""
+    with troubled(tmp_path, config()) as world:
+        _stored(world)
+        with world.io.armed(calls, "hang", STORE):
+            putting = threading.Thread(target=_put_quietly, args=(world.daemon,))
+            putting.start()
+            await_true(lambda: bool(world.client.tiers()["nvme.0"].trouble), "the hung store out of service for writes")
+            begun = time.monotonic()
+            assert world.put() == 0
+            assert time.monotonic() - begun < SLACK_S
+            assert world.client.tiers()["nvme.0"].serving
+            assert world.client.read(world.namespace, FAR) == len(FAR)
+            for _ in range(4):  # more than memory holds: demotion has nowhere to go
+                assert world.put(400, durable=False) == 400
+        putting.join()
+        world.await_writes()
+        world.forget_memory()
+        assert world.lost() == []
+
+
+def _put_quietly(daemon: Daemon) -> None:
+    with connected(daemon) as client:
+        client.put(client.open_namespace(), chain(77, 4), durable=True)
+
+
+@pytest.mark.timeout(60)
+def test_slow_disk(tmp_path: Path) -> None:
+    """A disk that takes 50 ms for each call serves everything, and stays in service."""
+    with troubled(tmp_path, config()) as world:
+        _stored(world)
+        with world.io.armed(f"{READS},{WRITES},{SYNCS}", "delay:0.05", STORE):
+            assert world.client.read(world.namespace, FAR) == len(FAR)
+            assert world.put(4) == 4
+            assert not world.client.tiers()["nvme.0"].trouble
+        assert world.lost() == []
+
+
+ENDS = [READS, pytest.param(WRITES, marks=pytest.mark.slow), SYNCS, pytest.param("close", marks=pytest.mark.slow)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("calls", ENDS, ids=["reads", "writes", "syncs", "close"])
+def test_end_with_a_hung_disk(tmp_path: Path, calls: str) -> None:
+    """SIGTERM ends the daemon within its shutdown deadline and some slack though the disk hangs, and the next life has what was durable."""
+    with troubled(tmp_path, config()) as world:
+        _stored(world)
+        putting = threading.Thread(target=_put_until_gone, args=(world.client, world.namespace))
+        with world.io.armed(calls, "hang", STORE):
+            world.get_within(FAR, 0.2)
+            if calls in (WRITES, SYNCS):
+                putting.start()
+            if calls != "close":  # a file is closed at the end
+                await_true(lambda: world.io.hanging() > 0, "a call that hangs")
+            begun = time.monotonic()
+            world.daemon.stop()
+            ended_s = time.monotonic() - begun
+        if putting.ident:
+            putting.join()
+        assert ended_s < 3.0 + SOON_S
+        assert "ended at once" in world.daemon.log
+        world.daemon.start()
+        with connected(world.daemon) as client:
+            assert client.read(client.open_namespace(), FAR) == len(FAR)
+    report("end with a hung disk", calls=calls, seconds=round(ended_s, 2))
+
+
+def _put_until_gone(client: BlockClient, namespace: int) -> None:
+    try:
+        client.put(namespace, chain(77, 4), durable=True)
+    except grpc.RpcError as error:
+        print("put ended with", error.code())
+
+
+@pytest.mark.timeout(60)
+def test_start_on_a_hung_disk(tmp_path: Path) -> None:
+    """A start that waits for the disk says so, and SIGTERM ends it; when the disk comes back the next one serves."""
+    with troubled(tmp_path, config()) as world:
+        assert world.put() == 1
+        world.daemon.stop()
+        world.io.arm(EVERYTHING, "hang", STORE)
+        world.daemon.start(wait=False)
+        await_true(lambda: "still opening" in world.daemon.log, "a word about the wait")
+        begun = time.monotonic()
+        assert world.daemon.stop() == 0
+        assert time.monotonic() - begun < SOON_S
+        assert "stopped before it served" in world.daemon.log
+        world.io.disarm()
+        world.daemon.start()
+        with connected(world.daemon) as client:
+            assert client.read(client.open_namespace(), chain(world.next_seed, 1)) == 1
+
+
+# -- the event loop
+
+WATCHED = 'loop_warning = "0.5 s"\nloop_limit = "2 s"'
+
+
+@pytest.mark.timeout(60)
+def test_wedged_loop() -> None:
+    """A loop that does not turn is told with every thread's stack; beyond the limit the process ends with a last line, and its successor is warm."""
+    with Daemon(config(server=WATCHED), faults=True) as daemon:
+        with connected(daemon) as client, daemon.faults() as faults:
+            namespace = client.open_namespace()
+            assert client.put(namespace, NEAR) == len(NEAR)
+            faults.arm("cache.release.before_unpin", "delay:60")
+            lease = client.acquire(namespace, NEAR).lease
+            threading.Thread(target=_release, args=(client, lease), daemon=True).start()
+            begun = time.monotonic()
+            status = daemon.await_end()
+            ended_s = time.monotonic() - begun
+        assert status == -signal.SIGABRT
+        assert "event loop not turning" in daemon.log
+        assert "most recent call first" in daemon.log
+        assert daemon.log.rstrip().splitlines()[-1].startswith("tierd: the event loop has not turned for 2 s")
+        daemon.start()
+        with connected(daemon) as client:
+            assert client.read(client.open_namespace(), NEAR) == len(NEAR)
+    report("wedged loop", limit_s=2, ended_s=round(ended_s, 2))
+
+
+def _release(client: BlockClient, lease: int) -> None:
+    try:
+        client.call(client.cache.Release, pb.ReleaseRequest(leases=[lease]))
+    except grpc.RpcError as error:
+        print("release ended with", error.code())
+
+
+@pytest.mark.timeout(60)
+def test_stopped_daemon_is_not_wedged() -> None:
+    """A daemon that was stopped as a whole for longer than the limit goes on when it is continued; calls meanwhile end at their deadlines."""
+    with Daemon(config(server=WATCHED)) as daemon, connected(daemon) as client:
+        namespace = client.open_namespace()
+        assert client.put(namespace, NEAR) == len(NEAR)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            while time.monotonic() - begun < 3.0:
+                assert _timed_get(client, namespace, 0.5) < 0.5 + SLACK_S
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert client.read(namespace, NEAR) == len(NEAR)
+        assert client.status().state == "serving"
+
+
+def _timed_get(client: BlockClient, namespace: int, timeout_s: float) -> float:
+    begun = time.monotonic()
+    group = pb.Group(namespace=namespace, hashes=NEAR.tobytes())
+    with pytest.raises(grpc.RpcError):
+        client.cache.Acquire(
+            pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST), metadata=client.metadata, timeout=timeout_s
+        )
+    return time.monotonic() - begun
