@@ -92,9 +92,9 @@ class Mutator:
         for path in self.random.choices(choices, k=self.random.choice((0, 0, 0, 1, 2))) if choices else ():
             self._along(message, path)
         if choices:
-            self._along(message, self._rarest(choices, key=lambda path: name_of(path[-1])))
+            self._along(message, self.rarest(choices, key=lambda path: name_of(path[-1])))
 
-    def _rarest(self, choices: Sequence[Any], *, key: Callable[[Any], str]) -> Any:
+    def rarest(self, choices: Sequence[Any], *, key: Callable[[Any], str]) -> Any:
         """Half the time what was changed least, so that nothing is left alone for long."""
         if self.random.random() < 0.5:
             return self.random.choice(choices)
@@ -200,7 +200,7 @@ class Mutator:
         if dtype is None or len(value) < dtype.itemsize or len(value) % dtype.itemsize or self.random.random() < 0.3:
             return self.data(value)
         records = np.frombuffer(value, dtype=dtype).copy()
-        column = self._rarest(dtype.names or (), key=lambda column: f"{name}[{column}]")
+        column = self.rarest(dtype.names or (), key=lambda column: f"{name}[{column}]")
         self.mutated[f"{name}[{column}]"] += 1
         self.column(records, column)
         return records.tobytes()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec, bumped, namespace_digest
-from tierd.errors import CorruptRecord, NotFound, Overloaded
+from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
 
 TENANT_LIMIT = 4096
 """Namespaces of one tenant, ranks counted, past epochs included."""
@@ -122,20 +122,32 @@ class NamespaceRegistry:
 
 def namespace_record(namespace: Namespace) -> bytes:
     """The full text of every field, canonical JSON."""
-    fields = asdict(namespace) | {"digest": namespace.digest.hex()}
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    given = asdict(namespace) | {"digest": namespace.digest.hex()}
+    return json.dumps(given, sort_keys=True, separators=(",", ":")).encode()
 
 
 def namespace_from_record(record: bytes) -> Namespace:
     """The inverse of namespace_record. Raises CorruptRecord."""
     try:
-        fields = json.loads(record)
-        spec = fields.pop("spec")
+        given = json.loads(record)
+        spec = given.pop("spec")
         geometry = KVGeometry(**spec.pop("geometry"))
-        digest = bytes.fromhex(fields.pop("digest"))
-        namespace = Namespace(**fields, digest=digest, spec=NamespaceSpec(**spec, geometry=geometry))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        digest = bytes.fromhex(given.pop("digest"))
+        namespace = Namespace(**given, digest=digest, spec=NamespaceSpec(**spec, geometry=geometry))
+        _check_types(namespace)
+    except (ValueError, TypeError, KeyError, AttributeError, InvalidArgument, RecursionError) as error:
         raise CorruptRecord(f"namespace record: {error}; it is dropped with the blocks that need it") from error
     if namespace_digest(namespace.spec, tenant=namespace.tenant, epoch=namespace.epoch) != namespace.digest:
         raise CorruptRecord(f"namespace {namespace.id}: its digest does not match its text; it is dropped")
     return namespace
+
+
+def _check_types(namespace: Namespace) -> None:
+    """JSON knows other types, and other numbers, than a namespace has. Raises ValueError, InvalidArgument."""
+    for part in (namespace, namespace.spec.checked(), namespace.spec.geometry):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.type in ("int", "str") and type(value).__name__ != field.type:
+                raise ValueError(f"{field.name} is {value!r:.40}, not {field.type}")
+            if isinstance(value, int) and not 0 <= value < 1 << 32:
+                raise ValueError(f"{field.name} is {value}, outside 0 to {(1 << 32) - 1}")

@@ -357,6 +357,10 @@ def _read_holder(raw: bytes) -> Holder | None:
     record = np.frombuffer(raw, dtype=HOLDER)[0]
     if record_checksum(raw[:-8]) != int(record["checksum"]):
         return None
+    try:
+        tenant = record["tenant"].tobytes()[: int(record["tenant_length"])].decode()
+    except UnicodeDecodeError:
+        return None
     return Holder(
         session=int(record["session"]),
         pid=int(record["pid"]),
@@ -364,7 +368,7 @@ def _read_holder(raw: bytes) -> Holder | None:
         boot=record["boot"].tobytes(),
         uid=int(record["uid"]),
         domain=int(record["domain"]),
-        tenant=record["tenant"].tobytes()[: int(record["tenant_length"])].decode(),
+        tenant=tenant,
     )
 
 

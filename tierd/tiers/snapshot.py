@@ -24,7 +24,7 @@ from tierd.errors import CorruptRecord
 from tierd.tiers import durable
 from tierd.tiers.checksum import Buffer, record_checksum
 from tierd.tiers.files import OS, Files
-from tierd.tiers.journal import SegmentBegun
+from tierd.tiers.journal import Marks, SegmentBegun, checked_marks, checked_segment
 from tierd.tiers.stored_index import StoredIndex
 
 SNAPSHOT_MAGIC = 0x504E_5364_7265_6974  # "tierdSNP", little-endian
@@ -74,13 +74,17 @@ def read_snapshot(directory: Path, *, store: bytes, number: int, disk: Files = O
         raise CorruptRecord(f"{path}: the checksum of its tables does not hold; it is set aside")
     rows = min(int(header["rows"]), (len(data) - bounds.end) // META.itemsize)
     metas = data[bounds.end : bounds.end + rows * META.itemsize].view(META)
-    return StoredIndex(
-        segments={int(row["place"]): _segment(row) for row in data[HEADER.itemsize : bounds.namespaces].view(SEGMENT)},
-        metas=_intact_rows(metas, data[bounds.sums : bounds.end].copy().view("<u8")),
-        namespaces=msgpack.unpackb(data[bounds.namespaces : bounds.sums].tobytes()),
-        next_segment=int(header["next_segment"]),
-        next_generation=int(header["next_generation"]),
-    )
+    marks = Marks(int(header["next_segment"]), int(header["next_generation"]))
+    try:
+        return StoredIndex(
+            segments={s.place: s for s in map(_segment, data[HEADER.itemsize : bounds.namespaces].view(SEGMENT))},
+            metas=_intact_rows(metas, data[bounds.sums : bounds.end].copy().view("<u8")),
+            namespaces=_texts(data[bounds.namespaces : bounds.sums].tobytes()),
+            next_segment=checked_marks(marks).next_segment,
+            next_generation=marks.next_generation,
+        )
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise CorruptRecord(f"{path}: {error}; it is set aside") from error
 
 
 def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]:
@@ -144,7 +148,16 @@ def _bounds(header: Any) -> _Bounds:
 
 
 def _segment(row: Any) -> SegmentBegun:
-    return SegmentBegun(*(int(row[name]) for name in ("place", "segment", "domain", "class_bytes", "pages")))
+    numbers = (int(row[name]) for name in ("place", "segment", "domain", "class_bytes", "pages"))
+    return checked_segment(SegmentBegun(*numbers))
+
+
+def _texts(packed: bytes) -> list[bytes]:
+    """Raises ValueError and what msgpack raises."""
+    found = msgpack.unpackb(packed)
+    if not isinstance(found, list) or not all(isinstance(text, bytes) for text in found):
+        raise ValueError("its namespaces are no list of texts")
+    return found
 
 
 def _intact_rows(metas: StructArray, sums: NDArray[np.uint64]) -> StructArray:

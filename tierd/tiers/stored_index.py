@@ -18,6 +18,8 @@ from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.tiers.journal import BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
 
 Keys = NDArray[np.uint64]
+GENERATION_LIMIT = np.uint64(1 << 63)
+"""No page has had so many uses: a record that says so is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
             case Marks():
                 marks = _higher(marks, record)
     metas = changes.result()
+    metas = metas[metas["generation"] < GENERATION_LIMIT]
     top = int(metas["generation"].max()) + 1 if len(metas) else 1
     marks = _higher(marks, Marks(1, top))
     after = StoredIndex(segments, metas, list(namespaces), marks.next_segment, marks.next_generation)
