@@ -41,7 +41,7 @@ class Instance:
                 registry.restore([unsealed(line)])
             except CorruptRecord as error:
                 path.with_suffix(".damaged").write_bytes(path.read_bytes())
-                log.exception("namespace dropped", file=str(path), line=number, error=str(error))
+                log.warning("namespace dropped", file=str(path), line=number, error=str(error))
 
     def keep_namespaces(self, records: list[bytes]) -> None:
         """Replaces the file, durably. Blocking. Raises TierFailed."""

@@ -1,6 +1,6 @@
 """The heads of all files that hold blocks: which version wrote them, told before anything is opened for writing.
 
-Purpose: `check_versions`, so that a start that meets files of another version changes nothing at all. Non-purpose: what the files
+Purpose: `check_heads`, so that a start that meets files of another version changes nothing at all. Non-purpose: what the files
 hold. Invariant: of every format, in every version, magic, version (u32 at 8) and checksum stay where they are here; a head whose checksum does
 not hold is damage, which is for its reader to deal with.
 """
@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from tierd.core import versions
 from tierd.core.versions import Versions
+from tierd.errors import TierFailed
 from tierd.tiers.checksum import record_checksum
 
 _HEAD_BYTES = 4096
 _VERSION_AT = 8
+_STORE = slice(16, 32)  # in snapshots and journals
 
 
 class Head(NamedTuple):
@@ -38,16 +40,19 @@ HEADS = (
 )
 
 
-def check_versions(*directories: Path) -> None:
-    """Raises VersionMismatch for a file of a version that this tierd does not read. Nothing is changed."""
+def check_heads(*directories: Path) -> None:
+    """Raises VersionMismatch for a file of a version that this tierd does not read, TierFailed for a store whose files name another. Nothing is changed."""
     for directory in directories:
+        stores = dict[Path, bytes]()
         for head in HEADS:
             for path in sorted(directory.glob(head.pattern)):
-                version = find_version(_read_head(path), head)
+                raw = _read_head(path)
+                version = find_version(raw, head)
                 if version is not None:
                     head.versions.check(version, name=str(path))
+                    stores[path] = raw[_STORE]
         if (directory / "store.json").exists():
-            _check_store(directory / "store.json")
+            _check_store(directory / "store.json", stores)
 
 
 def find_version(raw: bytes, head: Head) -> int | None:
@@ -69,9 +74,17 @@ def _read_head(path: Path) -> bytes:
         return b""
 
 
-def _check_store(path: Path) -> None:
+def _check_store(path: Path, stores: dict[Path, bytes]) -> None:
+    """store.json has no checksum, so the heads beside it have a say: under a wrong id all of the store would be taken for foreign, and removed."""
     try:
-        version = int(json.loads(_read_head(path))["format"])
+        description = json.loads(_read_head(path))
+        version, store = int(description["format"]), bytes.fromhex(description["store"])
     except (ValueError, KeyError, TypeError):
-        return
+        return  # whoever opens the store says so
     versions.STORE.check(version, name=str(path))
+    for other, found in stores.items():
+        if found != store:
+            raise TierFailed(
+                f"{path}: it names store {store.hex()}, {other.name} belongs to {found.hex()}; correct the one that is wrong, or remove the"
+                " directory"
+            )

@@ -1,0 +1,223 @@
+"""Files damaged between two lives: the next one serves without what is lost, or refuses with an error of ours; it never serves a wrong byte, and
+never hands out memory that a living client of the former life holds, whatever became of the table that says so.
+
+Everything of the daemon but its sockets, on real files. DAMAGE_SEED runs a seed again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from tests.depth import count, report
+from tests.unit.cache.world import World, directories, opened
+from tierd.core.model import BlockStatus, Durability, StructArray
+from tierd.errors import TierdError
+from tierd.testing import chain, is_content
+from tierd.tiers.arena import Arena
+from tierd.tiers.holds import Holder, find_start_time, read_boot_id
+
+SEED = int(os.environ.get("DAMAGE_SEED", "1"))
+DURABLE, VOLATILE, HELD, JOURNALED = chain(1, 12), chain(2, 12), chain(3, 4), chain(4, 4)
+"""What is on the store too, told by its snapshot; in memory alone; leased by a living client; on the store, told by its journal."""
+EVERYTHING = (DURABLE, VOLATILE, HELD, JOURNALED)
+WHOLE = sum(map(len, EVERYTHING))
+STORE_FILES = ("store.json", "snapshot-*.bin", "journal-*.log")
+"""They are damaged with the memory gone, which would serve all the same."""
+HOLDER_SESSION = 77
+PRESSURE = 8
+"""Reservations of 64 blocks that fill the host tier once."""
+HEADS = {
+    "*.cat": 128,
+    "arena.tbl": 56,
+    "sessions.tbl": 24,
+    "namespaces.log": 48,
+    "store.json": 64,
+    "snapshot-*.bin": 88,
+    "journal-*.log": 64,
+    "namespaces.jsonl": 96,
+    "instance": 16,
+}
+"""Files, and how many bytes from their beginning are damaged one by one."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a daemon left that was killed. held: EXTENT of the pages that a process holds that still runs."""
+
+    keep: Path
+    places: dict[str, str]
+    held: StructArray
+
+    def put_back(self) -> set[tuple[int, int]]:
+        """All files as they were; where the held pages are now: inode and offset."""
+        for name, path in self.places.items():
+            shutil.rmtree(path)
+            shutil.copytree(self.keep / name, path)
+        return {(self._inode(int(row["segment"])), int(row["offset"])) for row in self.held}
+
+    def wipe_memory(self) -> None:
+        """As after a reboot: only the store is left."""
+        for path in Path(self.places["arena"]).iterdir():
+            shutil.rmtree(path)
+
+    def find(self, pattern: str) -> list[Path]:
+        """Files of that name."""
+        return [path for place in self.places.values() for path in sorted(Path(place).rglob(pattern))]
+
+    def _inode(self, segment: int) -> int:
+        (path,) = self.find(f"{segment}.data")
+        return path.stat().st_ino
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[int]:
+    """A process that lives through it all; its id."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def left(client: int, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Left]:
+    """Two lives: one that ended, so that there is a snapshot, and one that was killed."""
+    keep = tmp_path_factory.mktemp("kept")
+    with directories() as places:
+        async with opened(places=places) as world:
+            await world.put(DURABLE, durability=Durability.DURABLE)
+            assert await world.daemon.cache.flights.idle(timeout_s=10)
+        async with opened(places=places) as world:
+            await world.put(VOLATILE)
+            await world.put(HELD)
+            await world.put(JOURNALED, durability=Durability.DURABLE)
+            start = find_start_time(client)
+            assert start is not None
+            holder = Holder(HOLDER_SESSION, client, start, read_boot_id(), os.getuid(), 1, "t")
+            world.cache.open_session(HOLDER_SESSION, tenant="t", holder=holder)
+            lease = await world.cache.acquire(
+                HOLDER_SESSION, [world.query(HELD)], kind=world.daemon.tiers[0].spec.kind, timeout_s=10
+            )
+            held = lease.served.groups[0].extents.reshape(-1).copy()
+            for name, path in places.items():  # as after a kill: nothing of it is told
+                shutil.copytree(path, keep / name)
+        yield Left(keep, places, held)
+
+
+def change(path: Path, at: int, chance: random.Random) -> None:
+    """Another value for one byte."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        old = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([chance.choice([old ^ (1 << chance.randrange(8)), old ^ 0xFF, 0 if old else 0x80])]))
+
+
+def used(path: Path, *, beyond: int) -> list[int]:
+    """Offsets of bytes that are not zero, from one on."""
+    found = np.flatnonzero(np.fromfile(path, dtype=np.uint8))
+    return [int(at) for at in found[found >= beyond]]
+
+
+async def served(world: World) -> int:
+    """Blocks that are served, each byte compared."""
+    blocks = 0
+    for names in EVERYTHING:
+        lease = await world.acquire(names)
+        extents = [row for group in lease.served.groups for row in group.extents.reshape(-1)]
+        for row, name in zip(extents, names, strict=False):
+            assert is_content(world.page(row), name), "a wrong byte"
+        world.cache.release(world.session, [lease.lease])
+        blocks += len(extents)
+    return blocks
+
+
+async def given(world: World) -> set[tuple[int, int]]:
+    """Puts until the host tier was filled twice over; every page of it that was handed out for that."""
+    tier, pages = world.daemon.tiers[0], set[tuple[int, int]]()
+    assert isinstance(tier, Arena)
+    for turn in range(2 * PRESSURE):
+        reserved = await world.reserve(chain(1000 + turn, 64))
+        rows = reserved.extents[0][reserved.statuses[0] == BlockStatus.RESERVED]
+        assert len(rows), "it serves, but takes nothing"
+        names = {int(s): (Path(tier.place) / f"{s}.data").stat().st_ino for s in np.unique(rows["segment"])}
+        pages |= {(names[int(row["segment"])], int(row["offset"])) for row in rows}
+        await world.commit(reserved.reservation)
+    return pages
+
+
+async def start(left: Left, held: set[tuple[int, int]]) -> str:
+    """What the next life does: the name of the error with which it refuses, or how many blocks it serves."""
+    try:
+        async with opened(places=left.places) as world:
+            for former in world.daemon.former:
+                world.cache.restore_session(former)
+            blocks = await served(world)
+            assert not held & await given(world), "a page that a living client holds was given away"
+            return str(blocks)
+    except TierdError as error:
+        return type(error).__name__
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_undamaged(left: Left) -> None:
+    """Without any damage everything is served, and held pages are not given away."""
+    held = left.put_back()
+    assert await start(left, held) == str(WHOLE)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("pattern", HEADS)
+async def test_damaged_file(left: Left, pattern: str) -> None:
+    """With any byte of its head changed, or any of a sample elsewhere: served without what is lost, or refused by an error of ours."""
+    chance = random.Random(f"{SEED} {pattern}")
+    left.put_back()
+    places = [(path, range(min(HEADS[pattern], path.stat().st_size))) for path in left.find(pattern)]
+    assert places, f"no {pattern}"
+    heads = [(path, at) for path, head in places[:1] for at in head]
+    bodies = [(path, at) for path, head in places for at in used(path, beyond=len(head))]
+    wanted = count(test=3, nightly=len(heads), weekly=4 * len(heads))
+    cases = [heads[i % len(heads)] for i in range(wanted)] if wanted >= len(heads) else chance.sample(heads, wanted)
+    cases += chance.choices(bodies, k=count(test=2, nightly=30, weekly=300)) if bodies else []
+    outcomes = Counter[str]()
+    for path, at in cases:
+        held = left.put_back()
+        if pattern in STORE_FILES:
+            left.wipe_memory()
+        change(path, at, chance)
+        try:
+            outcomes[await start(left, held)] += 1
+        except Exception as error:
+            raise AssertionError(f"DAMAGE_SEED={SEED}: byte {at} of {path.name}") from error
+    report(f"damage to {pattern}", seed=SEED, starts=len(cases), outcomes=dict(outcomes))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "zeros", "holders gone"])
+async def test_lost_session_table(left: Left, how: str) -> None:
+    """A session table that is gone, cut or blank: blocks are served, and no page of a living client is given away, in this life or the one after."""
+    held = left.put_back()
+    (path,) = left.find("sessions.tbl")
+    length = path.stat().st_size
+    if how == "gone":
+        path.unlink()
+    elif how in ("empty", "cut"):
+        os.truncate(path, 0 if how == "empty" else 5000)
+    else:
+        with path.open("r+b") as file:
+            file.seek(0 if how == "zeros" else 4096)
+            file.write(bytes(length if how == "zeros" else 8192))
+    async with opened(places=left.places) as world:
+        assert await served(world) == WHOLE
+    assert await start(left, held) == str(WHOLE)
