@@ -83,7 +83,9 @@ class Persistence:
             return False
         try:
             failpoint("cache.persist.before_sync")
-            await asyncio.wait_for(asyncio.shield(tier.sync()), max(0.0, deadline - asyncio.get_running_loop().time()))
+            sync = asyncio.ensure_future(tier.sync())
+            sync.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waited may be gone by then
+            await asyncio.wait_for(asyncio.shield(sync), max(0.0, deadline - asyncio.get_running_loop().time()))
         except (TierFailed, TimeoutError):
             return False
         return True

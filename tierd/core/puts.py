@@ -220,11 +220,14 @@ class Puts:
             holder.reservations.pop(held.id, None)
 
     def _lease(self, held: Reservation, where: Where, ids: Ids, now: float) -> int:
-        """A lease on what was committed, if its session lives and all of it can be held."""
+        """A lease on what was committed, if its session lives and all of it can be held and mapped."""
         holder = self._sessions.open.get(held.session)
         if holder is None or (where.pages < 0).any():
             return 0
-        for tier in np.unique(where.tiers).tolist():
+        tiers = np.unique(where.tiers).tolist()
+        if not all(self._index.tiers[tier].spec.writer_owned for tier in tiers):
+            return 0  # a block existed on a store alone, which nobody can map
+        for tier in tiers:
             self._planner.ask_again(tier, where.pages[where.tiers == tier], now)
         kind = self._index.tiers[int(where.tiers[0])].spec.kind
         return self._gets.hold(holder, kind=kind, where=where, blocks=ids)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 
 from tests.unit.cache.world import SOON_S, World, opened
-from tierd.core.model import BlockStatus, Durability, TierKind
+from tierd.core.model import HANDLE, BlockStatus, Durability, TierKind
 from tierd.errors import SessionLost
+from tierd.server import wire
 from tierd.testing import chain, is_content
 
 
@@ -40,6 +42,19 @@ async def test_commit_gives_no_lease_on_a_page_that_changed() -> None:
         assert again.extents["page"][2] == -1
         assert (await world.put(chain(1, 4))).statuses.tolist() == [BlockStatus.READY]
         world.cache.core.check()
+        assert world.pins == 0
+
+
+async def test_commit_gives_no_lease_on_a_store() -> None:
+    """A block that exists on NVMe alone is committed again without a lease: nobody can map its page."""
+    async with opened() as world:
+        second = await world.reserve(chain(1, 4))
+        committed = await world.put(chain(1, 4), durability=Durability.DURABLE)
+        world.cache.flights.start(world.cache.core.evict(committed.blocks, tier=0, now=0.0))
+        again = await world.commit(second.reservation, lease=True)
+        assert again.statuses.tolist() == [BlockStatus.EXISTS] * 4
+        assert again.extents["tier"].tolist() == [1] * 4
+        assert again.lease == 0
         assert world.pins == 0
 
 
@@ -126,6 +141,20 @@ async def test_committed_blocks_are_ready() -> None:
         first, second = await world.reserve(chain(2, 2)), await world.reserve(chain(2, 2))
         await world.commit(first.reservation)
         assert (await world.commit(second.reservation)).statuses.tolist() == [BlockStatus.EXISTS] * 2
+
+
+async def test_reply_is_about_what_was_committed() -> None:
+    """A block that leaves before the answer does, and whose id another one gets, is answered for as what it was."""
+    async with opened() as world:
+        committed = await world.put(chain(1, 1))
+        world.cache.flights.start(world.cache.core.evict(committed.blocks, tier=None, now=0.0))
+        short = world.put_query(chain(2, 1))
+        short.blocks["tokens"] = 3
+        reserved = await world.cache.reserve(world.session, [short], kind=TierKind.HOST)
+        other = await world.commit(reserved.reservation)
+        assert other.blocks.tolist() == committed.blocks.tolist()
+        given = np.frombuffer(wire.commit_reply(committed).handles, HANDLE)
+        assert (given["tokens"].tolist(), given["epoch"].tolist()) == ([16], [world.namespace.epoch])
 
 
 async def test_watch_ends_with_its_session() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -59,6 +60,8 @@ class Client:
         self.life = world.loop.new_life()
         self.context = world.loop.context_of(self.life)
         self.stalled_until = 0.0
+        self.gives_up = 0
+        """So many of its next calls it will not wait for."""
         self.written: list[Page] = []
         """Committed pages that it can still write to."""
         self.writing: list[Page] = []
@@ -101,9 +104,18 @@ class Client:
             return await result if isinstance(result, Awaitable) else result
 
         name = (held.session, request) if request else None
+        if name is not None and self.gives_up:
+            self.gives_up -= 1
+            self.loop.call_later(self.world.rng.expovariate(1 / 1e-3), self.give_up, held.daemon, name)
         result = await held.daemon.call(run, timeout_s=timeout_s, name=name)
         await self.awake()
         return result
+
+    def give_up(self, daemon: SimDaemon, name: tuple[int, str]) -> None:
+        """Waits no longer for a call in progress, and says so; the two reach the daemon in any order."""
+        if daemon.give_up(name):
+            self.world.happenings.struck["client_gives_up"] += 1
+            daemon.post(daemon.grants.revoke, *name)
 
     async def awake(self) -> None:
         """A stopped process goes on when it is woken."""
@@ -146,24 +158,25 @@ class Client:
     async def get(self, rng: random.Random) -> None:
         """Acquire, read, hold, read again, release."""
         held = await self.session()
-        wanted = await self.choose(held, rng, whole=True)
-        began_s = self.loop.time()
-        self.world.oracle.asks([wanted.key(i) for i in wanted.numbers])
-        timeout_s = rng.choice((0.2, 1.0, 4.0))
-        lease = await self.acquire(held, wanted, kind=self.kind(rng), timeout_s=timeout_s)
-        self.counts["tokens asked"] += wanted.query().tokens
-        self.counts["tokens served"] += lease.served.tokens
-        if not lease.lease:
-            return
+        with self.using(held):
+            wanted = await self.choose(held, rng, whole=True)
+            began_s = self.loop.time()
+            self.world.oracle.asks([wanted.key(i) for i in wanted.numbers])
+            lease = await self.acquire(held, wanted, kind=self.kind(rng), timeout_s=rng.choice((0.2, 1.0, 4.0)))
+            self.counts["tokens asked"] += wanted.query().tokens
+            self.counts["tokens served"] += lease.served.tokens
+            if lease.lease:
+                await self.use(held, lease, wanted, rng, began_s=began_s)
+
+    async def use(self, held: _Held, lease: Lease, wanted: Blocks, rng: random.Random, *, began_s: float) -> None:
+        """Reads what a get's lease holds, twice, and releases it."""
         extents = lease.served.groups[0].extents[0]
-        held.uses += 1
         try:
             pages = await self.pages(held, extents, [wanted.key(i) for i in range(len(extents))])
             self.read(pages, began_s)
             await self.hold(rng)
             self.read(pages, began_s)
         finally:
-            held.uses -= 1
             self.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
 
     async def acquire(self, held: _Held, wanted: Blocks, *, kind: TierKind, timeout_s: float) -> Lease:
@@ -221,7 +234,11 @@ class Client:
         """As the session socket maps it; once."""
         if (tier, segment) not in self._maps:
             work = lambda _assembly: held.daemon.map(tier, segment, session=held.session)  # noqa: E731
-            self._maps[tier, segment] = await self.ask(held, work, timeout_s=1.0)
+            try:
+                self._maps[tier, segment] = await self.ask(held, work, timeout_s=1.0)
+            except NotFound:
+                self.world.fail(f"segment {segment} of tier {tier} cannot be mapped, though pages of it are held")
+                raise
         return self._maps[tier, segment]
 
     # -- puts
@@ -229,33 +246,30 @@ class Client:
     async def put(self, rng: random.Random) -> None:
         """Reserve, write in two goes, commit or abort."""
         held = await self.session()
-        wanted = await self.choose(held, rng, whole=False)
-        durability = rng.choice((Durability.MEMORY, Durability.DURABLE))
-        private, timeout_s = rng.random() < 0.2, rng.choice((0.5, 2.0, 5.0))
-        reserved = await self.reserve(held, wanted, durability=durability, private=private, kind=self.kind(rng))
-        given = np.flatnonzero(reserved.statuses[0] == BlockStatus.RESERVED)
-        if not reserved.reservation:
-            return
-        held.uses += 1
+        with self.using(held):
+            wanted = await self.choose(held, rng, whole=False)
+            durability, private = rng.choice((Durability.MEMORY, Durability.DURABLE)), rng.random() < 0.2
+            reserved = await self.reserve(held, wanted, durability=durability, private=private, kind=self.kind(rng))
+            given = np.flatnonzero(reserved.statuses[0] == BlockStatus.RESERVED)
+            if reserved.reservation:
+                ways = _Commit(wanted, reserved.reservation, given.tolist(), durability, private)
+                await self.fill(held, ways, reserved.extents[0][given], rng)
+
+    async def fill(self, held: _Held, ways: _Commit, extents: StructArray, rng: random.Random) -> None:
+        """Writes reserved pages and commits them, or gives them back."""
         pages: list[Page] = []
         try:
-            keys = [wanted.key(wanted.first + i) for i in given.tolist()]
-            pages = await self.pages(held, reserved.extents[0][given], keys)
+            pages = await self.pages(held, extents, [ways.wanted.key(ways.wanted.first + i) for i in ways.given])
             self.writing += pages
             await self.write(pages, rng)
-            if rng.random() < 0.1:
-                self.let_go(held, lambda a: a.cache.abort(held.session, reserved.reservation))
+            if rng.random() < 0.9:
+                await self.commit(held, ways, rng, timeout_s=rng.choice((0.5, 2.0, 5.0)))
+                self.written = [*self.written[-16:], *pages]
                 return
-            ways = _Commit(wanted, reserved.reservation, given.tolist(), durability, private)
-            await self.commit(held, ways, rng, timeout_s=timeout_s)
-            self.written = [*self.written[-16:], *pages]
-        except BaseException:
-            self.let_go(held, lambda a: a.cache.abort(held.session, reserved.reservation))
-            raise
         finally:
-            held.uses -= 1
             self.writing = [page for page in self.writing if page not in pages]
-            self.forget(held)
+            # After a commit there is nothing left of it; an abort of that is no fault.
+            self.let_go(held, lambda a: a.cache.abort(held.session, ways.reservation))
 
     async def reserve(
         self, held: _Held, wanted: Blocks, *, durability: Durability, private: bool, kind: TierKind
@@ -294,7 +308,7 @@ class Client:
             named = ways.wanted.named(part) if ways.private or len(parts) > 1 else None
             committed = await self._commit(held, ways, _Part(part, named, lease, is_last), timeout_s=timeout_s)
             if committed.lease:
-                await self.use(held, committed, ways.wanted, part)
+                await self.read_committed(held, committed, ways.wanted, part)
 
     async def _commit(self, held: _Held, ways: _Commit, part: _Part, *, timeout_s: float) -> Committed:
         request, keys = self.new_request(), [ways.wanted.key(ways.wanted.first + i) for i in part.given]
@@ -317,17 +331,14 @@ class Client:
 
         return await self.ask(held, work, timeout_s=timeout_s, request=request)
 
-    async def use(self, held: _Held, committed: Committed, wanted: Blocks, part: list[int]) -> None:
+    async def read_committed(self, held: _Held, committed: Committed, wanted: Blocks, part: list[int]) -> None:
         """Reads what a commit's lease holds, another writer's pages perhaps, and releases it."""
         began_s = self.loop.time()
         good = np.flatnonzero(committed.extents["page"] >= 0)
         keys = [wanted.key(wanted.first + part[i]) for i in good.tolist()]
-        held.uses += 1
         try:
-            pages = await self.pages(held, committed.extents[good], keys)
-            self.read(pages, began_s)
+            self.read(await self.pages(held, committed.extents[good], keys), began_s)
         finally:
-            held.uses -= 1
             self.let_go(held, lambda a: a.cache.release(held.session, [committed.lease]))
 
     # -- letting go
@@ -338,7 +349,16 @@ class Client:
             return
         if held.daemon is self.world.daemon and held.daemon.is_serving:
             held.daemon.post(lambda: work(held.daemon.assembly))
-        self.forget(held)
+
+    @contextmanager
+    def using(self, held: _Held) -> Iterator[None]:
+        """Something of the session is in use."""
+        held.uses += 1
+        try:
+            yield
+        finally:
+            held.uses -= 1
+            self.forget(held)
 
     def forget(self, held: _Held) -> None:
         """After a restart: once the last page of the former session is unused."""

@@ -211,11 +211,13 @@ class SimDaemon:
         """Runs work in the daemon soon; nobody waits."""
         self.loop.call_later(self.loop.rng.expovariate(1 / 2e-4), work, *args, context=self.loop.context_of(self.life))
 
-    def give_up(self, reply: asyncio.Future[Any]) -> None:
-        """The client of a call has gone away: its handler is cancelled."""
-        task = self._calls.get(reply)
-        if task is not None:
-            task.cancel()
+    def give_up(self, name: tuple[int, str]) -> bool:
+        """The client of a call in progress has gone away: it gets no reply, and the handler is cancelled. False: it has its reply."""
+        for reply in [reply for reply, given in self.names.items() if given == name and not reply.done()]:
+            _refuse(reply, Unavailable("call: given up"))
+            self.post(self._calls[reply].cancel)
+            return True
+        return False
 
     def fail_calls(self) -> None:
         """The process is gone, and its sockets with it."""

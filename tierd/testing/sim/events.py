@@ -30,7 +30,10 @@ POINTS_HERE = tuple(
     name for name in POINTS if not name.startswith(("arena.", "session.", "lifecycle.", "instance.", "file."))
 )
 """Points that are passed in a simulation."""
+SHORT_S, LONG_S = 2.0, 10.0
+"""How long a fault may last. Reads are rarer than writes."""
 QUIET_S = 90.0
+"""After the last fault everything must have come to its end within so long."""
 
 
 class Happenings:
@@ -48,7 +51,7 @@ class Happenings:
         rng = random.Random(event.seed)
         client = self._world.clients[event.who % len(self._world.clients)]
         if event.what in LASTING:
-            self._world.weather.begin(event.what, rng.expovariate(1.0) + 0.1)
+            self._world.weather.begin(event.what, rng.uniform(0.2, LONG_S if "read" in event.what else SHORT_S))
         elif event.what in OPERATORS:
             self._start(self._operate(event.what, rng), None)
         elif event.what in VERBS:
@@ -117,16 +120,8 @@ class Happenings:
         self._replace_dead()
 
     def _client_gives_up(self, client: Client, rng: random.Random) -> None:
-        """Of its calls, and says so."""
-        daemon = self._world.daemon
-        if daemon is None:
-            return
-        for reply, (session, request) in [*daemon.names.items()]:
-            if not self._world.is_of(session, client):
-                continue
-            self.struck["client_gives_up"] += 1
-            daemon.post(daemon.give_up, reply)
-            daemon.post(daemon.grants.revoke, session, request)
+        """Some of its next calls."""
+        client.gives_up = rng.randint(1, 4)
 
     def _client_stalls(self, client: Client, rng: random.Random) -> None:
         self.struck["client_stalls"] += 1

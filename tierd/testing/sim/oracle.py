@@ -8,6 +8,7 @@ thinks it holds, but for which of its blocks it let go, which its plans tell.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ def bytes_of(key: Key, length: int) -> bytes:
 
 @dataclass
 class _Spoilt:
-    """A page whose bytes somebody changed after the commit. can_be_seen: it had been verified in this life before that."""
+    """A page whose bytes somebody changed after the commit. seen_until: gets that begin before may see it, as it had been asked for before."""
 
     at_s: float
-    can_be_seen: bool
+    seen_until: float
 
 
 class Oracle:
@@ -74,7 +75,7 @@ class Oracle:
     def spoils(self, generation: int, key: Key) -> None:
         """Somebody changes bytes of a committed page: no copy made from it from now on can be relied on to be good."""
         self.durable.discard(key)
-        self._spoilt[generation] = _Spoilt(self._now(), key in self._asked)
+        self._spoilt[generation] = _Spoilt(self._now(), math.inf if key in self._asked else 0.0)
 
     def epoch_ended(self, namespaces: list[int]) -> None:
         """The bump was acknowledged."""
@@ -86,7 +87,7 @@ class Oracle:
         """A new life has verified nothing yet."""
         self._asked.clear()
         for spoilt in self._spoilt.values():
-            spoilt.can_be_seen = False
+            spoilt.seen_until = min(spoilt.seen_until, self._now())
 
     def power_lost(self) -> None:
         """Memory is gone."""
@@ -116,7 +117,7 @@ class Oracle:
         spoilt = self._spoilt.get(generation)
         if spoilt is None:
             self._fail(f"{_named(key)}: wrong bytes, generation {generation}: {_difference(key, found)}")
-        elif began_s > spoilt.at_s and (self._verify == "always" or not spoilt.can_be_seen):
+        elif began_s > spoilt.at_s and (self._verify == "always" or began_s >= spoilt.seen_until):
             self._fail(f"{_named(key)}: bytes changed by a writer before the first hit, and served")
         else:
             self.counts["unguarded reads"] += 1

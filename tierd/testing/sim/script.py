@@ -132,8 +132,8 @@ def _machine(rng: random.Random) -> Machine:
 
 
 def _faults(rng: random.Random) -> list[str]:
-    """A few kinds of fault; the disk lies in one seed of four."""
+    """A few kinds of fault; the disk lies in three seeds of ten."""
     kinds = [name for name in FAULTS if rng.random() < 0.3]
-    if rng.random() < 0.25:
+    if rng.random() < 0.3:
         kinds += [name for name in MEDIUM_FAULTS if rng.random() < 0.5]
     return kinds

@@ -29,7 +29,7 @@ from tierd import failpoint
 from tierd.config import Config
 from tierd.core.model import PAGE_ALIGN_BYTES, TierKind
 from tierd.core.plan import Plan
-from tierd.errors import ConfigError, TierdError, TierFailed, Unavailable
+from tierd.errors import ConfigError, TierdError, TierFailed, Unavailable, VersionMismatch
 from tierd.server.assembly import Assembly
 from tierd.testing.sim.arena import Memory, Watch
 from tierd.testing.sim.client import Client
@@ -41,9 +41,6 @@ from tierd.testing.sim.oracle import Key, Oracle
 from tierd.testing.sim.script import SECONDS, Machine, Script
 from tierd.testing.sim.weather import Weather
 from tierd.tiers.slots import HEADER_BYTES
-
-QUIET_S = 90.0
-"""After the last fault everything must have come to its end within so long."""
 
 
 @dataclass
@@ -247,8 +244,8 @@ class World:
 
     def _cannot_start(self, error: BaseException) -> None:
         self.counts["starts that failed"] += 1
-        # A disk that lies may even seem to refuse O_DIRECT.
-        expected = (TierFailed, ConfigError) if self.script.medium_lies else TierFailed
+        # A disk that lies may even seem to refuse O_DIRECT, or to hold another version's files.
+        expected = (TierFailed, ConfigError, VersionMismatch) if self.script.medium_lies else TierFailed
         if not isinstance(error, expected) or not self.happenings.may_fail_to_start:
             self.fail(f"the daemon cannot start: {error!r}")
         self.kill_daemon(why="no start")

@@ -1,0 +1,56 @@
+"""Tells a failure in fewer events.
+
+Purpose: `shrink`: a script that still fails, with events cut from its end and out of its middle. Non-purpose: finding why. What is cut changes the order
+of turns behind it, so another failure may take the first one's place: any broken promise counts. (After Zeller, Hildebrandt: "Simplifying and
+isolating failure-inducing input", TSE 2002.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from tierd.testing.sim.script import Event, Script
+from tierd.testing.sim.world import Result, run
+
+BUDGET_S = 20.0
+"""Shrinking ends after so much real time with what it has."""
+
+Events = tuple[Event, ...]
+
+
+def shrink(
+    script: Script, found: Result, *, budget_s: float = BUDGET_S, carry_out: Callable[[Script], Result] = run
+) -> tuple[Script, Result]:
+    """The smallest failing script that was found within the budget, and what it comes to. found: what the whole script came to."""
+    deadline = time.monotonic() + budget_s
+    best = script, found
+
+    def still_fails(events: Events) -> bool:
+        nonlocal best
+        shorter = replace(script, events=events)
+        result = carry_out(shorter)
+        if result.violations:
+            best = shorter, result
+        return bool(result.violations)
+
+    if still_fails(tuple(event for event in script.events if event.at_s <= found.first_s)):
+        pass  # what comes after the first broken promise has not caused it
+    size = max(1, len(best[0].events) // 2)
+    while time.monotonic() < deadline:
+        is_shorter = _cut_once(best[0].events, size, still_fails, deadline)
+        if size == 1 and not is_shorter:
+            break
+        size = size if is_shorter else max(1, size // 2)
+    return best
+
+
+def _cut_once(events: Events, size: int, still_fails: Callable[[Events], bool], deadline: float) -> bool:
+    """Tries to do without each piece of so many events; True once one was not needed."""
+    for start in range(0, len(events), size):
+        if time.monotonic() > deadline:
+            return False
+        if still_fails(events[:start] + events[start + size :]):
+            return True
+    return False
