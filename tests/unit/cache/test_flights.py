@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, opened
+from tierd.cache.events import Event, EventKind
+from tierd.cache.operator import Operator
 from tierd.core.model import BlockStatus, PageState, TierKind
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
@@ -104,6 +106,29 @@ async def test_corrupt_block_on_nvme_shortens() -> None:
         assert not lease.whole
         assert world.cache.core.find_block(world.namespace.id, NAMES[2].tobytes()) is None
         world.cache.core.check()
+
+
+async def test_no_watcher_hears_of_what_did_not_stay() -> None:
+    """An epoch ends while its blocks fly: they land nowhere, and nobody is told that they are stored."""
+    async with opened() as world:
+        await _far(world, NAMES)
+        told: list[Event] = []
+        watcher = asyncio.create_task(_tell(world, told))
+        query = world.query(NAMES)
+        async with _hung(world):
+            world.cache.prefetch(world.session, [query], TierKind.HOST)
+            Operator(world.cache).bump_epoch(model="", namespace_id=world.namespace.id)
+        assert await world.cache.flights.idle(timeout_s=SOON_S)
+        world.cache.events.close()
+        await watcher
+        assert [event.reason for event in told if event.kind is EventKind.REMOVED] == ["epoch_bumped"]
+        assert [event for event in told if event.kind is EventKind.STORED] == []
+        world.cache.core.check()
+
+
+async def _tell(world: World, told: list[Event]) -> None:
+    async for batch in world.cache.events.follow(world.cache.events._last):
+        told.extend(batch)
 
 
 async def test_segment_that_cannot_be_prepared() -> None:

@@ -1,0 +1,23 @@
+"""The mutations stay true to the code: what they take away is there, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.repo.source import ROOT
+from tools.mutate.mutations import MUTATIONS, Mutation
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_can_be_made(mutation: Mutation) -> None:
+    """Its text stands in its file exactly once, it changes something, and the files of its tests exist."""
+    assert mutation.is_there(ROOT), (
+        f"{mutation.file} has changed: write the mutation anew, or strike it with the check that went"
+    )
+    assert mutation.old != mutation.new
+    assert all((ROOT / test).exists() for test in mutation.tests if test.endswith(".py"))
+
+
+def test_mutations_are_told_apart() -> None:
+    """No two have one name."""
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
