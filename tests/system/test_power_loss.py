@@ -1,0 +1,237 @@
+"""The disk loses its power under a real daemon: what was acknowledged durable is there afterwards, everything else is right or a miss.
+
+The daemon's state and store lie on an ext4 file system of their own, on a loop device. EXT4_IOC_SHUTDOWN without a flush of the journal
+is what a power failure is to it: what was not synced is gone. The daemon is killed, its memory wiped, the file system mounted
+again. Needs root, loop devices and mkfs.ext4. POWER_SEED=n runs with the numbers of one seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import struct
+import subprocess
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from tests.depth import count, percentile, report
+from tests.system.blocks import SOON_S
+from tests.system.crash_load import TOKENS, Chain, chain_of, open_all
+from tierd.client import Client
+from tierd.errors import TierdError
+from tierd.testing import Daemon, content_of, is_content
+
+EXT4_IOC_SHUTDOWN, NOLOGFLUSH = 0x8004587D, 2
+IMAGE_BYTES = 640 << 20
+FAILURES_PER_DISK = 25
+THREADS = 3
+CHAINS_PER_LIFE = 8
+"""Of each thread, at most, so that what is stored on a disk fits it."""
+RECENT, SAMPLED = 60, 20
+"""After each failure so many of the newest chains are looked at, and a sample of the older ones; in the end all."""
+TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
+
+
+def config(direct: str) -> str:
+    """A host tier that is too small for what is stored, and a store that never has to evict."""
+    return f"""\
+[server]
+shutdown_deadline = "5 s"
+
+[[host]]
+capacity = "32 MiB"
+segment = "4 MiB"
+
+[[nvme]]
+capacity = "512 MiB"
+segment = "8 MiB"
+direct = "{direct}"
+"""
+
+
+class LoopDisk:
+    """An ext4 file system on a loop device, mounted at `path`; gone with the context, whatever happens in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "disk"
+        self._image = directory / "disk.img"
+        self._stack = contextlib.ExitStack()
+        self._device = ""
+
+    def __enter__(self) -> Self:
+        self.path.mkdir(parents=True)
+        with open(self._image, "wb") as image:
+            image.truncate(IMAGE_BYTES)
+        self._stack.callback(self._image.unlink)
+        with self._stack:
+            run("mkfs.ext4", "-q", "-F", str(self._image))
+            self._device = run("losetup", "--show", "--find", str(self._image)).strip()
+            self._stack.callback(run, "losetup", "--detach", self._device)
+            self._mount()
+            self._stack.callback(self._unmount)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def fail(self) -> None:
+        """The power is gone: nothing reaches the disk any more, and what its journal had not committed never will."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", NOLOGFLUSH))
+        finally:
+            os.close(fd)
+
+    def come_back(self) -> None:
+        """The power is there again; nobody may have a file of it open."""
+        self._unmount()
+        self._mount()
+
+    def _mount(self) -> None:
+        run("mount", "-t", "ext4", self._device, str(self.path))
+
+    def _unmount(self) -> None:
+        run("umount", str(self.path))
+
+
+def run(*command: str) -> str:
+    """Its output. Raises CalledProcessError with what it said."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SOON_S).stdout
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where disks can be made, if this machine lets us make them."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"needs root and {', '.join(TOOLS)}; uid {os.geteuid()}, missing {missing}")
+    try:
+        with LoopDisk(tmp_path / "probe") as disk:
+            disk.fail()
+    except (subprocess.CalledProcessError, OSError) as error:
+        pytest.skip(f"no ext4 that can be shut down on a loop device here: {getattr(error, 'stderr', '') or error}")
+    return tmp_path
+
+
+class Machine:
+    """A daemon on a disk, and what it has acknowledged. durable, seen: chains acknowledged durable, and all that were ever put."""
+
+    def __init__(self, disk: LoopDisk, direct: str, seed: int) -> None:
+        self.daemon = Daemon(config(direct), env={"TIERD_STATE_DIR": str(disk.path / "state")})
+        self.durable: dict[int, None] = {}
+        self.seen: dict[int, None] = {}
+        self.figures: Counter[str] = Counter()
+        self._disk, self._chance = disk, random.Random(seed)
+        self._next = 1
+
+    def life(self) -> None:
+        """Load, until the power is gone."""
+        ends = threading.Event()
+        numbers = [
+            range(self._next + i * CHAINS_PER_LIFE, self._next + (i + 1) * CHAINS_PER_LIFE) for i in range(THREADS)
+        ]
+        self._next += THREADS * CHAINS_PER_LIFE
+        workers = [threading.Thread(target=self._put, args=(mine, ends)) for mine in numbers]
+        for worker in workers:
+            worker.start()
+        time.sleep(self._chance.uniform(0.02, 0.5))
+        self.lose_power()
+        ends.set()
+        for worker in workers:
+            worker.join(SOON_S)
+        assert not any(worker.is_alive() for worker in workers)
+
+    def lose_power(self) -> None:
+        """Nothing of the memory is left, and of the disk what was synced."""
+        self._disk.fail()
+        self.figures["failures"] += 1
+        self.daemon.kill()
+        shutil.rmtree(self.daemon.arena)
+        self.daemon.arena.mkdir()
+        self._disk.come_back()
+
+    def start(self) -> None:
+        """The daemon again; sometimes the power goes once more while it starts."""
+        while self._chance.random() < 0.2:
+            self.daemon.start(wait=False)
+            time.sleep(self._chance.uniform(0.3, 1.0))
+            self.lose_power()
+        self.daemon.start()
+
+    def check(self, *, whole: bool = False) -> None:
+        """Chains that were ever put: durable ones are whole, the others right as far as they are there."""
+        seen = list(self.seen)
+        older = [] if whole else self._chance.sample(seen[:-RECENT], min(SAMPLED, len(seen[:-RECENT])))
+        with Client(self.daemon.target, name="check", timeout_s=30.0) as client:
+            spaces = open_all(client)
+            for it in map(chain_of, seen if whole else older + seen[-RECENT:]):
+                got = client.get(spaces[it.kind], it.hashes)
+                wrong = [i for i, view in enumerate(got.views) if not is_content(view, it.hashes[i])]
+                assert not wrong, f"chain {it.number}: blocks {wrong} have bytes that were never stored"
+                assert it.number not in self.durable or got.blocks == len(it.hashes), self._lost(client, it, got.blocks)
+                self.figures["blocks_checked"] += got.blocks
+                self.figures["unsynced_found"] += got.blocks * (it.number not in self.durable)
+                del got
+
+    def _lost(self, client: Client, it: Chain, blocks: int) -> str:
+        held = client.lookup(open_all(client)[it.kind], it.hashes).tokens // TOKENS
+        return f"chain {it.number} was durable: {held} of {len(it.hashes)} are there, {blocks} came\n{self.daemon.log[-4000:]}"
+
+    def _put(self, numbers: range, ends: threading.Event) -> None:
+        with contextlib.suppress(TierdError), Client(self.daemon.target, name="load", timeout_s=2.0) as client:
+            spaces = open_all(client)
+            for it in map(chain_of, numbers):
+                if ends.is_set():
+                    return
+                self.seen[it.number] = None
+                durable = it.number % 4 != 0
+                blocks = [content_of(name, it.length) for name in it.hashes]
+                if client.put(spaces[it.kind], it.hashes, blocks, durable=durable) and durable:
+                    self.durable[it.number] = None
+                    self.figures["chains_durable"] += 1
+
+
+def fail_again_and_again(machine: Machine, failures: int) -> list[float]:
+    """Seconds of each failure, from the load before it to the last look."""
+    times_s = list[float]()
+    with machine.daemon:
+        for _ in range(failures):
+            begun = time.monotonic()
+            machine.life()
+            machine.start()
+            machine.check()
+            times_s.append(time.monotonic() - begun)
+        machine.check(whole=True)
+    return times_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_power_fails_under_load(place: Path, direct: str) -> None:
+    """However often the power fails: every block acknowledged durable is there byte by byte, no byte is ever wrong, the daemon serves again."""
+    failures = count(test=2, nightly=50, weekly=150)
+    seed = int(os.environ.get("POWER_SEED", time.time_ns() % 1_000_000))
+    print(f"POWER_SEED={seed}")
+    figures, times_s = Counter[str](), list[float]()
+    for start in range(0, failures, FAILURES_PER_DISK):
+        with LoopDisk(place / f"{start}") as disk:
+            machine = Machine(disk, direct, seed + start)
+            times_s += fail_again_and_again(machine, min(FAILURES_PER_DISK, failures - start))
+        figures += machine.figures
+        assert machine.durable
+    figures.update(lost=0, wrong=0)
+    p50_s, p99_s = (round(percentile(times_s, share), 2) for share in (0.5, 0.99))
+    report("power failures", direct=direct, seed=seed, **figures, p50_s=p50_s, p99_s=p99_s)
