@@ -1,0 +1,188 @@
+"""The processes of test_races.py: readers of what is being evicted, writers of the same keys, and writers that die.
+
+Each is a function for a process of its own. What it saw it puts into a queue, as plain values.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import traceback
+from collections import Counter, deque
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+import numpy as np
+
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup
+from tierd.core.model import BlockStatus
+from tierd.errors import Overloaded
+from tierd.testing import chain, content_of
+
+SPEC = NamespaceSpec(model="race", tokens_per_block=16, block_bytes=4096)
+CHAIN_BLOCKS = 48
+KEYS = 4
+"""That a round of writers fights for."""
+HELD_GETS = 3
+"""Whose views a reader keeps and looks at again."""
+
+
+class Reader:
+    """Gets whole chains, in turns as views and as copies, and puts back what was evicted."""
+
+    def __init__(self, client: Client, *, chains: int, seed: int) -> None:
+        self._client, self._namespace = client, client.open_namespace(SPEC)
+        self._chance = random.Random(seed)
+        self._hashes = [chain(number, CHAIN_BLOCKS) for number in range(chains)]
+        self._blocks = [np.stack([content_of(name, 4096) for name in names]) for names in self._hashes]
+        self._held: deque[tuple[int, Any]] = deque()
+        self.seen: Counter[str] = Counter()
+
+    def run(self, gets: int) -> None:
+        """Until so many blocks were got."""
+        while self.seen["views"] + self.seen["copies"] < gets:
+            number = min(self._chance.randrange(len(self._hashes)), self._chance.randrange(len(self._hashes)))
+            got = self._view(number) if self._chance.random() < 0.5 else self._copy(number)
+            if got < CHAIN_BLOCKS:
+                self.seen["misses"] += CHAIN_BLOCKS - got
+                self.seen["stored"] += self._client.put(
+                    self._namespace, self._hashes[number], list(self._blocks[number])
+                ).stored
+        while self._held:
+            self._let_go()
+
+    def _view(self, number: int) -> int:
+        got = self._client.get(self._namespace, self._hashes[number])
+        self._compare(number, got.views, "views")
+        self._held.append((number, got.views))
+        if len(self._held) > HELD_GETS:
+            self._let_go()
+        return got.blocks
+
+    def _copy(self, number: int) -> int:
+        out = np.zeros((CHAIN_BLOCKS, 4096), np.uint8)
+        got = self._client.get(self._namespace, self._hashes[number], out=list(out))
+        self._compare(number, list(out[: got.blocks]), "copies")
+        return got.blocks
+
+    def _let_go(self) -> None:
+        number, views = self._held.popleft()
+        self._compare(number, views, "again")
+
+    def _compare(self, number: int, pages: Any, way: str) -> None:
+        self.seen[way] += len(pages)
+        self.seen["wrong"] += sum(
+            not np.array_equal(page, right) for page, right in zip(pages, self._blocks[number], strict=False)
+        )
+
+
+def read(target: str, told: Queue[Any], *, chains: int, gets: int, seed: int) -> None:
+    """A reader's process. Tells its counts, or the traceback of what it did not expect."""
+    try:
+        with Client(target) as client:
+            reader = Reader(client, chains=chains, seed=seed)
+            reader.run(gets)
+        told.put(dict(reader.seen))
+    except BaseException:
+        told.put(traceback.format_exc())
+
+
+# -- writers of the same keys
+
+
+def keys_of(turn: int) -> np.ndarray:
+    """What a round is about: uint8 [KEYS, 32]."""
+    return chain(1_000_000 + turn, KEYS)
+
+
+def bytes_of(name: np.ndarray, writer: int) -> np.ndarray:
+    """A block as this writer would have it: every byte tells key and writer."""
+    page = content_of(name, 4096).copy()
+    page ^= np.uint8(writer)
+    page[:8] = np.frombuffer(writer.to_bytes(8, "little"), np.uint8)
+    return page
+
+
+def writer_of(name: np.ndarray, page: np.ndarray) -> int:
+    """Whose bytes these are, all of them; -1 where they are mixed or nobody's."""
+    writer = int.from_bytes(page[:8].tobytes(), "little")
+    return writer if writer < 256 and np.array_equal(page, bytes_of(name, writer)) else -1
+
+
+def write(target: str, told: Queue[Any], *, barrier: Barrier, rounds: int, first: int, threads: int) -> None:
+    """A process of writers: per round and writer, what each put said and whose bytes it then reads."""
+    try:
+        with Client(target) as client:
+            namespace = client.open_namespace(SPEC)
+            rows: list[tuple[int, int, list[int], list[int]]] = []
+            work = [
+                threading.Thread(
+                    target=_write_all,
+                    args=(client, namespace, barrier),
+                    kwargs={"rounds": rounds, "writer": first + i, "rows": rows},
+                )
+                for i in range(threads)
+            ]
+            for thread in work:
+                thread.start()
+            for thread in work:
+                thread.join()
+        told.put(rows)
+    except BaseException:
+        barrier.abort()
+        told.put(traceback.format_exc())
+
+
+def _write_all(
+    client: Client, namespace: OpenedNamespace, barrier: Barrier, *, rounds: int, writer: int, rows: list[Any]
+) -> None:
+    try:
+        for turn in range(rounds):
+            names = keys_of(turn)
+            blocks = [bytes_of(name, writer) for name in names]
+            barrier.wait(60)
+            statuses = _insisting(lambda: client.put(namespace, names, blocks)).statuses.tolist()  # noqa: B023
+            views = _insisting(lambda: client.get(namespace, names)).views  # noqa: B023
+            seen = [writer_of(name, view) for name, view in zip(names, views, strict=False)]
+            rows.append((turn, writer, statuses, seen))
+    except BaseException:
+        barrier.abort()
+        rows.append((-1, writer, [], [traceback.format_exc()]))  # type: ignore[list-item]
+
+
+def _insisting(call: Any) -> Any:
+    """Refusals of a daemon that has too much to do are no answer here."""
+    while True:
+        try:
+            return call()
+        except Overloaded:
+            continue
+
+
+def die(target: str, told: Queue[Any], *, rounds: int, writer: int) -> None:
+    """A writer that has reserved every key before the others come, commits a few of them, and dies in a commit."""
+    client = Client(target)
+    namespace = client.open_namespace(SPEC)
+    held = []
+    for turn in range(rounds):
+        pages = client.reserve(PutGroup(namespace, keys_of(turn)))
+        for name, page in zip(keys_of(turn), pages.buffers(), strict=True):
+            if page is not None:
+                page[:] = bytes_of(name, writer)
+        held.append(pages)
+    told.put("ready")
+    chance = random.Random(writer)
+    for pages in chance.sample(held, len(held) // 3):
+        pages.commit()
+    last = chance.choice([pages for pages in held if pages])
+    threading.Thread(target=last.commit, daemon=True).start()
+    threading.Event().wait(chance.random() * 0.003)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_stored(statuses: list[int]) -> bool:
+    """Whether a put said that all its blocks are there."""
+    return all(status in (BlockStatus.READY, BlockStatus.EXISTS) for status in statuses)

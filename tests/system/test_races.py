@@ -1,0 +1,149 @@
+"""Races for pages and for names: readers against eviction, many writers of one key, writers that die in between."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.depth import count, report
+from tests.system.race_load import CHAIN_BLOCKS, KEYS, die, is_stored, read, write
+from tierd.core.model import BlockStatus
+from tierd.testing import Daemon
+
+GETS = count(test=5_000, nightly=1_000_000, weekly=10_000_000)
+"""Block gets under eviction, all readers together."""
+ROUNDS = count(test=4, nightly=150, weekly=1_500)
+READERS = 3
+PROCESSES, THREADS = 4, 16
+MORTALS = 2
+HOST_BYTES = 8 << 20
+CONFIG = f"""\
+[server]
+session_share = 0.9
+
+[[host]]
+capacity = "{HOST_BYTES >> 20} MiB"
+segment = "512 KiB"
+"""
+CHAINS = round(1.1 * HOST_BYTES / 4096 / CHAIN_BLOCKS)
+"""Together 110 % of the tier."""
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """Host memory alone: what leaves it is gone."""
+    with Daemon(CONFIG) as running:
+        yield running
+
+
+def _run(processes: list[Any], told: Any, *, within_s: float) -> list[Any]:
+    """Starts them; what each tells. Ends those that are left."""
+    try:
+        for process in processes:
+            process.start()
+        return [told.get(timeout=within_s) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+
+
+@pytest.mark.timeout(3600)
+def test_evict_against_read(daemon: Daemon) -> None:
+    """While several processes put 110 % of a tier through it, every block that any of them gets, as a view or as a copy, is its own, and a view stays so."""
+    begun, told = time.monotonic(), SPAWN.Queue()
+    readers = [
+        SPAWN.Process(
+            target=read,
+            args=(daemon.target, told),
+            kwargs={"chains": CHAINS, "gets": GETS // READERS + 1, "seed": number},
+            daemon=True,
+        )
+        for number in range(READERS)
+    ]
+    answers = _run(readers, told, within_s=3000)
+    assert all(isinstance(answer, dict) for answer in answers), answers
+    seen = sum((Counter(answer) for answer in answers), Counter())
+    assert seen["wrong"] == 0
+    assert min(seen["views"], seen["copies"], seen["again"], seen["misses"], seen["stored"]) > GETS // 100, seen
+    report("evict against read", mismatches=0, **seen, seconds=round(time.monotonic() - begun, 1))
+
+
+# -- many writers
+
+
+@pytest.mark.parametrize("mortals", [0, MORTALS], ids=["all live", "some die"])
+@pytest.mark.timeout(3600)
+def test_one_winner(daemon: Daemon, mortals: int) -> None:
+    """Of 64 writers of the same keys, each with bytes of its own, one wins each key and all of them read its bytes; also where writers die before and in their commits."""
+    begun, told, barrier = time.monotonic(), SPAWN.Queue(), SPAWN.Barrier(PROCESSES * THREADS)
+    ready = SPAWN.Queue()
+    dying = [
+        SPAWN.Process(
+            target=die,
+            args=(daemon.target, ready),
+            kwargs={"rounds": min(ROUNDS, 40), "writer": 200 + number},
+            daemon=True,
+        )
+        for number in range(mortals)
+    ]
+    for process in dying:
+        process.start()
+    for _ in dying:
+        assert ready.get(timeout=60) == "ready"
+    writers = [
+        SPAWN.Process(
+            target=write,
+            args=(daemon.target, told),
+            kwargs={"barrier": barrier, "rounds": ROUNDS, "first": 1 + THREADS * number, "threads": THREADS},
+            daemon=True,
+        )
+        for number in range(PROCESSES)
+    ]
+    answers = _run(writers, told, within_s=3000)
+    assert all(isinstance(answer, list) for answer in answers), answers
+    rows = [row for answer in answers for row in answer]
+    assert [row for row in rows if row[0] < 0] == []
+    for process in dying:
+        process.join(30)
+        assert process.exitcode == -9
+    won = _winners(rows, mortals=mortals)
+    report(
+        "writers of the same keys",
+        rounds=ROUNDS,
+        keys=len(won),
+        writers=PROCESSES * THREADS,
+        died=mortals,
+        winners=len(set(won.values())),
+        seconds=round(time.monotonic() - begun, 1),
+    )
+
+
+def _winners(rows: list[Any], *, mortals: int) -> dict[tuple[int, int], int]:
+    """Who won each key. Raises AssertionError where two did, or where anybody read something else."""
+    assert len(rows) == ROUNDS * PROCESSES * THREADS
+    ready: dict[tuple[int, int], list[int]] = defaultdict(list)
+    seen: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for turn, writer, statuses, views in rows:
+        assert is_stored(statuses), (turn, writer, statuses)
+        assert len(views) == KEYS, "a reader after its own put missed a key"
+        for key in range(KEYS):
+            seen[turn, key].add(views[key])
+            if statuses[key] == BlockStatus.READY:
+                ready[turn, key].append(writer)
+    for place, readers in seen.items():
+        assert len(readers) == 1, f"round and key {place}: readers saw the bytes of {readers}"
+        winner = next(iter(readers))
+        assert winner > 0, f"round and key {place}: mixed bytes"
+        assert ready[place] == [winner] or (mortals and winner >= 200 and not ready[place]), (
+            place,
+            winner,
+            ready[place],
+        )
+    return {place: next(iter(readers)) for place, readers in seen.items()}
