@@ -377,12 +377,12 @@ class SimDisk:
                 data[at : at + len(old)] = old
 
     def _make_stale(self, file: _File, data: bytearray, offset: int) -> None:
-        if not file.overwritten:
-            return
-        at, old = self._chance.choice(file.overwritten)
-        start, end = max(at, offset), min(at + len(old), offset + len(data))
-        if start < end:
-            data[start - offset : end - offset] = old[start - at : end - at]
+        end = offset + len(data)
+        there = [(at, old) for at, old in file.overwritten if at < end and offset < at + len(old)]
+        if there:
+            at, old = self._chance.choice(there)
+            start, stop = max(at, offset), min(at + len(old), end)
+            data[start - offset : stop - offset] = old[start - at : stop - at]
 
 
 def _shares(chance: Random, count: int) -> list[float]:
