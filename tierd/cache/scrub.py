@@ -47,7 +47,7 @@ class Pacer:
     def pause_s(self, rate: float, now: float) -> float:
         """How long to wait before the next batch, at most LONGEST_PAUSE_S; 0: now. rate: bytes per second; 0: nothing is to be done."""
         self._credit, self._at = min(0.0, self._credit + rate * (now - self._at)), now
-        if self._credit >= 0:
+        if self._credit > -1:  # no byte is owed; what is less would be a pause that no clock can tell
             return 0.0
         return min(LONGEST_PAUSE_S, -self._credit / rate) if rate else LONGEST_PAUSE_S
 
