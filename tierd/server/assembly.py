@@ -39,7 +39,7 @@ from tierd.policies.eviction import EVICTION
 from tierd.server.former import open_holds
 from tierd.server.instance import Instance
 from tierd.tiers.arena import Arena
-from tierd.tiers.heads import check_heads
+from tierd.tiers.heads import check_versions
 from tierd.tiers.holds import FormerHolder, HoldTable
 from tierd.tiers.nvme import NvmeStore, Patience
 from tierd.tiers.slots import HEADER_BYTES
@@ -117,7 +117,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.callback(instance.close)
         daemon: Assembly | None = None
         tiers = build_tiers(config, instance=instance.id)
-        await _patiently(asyncio.to_thread(check_heads, *map(_directory, tiers)), "the versions of what is stored")
+        await _patiently(asyncio.to_thread(check_versions, *map(_directory, tiers)), "the versions of what is stored")
         recovered: list[Recovered] = []
         for tier in tiers:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
@@ -215,7 +215,7 @@ def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tie
         try:
             namespace_from_record(record)
         except CorruptRecord as error:
-            log.exception("namespace dropped", tier=tier, error=str(error))
+            log.warning("namespace dropped", tier=tier, error=str(error))
             continue
         registry.restore([record])
 

@@ -1,6 +1,6 @@
 """The heads of all files that hold blocks: which version wrote them, told before anything is opened for writing.
 
-Purpose: `check_heads`, so that a start that meets files of another version changes nothing at all. Non-purpose: what the files
+Purpose: `check_versions`, so that a start that meets files of another version changes nothing at all. Non-purpose: what the files
 hold. Invariant: of every format, in every version, magic, version (u32 at 8) and checksum stay where they are here; a head whose checksum does
 not hold is damage, which is for its reader to deal with.
 """
@@ -40,7 +40,7 @@ HEADS = (
 )
 
 
-def check_heads(*directories: Path) -> None:
+def check_versions(*directories: Path) -> None:
     """Raises VersionMismatch for a file of a version that this tierd does not read, TierFailed for a store whose files name another. Nothing is changed."""
     for directory in directories:
         stores = dict[Path, bytes]()

@@ -32,6 +32,8 @@ from tierd.tiers.mapping import map_file
 TABLE_MAGIC = b"TIERDSES"
 HOLDER_LIMIT = 4096
 """Sessions at once, at most."""
+OWN_SESSIONS = 1 << 16
+"""Ids below are the daemon's own sessions, behind which there is no process: they have rows and no holder."""
 
 TABLE_HEADER = np.dtype([("magic", "S8"), ("version", "<u4"), ("holders", "<u4"), ("checksum", "<u8")])
 """Head of the table, 24 bytes; the checksum is xxh3-64 over the 16 before it."""
@@ -241,7 +243,7 @@ class HoldTable:
         found, boot = self._find_holders(), read_boot_id()
         holders = {h.session: h for h in found.values() if h.boot == boot}
         valid = _valid_rows(self._rows)
-        told = valid & self._is_of(h.session for h in found.values())
+        told = valid & (self._is_of(h.session for h in found.values()) | (self._rows[:, 0] < OWN_SESSIONS))
         kept = told & self._is_of(holders)
         for what, count in (
             ("records of sessions", np.count_nonzero(self._holders[:, -1]) - len(found)),
