@@ -106,8 +106,9 @@ def read_records(path: Path) -> list[bytes]:
     records, at = [], 0
     while at + _RECORD_HEAD_BYTES <= len(data):
         start = at + _RECORD_HEAD_BYTES
-        record = data[start : start + int.from_bytes(data[at : at + 8], "little")]
-        if record_checksum(record) != int.from_bytes(data[at + 8 : start], "little") or start + len(record) > len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        record = data[start : start + length]
+        if len(record) < length or record_checksum(record) != int.from_bytes(data[at + 8 : start], "little"):
             break
         records.append(record)
         at = start + len(record)
