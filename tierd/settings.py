@@ -239,7 +239,7 @@ class NvmeConfig:
         unit="seconds",
         least=0.01,
     )
-    retry_pause_limit: Seconds = _key("4 s", "The longest of these pauses.", unit="seconds", least=0.01)
+    retry_pause_limit: Seconds = _key("2 s", "The longest of these pauses.", unit="seconds", least=0.01)
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
     eviction: str = _eviction()

@@ -37,7 +37,7 @@ class Tolerance:
     window_s: float = 600.0
     hang_s: float = 5.0
     pause_s: float = 0.5
-    pause_limit_s: float = 4.0
+    pause_limit_s: float = 2.0
 
 
 class Breaker:

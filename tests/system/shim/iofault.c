@@ -137,7 +137,7 @@ static int is_failed(int fd) {
 
 static void note_failed(int fd) {
     struct stat found;
-    if (fstat(fd, &found) || find_failed(found.st_dev, found.st_ino) >= 0) return;
+    if (fstat(fd, &found) || S_ISDIR(found.st_mode) || find_failed(found.st_dev, found.st_ino) >= 0) return;
     uint32_t at = failures;
     if (at >= FAILED) return;
     failed[at].dev = found.st_dev;
@@ -214,7 +214,7 @@ static int sync_file(int fd, enum call call, const char *symbol) {
     if (is_failed(fd)) control->synced_again++;
     struct rule *rule = due_fd(call, fd);
     if (rule) {
-        note_failed(fd);
+        if (rule->error != EINTR) note_failed(fd); /* interrupted is not failed */
         errno = rule->error;
         return -1;
     }

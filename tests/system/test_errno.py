@@ -1,0 +1,290 @@
+"""Every call that the store makes of the file system, failing in every way, at its first to its twentieth time, under a live daemon.
+
+After each case: the daemon lives, no byte is wrong, nothing that was acknowledged durable is lost (also after SIGKILL, with its memory gone), nothing was
+acknowledged whose sync failed, no file whose sync failed was synced again, and writes go on. The pauses of the breaker are short here, so that
+thousands of cases fit a night; `test_with_the_pauses_of_a_user` has those of the defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.depth import count, percentile, report
+from tests.system.blocks import await_true, connected
+from tests.system.shim.iofault import READS, SYNCS, WRITES
+from tests.system.test_restart import wipe_arena
+from tests.system.trouble import BACKENDS, STORE, Troubled, config, troubled
+from tierd.errors import Unavailable
+from tierd.testing import chain
+
+HITS = range(1, count(test=1, nightly=20, weekly=20) + 1)
+LIFE_CASES = 60
+"""After so many the daemon is killed, and its successor has to have everything from the store."""
+KEPT_SEEDS = 300
+"""Chains that are looked for; older ones may have been evicted."""
+SEG, JOURNAL = "*/nvme-0/seg-*", "*/nvme-0/journal-*"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in the first to twentieth of these calls. when: "put", "get", or "mend": while files that failed are replaced."""
+
+    when: str
+    calls: str
+    fault: str
+    pattern: str = STORE
+
+
+LIVE = [
+    *(Case("put", WRITES, fault) for fault in ("EIO", "ENOSPC", "EDQUOT", "EINTR", "EAGAIN", "short")),
+    *(Case("put", SYNCS, fault) for fault in ("EIO", "ENOSPC", "EDQUOT", "EINTR")),
+    *(Case("put", "open", fault) for fault in ("EMFILE", "ENFILE", "EIO")),
+    *(Case("get", READS, fault) for fault in ("EIO", "EINTR", "EAGAIN", "short")),
+    *(Case("get", "open", fault) for fault in ("EMFILE", "ENFILE", "EIO")),
+]
+MENDING = [
+    *(Case("mend", WRITES, fault) for fault in ("EIO", "ENOSPC", "short")),
+    *(Case("mend", SYNCS, fault) for fault in ("EIO", "ENOSPC")),
+    *(Case("mend", READS, fault) for fault in ("EIO", "short")),
+    *(Case("mend", "open", fault) for fault in ("EIO", "ENOSPC", "EMFILE", "ENFILE")),
+    *(Case("mend", "rename", fault) for fault in ("EIO", "ENOSPC")),
+    *(Case("mend", "unlink", fault) for fault in ("EIO",)),
+    *(Case("mend", "fallocate", fault) for fault in ("EIO", "ENOSPC", "EDQUOT", "EINTR")),
+    *(Case("mend", "ftruncate", fault) for fault in ("EIO",)),
+    *(Case("mend", "close", fault) for fault in ("EIO", "EINTR")),
+]
+QUICK = 'retry_pause = "0.02 s"\nretry_pause_limit = "0.2 s"\n'
+
+
+class Run:
+    """One daemon after another through a list of cases."""
+
+    def __init__(self, world: Troubled) -> None:
+        self.world = world
+        self.resumed: list[float] = []
+        self.fired = self.cases = 0
+
+    def case(self, case: Case, hit: int) -> None:
+        """One case to its end, with everything looked at but what SIGKILL leaves."""
+        world = self.world
+        world.io.arm(case.calls, case.fault, case.pattern, first=hit, times=1)
+        {"put": self._put, "get": self._get, "mend": self._mend}[case.when](case, hit)
+        self.fired += world.io.fired() > 0
+        self.cases += 1
+        world.io.disarm()
+        self.resumed.append(world.await_writes())
+        recent = list(world.durable)[-5:]
+        world.forget_memory()
+        assert world.lost(recent) == [], f"{case}, hit {hit}: lost"
+        assert world.io.synced_again == 0, f"{case}, hit {hit}: a file was synced again after its sync had failed"
+
+    def _put(self, case: Case, hit: int) -> None:
+        for _ in range(hit + 2):
+            acknowledged = self.world.put()
+            if self.world.io.fired():
+                is_fatal = case.calls == SYNCS and case.fault != "EINTR"
+                assert not (is_fatal and acknowledged), f"{case}, hit {hit}: acknowledged although a sync failed"
+                return
+
+    def _get(self, case: Case, hit: int) -> None:
+        world = self.world
+        world.forget_memory()
+        for seed in list(world.durable)[-hit - 2 :]:
+            world.client.read(world.namespace, chain(seed, 1))  # a miss, or right
+            if world.io.fired():
+                return
+
+    def _mend(self, case: Case, hit: int) -> None:
+        """Makes files fail, so that they are replaced, until the fault has struck on the way."""
+        io = self.world.io
+        for turn in range(2 + hit // 4):
+            if case.calls == "ftruncate":  # a journal that was written in part is cut back
+                io.arm(WRITES, "ENOSPC", JOURNAL, times=1, rule=1)
+            else:
+                io.arm(SYNCS, "EIO", (SEG, JOURNAL)[turn % 2], times=1, rule=1)
+            self.world.put()
+            if not io.fired():
+                self.world.await_writes()
+            if io.fired():
+                break
+        io.disarm(1)
+
+
+def _lives(world: Troubled, cases: list[tuple[Case, int]], run: Run) -> None:
+    """All the cases, with a SIGKILL now and then."""
+    for start in range(0, len(cases), LIFE_CASES):
+        with connected(world.daemon) as world.client:
+            pid = world.daemon.pid
+            assert world.lost() == [], f"lost over a SIGKILL after {cases[max(0, start - LIFE_CASES) : start]}"
+            for _ in range(24 - min(24, len(world.durable))):
+                assert world.put() == 1
+            for case, hit in cases[start : start + LIFE_CASES]:
+                run.case(case, hit)
+            assert (world.client.status().pid, world.client.status().state) == (pid, "serving")
+        world.durable = dict(list(world.durable.items())[-KEPT_SEEDS:])
+        world.daemon.kill()
+        wipe_arena(world.daemon)
+        world.daemon.start()
+    with connected(world.daemon) as world.client:
+        assert world.lost() == []
+
+
+def _through(tmp_path: Path, direct: str, cases: list[tuple[Case, int]]) -> None:
+    text = config(direct=direct).replace('capacity = "16 MiB"', 'capacity = "64 MiB"') + QUICK
+    with troubled(tmp_path, text) as world:
+        run = Run(world)
+        _lives(world, cases, run)
+    report(
+        "errno matrix",
+        direct=direct,
+        cases=run.cases,
+        fired=run.fired,
+        resume_p50_s=round(percentile(run.resumed, 0.5), 3),
+        resume_p99_s=round(percentile(run.resumed, 0.99), 3),
+        resume_most_s=round(max(run.resumed), 3),
+    )
+    assert run.fired > len(cases) / 3, "the shim hardly ever struck"
+
+
+def _deep(*values: str) -> list[Any]:
+    """Parameters for the night alone."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+HANDFUL = [
+    (Case("put", WRITES, "short"), 1),
+    (Case("put", WRITES, "EIO", SEG), 1),
+    (Case("put", WRITES, "ENOSPC", JOURNAL), 1),
+    (Case("put", SYNCS, "EIO", SEG), 1),
+    (Case("put", SYNCS, "EIO", JOURNAL), 1),
+    (Case("put", WRITES, "EINTR"), 1),
+    (Case("get", READS, "EIO"), 1),
+    (Case("get", READS, "short"), 1),
+    (Case("mend", SYNCS, "EIO"), 1),
+    (Case("mend", "fallocate", "ENOSPC"), 1),
+    (Case("mend", "ftruncate", "EIO"), 1),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("direct", BACKENDS)
+def test_handful(tmp_path: Path, direct: str) -> None:
+    """The matrix in small."""
+    _through(tmp_path, direct, HANDFUL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("direct", BACKENDS)
+def test_matrix(tmp_path: Path, direct: str) -> None:
+    """Each call x errno x its first to twentieth hit, on this backend; see the module."""
+    _through(tmp_path, direct, [(case, hit) for case in LIVE + MENDING for hit in HITS])
+
+
+@pytest.mark.timeout(120)
+def test_with_the_pauses_of_a_user(tmp_path: Path) -> None:
+    """With the defaults, writes go on within seconds after a failed sync of either kind, after writes that failed for a while, and after a full disk."""
+    resumed = {}
+    with troubled(tmp_path, config()) as world:
+        assert world.put() == 1
+        for name, calls, fault, pattern in (
+            ("slots' sync", SYNCS, "EIO", SEG),
+            ("journal's sync", SYNCS, "EIO", JOURNAL),
+            ("writes", WRITES, "EIO", STORE),
+            ("full disk", f"{WRITES},fallocate", "ENOSPC", STORE),
+        ):
+            with world.io.armed(calls, fault, pattern):
+                for _ in range(12):
+                    assert world.put() == 0
+                await_true(lambda: bool(world.client.tiers()["nvme.0"].trouble), "the store out of service for writes")
+                assert world.client.tiers()["nvme.0"].serving
+                assert world.put(durable=False) == 1
+            resumed[name] = round(world.await_writes(), 2)
+            assert world.io.synced_again == 0
+        world.forget_memory()
+        assert world.lost() == []
+    report(
+        "writes resume, seconds", **{name.replace(" ", "_").replace("'", ""): took for name, took in resumed.items()}
+    )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", ["EMFILE", *_deep("ENFILE", "EINTR", "EAGAIN", "ECONNABORTED")])
+def test_accept(tmp_path: Path, fault: str) -> None:
+    """Connections that cannot be accepted for a while are accepted afterwards, and those that there are go on."""
+    with troubled(tmp_path, config()) as world:
+        namespace = world.namespace
+        with world.io.armed("accept", fault, "socket:*", times=20), connected(world.daemon) as other:
+            assert other.put(namespace, chain(1, 2)) == 2
+            assert world.client.read(namespace, chain(1, 2)) == 2
+        assert world.client.status().state == "serving"
+
+
+CROWD = """\
+import sys
+from tests.system.raw import RawClient
+sessions = []
+try:
+    while len(sessions) < 64:
+        sessions.append(RawClient(sys.argv[1]))
+except (OSError, KeyError, ValueError):
+    pass
+print(len(sessions), flush=True)
+sys.stdin.read()
+"""
+"""Sessions until one is not to be had, held until told to go."""
+
+
+@pytest.mark.timeout(120)
+def test_descriptors_run_out(tmp_path: Path) -> None:
+    """Without descriptors to be had, new sessions are refused or wait; blocks in memory are served, nothing is lost; with some again, all is as before."""
+    with troubled(tmp_path, config(direct="off")) as world:
+        client, namespace = world.client, world.namespace
+        assert client.put(namespace, chain(1, 8), durable=True) == 8
+        before = _descriptors(world.daemon.pid)
+        resource.prlimit(world.daemon.pid, resource.RLIMIT_NOFILE, (before + 24, before + 24))
+        command = [sys.executable, "-c", CROWD, world.daemon.target]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as crowd:
+            assert crowd.stdout
+            sessions = int(crowd.stdout.readline())
+            assert 0 < sessions < 64, "descriptors did not run out"
+            assert client.read(namespace, chain(1, 8)) == 8
+            world.put()
+            crowd.communicate()
+        await_true(lambda: _descriptors(world.daemon.pid) <= before + 2, "descriptors given back")
+        world.await_writes()
+        with connected(world.daemon) as other:
+            assert other.read(other.open_namespace(), chain(1, 8)) == 8
+        world.forget_memory()
+        assert world.lost() == []
+        assert client.read(namespace, chain(1, 8)) == 8
+    report("descriptors", before=before, limit=before + 24, sessions=sessions)
+
+
+def _descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("call", ["pwrite", *_deep("open", "fallocate", "rename", "pread", "fdatasync")])
+def test_start_in_trouble(tmp_path: Path, call: str) -> None:
+    """A start in which the store's files cannot be handled is refused with the file or the store named, and loses nothing for the next one."""
+    with troubled(tmp_path, config()) as world:
+        assert world.put(4) == 4
+        world.daemon.kill()
+        with contextlib.suppress(Unavailable), world.io.armed(call, "EIO", STORE, times=1):
+            world.daemon.start()
+            world.daemon.kill()
+        assert "Traceback" not in world.daemon.log.split("serving")[-1]
+        world.daemon.start()
+        with connected(world.daemon) as world.client:
+            assert world.lost() == []
