@@ -1,0 +1,139 @@
+"""Lives of a daemon, less its sockets, on the directories of tests/golden/v1.
+
+`python -m tests.system.golden_life` writes the golden files anew; do that only together with a new version number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tests.unit.cache.world import World, opened
+from tierd.core.block import NamespaceSpec
+from tierd.core.model import PUT_BLOCK, ROOT, Durability, TierKind
+from tierd.core.plan import GroupQuery, PutQuery
+from tierd.testing import chain, content_of, is_content
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "v1"
+INSTANCE = "0123456789abcdef"
+SIZES = """
+[[host]]
+capacity = "256 KiB"
+segment = "64 KiB"
+arena_dir = "{arena}"
+[[nvme]]
+path = "{root}/state/nvme-0"
+capacity = "256 KiB"
+segment = "64 KiB"
+"""
+CONFIG = f"""
+[server]
+runtime_dir = "{{root}}/run"
+state_dir = "{{root}}/state"
+{SIZES}"""
+SPEC = NamespaceSpec(model="golden", tokens_per_block=16, block_bytes=512)
+SEEDS = {"on both": 1, "in memory": 2, "told by the journal": 3}
+COUNT = 3
+"""Blocks of each."""
+
+Places = dict[str, str]
+Stored = dict[int, Durability]
+
+
+def lay_out(places: Places) -> None:
+    """The golden files, where a daemon with these directories finds them."""
+    for path in sorted(GOLDEN.rglob("*.hex")):
+        part, *rest = path.relative_to(GOLDEN).with_suffix("").parts
+        target = (Path(places["root"]) / "state" if part == "state" else _arena(places)).joinpath(*rest)
+        for directory in reversed(target.parents):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        target.write_bytes(from_text(path.read_text()))
+
+
+async def life(
+    places: Places, *, stores: Stored | None = None, during: Callable[[], None] = lambda: None
+) -> dict[str, list[str]]:
+    """One life: stores these chains, then says for each of SEEDS in which tiers its blocks were found, and calls `during` before it ends."""
+    async with opened(CONFIG, places=places) as world:
+        world.namespace = world.cache.open_namespace(world.session, SPEC)
+        await world.daemon.keep_namespace(world.namespace)
+        for seed, durability in (stores or {}).items():
+            await _put(world, seed, durability)
+        found = {what: await _found(world, seed) for what, seed in SEEDS.items()}
+        during()
+        return found
+
+
+async def _put(world: World, seed: int, durability: Durability) -> None:
+    blocks = np.zeros(COUNT, dtype=PUT_BLOCK)
+    blocks["hash"], blocks["tokens"], blocks["length"] = chain(seed, COUNT), 16, SPEC.block_bytes
+    query = PutQuery(namespace=world.namespace.id, parent=ROOT, position=0, blocks=blocks)
+    reserved = await world.cache.reserve(world.session, [query], kind=TierKind.HOST)
+    for row, name in zip(reserved.extents[0], chain(seed, COUNT), strict=True):
+        world.page(row)[:] = content_of(name, SPEC.block_bytes).tobytes()
+    await world.commit(reserved.reservation, durability=durability)
+
+
+async def _found(world: World, seed: int) -> list[str]:
+    names = chain(seed, COUNT)
+    query = GroupQuery((world.namespace.id,), names, tokens_per_block=16, tokens=16 * COUNT)
+    lease = await world.cache.acquire(world.session, [query], kind=TierKind.HOST, timeout_s=10)
+    rows = [row for group in lease.served.groups for row in group.extents.reshape(-1)]
+    assert all(is_content(world.page(row), name) for row, name in zip(rows, names, strict=False)), "a wrong byte"
+    tiers = zip(world.daemon.tiers, lease.tier_tokens, strict=True)
+    return [tier.spec.name for tier, tokens in tiers for _ in range(tokens // 16)] if rows else []
+
+
+# -- files as text
+
+
+def to_text(data: bytes) -> str:
+    """Length in decimal, then lines `offset: 32 bytes` in hex; lines of zeros are left out."""
+    rows = [(at, data[at : at + 32]) for at in range(0, len(data), 32)]
+    return "\n".join([f"length: {len(data)}", *(f"{at:08x}: {row.hex()}" for at, row in rows if any(row))]) + "\n"
+
+
+def from_text(text: str) -> bytes:
+    """The inverse of `to_text`."""
+    first, *lines = text.splitlines()
+    data = bytearray(int(first.partition(": ")[2]))
+    for line in lines:
+        at, _, row = line.partition(": ")
+        data[int(at, 16) : int(at, 16) + len(row) // 2] = bytes.fromhex(row)
+    return bytes(data)
+
+
+def _arena(places: Places) -> Path:
+    return Path(places["arena"]) / f"tierd-{os.geteuid()}" / INSTANCE / "host.0"
+
+
+def _keep(places: Places) -> None:
+    """What lies there now, as golden files; spare files and locks are not worth keeping."""
+    state = Path(places["root"]) / "state"
+    for part, base in (("state", state), ("arena", _arena(places))):
+        for path in base.rglob("*"):
+            if path.is_file() and path.suffix != ".lock" and not path.name.startswith("spare-"):
+                target = GOLDEN / part / path.relative_to(base)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                data = path.read_bytes()
+                target.with_name(target.name + ".hex").write_text(to_text(data))
+
+
+def _write() -> None:
+    """The first life ends, which leaves a snapshot; the second is kept as if it had been killed, which leaves a journal."""
+    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
+        places = {"root": root, "arena": arena}
+        (Path(root) / "state").mkdir(mode=0o700)
+        (Path(root) / "state" / "instance").write_text(INSTANCE)
+        asyncio.run(life(places, stores={1: Durability.DURABLE}))
+        rest = {2: Durability.MEMORY, 3: Durability.DURABLE}
+        asyncio.run(life(places, stores=rest, during=lambda: _keep(places)))
+
+
+if __name__ == "__main__":
+    _write()

@@ -1,0 +1,153 @@
+"""Upgrade and downgrade by one version: what version 1 left is served, today and by the next version; what the next version leaves is refused and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.blocks import connected
+from tests.system.golden_life import COUNT, SEEDS, SPEC, Places, lay_out, life
+from tests.system.raw import ask, connect, hello
+from tests.system.test_restart import wipe_arena
+from tests.unit.cache.world import directories
+from tierd._proto import admin_pb2 as apb
+from tierd._proto import cache_pb2 as pb
+from tierd.client import Client, session
+from tierd.errors import VersionMismatch
+from tierd.testing import Daemon, chain
+from tierd.tiers.checksum import record_checksum
+from tierd.tiers.heads import HEADS, Head
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = f"""\
+[identity]
+tenants = {{ "{os.geteuid()}" = "t" }}
+[[host]]
+capacity = "256 KiB"
+segment = "64 KiB"
+[[nvme]]
+capacity = "256 KiB"
+segment = "64 KiB"
+"""
+IN_MEMORY = {what: ["host.0"] * COUNT for what in SEEDS}
+STEP_S = 60.0
+
+
+@pytest.fixture
+def places() -> Iterator[Places]:
+    """The golden directories, laid out."""
+    with directories() as made:
+        lay_out(made)
+        yield made
+
+
+def hashes(places: Places) -> dict[str, str]:
+    """Of every file but locks, which hold the process id of whoever looked last."""
+    paths = [path for place in places.values() for path in Path(place).rglob("*") if path.suffix != ".lock"]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+
+
+def of_next_version(path: Path, head: Head) -> None:
+    """Raises the version that a head names, and seals it again."""
+    raw = bytearray(path.read_bytes())
+    raw[8:12] = (head.versions.current + 1).to_bytes(4, "little")
+    raw[head.sealed_bytes : head.sealed_bytes + 8] = record_checksum(bytes(raw[: head.sealed_bytes])).to_bytes(
+        8, "little"
+    )
+    path.write_bytes(raw)
+
+
+def test_golden_directories_are_served() -> None:
+    """A daemon that finds the directories of version 1 serves every block from memory, and without memory every stored one from the store, byte for byte."""
+    with Daemon(CONFIG, root=None) as daemon:
+        assert daemon.stop() == 0
+        shutil.rmtree(daemon.root / "state")
+        wipe_arena(daemon)
+        lay_out({"root": str(daemon.root), "arena": str(daemon.arena)})
+        daemon.start()
+        with connected(daemon) as client:
+            namespace = client.open_namespace(model=SPEC.model, block_bytes=SPEC.block_bytes)
+            for expected in ([COUNT, 0], [0, COUNT]):
+                for what, seed in SEEDS.items():
+                    group = pb.Group(namespace=namespace, hashes=chain(seed, COUNT).tobytes())
+                    reply = client.call(client.cache.Acquire, pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST))
+                    client.call(client.cache.Release, pb.ReleaseRequest(leases=[reply.lease]))
+                    is_gone = expected[0] == 0 and what == "in memory"
+                    assert [n // 16 for n in reply.tier_tokens] == ([0, 0] if is_gone else expected), what
+                    assert client.read(namespace, chain(seed, COUNT)) == (0 if is_gone else COUNT)
+                client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+        assert "damaged" not in daemon.log and "Traceback" not in daemon.log, daemon.log
+
+
+def test_golden_life(places: Places) -> None:
+    """The same without sockets, as the tests below use it."""
+    assert asyncio.run(life(places)) == IN_MEMORY
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.pattern)
+def test_next_version_is_refused_and_kept(places: Places, head: Head) -> None:
+    """One file of the next version, and the start is refused by a VersionMismatch that names it and both versions; no file is changed."""
+    path = next(path for place in places.values() for path in sorted(Path(place).rglob(head.pattern)))
+    of_next_version(path, head)
+    before = hashes(places)
+    version = head.versions.current
+    with pytest.raises(
+        VersionMismatch, match=rf"{path.name}: .*version {version + 1}, this tierd reads \d+ to {version};"
+    ):
+        asyncio.run(life(places))
+    assert hashes(places) == before
+
+
+def test_next_store_is_refused_and_kept(places: Places) -> None:
+    """The same for a store.json that names the next version."""
+    (path,) = Path(places["root"]).rglob("store.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    before = hashes(places)
+    with pytest.raises(VersionMismatch, match=r"store\.json: store version 2, this tierd reads 1 to 1"):
+        asyncio.run(life(places))
+    assert hashes(places) == before
+
+
+def test_next_version_reads_ours_and_we_refuse_its(places: Places) -> None:
+    """A daemon in which every format is one version on serves what version 1 left; what it leaves itself is refused by today's, and kept."""
+    command = [sys.executable, "-m", "tests.system.next_version", places["root"], places["arena"]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STEP_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == IN_MEMORY
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STEP_S, check=False)
+    assert json.loads(again.stdout.splitlines()[-1]) == IN_MEMORY, again.stderr[-3000:]
+    before = hashes(places)
+    with pytest.raises(VersionMismatch):
+        asyncio.run(life(places))
+    assert hashes(places) == before
+
+
+def test_client_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running client that comes back to a daemon of another protocol is refused, both versions named; with best effort that is a miss."""
+    with Daemon() as daemon:
+        client, careless = Client(daemon.target), Client(daemon.target, best_effort=True)
+        for one in (client, careless):
+            assert one.put(one.open_namespace(SPEC), chain(1, 1), [bytes(SPEC.block_bytes)])
+        daemon.restart()
+        monkeypatch.setattr(session, "PROTO_VERSION", session.PROTO_VERSION + 1)
+        with pytest.raises(VersionMismatch, match=r"client speaks protocol 2.*daemon protocol 1"):
+            client.lookup(client.open_namespace(SPEC), chain(1, 1))
+        assert careless.lookup(careless.open_namespace(SPEC), chain(1, 1)).tokens == 0
+        with connect(daemon.target) as raw:
+            refusal, _ = ask(raw, hello(format=2))
+        assert (
+            refusal["error"] == "VersionMismatch"
+            and "format 2" in refusal["message"]
+            and "format 1" in refusal["message"]
+        )
+        monkeypatch.undo()
+        assert client.lookup(client.open_namespace(SPEC), chain(1, 1)).tokens == 16
