@@ -27,6 +27,7 @@ from tierd.tiers.tier import Recovered
 HOME = Path("/sim/store")
 NAMES = 20
 PLACES, PAGES, CLASS_BYTES = 3, 8, 3 * 4096
+TROUBLES = ("failed_sync", "failed_sync", "no_space", "write_error", "write_short")
 LENGTHS = (64, 700, 4096, 5000, 8192)
 
 
@@ -113,14 +114,15 @@ class Story:
         while steps > 0:
             chosen = self._chance.choices(acts, (10, 8, 1, 1, 2, 1), k=self._chance.choice((1, 1, 2, 4)))
             steps -= len(chosen)
-            is_bad = self._chance.random() < 0.12
-            self.disk.faults = DiskFaults(failed_sync=0.5 * is_bad)
-            self.log += ["syncs may fail"] * is_bad
+            is_bad = self._chance.random() < 0.15
+            trouble = self._chance.choice(TROUBLES)
+            self.disk.faults = DiskFaults(**{trouble: 0.5 * is_bad})
+            self.log += [f"trouble: {trouble}"] * is_bad
             ends = await asyncio.gather(*(act() for act in chosen), return_exceptions=True)
             self.disk.faults = DiskFaults()
             self._busy.clear()
             for end in ends:
-                if end is not None and not (self._store.health().fault and isinstance(end, TierFailed)):
+                if end is not None and not ((is_bad or self._store.health().fault) and isinstance(end, TierFailed)):
                     raise end
             await self._see_to_it()
 

@@ -16,7 +16,7 @@ from random import Random
 import pytest
 
 from tests.depth import count, report
-from tests.sim.crash_story import Book, Promise, Story, Violation, judge
+from tests.sim.crash_story import Book, Promise, Story, judge
 from tierd.testing.sim.disk import SimDisk
 from tierd.testing.sim.loop import Pace, SimLoop
 from tierd.tiers import ledger, store_files
@@ -67,7 +67,7 @@ def loop_of(seed: str) -> Iterator[SimLoop]:
 
 
 def collect(states: list[State], story: Story, seed: str, *, every: int) -> None:
-    """Runs the story, and adds what crashes would leave. Raises Violation where the story itself breaks a promise."""
+    """Runs the story, and adds what crashes would leave. Raises what the story itself raises, Violation where a promise is broken."""
     dice = Random(f"points {seed}")
 
     def note(operation: str) -> None:
@@ -103,18 +103,18 @@ def run_story(seed: str, *, every: int = EVERY) -> int:
     story, states, seen, broken = Story(Random(seed)), list[State](), 0, ""
     try:
         collect(states, story, seed, every=every)
-    except Violation as error:
-        broken = str(error)
+    except Exception as error:  # whatever it is, it is told with its seed
+        broken = repr(error)
     for first in states:
         state: State | None = first
         while state is not None:
             last, seen = state, seen + 1
             try:
                 state = recover(state, story.book, seed)
-            except Violation as error:
+            except Exception as error:  # as above
                 if every > 1:
                     run_story(seed, every=1)  # the first of all crash points that fails is the shortest story
-                pytest.fail(told(seed, f"{error}; {last}", story.log[: last.operations]))
+                pytest.fail(told(seed, f"{error!r}; {last}", story.log[: last.operations]))
     if broken:
         pytest.fail(told(seed, broken, story.log))
     return seen
