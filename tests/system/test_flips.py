@@ -1,0 +1,182 @@
+"""One bit of a block flipped where it lies, then a get: a miss where the threat table says so, counted, and never a wrong byte unawares.
+
+`FLIP_SEED=` takes other blocks and other bits.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.depth import count, report
+from tests.system.blocks import BlockClient, WrongBytes, await_true, connected
+from tests.system.damaged import PAGE_BYTES, Place, flip, pages, slots
+from tests.system.raw import BLOCK_BYTES
+from tests.system.test_restart import wipe_arena
+from tierd._proto import admin_pb2 as apb
+from tierd.client import Client, NamespaceSpec
+from tierd.core.meta import META_BYTES
+from tierd.testing import Daemon, chain, is_content
+
+SEED = int(os.environ.get("FLIP_SEED", "1"))
+ROUND = count(test=50, nightly=500, weekly=500)
+"""Blocks that are stored, damaged and read at one time."""
+CONFIG = """\
+[server]
+shutdown_deadline = "2 s"
+[scrub]
+period = "0 s"
+[[host]]
+capacity = "16 MiB"
+segment = "2 MiB"
+verify = "{verify}"
+[[nvme]]
+capacity = "32 MiB"
+segment = "4 MiB"
+"""
+SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=BLOCK_BYTES)
+HEADER_BITS = (META_BYTES + 8) * 8
+"""Of a slot: what is under a checksum, with the one slice of such a block."""
+
+
+def _rounds(total: int) -> range:
+    return range(SEED * 1000, SEED * 1000 + -(-total // ROUND))
+
+
+class Reader:
+    """Reads blocks one by one, by turns through a raw client and through the SDK. read, missed and wrong are counts."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self.read = self.missed = self.wrong = 0
+
+    def all(self, names: np.ndarray) -> None:
+        """Each of these blocks."""
+        with connected(self._daemon) as raw, Client(self._daemon.target) as sdk:
+            namespace, opened = raw.open_namespace(), sdk.open_namespace(SPEC)
+            for i in range(len(names)):
+                name = names[i : i + 1]
+                served = self._raw(raw, namespace, name) if i % 4 else self._sdk(sdk, opened, name)
+                self.read += 1
+                self.missed += not served
+            assert raw.status().state == "serving"
+
+    def _raw(self, client: BlockClient, namespace: int, name: np.ndarray) -> int:
+        try:
+            return client.read(namespace, name)
+        except WrongBytes:
+            self.wrong += 1
+            return 1
+
+    def _sdk(self, client: Client, namespace: object, name: np.ndarray) -> int:
+        views = client.get(namespace, name).views  # type: ignore[arg-type]
+        self.wrong += sum(not is_content(np.ascontiguousarray(view), name[0]) for view in views)
+        return len(views)
+
+
+def _store(daemon: Daemon, seed: int, *, durable: bool) -> np.ndarray:
+    """A round of new blocks."""
+    names = chain(seed, ROUND)
+    with connected(daemon) as client:
+        namespace = client.open_namespace()
+        for part in np.array_split(names, -(-ROUND // 100)):
+            await_true(lambda part=part: client.put(namespace, part, durable=durable) == len(part), "room for a round")
+    return names
+
+
+def _damage(found: dict[bytes, Place], names: np.ndarray, place_of: Callable[[random.Random], int]) -> None:
+    chance = random.Random(names[0].tobytes())
+    for name in names:
+        bit = place_of(chance)
+        flip(found[name.tobytes()], bit // 8, bit % 8)
+
+
+def _corrupt(daemon: Daemon) -> int:
+    with connected(daemon) as client:
+        counters = client.status().counters
+        return sum(value for name, value in counters.items() if name.startswith("tierd_corrupt_total"))
+
+
+def _in_header(chance: random.Random) -> int:
+    return chance.randrange(HEADER_BITS)
+
+
+def _in_slot_payload(chance: random.Random) -> int:
+    return PAGE_BYTES * 8 + chance.randrange(BLOCK_BYTES * 8)
+
+
+def _in_page(chance: random.Random) -> int:
+    return chance.randrange(BLOCK_BYTES * 8)
+
+
+@pytest.mark.timeout(count(test=120, nightly=900, weekly=1800))
+@pytest.mark.parametrize("where", [_in_header, _in_slot_payload], ids=["header", "payload"])
+def test_store(where: Callable[[random.Random], int]) -> None:
+    """A bit of a slot, header or payload: that block is a miss, counted, and no other is."""
+    total = count(test=50, nightly=6_000, weekly=12_000)
+    with Daemon(CONFIG.replace("{verify}", "first_hit")) as daemon:
+        reader = Reader(daemon)
+        for seed in _rounds(total):
+            before, names = _corrupt(daemon), _store(daemon, seed, durable=True)
+            with connected(daemon) as client:
+                client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+            _damage(slots(daemon), names[: ROUND // 2], where)
+            reader.all(names)
+            assert (reader.read - reader.missed, reader.wrong) == (reader.read // 2, 0)
+            assert _corrupt(daemon) - before == ROUND // 2
+            with connected(daemon) as client:
+                client.call(client.admin.Evict, apb.EvictRequest())
+    report("flips through get", where=f"slot {where.__name__}", flips=reader.missed, missed=reader.missed, wrong=0)
+
+
+@pytest.mark.timeout(count(test=120, nightly=900, weekly=1800))
+def test_page_between_two_lives() -> None:
+    """A bit of a page flipped while the daemon is down: its first hit is a miss, counted, under every setting."""
+    total, missed = count(test=50, nightly=6_000, weekly=12_000), 0
+    with Daemon(CONFIG.replace("{verify}", "first_hit")) as daemon:
+        for seed in _rounds(total):
+            names = _store(daemon, seed, durable=False)
+            daemon.kill()
+            _damage(pages(daemon, names), names, _in_page)
+            daemon.start()
+            reader = Reader(daemon)
+            reader.all(names)
+            assert (reader.missed, reader.wrong, _corrupt(daemon)) == (ROUND, 0, ROUND)
+            missed += reader.missed
+            daemon.kill()
+            wipe_arena(daemon)
+            daemon.start()
+    report("flips through get", where="page before its first hit", flips=missed, missed=missed, wrong=0)
+
+
+@pytest.mark.timeout(count(test=120, nightly=900, weekly=1800))
+@pytest.mark.parametrize("verify", ["first_hit", "sampled", "always"])
+def test_verified_page(verify: str) -> None:
+    """A bit of a page flipped after its first hit: "always" misses every one, "sampled" one hit in 256, "first_hit" none; what is caught is counted."""
+    total = count(test=50, nightly=12_000 if verify == "always" else 3_000, weekly=24_000)
+    with Daemon(CONFIG.replace("{verify}", verify)) as daemon:
+        reader = Reader(daemon)
+        for seed in _rounds(total):
+            names = _store(daemon, seed, durable=False)
+            first = Reader(daemon)
+            first.all(names)
+            assert (first.missed, first.wrong) == (0, 0)
+            _damage(pages(daemon, names), names, _in_page)
+            reader.all(names)
+            with connected(daemon) as client:
+                client.call(client.admin.Evict, apb.EvictRequest())
+        assert _corrupt(daemon) == reader.missed
+        assert reader.missed + reader.wrong == reader.read
+    expected = {"first_hit": 0.0, "sampled": reader.read / 256, "always": float(reader.read)}[verify]
+    assert abs(reader.missed - expected) <= (6 * expected**0.5 + 1 if verify == "sampled" else 0)
+    report(
+        "flips through get",
+        where=f"page after its first hit, {verify}",
+        flips=reader.read,
+        missed=reader.missed,
+        wrong=reader.wrong,
+    )
