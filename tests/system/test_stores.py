@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import select
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.system.blocks import SOON_S, BlockClient, await_true, connected
+from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, IoFaults
 from tests.system.test_restart import wipe_arena
 from tierd._proto import admin_pb2 as apb
 from tierd.errors import Unavailable
@@ -37,48 +34,8 @@ path = "{root}/b"
 capacity = "16 MiB"
 segment = "1 MiB"
 """
-SYNCS = "fdatasync,fsync"
-WRITES = SYNCS + ",pwritev,pwritev2,pwrite64,write"
-READS = "preadv,preadv2,pread64"
 CHAINS = 24
 """Of one block each: about half of them on either store."""
-
-
-@contextmanager
-def failing(pid: int, directory: Path, calls: str) -> Iterator[None]:
-    """Makes these system calls of a process fail with EIO on the files of a directory: a disk that dies under it."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace, which makes a disk fail, is not installed")
-    paths = [argument for path in [directory, *directory.iterdir()] for argument in ("-P", str(path))]
-    tracer = subprocess.Popen(
-        [
-            "strace",
-            "-f",
-            "-o",
-            "/dev/null",
-            *paths,
-            "-e",
-            f"trace={calls}",
-            "-e",
-            f"inject={calls}:error=EIO",
-            "-p",
-            str(pid),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert tracer.stderr
-        ready, _, _ = select.select([tracer.stderr], [], [], SOON_S)
-        told = tracer.stderr.readline() if ready else "strace said nothing"
-        if "attached" not in told:
-            pytest.skip(f"this machine does not let strace attach: {told}")
-        yield
-    finally:
-        tracer.terminate()
-        tracer.wait()
-        assert tracer.stderr
-        tracer.stderr.close()
 
 
 def _put_single(client: BlockClient, namespace: int, *, seed: int, count: int) -> np.ndarray:
@@ -96,66 +53,70 @@ def _stores_of(client: BlockClient, *, seed: int, count: int) -> list[str]:
     return found
 
 
-def test_store_dies() -> None:
-    """One of two stores dies under the daemon: its blocks are misses, the other's are served, new ones go there, and it is said."""
-    with Daemon(TWO_STORES) as daemon, connected(daemon) as client:
+def test_store_dies(tmp_path: Path) -> None:
+    """One of two stores dies under the daemon: its blocks are misses, the other's are served, new ones go there, it is said; and when it works again all is back."""
+    io = IoFaults(tmp_path)
+    with Daemon(TWO_STORES, env=io.env) as daemon, connected(daemon) as client:
         namespace = client.open_namespace()
         assert _put_single(client, namespace, seed=1000, count=CHAINS).all()
         before = np.array(_stores_of(client, seed=1000, count=CHAINS))
         assert set(before.tolist()) == {"nvme.0", "nvme.1"}
-        with failing(daemon.pid, daemon.root / "b", WRITES + "," + READS):
+        with io.armed(EVERYTHING, "EIO", f"{daemon.root}/b/*"):
             first = _put_single(client, namespace, seed=2000, count=CHAINS)
             assert not first.all(), "no put noticed that the disk is gone"
-            await_true(lambda: not client.tiers()["nvme.1"].serving, "the dead store out of service")
+            await_true(lambda: bool(client.tiers()["nvme.1"].trouble), "the dead store out of service")
             assert _put_single(client, namespace, seed=3000, count=CHAINS).all()
             assert set(_stores_of(client, seed=3000, count=CHAINS)) == {"nvme.0"}
-        tiers = client.tiers()
-        assert (tiers["nvme.0"].serving, tiers["nvme.1"].serving, tiers["host.0"].serving) == (True, False, True)
-        assert "tier out of service" in daemon.log
-        client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
-        found = np.array([client.read(namespace, chain(1000 + i, 1)) for i in range(CHAINS)], dtype=bool)
-        assert found.tolist() == (before == "nvme.0").tolist()
-        acknowledged = np.array([client.read(namespace, chain(2000 + i, 1)) for i in range(CHAINS)], dtype=bool)
-        on_b = np.array([s == "nvme.1" for s in _stores_of_or_none(client, seed=2000, count=CHAINS)])
-        assert not on_b.any()
-        print(
-            f"{int(first.sum())} of {CHAINS} puts acknowledged while it died, {int((first & acknowledged).sum())} of them still there"
-        )
+            assert not client.tiers()["nvme.0"].trouble
+            assert "tier out of service" in daemon.log
+            client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+            assert _found(client, seed=1000) == (before == "nvme.0").tolist()
+        await_true(lambda: not client.tiers()["nvme.1"].trouble, "the store back in service")
+        assert _found(client, seed=1000) == [True] * CHAINS
+        assert np.array(_found(client, seed=2000))[first].all()
+        assert _put_single(client, namespace, seed=4000, count=CHAINS).all()
+        assert set(_stores_of(client, seed=4000, count=CHAINS)) == {"nvme.0", "nvme.1"}
+        print(f"{int(first.sum())} of {CHAINS} puts acknowledged while it died")
 
 
-def _stores_of_or_none(client: BlockClient, *, seed: int, count: int) -> list[str]:
-    held = [client.lookup(client.open_namespace(), chain(seed + i, 1)) for i in range(count)]
-    return [_stores_of(client, seed=seed + i, count=1)[0] if there else "" for i, there in enumerate(held)]
+def _found(client: BlockClient, *, seed: int) -> list[bool]:
+    namespace = client.open_namespace()
+    return [bool(client.read(namespace, chain(seed + i, 1))) for i in range(CHAINS)]
 
 
-def test_reads_fail() -> None:
-    """A store whose reads fail costs its blocks, one by one, and nothing else; when they succeed again it serves them."""
-    with Daemon(TWO_STORES) as daemon, connected(daemon) as client:
+def test_reads_fail(tmp_path: Path) -> None:
+    """A store whose reads fail costs its blocks and nothing else; when they succeed again it serves them."""
+    io = IoFaults(tmp_path)
+    with Daemon(TWO_STORES, env=io.env) as daemon, connected(daemon) as client:
         namespace = client.open_namespace()
         assert _put_single(client, namespace, seed=1000, count=CHAINS).all()
         where = np.array(_stores_of(client, seed=1000, count=CHAINS))
         client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
-        with failing(daemon.pid, daemon.root / "b", READS):
-            found = np.array([client.read(namespace, chain(1000 + i, 1)) for i in range(CHAINS)], dtype=bool)
-        assert found.tolist() == (where == "nvme.0").tolist()
+        with io.armed(READS, "EIO", f"{daemon.root}/b/*"):
+            assert _found(client, seed=1000) == (where == "nvme.0").tolist()
+        await_true(lambda: not client.tiers()["nvme.1"].trouble, "the store in service")
+        client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+        assert _found(client, seed=1000) == [True] * CHAINS
 
 
-def test_dead_store_after_a_restart() -> None:
-    """What the living store acknowledged is there after kill -9; what the dead one's files still hold is never wrong."""
-    with Daemon(TWO_STORES) as daemon:
+def test_dead_store_after_a_restart(tmp_path: Path) -> None:
+    """What was acknowledged is there after kill -9, in the living store or in the one whose syncs failed meanwhile; what the files hold beside it is never wrong."""
+    io = IoFaults(tmp_path)
+    with Daemon(TWO_STORES, env=io.env) as daemon:
         with connected(daemon) as client:
             namespace = client.open_namespace()
-            with failing(daemon.pid, daemon.root / "b", SYNCS):
+            with io.armed(SYNCS, "EIO", f"{daemon.root}/b/*"):
                 stored = _put_single(client, namespace, seed=1000, count=CHAINS)
-        assert stored.any() and not stored.all()
+        assert stored.any()
+        assert not stored.all()
         daemon.kill()
+        io.disarm()
         wipe_arena(daemon)
         daemon.start()
         with connected(daemon) as client:
-            namespace = client.open_namespace()
-            found = np.array([client.read(namespace, chain(1000 + i, 1)) for i in range(CHAINS)], dtype=bool)
+            found = np.array(_found(client, seed=1000))
             assert found[stored].all()
-            assert _put_single(client, namespace, seed=5000, count=CHAINS).all(), (
+            assert _put_single(client, client.open_namespace(), seed=5000, count=CHAINS).all(), (
                 "a restart puts the store back into service"
             )
 
