@@ -46,6 +46,13 @@ def flip(world: World, name: np.ndarray) -> None:
     page[100] ^= 4
 
 
+@pytest.fixture
+def faults() -> Iterator[None]:
+    """Fault points of this process, disarmed in the end."""
+    yield
+    failpoint.disarm()
+
+
 # -- pace
 
 
@@ -75,6 +82,17 @@ def test_a_steady_pass_keeps_the_rate() -> None:
         pacer.pay(700_000)
         done += 700_000
     assert done / now == pytest.approx(10 * MIB, rel=0.001)
+
+
+def test_nothing_is_saved_up() -> None:
+    """After a long rest it goes on at the rate, with no burst for the time that has passed."""
+    now, done, pacer = 100.0, 0, Pacer(0.0)
+    while now <= 101:
+        while pause := pacer.pause_s(10 * MIB, now):
+            now += pause
+        pacer.pay(MIB)
+        done += MIB
+    assert done <= 12 * MIB
 
 
 def test_a_rate_that_grows_is_heeded_within_the_longest_pause() -> None:
@@ -124,22 +142,24 @@ async def test_a_bad_page_is_found_wherever_it_lies(number: int) -> None:
         world.cache.core.check()
 
 
+@pytest.mark.usefixtures("faults")
 async def test_what_changes_hands_meanwhile_is_no_find() -> None:
-    """A page that is freed and written again while its batch is hashed is neither condemned nor counted."""
+    """A slot that is freed and written again while its batch is being read is neither condemned nor counted."""
+    old, new = NAMES[:50], chain(2, 50)
     async with opened() as world:
-        await world.put(NAMES[:100])
-        steps = Pass(world.cache, [0])
-        walk = steps.steps()
+        await world.put(old, durability=Durability.DURABLE)
+        passing = Pass(world.cache, [1])
+        failpoint.arm("nvme.slots.before_read", "delay:0.5")
+        walk = passing.steps()
         batch = asyncio.ensure_future(anext(walk))
         await asyncio.sleep(0)
-        world.cache.flights.start(world.cache.core.evict(_ids(world, NAMES[:100]), tier=None, now=0.0))
-        other = chain(2, 100)
-        await world.put(other)
-        assert set(host_pages(world, other)["page"].tolist()) == set(range(100))
+        world.cache.flights.start(world.cache.core.evict(_ids(world, old), tier=None, now=0.0))
+        await world.put(new, durability=Durability.DURABLE)
         await batch
         await walk.aclose()
-        assert steps.tiers[0].bad == 0
-        assert (await world.acquire(other)).served.tokens == 1600
+        assert (passing.tiers[0].pages, passing.tiers[0].bad) == (50, 0)
+        assert len(world.cache.core.quarantined(1)) == 0
+        assert len(world.cache.core.blocks(tier=1)) == 50
 
 
 async def test_only_a_page_that_nobody_can_write_is_marked_verified() -> None:
@@ -227,13 +247,6 @@ async def test_the_background_goes_round_and_round() -> None:
 
 
 # -- disks that do not answer
-
-
-@pytest.fixture
-def faults() -> Iterator[None]:
-    """Fault points of this process, disarmed in the end."""
-    yield
-    failpoint.disarm()
 
 
 @pytest.mark.usefixtures("faults")

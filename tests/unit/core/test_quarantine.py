@@ -135,6 +135,28 @@ def test_quarantine_sets_no_demotion_off() -> None:
     assert kit.tiers_of(a) == [-1, -1, -1, 0]
 
 
+def test_watermarks_are_of_what_is_left() -> None:
+    """Demotion begins when the good part of a tier is as full as the mark says."""
+    kit = Kit(tier(HOST, 16, quarantine_share=0.5, high_watermark=0.55, low_watermark=0.4))
+    kit.put(chain("bad", 4))
+    condemned(kit, chain("bad", 4))
+    kit.put(chain("small", 3))
+    kit.put(chain("large", 2), length=2 * PAGE)
+    assert len(kit.took(kit.core.demote(kit.tick())).freed) > 0
+
+
+def test_a_class_that_is_all_bad_takes_nothing_from_others() -> None:
+    """A size of which little but quarantined pages is left is not short of room, so blocks of other sizes stay."""
+    kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5))
+    small, large = chain("s", 4), chain("l", 1)
+    kit.put(small)
+    condemned(kit, small[:3])
+    kit.took(kit.core.evict(kit.ids(small[3:]), tier=0, now=kit.tick()))
+    kit.put(large, length=2 * PAGE)
+    assert kit.took(kit.core.demote(kit.tick())).is_empty
+    assert kit.tiers_of(large) == [0]
+
+
 def test_every_held_page_is_named_once() -> None:
     """A walk over a tier's pages by id meets each that is held from its beginning to its end, whatever comes and goes."""
     kit, a = Kit(tier(HOST, 24, quarantine_share=0.5)), chain("a", 12)
