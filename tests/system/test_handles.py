@@ -285,7 +285,7 @@ def _get_error(client: RawClient, group: pb.Group) -> str:
     return ""
 
 
-@pytest.mark.parametrize("daemon", [STORE], indirect=True, ids=["with a store"])
+@pytest.mark.parametrize("daemon", [STORE], indirect=True, ids=["store"])
 def test_old_namespace_ids(daemon: Daemon) -> None:
     """A namespace id whose epoch has ended is refused by every verb, one that never was too, after a restart as before; nothing of it is listed."""
     with BlockClient(daemon.target) as client:

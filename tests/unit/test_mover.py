@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.unit.cache.world import SOON_S, World, opened
+from tierd import failpoint
 from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
 from tierd.mover import HASH_SPLIT_BYTES, Link, Mover
 from tierd.testing import chain, is_content
@@ -48,6 +49,20 @@ async def test_a_target_that_fails_is_a_status() -> None:
         target["tier"], target["segment"] = 1, 999  # a segment that the store does not have
         batch, metas = _batch(world, committed.blocks, target)
         statuses = await world.cache.parts.mover.copy(batch, metas)
+        assert statuses.tolist() == [BlockStatus.FAILED] * 4
+
+
+async def test_an_error_on_the_way_is_a_status() -> None:
+    """An error of the system in a copy makes every block of the batch FAILED, and none READY."""
+    async with opened() as world:
+        committed = await world.put(NAMES)
+        spare = (await world.cache.reserve(world.session, [world.put_query(chain(2, 4))], kind=1)).extents[0]
+        batch, metas = _batch(world, committed.blocks, spare)
+        failpoint.arm("mover.copy.before_copy", "error:ENOSPC")
+        try:
+            statuses = await world.cache.parts.mover.copy(batch, metas)
+        finally:
+            failpoint.disarm()
         assert statuses.tolist() == [BlockStatus.FAILED] * 4
 
 

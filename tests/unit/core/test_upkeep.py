@@ -124,6 +124,22 @@ def test_a_session_that_lived_through_a_restart_keeps_what_it_held() -> None:
     assert new.core.tier_stats()[0].assigned_bytes == 0
 
 
+def test_only_the_page_that_was_held_is_restored() -> None:
+    """A pin on a page that has another generation now is not restored: what lies there is somebody else's."""
+    kit, a = Kit(tier(HOST, 8)), chain("a", 2)
+    kit.put(a)
+    segments, extents, metas = survivors(kit, 0)
+    new = Kit(tier(HOST, 8))
+    new.core.open_session(5, domain=1)
+    new.core.adopt(0, segments=segments, extents=extents, metas=metas, now=0.0)
+    stale = extents.copy()
+    stale["generation"][1] -= np.uint64(1)
+    held = new.core.restore(5, pinned=stale, reserved=np.zeros(0, EXTENT), now=1.0)
+    new.core.check()
+    assert held.pinned.tolist() == [True, False]
+    assert [used.pages_pinned for used in new.core.tier_stats()] == [1]
+
+
 def test_a_restored_reservation_cannot_be_committed() -> None:
     """Its namespace is not known any more: the commit is FAILED, and the pages are freed."""
     kit = Kit(tier(HOST, 8))
