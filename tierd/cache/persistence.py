@@ -59,8 +59,8 @@ class Persistence:
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
         self._forget_lost(blocks)
-        plan = self._core.persist(blocks, now=self._clock.now())
         failpoint("cache.persist.before_write")
+        plan = self._core.persist(blocks, now=self._clock.now())
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
         held = np.where(_same(self._core.metas(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
