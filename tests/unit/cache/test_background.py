@@ -70,6 +70,7 @@ async def test_a_failed_store_is_told_once() -> None:
                 world.cache.health.look()
                 await world.cache.background.sync()
         assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["tier out of service"]
+        assert not world.cache.core.is_writable(1)
         assert not (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).any()
         assert (await world.acquire(chain(1, 4))).served.tokens == 64
         assert not await world.cache.health.resume(1, timeout_s=SOON_S)
