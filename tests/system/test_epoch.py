@@ -6,18 +6,20 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from tests.system.blocks import await_true
-from tests.system.raw import RawClient
+from tests.system.raw import RawClient, put_blocks
 from tests.system.sdk import SMALL, await_nothing_held, churn, held, put, right
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, OpenedNamespace, PutGroup
+from tierd.core.model import HANDLE
 from tierd.errors import StaleHandle, TierdError
 from tierd.testing import Daemon, chain
 
@@ -32,7 +34,7 @@ segment = "4 MiB"
 """
 COUNT = 8
 CHAINS = 6
-NOWHERE = {"lookup": 0, "acquire": 0, "chunks": 0, "listed": 0}
+NOWHERE = {"lookup": 0, "acquire": 0, "prefetch": 0, "exists": 0, "chunks": 0, "listed": 0}
 
 
 @pytest.fixture
@@ -73,14 +75,35 @@ def found_anywhere(daemon: Daemon, namespace: OpenedNamespace) -> dict[str, int]
                 reply = raw.call(raw.cache.Acquire, pb.AcquireRequest(groups=[part], tier=pb.TIER_KIND_HOST))
                 found["acquire"] += reply.tokens
             with contextlib.suppress(grpc.RpcError):
+                found["prefetch"] += raw.call(
+                    raw.cache.Prefetch, pb.PrefetchRequest(groups=[part], tier=pb.TIER_KIND_HOST)
+                ).started
+            found["exists"] += _existing(raw, part)
+            with contextlib.suppress(grpc.RpcError):
                 call = raw.cache.Get(pb.GetRequest(group=part), metadata=raw.metadata, timeout=10)
                 found["chunks"] += sum(bool(chunk.data) for chunk in call)
+    return found
+
+
+def _existing(raw: RawClient, group: pb.Group) -> int:
+    """Blocks that a reserve, durable or not, says are there already."""
+    blocks = put_blocks(np.frombuffer(group.hashes, np.uint8).reshape(-1, 32)).tobytes()
+    wanted, found = pb.PutGroup(namespace=group.namespace, blocks=blocks), 0
+    for durability in (pb.DURABILITY_MEMORY, pb.DURABILITY_DURABLE):
+        request = pb.ReserveRequest(groups=[wanted], tier=pb.TIER_KIND_HOST, durability=durability)
+        with contextlib.suppress(grpc.RpcError):
+            reply = raw.call(raw.cache.Reserve, request)
+            statuses = np.frombuffer(reply.handles[0], dtype=HANDLE)["status"]
+            found += int(np.isin(statuses, (pb.BLOCK_STATUS_EXISTS, pb.BLOCK_STATUS_FAILED)).sum())
+            raw.call(raw.cache.Abort, pb.AbortRequest(reservation=reply.reservation))
     return found
 
 
 EVERYWHERE = {
     "lookup": 16 * CHAINS * COUNT,
     "acquire": 16 * CHAINS * COUNT,
+    "prefetch": 0,  # all of it is near
+    "exists": 2 * CHAINS * COUNT,
     "chunks": CHAINS * COUNT,
     "listed": CHAINS * COUNT,
 }
@@ -237,3 +260,89 @@ def test_two_epochs_and_back(daemon: Daemon) -> None:
         assert [namespace.epoch for namespace in seen] == [1, 2, 3]
         assert len({namespace.digest for namespace in seen}) == 3
         assert all(found_anywhere(daemon, namespace) == NOWHERE for namespace in seen)
+
+
+# -- in the middle of things
+
+
+@pytest.fixture
+def armed() -> Iterator[Daemon]:
+    """The same, its fault points within reach."""
+    with Daemon(CONFIG, faults=True) as running:
+        yield running
+
+
+@pytest.mark.parametrize("point", ["nvme.slots.before_read", "mover.load.before_verify"])
+def test_bump_with_transfers_in_flight(armed: Daemon, point: str) -> None:
+    """Blocks that are on their way up when their epoch ends land nowhere: a get that waits for them may have their right bytes, nobody later finds them, and
+    watchers hear that they went and never that they came."""
+    with Client(armed.target) as client, armed.faults() as faults, RawClient(armed.target) as raw:
+        old = fill(client, durable=True)
+        raw.call(raw.admin.Evict, apb.EvictRequest(tier="host.0"))
+        watch, told = _watching(armed, raw)
+        faults.arm(point, "delay:1")
+        got: list[int] = []
+        waiting = threading.Thread(target=_get_right, args=(client, old, got))
+        waiting.start()
+        assert faults.await_hits(point)
+        assert bump(armed).namespaces == 1
+        assert found_anywhere(armed, old) == NOWHERE
+        faults.disarm()
+        waiting.join(20)
+        fresh = client.open_namespace(SMALL)
+        assert put(client, fresh, 99, 1)
+        await_true(lambda: fresh.id in {event.namespace for event in told}, "news of the new epoch")
+        watch.cancel()
+        assert got in ([0], [COUNT])
+        mine = [event for event in told if event.namespace == old.id]
+        ended = [event.reason for event in mine].index("epoch_bumped")
+        assert {event.kind for event in mine[ended:]} == {pb.Event.KIND_REMOVED}
+        gc.collect()
+        await_nothing_held(armed, "a get of the old epoch")
+        assert found_anywhere(armed, old) == NOWHERE
+
+
+def _get_right(client: Client, namespace: OpenedNamespace, got: list[int]) -> None:
+    """A get of the first chain; how many blocks came, -1 if one was wrong."""
+    found = client.get(namespace, chain(0, COUNT))
+    got.append(found.blocks if right(found.views, 0) == found.blocks else -1)
+
+
+def _watching(daemon: Daemon, raw: RawClient) -> tuple[Any, list[pb.Event]]:
+    """A stream of events from now on, and where they are put."""
+    watch, told = raw.cache.Watch(pb.WatchRequest(), metadata=raw.metadata, timeout=60), []
+
+    def listen() -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for batch in watch:
+                told.extend(batch.events)
+
+    threading.Thread(target=listen, daemon=True).start()
+    with Client(daemon.target) as client:
+        namespace = client.open_namespace(replace(SMALL, model="bell"))
+        seeds = iter(range(1000))
+        await_true(lambda: bool(put(client, namespace, next(seeds), 1) and told), "the first event")
+    return watch, told
+
+
+@pytest.mark.parametrize("point", ["operator.epoch.before_bump", "operator.epoch.before_forgetting"])
+def test_bump_that_the_daemon_does_not_survive(armed: Daemon, point: str) -> None:
+    """A daemon that dies in a bump has ended the epoch or has not: afterwards all its blocks are there, or none, all are right, and the next bump is whole."""
+    with Client(armed.target) as client, armed.faults() as faults:
+        old = fill(client, durable=True)
+        faults.arm(point, "kill")
+        with pytest.raises(grpc.RpcError):
+            bump(armed)
+    armed.await_end()
+    armed.start()
+    with Client(armed.target) as client:
+        assert found_anywhere(armed, old) in (NOWHERE, EVERYWHERE)
+        namespace = client.open_namespace(SMALL)
+        for seed in range(CHAINS):
+            got = client.get(namespace, chain(seed, COUNT))
+            assert right(got.views, seed) == got.blocks
+            del got
+        assert bump(armed).namespaces == 1
+        assert found_anywhere(armed, old) == found_anywhere(armed, namespace) == NOWHERE
+    armed.restart()
+    assert found_anywhere(armed, old) == found_anywhere(armed, namespace) == NOWHERE
