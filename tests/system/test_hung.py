@@ -9,13 +9,16 @@ import time
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from tests.depth import count, percentile, report
 from tests.system.blocks import SOON_S, BlockClient, await_true, connected
+from tests.system.raw import put_blocks
 from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, WRITES
 from tests.system.trouble import STORE, Troubled, config, troubled
 from tierd._proto import cache_pb2 as pb
+from tierd.core.model import HANDLE
 from tierd.testing import Daemon, chain
 
 FAR, NEAR = chain(1, 16), chain(2, 16)
@@ -99,6 +102,7 @@ def test_hung_writes(tmp_path: Path, calls: str) -> None:
             await_true(lambda: bool(world.client.tiers()["nvme.0"].trouble), "the hung store out of service for writes")
             begun = time.monotonic()
             assert world.put() == 0
+            assert set(_reserve_durable(world.client, world.namespace)) == {pb.BLOCK_STATUS_FAILED}
             assert time.monotonic() - begun < SLACK_S
             assert world.client.tiers()["nvme.0"].serving
             assert world.client.read(world.namespace, FAR) == len(FAR)
@@ -108,6 +112,13 @@ def test_hung_writes(tmp_path: Path, calls: str) -> None:
         world.await_writes()
         world.forget_memory()
         assert world.lost() == []
+
+
+def _reserve_durable(client: BlockClient, namespace: int) -> list[int]:
+    """Statuses of a durable put of what the store holds already."""
+    group = pb.PutGroup(namespace=namespace, blocks=put_blocks(FAR).tobytes())
+    wanted = pb.ReserveRequest(groups=[group], tier=pb.TIER_KIND_HOST, durability=pb.DURABILITY_DURABLE)
+    return list(np.frombuffer(client.call(client.cache.Reserve, wanted).handles[0], dtype=HANDLE)["status"])
 
 
 def _put_quietly(daemon: Daemon) -> None:

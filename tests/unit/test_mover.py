@@ -11,6 +11,7 @@ import pytest
 from tests.unit.cache.world import SOON_S, World, opened
 from tierd import failpoint
 from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
+from tierd.errors import TierFailed
 from tierd.mover import HASH_SPLIT_BYTES, Link, Mover
 from tierd.testing import chain, is_content
 
@@ -124,6 +125,25 @@ async def test_a_turn_that_nobody_takes_is_passed_on(is_its_turn: bool) -> None:
         await asyncio.gather(first, second, return_exceptions=True)
     assert first.cancelled()
     assert link.active == 0
+
+
+async def test_who_waits_for_a_refused_link_is_told() -> None:
+    """When a tier goes out of service whoever waits for a link of it fails at once; what is on the link goes on, and the link works afterwards."""
+    link = Link(1)
+
+    async def go() -> None:
+        async with link.slot(0):
+            pass
+
+    async with link.slot(0):
+        waiting = [asyncio.create_task(go()) for _ in range(3)]
+        await asyncio.sleep(0)
+        link.refuse(TierFailed("nvme.0: out of service"))
+        async with asyncio.timeout(SOON_S):
+            ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(end) for end in ends] == [TierFailed] * 3
+    assert link.active == 0
+    await go()
 
 
 async def test_no_thread_is_left_behind() -> None:
