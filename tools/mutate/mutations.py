@@ -270,6 +270,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._announce_stored(batch[statuses == BlockStatus.READY])",
         ("tests/unit/cache/test_flights.py",),
     ),
+    Mutation(
+        "watch-another-life",
+        "a watcher that comes back with a number of another life is told of the gap",
+        "tierd/cache/events.py",
+        "if after > self._last:",
+        "if False:",
+        ("tests/system/test_handles.py", "-k", "watch"),
+    ),
+    Mutation(
+        "settle-doomed",
+        "a lease is not settled on pages that were taken out while their transfers flew",
+        "tierd/core/gets.py",
+        "lost = (doom == Reason.CORRUPTED) if lease.settled else (doom > 0)",
+        "lost = doom < 0",
+        ("tests/unit/core/test_gets.py", "tests/unit/core/test_upkeep.py"),
+    ),
     # -- who may
     Mutation(
         "tenant",
