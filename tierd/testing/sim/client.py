@@ -185,6 +185,7 @@ class Client:
 
         async def work(assembly: Assembly) -> Lease:
             lease = await assembly.cache.acquire(held.session, [wanted.query()], kind=kind, timeout_s=timeout_s * 0.8)
+            self.world.check_calm(assembly)
             return held.daemon.grants.give((held.session, request), lease, lease=lease.lease)
 
         return await self.ask(held, work, timeout_s=timeout_s, request=request)

@@ -276,17 +276,17 @@ def _refuse(reply: asyncio.Future[Any], error: Exception) -> None:
 
 
 def _count_flying(mover: Mover, watch: Watch) -> None:
-    """Notes the pages of every copy for as long as it is under way."""
-    copy = mover.copy
+    """Notes the pages of every copy for as long as bytes may move."""
+    copy = mover._copy
 
-    async def counted(batch: StructArray, metas: StructArray) -> np.ndarray[Any, Any]:
+    async def counted(batch: StructArray, metas: StructArray, *ends: Tier) -> np.ndarray[Any, Any]:
         pages = [*batch["source"]["generation"].tolist(), *batch["target"]["generation"].tolist()]
         watch.flying.update(pages)
         try:
-            return await copy(batch, metas)
+            return await copy(batch, metas, *ends)
         finally:
             watch.flying.subtract(pages)
             for page in [page for page in pages if not watch.flying[page]]:
                 del watch.flying[page]
 
-    mover.copy = counted  # type: ignore[method-assign]
+    mover._copy = counted  # type: ignore[method-assign, assignment]

@@ -50,6 +50,9 @@ FAULTS: Mapping[str, float] = {
 }
 """What goes wrong on a disk that keeps what it has synced, by weight."""
 
+PROCESS_FAULTS = {"crash", "crash_at_point", "power_loss", "restart", "client_dies", "client_stalls"}
+"""Those that end or stop a process and leave tiers alone."""
+
 MEDIUM_FAULTS: Mapping[str, float] = {
     "read_flips_bit": 1,
     "read_is_stale": 1,
@@ -98,6 +101,11 @@ class Script:
     kinds: frozenset[str] = field(default_factory=frozenset)
 
     @property
+    def is_calm(self) -> bool:
+        """Whether nothing happens by which a transfer could fail: then none does."""
+        return self.kinds <= PROCESS_FAULTS and not any(event.what == "bump" for event in self.events)
+
+    @property
     def medium_lies(self) -> bool:
         """Whether the disk may lose what it has synced."""
         return bool(self.kinds & MEDIUM_FAULTS.keys())
@@ -132,7 +140,9 @@ def _machine(rng: random.Random) -> Machine:
 
 
 def _faults(rng: random.Random) -> list[str]:
-    """A few kinds of fault; the disk lies in three seeds of ten."""
+    """A few kinds of fault; the disk lies in three seeds of ten, in one or two processes fare ill and nothing else."""
+    if rng.random() < 0.15:
+        return [name for name in sorted(PROCESS_FAULTS) if rng.random() < 0.3]
     kinds = [name for name in FAULTS if rng.random() < 0.3]
     if rng.random() < 0.3:
         kinds += [name for name in MEDIUM_FAULTS if rng.random() < 0.5]

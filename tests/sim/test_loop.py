@@ -1,0 +1,135 @@
+"""The loop under the simulation: time, chance, threads and the ends of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tierd.testing.sim.loop import Pace, SimLoop, Stuck
+
+
+@pytest.fixture
+def loop() -> Iterator[SimLoop]:
+    made = SimLoop(random.Random(1), in_order=0.0)
+    yield made
+    made.shut()
+
+
+def test_sleep_takes_no_time(loop: SimLoop) -> None:
+    """A day passes at once, and in the right order."""
+    woken = []
+
+    async def sleep(hours: int) -> None:
+        await asyncio.sleep(3600 * hours)
+        woken.append((hours, round(loop.time())))
+
+    async def main() -> None:
+        await asyncio.gather(*(sleep(hours) for hours in (24, 3, 12)))
+
+    loop.run(main())
+    assert woken == [(3, 10800), (12, 43200), (24, 86400)]
+
+
+def test_orders_of_turns_differ_by_seed() -> None:
+    """What is ready at one time runs in an order that the seed chooses, the same for the same seed."""
+
+    def order(seed: int) -> tuple[int, ...]:
+        ran: list[int] = []
+        loop = SimLoop(random.Random(seed), in_order=0.0)
+
+        async def turn(number: int) -> None:
+            ran.append(number)
+
+        async def main() -> None:
+            await asyncio.gather(*map(turn, range(5)))
+
+        loop.run(main())
+        loop.shut()
+        return tuple(ran)
+
+    assert len({order(seed) for seed in range(20)}) > 10
+    assert order(3) == order(3)
+
+
+@pytest.mark.parametrize(("share", "moved"), [(0.0, [True, True]), (0.5, [False, True]), (1.0, [False, False])])
+def test_bytes_move_when_the_pace_says(loop: SimLoop, share: float, moved: list[bool]) -> None:
+    """Work in a thread is done at its start, in between or at its end; its result is there at its end."""
+    loop.pace = lambda _work: Pace(1.0, share)
+    done: list[int] = []
+
+    async def main() -> list[bool]:
+        task = loop.create_task(asyncio.to_thread(done.append, 1))
+        await asyncio.sleep(0.25)
+        seen = [bool(done)]
+        await asyncio.sleep(0.5)
+        seen.append(bool(done))
+        assert not task.done()
+        await task
+        return seen
+
+    assert loop.run(main()) == moved
+    assert done == [1]
+
+
+def test_error_of_a_thread_is_its_waiters(loop: SimLoop) -> None:
+    """Work that raises raises where it is awaited."""
+
+    async def main() -> None:
+        await asyncio.to_thread(int, "no number")
+
+    with pytest.raises(ValueError, match="no number"):
+        loop.run(main())
+
+
+def test_nothing_of_an_ended_life_runs(loop: SimLoop) -> None:
+    """A life that ends stops in mid-air: no callback, no timer, no thread of it goes on, and its waiters wait for ever."""
+    reached: list[str] = []
+
+    async def work() -> None:
+        reached.append("began")
+        try:
+            await asyncio.to_thread(reached.append, "in a thread")
+            await asyncio.sleep(1)
+        finally:
+            reached.append("unwound")
+
+    async def main() -> None:
+        life = loop.new_life()
+        loop.pace = lambda _work: Pace(1.0, 1.0)
+        task = loop.create_task(work(), context=loop.context_of(life))
+        await asyncio.sleep(0.5)
+        loop.end_life(life)
+        loop.bury(life)
+        reached.append("ended")
+        await asyncio.sleep(10)
+        assert not task.done()
+
+    loop.run(main())
+    assert reached == ["began", "unwound", "ended"]
+    assert loop.unforeseen == []
+
+
+async def turn_for_ever() -> None:
+    while True:  # noqa: ASYNC110  # that is the fault
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("wait", [asyncio.Event().wait, turn_for_ever], ids=["nothing", "livelock"])
+def test_standstill_is_told(loop: SimLoop, wait: Callable[[], object]) -> None:
+    """Who waits for what never comes, or never comes to an end of turns, is told instead of hanging."""
+    with pytest.raises(Stuck):
+        loop.run(wait())  # type: ignore[arg-type]
+
+
+def test_exceptions_that_nobody_takes_are_noted(loop: SimLoop) -> None:
+    """A callback that raises is not lost."""
+
+    async def main() -> None:
+        loop.call_soon(int, "no number")
+        await asyncio.sleep(1)
+
+    loop.run(main())
+    assert len(loop.unforeseen) == 1

@@ -1,0 +1,135 @@
+"""The simulation sees what it is for: with a promise broken on purpose some seed fails, and says the right thing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.depth import report
+from tierd import mover
+from tierd.cache.cache import Cache
+from tierd.cache.flights import Flights
+from tierd.cache.persistence import Persistence
+from tierd.cache.verification import Verification
+from tierd.core.model import BlockStatus
+from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.pages import Pages
+from tierd.mover import Mover
+from tierd.testing.sim.script import write
+from tierd.testing.sim.world import run
+from tierd.tiers.arena_recovery import FoundSegment
+
+SEEDS = 400
+"""So many are tried for each."""
+
+Patch = pytest.MonkeyPatch
+
+
+def trusts_what_it_finds(patch: Patch) -> None:
+    find = FoundSegment.extents
+
+    def extents(self: FoundSegment) -> np.ndarray:
+        rows = find(self)
+        rows["flags"] = 0
+        return rows
+
+    patch.setattr(FoundSegment, "extents", extents)
+
+
+def verifies_no_hit(patch: Patch) -> None:
+    patch.setattr(Verification, "_suspect", lambda self, extents: np.zeros(len(extents), np.bool_))
+
+
+def verifies_no_copy(patch: Patch) -> None:
+    patch.setattr(mover, "_judge", lambda hashed, metas: np.full(len(metas), BlockStatus.READY, np.uint16))
+
+
+def gives_transfers_up(patch: Patch) -> None:
+    copy = Mover.copy
+
+    async def hasty(self: Mover, batch: np.ndarray, metas: np.ndarray) -> np.ndarray:
+        work = asyncio.ensure_future(copy(self, batch, metas))
+        done, _ = await asyncio.wait([work], timeout=0.002)
+        return work.result() if done else np.full(len(batch), BlockStatus.FAILED, np.uint16)
+
+    patch.setattr(Mover, "copy", hasty)
+
+
+def keeps_generations(patch: Patch) -> None:
+    take = Pages.take
+
+    def stale(self: Pages, key: object, count: int, generation: int) -> np.ndarray:
+        before = self.generation.copy()
+        pages = take(self, key, count, generation)
+        known = pages[pages < len(before)]
+        again = known[before[known] > 0]
+        self.generation[again] = before[again]
+        return pages
+
+    patch.setattr(Pages, "take", stale)
+
+
+def acknowledges_unsynced(patch: Patch) -> None:
+    async def at_once(self: Persistence, *_args: object) -> bool:
+        return True
+
+    patch.setattr(Persistence, "_sync", at_once)
+
+
+def overlooks_failures(patch: Patch) -> None:
+    finish = Flights._finish
+    patch.setattr(
+        Flights, "_finish", lambda self, batch, statuses: finish(self, batch, np.full_like(statuses, BlockStatus.READY))
+    )
+
+
+def waits_for_its_own_only(patch: Patch) -> None:
+    landed = Flights.landed
+
+    async def alone(self: Flights, plan: object, *, timeout_s: float) -> bool:
+        return await landed(self, replace(plan, waits=np.zeros(0, np.uint64)), timeout_s=timeout_s)
+
+    patch.setattr(Flights, "landed", alone)
+
+
+def records_no_holds(patch: Patch) -> None:
+    patch.setattr(Cache, "_hold", lambda self, key, extents, *, at=None: None)
+
+
+def serves_old_epochs(patch: Patch) -> None:
+    patch.setattr(NamespaceRegistry, "is_current", lambda self, namespace: True)
+
+
+BREAKS: dict[Callable[[Patch], None], str] = {
+    trusts_what_it_finds: "bytes changed by a writer",
+    verifies_no_hit: "bytes changed by a writer",
+    verifies_no_copy: "wrong bytes|bytes changed by a writer",
+    gives_transfers_up: "while a transfer uses it",
+    keeps_generations: "generation was used before|generation",
+    acknowledges_unsynced: "durable blocks are lost",
+    overlooks_failures: "wrong bytes|durable blocks are lost",
+    waits_for_its_own_only: "missed by a failed transfer",
+    records_no_holds: "changed under a reader|wrong bytes|still maps",
+    serves_old_epochs: "after its epoch had ended",
+}
+"""A fault in the code, and what the simulation must say of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
+def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch, break_it: Callable[[Patch], None]) -> None:
+    """Each of these faults in the daemon's own code fails some seed of a few hundred."""
+    import re
+
+    break_it(monkeypatch)
+    for seed in range(SEEDS):
+        found = [text for text in run(write(seed)).violations if re.search(BREAKS[break_it], text)]
+        if found:
+            report("simulation notices", fault=break_it.__name__, seed=seed, says=found[0])
+            return
+    pytest.fail(f"{SEEDS} seeds, and nothing was noticed")

@@ -1,0 +1,87 @@
+"""The daemon on a virtual clock: many seeds of clients, faults, crashes and restarts, and not one promise broken.
+
+A failure prints its seed and a shorter script; `SIM_SEED=` runs it again, alone, and so does `python -m tierd.testing.sim --seed N`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+
+import pytest
+
+from tests.depth import DEPTH, count, report
+from tierd.testing.sim.script import FAULTS, MEDIUM_FAULTS, SECONDS, write
+from tierd.testing.sim.shrink import shrink
+from tierd.testing.sim.world import Result, run
+
+SEEDS = count(test=200, nightly=2_000, weekly=10_000)
+FIRST = int(os.environ.get("SIM_SEED", "0"))
+TIMES_REAL = 200
+"""Virtual seconds for each second of CPU that are meant; reported, and asserted with tenfold slack."""
+LEAST_HITS = 100
+"""Of each fault in a night."""
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Result]:
+    """What every seed came to; shrunk and printed where a promise was broken."""
+    seeds = [FIRST] if "SIM_SEED" in os.environ else range(SEEDS)
+    return [_run(seed) for seed in seeds]
+
+
+def _run(seed: int) -> Result:
+    script = write(seed)
+    result = run(script)
+    if result.violations:
+        shorter, again = shrink(script, result)
+        print(f"SIM_SEED={seed}: {result.violations}; in {len(shorter.events)} events:")
+        print(*shorter.events, *again.violations, sep="\n")
+    return result
+
+
+@pytest.mark.timeout(3600)
+def test_no_promise_is_broken(results: list[Result]) -> None:
+    """Every read is the committed bytes or a miss, what is durable is there, every call ends in time, nothing stays held."""
+    assert {result.seed: result.violations for result in results if result.violations} == {}
+    counts: Counter[str] = sum((result.counts for result in results), Counter())
+    report(
+        "simulation",
+        seeds=len(results),
+        virtual_s=round(sum(result.virtual_s for result in results)),
+        blocks_read=counts["blocks read"],
+        durable_checked=counts["durable checked"],
+        violations=0,
+    )
+    if len(results) > 1:
+        assert counts["blocks read"] > 10 * len(results)
+        assert counts["durable checked"] > 10 * len(results)
+
+
+@pytest.mark.timeout(3600)
+def test_every_fault_strikes(results: list[Result]) -> None:
+    """No kind of fault is left out; in a night each strikes a hundred times."""
+    struck: Counter[str] = sum((result.struck for result in results), Counter())
+    report("simulation faults", **{name: struck[name] for name in (*FAULTS, *MEDIUM_FAULTS)})
+    if len(results) >= SEEDS:
+        least = LEAST_HITS if DEPTH != "test" and SEEDS >= 2_000 else 1
+        assert {name: struck[name] for name in (*FAULTS, *MEDIUM_FAULTS) if struck[name] < least} == {}
+
+
+@pytest.mark.timeout(3600)
+def test_time_flies(results: list[Result]) -> None:
+    """A script of half a minute takes a small part of a second."""
+    speeds = [result.virtual_s / result.cpu_s for result in results]
+    report("simulation speed", median_times_real=round(statistics.median(speeds)), target=TIMES_REAL)
+    assert min(result.virtual_s for result in results) >= SECONDS
+    assert statistics.median(speeds) > TIMES_REAL / 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_seed_decides_everything(results: list[Result], seed: int) -> None:
+    """The same seed gives the same trace, to the last turn, in whatever order seeds run."""
+    again = run(write(seed))
+    assert again.trace == run(write(seed)).trace
+    known = {result.seed: result for result in results}
+    assert seed not in known or (again.trace, again.violations) == (known[seed].trace, known[seed].violations)
