@@ -17,6 +17,8 @@ import structlog
 from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.typing import FilteringBoundLogger, Processor
 
+_TRACEBACK = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+"""Without the values of variables, here and on the console: they hold tokens and bytes of blocks, and to print them takes seconds."""
 _LEVELS = logging.getLevelNamesMapping()
 
 
@@ -52,8 +54,11 @@ def _processors(*, style: str, is_terminal: bool) -> list[Processor]:
         structlog.processors.StackInfoRenderer(),
     ]
     if style == "json":
-        return [*shared, structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
-    return [*shared, structlog.dev.ConsoleRenderer(colors=is_terminal)]
+        return [*shared, _TRACEBACK, structlog.processors.JSONRenderer(default=str)]
+    return [
+        *shared,
+        structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=structlog.dev.plain_traceback),
+    ]
 
 
 class _Forward(logging.Handler):

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import structlog
@@ -84,3 +85,24 @@ def test_console_is_for_people() -> None:
     assert "copied" in stream.getvalue()
     assert "blocks=3" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_a_traceback_shows_no_values(style: Literal["console", "json"]) -> None:
+    """Where an exception comes from is written, what was in its variables is not: tokens, and megabytes that take seconds to print."""
+    stream = io.StringIO()
+    logs.configure(style=style, level="info", stream=stream)
+    try:
+        fail_with(f"a {'secret'}")
+    except OSError:
+        logging.getLogger("grpc").exception("call failed")
+    finally:
+        structlog.reset_defaults()
+        logging.getLogger().handlers.clear()
+    assert "fail_with" in stream.getvalue()
+    assert "disk on fire" in stream.getvalue()
+    assert "a secret" not in stream.getvalue()
+
+
+def fail_with(token: str) -> None:
+    raise OSError("disk on fire" if token else "")

@@ -11,9 +11,8 @@ theirs; what gives something back is never refused.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierd.errors import Overloaded
@@ -32,8 +31,8 @@ RETRY_AFTER_S = 0.05
 """The shortest hint: a call takes less than that."""
 PATIENCE = 8
 """Refusals, as a multiple of a session's credits, that are borne at one time."""
-FORGIVEN_PER_S = 4
-"""Of these, as a multiple of the credits, forgotten in a second."""
+FORGIVEN_PER_S = 1
+"""Of these, as a multiple of the credits, forgotten in a second. The hints grow faster than that: who heeds them is never cut off."""
 
 
 @dataclass(slots=True)
@@ -42,6 +41,29 @@ class Excess:
 
     level: float = 0.0
     at: float = 0.0
+
+
+class Place:
+    """A call's place, until it is left; at the latest when nobody knows of the call any more, as of one that was cancelled on its way in."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back = give_back
+        self._is_taken = True
+
+    def leave(self) -> None:
+        """Gives the place back. Safe to call twice."""
+        if self._is_taken:
+            self._is_taken = False
+            self._give_back()
+
+    def __enter__(self) -> None:
+        """The call is handled now."""
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def __del__(self) -> None:
+        self.leave()
 
 
 class Credits:
@@ -71,24 +93,22 @@ class Credits:
         """Calls in progress that have an end."""
         return self._running.total()
 
-    @contextlib.contextmanager
-    def place(self, method: str, session: int, *, is_shared: bool = False) -> Iterator[None]:
-        """A place among the calls in progress. is_shared: a session that stands for many clients. Raises Overloaded."""
+    def place(self, method: str, session: int, *, is_shared: bool = False) -> Place:
+        """Takes a place among the calls in progress. is_shared: a session that stands for many clients. Raises Overloaded."""
         if method in FREEING:
-            yield
-            return
-        calls = self._endless if method in ENDLESS else self._running
-        slow = method in SLOW
+            return Place(lambda: None)
         self._check(method, session, is_shared=is_shared)
+        calls = self._endless if method in ENDLESS else self._running
         calls[session] += 1
-        self._slow += slow
-        try:
-            yield
-        finally:
-            self._slow -= slow
-            calls[session] -= 1
-            if not calls[session]:
-                del calls[session]
+        self._slow += method in SLOW
+        return Place(lambda: self._give_back(method, session))
+
+    def _give_back(self, method: str, session: int) -> None:
+        calls = self._endless if method in ENDLESS else self._running
+        self._slow -= method in SLOW
+        calls[session] -= 1
+        if not calls[session]:
+            del calls[session]
 
     def forget(self, session: int) -> None:
         """The session has ended."""
@@ -119,8 +139,9 @@ class Credits:
             del self._excess[session]
             error = Overloaded(
                 f"session: more than {PATIENCE * self.share} calls beyond its {self.share} credits (server.session_credits)"
-                " within a moment; it is cut off: keep to the credits that the hello names"
+                " within a moment; it is cut off: keep to the credits that the hello names",
+                retry_after_s=RETRY_AFTER_S * 2**PATIENCE,
             )
             self._cut_off(session, error)
             return error
-        return Overloaded(why, retry_after_s=RETRY_AFTER_S * (1 + excess.level / self.share))
+        return Overloaded(why, retry_after_s=RETRY_AFTER_S * 2 ** (excess.level / self.share))

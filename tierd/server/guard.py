@@ -35,7 +35,7 @@ from tierd.errors import (
     Unsupported,
 )
 from tierd.metrics import Metrics
-from tierd.server.credits import ENDLESS, Credits
+from tierd.server.credits import ENDLESS, Credits, Place
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +62,25 @@ class Caller:
     def left_s(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+
+@dataclass
+class Arrival:
+    """A call that has come in, with its place or the reason why it has none."""
+
+    method: str
+    metadata: dict[str, str]
+    place: Place | None = None
+    refusal: TierdError | None = None
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """While the call is handled. Raises its refusal."""
+        if self.refusal is not None:
+            raise self.refusal
+        assert self.place is not None
+        with self.place:
+            yield
 
 
 @dataclass
@@ -113,34 +132,45 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         handler = await continuation(details)
         if handler is None or details.method.startswith(OPEN_SERVICES):
             return handler
-        metadata = {k: v for k, v in details.invocation_metadata or () if isinstance(v, str)}
+        arrival = self._arrived(details)
         parse = handler.request_deserializer
-        if handler.response_streaming:
+        if arrival.refusal is not None:
+            # As if it were a stream: so its message is not waited for, nor read.
+            make, call = grpc.stream_unary_rpc_method_handler, self._unary(_nothing, parse, arrival)
+        elif handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
-            call = self._stream(handler.unary_stream, parse, details.method, metadata)
+            call = self._stream(handler.unary_stream, parse, arrival)
         elif handler.request_streaming:
             make = grpc.stream_unary_rpc_method_handler
-            call = self._unary(handler.stream_unary, lambda raw: _each_parsed(parse, raw), details.method, metadata)
+            call = self._unary(handler.stream_unary, lambda raw: _each_parsed(parse, raw), arrival)
         else:
             make = grpc.unary_unary_rpc_method_handler
-            call = self._unary(handler.unary_unary, lambda raw: _parsed(parse, raw), details.method, metadata)
+            call = self._unary(handler.unary_unary, lambda raw: _parsed(parse, raw), arrival)
         # The bytes are parsed in here: grpc itself would answer a malformed message with UNKNOWN and a traceback.
         return make(call, None, handler.response_serializer)
 
-    def _unary(self, inner: Callable[..., Awaitable[Any]], parse: Parse, method: str, metadata: dict[str, str]) -> Any:
+    def _arrived(self, details: Any) -> Arrival:
+        """A place for the call, before its message is read: what waits in the daemon counts, not only what runs."""
+        metadata = {k: v for k, v in details.invocation_metadata or () if isinstance(v, str)}
+        try:
+            session = self._identify(metadata)[0]
+            is_shared = self._remote is not None and session == self._remote[0]
+            return Arrival(details.method, metadata, self._credits.place(details.method, session, is_shared=is_shared))
+        except TierdError as error:
+            return Arrival(details.method, metadata, refusal=error)
+
+    def _unary(self, inner: Callable[..., Awaitable[Any]], parse: Parse, arrival: Arrival) -> Any:
         async def call(raw: Any, context: Any) -> Any:
-            async with self._guarded(method, metadata, context) as caller, asyncio.timeout_at(caller.deadline):
+            async with self._guarded(arrival, context) as caller, asyncio.timeout_at(caller.deadline):
                 return await inner(parse(raw), context)
 
         return call
 
-    def _stream(
-        self, inner: Callable[..., AsyncGenerator[Any, None]], parse: Parse, method: str, metadata: dict[str, str]
-    ) -> Any:
+    def _stream(self, inner: Callable[..., AsyncGenerator[Any, None]], parse: Parse, arrival: Arrival) -> Any:
         # Written rather than yielded: so a cancelled call ends here, in its own task, and not when a generator is collected.
         async def call(raw: Any, context: Any) -> None:
             async with (
-                self._guarded(method, metadata, context) as caller,
+                self._guarded(arrival, context) as caller,
                 asyncio.timeout_at(caller.deadline),
                 contextlib.aclosing(inner(_parsed(parse, raw), context)) as replies,
             ):
@@ -150,14 +180,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         return call
 
     @contextlib.asynccontextmanager
-    async def _guarded(self, method: str, metadata: dict[str, str], context: Any) -> AsyncIterator[Caller]:
-        name = method.rpartition("/")[2]
-        request = metadata.get("tierd-request", "")[:64] or secrets.token_hex(4)
+    async def _guarded(self, arrival: Arrival, context: Any) -> AsyncIterator[Caller]:
+        name = arrival.method.rpartition("/")[2]
+        request = arrival.metadata.get("tierd-request", "")[:64] or secrets.token_hex(4)
         with structlog.contextvars.bound_contextvars(request=request, call=name), self._timed(name) as outcome:
             try:
-                caller = self._admit(method, metadata, context, request)
-                is_shared = self._remote is not None and caller.session == self._remote[0]
-                with self._credits.place(method, caller.session, is_shared=is_shared):
+                with arrival.taken():
+                    caller = self._admit(arrival.method, arrival.metadata, context, request)
                     CALLER.set(caller)
                     yield caller
             except (TierdError, TimeoutError) as error:
@@ -219,6 +248,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             self._clock.advance(float(at_ms) / 1000)
         except ValueError:
             raise InvalidArgument(f"tierd-time-ms: {at_ms!r} is not a number of milliseconds") from None
+
+
+async def _nothing(_message: Any, _context: Any) -> None:
+    """The handler of a call that is refused: never reached."""
 
 
 def _parsed(parse: Parse, raw: bytes) -> Any:

@@ -105,7 +105,8 @@ def test_who_goes_on_is_told_to_wait_longer_and_then_cut_off() -> None:
     room = desk.credits()
     with taken(room, 4):
         hints = [told.retry_after_s for _ in range(4 * PATIENCE) if (told := refusal(room)) is not None]
-        assert hints == sorted(set(hints))
+        assert RETRY_AFTER_S < hints[0] < 2 * hints[0] < hints[-1]
+        assert hints == sorted(hints)
         assert desk.ended == []
         refusal(room)
     assert [session for session, _ in desk.ended] == [1]
@@ -120,6 +121,21 @@ def test_who_comes_now_and_then_is_borne_with() -> None:
         for _ in range(3600):
             assert refusal(room) is not None
             desk.now += 1 / FORGIVEN_PER_S
+    assert desk.ended == []
+
+
+def test_who_heeds_the_hints_is_never_cut_off() -> None:
+    """Many callers of one session that know no credits, but come again when they were told, go on for ever."""
+    desk = Desk()
+    room = desk.credits()
+    due = [0.0] * 30
+    with taken(room, 4):
+        for _ in range(5000):
+            first = min(range(len(due)), key=due.__getitem__)
+            desk.now = max(desk.now, due[first])
+            told = refusal(room)
+            assert told is not None
+            due[first] = desk.now + told.retry_after_s
     assert desk.ended == []
 
 

@@ -1,0 +1,323 @@
+"""Clients that together ask for more than a daemon has: `python -m tests.system.overload_load KIND TARGET SECONDS JSON`.
+
+    closed    polite: so many threads of the SDK, each of which acquires, looks at the bytes and releases, one sequence after another
+    open      raw: acquires at a fixed rate, whatever comes back; releases what it was given
+    probe     raw: one acquire after another, to see how long a refusal takes
+    flood     raw: lookups, so many in flight at any time
+    greedy    raw: gets that it does not read, so many at any time, whatever the credits say; cut off, it comes back
+    lookups   polite: lookups by so many threads
+    health    health checks at an even pace
+    slow      gets and watches whose replies nobody reads
+    idle      connections that say nothing, on both sockets, and sessions that do nothing
+
+Each prints one JSON object at its end: counts and latencies in seconds. Load runs at a lower priority than the daemon, so that on a small machine it
+measures the daemon and not itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.system.raw import RawClient, ask, connect, hello
+from tierd._proto import cache_pb2 as pb
+from tierd._proto import cache_pb2_grpc
+from tierd.client import Client, NamespaceSpec, protocol
+from tierd.core.model import HANDLE
+from tierd.errors import ERROR_KEY, RetryError, TierdError
+from tierd.testing import chain, is_content
+
+TOKENS = 16
+DEADLINE_S = 4.0
+"""Of every call of the load."""
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
+OWN = (("grpc.use_local_subchannel_pool", 1),)
+
+
+class Tally:
+    """What came back, by name, with the seconds that it took; sampled threads may share it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, list[float]] = {}
+        self._turn = threading.Lock()
+
+    def add(self, name: str, begun: float) -> None:
+        took = time.monotonic() - begun
+        with self._turn:
+            self.counts[name] += 1
+            self.seconds.setdefault(name, []).append(took)
+
+    def print(self) -> None:
+        print(json.dumps({"counts": self.counts, "seconds": self.seconds}))
+
+
+def main() -> None:
+    kind, target, seconds, options = sys.argv[1:]
+    given = json.loads(options)
+    os.nice(0 if kind in {"health", "probe"} else 5)
+    tally, end = Tally(), time.monotonic() + float(seconds)
+    KINDS[kind](target, end, tally, **given)
+    tally.print()
+
+
+def sequences(seeds: list[int]) -> Iterator[int]:
+    """One after another, for ever, begun anywhere: so that none comes back before all the others were read."""
+    start = random.randrange(len(seeds))
+    while True:
+        for i in range(len(seeds)):
+            yield seeds[(start + i) % len(seeds)]
+
+
+def spec(block_bytes: int) -> NamespaceSpec:
+    return NamespaceSpec(model="load", tokens_per_block=TOKENS, block_bytes=block_bytes)
+
+
+def closed(
+    target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, block_bytes: int, threads: int
+) -> None:
+    """Whole: every block was there, and the ones looked at were right."""
+    turn, wanted = threading.Lock(), sequences(seeds)
+    with Client(target, timeout_s=DEADLINE_S) as client:
+        space = client.open_namespace(spec(block_bytes))
+
+        def one() -> None:
+            while time.monotonic() < end:
+                with turn:
+                    hashes = chain(next(wanted), blocks)
+                begun = time.monotonic()
+                try:
+                    with client.acquire(space, hashes) as lease:
+                        count = len(lease)
+                        right = not count or is_content(np.array(lease.view(count - 1)), hashes[count - 1])
+                        tally.add("wrong" if not right else kind_of(count, blocks, lease.tier_tokens), begun)
+                except RetryError as error:
+                    tally.add(type(error).__name__, begun)
+
+        run(one, threads)
+
+
+def kind_of(count: int, blocks: int, tier_tokens: Sequence[int]) -> str:
+    """whole: all of it, and from the disk; warm: all of it, and some was in memory."""
+    if count < blocks:
+        return "short" if count else "nothing"
+    return "warm" if tier_tokens[0] else "whole"
+
+
+def lookups(
+    target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, block_bytes: int, threads: int
+) -> None:
+    with Client(target, timeout_s=DEADLINE_S) as client:
+        space = client.open_namespace(spec(block_bytes))
+        hashes = chain(seeds[0], blocks)
+
+        def one() -> None:
+            while time.monotonic() < end:
+                begun = time.monotonic()
+                try:
+                    client.lookup(space, hashes)
+                    tally.add("whole", begun)
+                except TierdError as error:
+                    tally.add(type(error).__name__, begun)
+
+        run(one, threads)
+
+
+def run(work: Callable[[], None], count: int) -> None:
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def open_(
+    target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, block_bytes: int, rate: float
+) -> None:
+    wanted = sequences(seeds)
+    with RawClient(target) as client:
+        opened = client.call(client.cache.OpenNamespace, protocol.open_namespace_request(spec(block_bytes)))
+        begun, made = time.monotonic(), 0
+        while (now := time.monotonic()) < end:
+            if made < (now - begun) * rate:
+                made += 1
+                group = pb.Group(namespace=opened.namespace, hashes=chain(next(wanted), blocks).tobytes())
+                send(client, pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST), tally, blocks=blocks)
+            else:
+                time.sleep(0.001)
+        time.sleep(DEADLINE_S)
+
+
+def probe(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int) -> None:
+    wanted = sequences(seeds)
+    with RawClient(target) as client:
+        while time.monotonic() < end:
+            request = pb.AcquireRequest(groups=[group_of(next(wanted), blocks)], tier=pb.TIER_KIND_HOST)
+            begun = time.monotonic()
+            try:
+                reply = client.cache.Acquire(request, **given(client))
+                tally.add("served" if reply.lease else "nothing", begun)
+                client.cache.Release(pb.ReleaseRequest(leases=[reply.lease]), **given(client))
+            except grpc.RpcError as error:
+                tally.add(name_of(error), begun)
+            time.sleep(0.02)
+
+
+def send(client: RawClient, request: pb.AcquireRequest, tally: Tally, *, blocks: int) -> None:
+    """One acquire whose answer is not waited for."""
+    begun = time.monotonic()
+    call = client.cache.Acquire.future(request, metadata=client.metadata, timeout=DEADLINE_S)
+
+    def ended(done: Any) -> None:
+        if done.exception() is not None:
+            tally.add(name_of(done), begun)
+            return
+        reply = done.result()
+        count = sum(len(group.handles) // HANDLE.itemsize for group in reply.groups)
+        tally.add(kind_of(count, blocks, reply.tier_tokens), begun)
+        if reply.lease:
+            release = client.cache.Release.future(
+                pb.ReleaseRequest(leases=[reply.lease]), metadata=client.metadata, timeout=DEADLINE_S
+            )
+            release.add_done_callback(
+                lambda done: tally.add("released" if done.exception() is None else "unreleased", begun)
+            )
+
+    call.add_done_callback(ended)
+
+
+def name_of(error: Any) -> str:
+    """The class of a gRPC error as it travels, or the status of the transport's own."""
+    trailing = dict(error.trailing_metadata() or ())
+    if ERROR_KEY in trailing:
+        return trailing[ERROR_KEY] + (
+            "" if trailing.get("tierd-retry-ms") else "-unhinted" * (trailing[ERROR_KEY] == "Overloaded")
+        )
+    return str(error.code().name)
+
+
+def flood(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, in_flight: int) -> None:
+    """Lookups by a client that waits for none."""
+    with RawClient(target) as client:
+        request = pb.LookupRequest(groups=[group_of(seeds[0], blocks)])
+        keep_up(lambda: client.cache.Lookup.future(request, **given(client)), end, tally, in_flight=in_flight)
+
+
+def greedy(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, in_flight: int) -> None:
+    """Gets by a client that keeps to nothing."""
+    request = pb.GetRequest(group=group_of(seeds[0], 2))
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, KeyError), narrow(target) as stub, RawClient(target) as client:
+            keep_up(lambda: stub.Get(request, **given(client)), end, tally, in_flight=in_flight)
+        time.sleep(0.05)
+
+
+def keep_up(call: Callable[[], Any], end: float, tally: Tally, *, in_flight: int) -> None:
+    """So many calls at any time, until the time has come or the session is over."""
+    room, is_over, calls = threading.Semaphore(in_flight), threading.Event(), deque[Any](maxlen=2 * in_flight)
+
+    def ended(done: Any, begun: float) -> None:
+        name = "whole" if done.code() is grpc.StatusCode.OK else name_of(done)
+        tally.add(name, begun)
+        if name == "SessionLost" and not is_over.is_set():
+            tally.add("cut off" if "credits" in done.details() else "lost", begun)
+            is_over.set()
+        room.release()
+
+    while time.monotonic() < end and not is_over.is_set():
+        if room.acquire(timeout=0.1):
+            begun = time.monotonic()
+            calls.append(call())
+            calls[-1].add_done_callback(lambda done, begun=begun: ended(done, begun))
+    for made in calls:
+        made.cancel()
+
+
+def group_of(seed: int, blocks: int) -> pb.Group:
+    """Of the first namespace."""
+    return pb.Group(namespace=1, hashes=chain(seed, blocks).tobytes())
+
+
+def given(client: RawClient) -> dict[str, Any]:
+    """What each of its calls has."""
+    return {"metadata": client.metadata, "timeout": DEADLINE_S}
+
+
+@contextlib.contextmanager
+def narrow(target: str) -> Iterator[cache_pb2_grpc.CacheStub]:
+    """Over a connection that is soon sent nothing more, unless it reads."""
+    with grpc.insecure_channel(f"unix:{target}/tierd.sock", options=(*NARROW, *OWN)) as channel:
+        yield cache_pb2_grpc.CacheStub(channel)
+
+
+def health(target: str, end: float, tally: Tally, *, every_s: float) -> None:
+    with grpc.insecure_channel(f"unix:{target}/tierd.sock", options=OWN) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S, wait_for_ready=True)
+        while time.monotonic() < end:
+            begun = time.monotonic()
+            try:
+                stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+                tally.add("whole", begun)
+            except grpc.RpcError as error:
+                tally.add(name_of(error), begun)
+            time.sleep(max(0.0, begun + every_s - time.monotonic()))
+
+
+def slow(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, count: int) -> None:
+    """Calls that are never read: their deadline is what ends them."""
+    with narrow(target) as stub, RawClient(target) as client:
+        metadata, left_s = client.metadata, max(1.0, end - time.monotonic())
+        requests = [pb.GetRequest(group=group_of(seed, blocks)) for seed in seeds[:count]]
+        calls = [stub.Get(request, metadata=metadata, timeout=left_s) for request in requests]
+        calls.append(stub.Watch(pb.WatchRequest(after=1), metadata=metadata))
+        tally.add("unread", time.monotonic())
+        time.sleep(max(0.0, end - time.monotonic()))
+        for call in calls:
+            call.cancel()
+
+
+def idle(target: str, end: float, tally: Tally, *, count: int) -> None:
+    """Sessions, silent connections and channels, a third each; the silent ones come back as often as they are sent away."""
+    third = count // 3
+    with contextlib.ExitStack() as stack:
+        for _ in range(third):
+            connection = stack.enter_context(connect(target))
+            tally.add("sessions" if ask(connection, hello(name="idle"))[0].get("ok") else "refused", time.monotonic())
+            channel = stack.enter_context(grpc.insecure_channel(f"unix:{target}/tierd.sock", options=OWN))
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+            tally.add("channels", time.monotonic())
+        while time.monotonic() < end:
+            silent = [connect(target) for _ in range(third)]
+            tally.add("silent", time.monotonic())
+            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+            for connection in silent:
+                connection.close()
+
+
+KINDS: dict[str, Callable[..., None]] = {
+    "closed": closed,
+    "open": open_,
+    "probe": probe,
+    "flood": flood,
+    "greedy": greedy,
+    "lookups": lookups,
+    "health": health,
+    "slow": slow,
+    "idle": idle,
+}
+
+if __name__ == "__main__":
+    main()
