@@ -32,7 +32,7 @@ RETRY_AFTER_S = 0.05
 PATIENCE = 8
 """Refusals, as a multiple of a session's credits, that are borne at one time."""
 FORGIVEN_PER_S = 1
-"""Of these, as a multiple of the credits, forgotten in a second. The hints grow faster than that: who heeds them is never cut off."""
+"""Of these, as a multiple of the credits, forgotten in a second. The hints grow faster: who heeds them is not cut off."""
 
 
 @dataclass(slots=True)

@@ -125,10 +125,10 @@ def test_who_comes_now_and_then_is_borne_with() -> None:
 
 
 def test_who_heeds_the_hints_is_never_cut_off() -> None:
-    """Many callers of one session that know no credits, but come again when they were told, go on for ever."""
+    """Three times as many callers as credits, which come again when they were told, go on for ever."""
     desk = Desk()
     room = desk.credits()
-    due = [0.0] * 30
+    due = [0.0] * 12
     with taken(room, 4):
         for _ in range(5000):
             first = min(range(len(due)), key=due.__getitem__)
