@@ -18,8 +18,9 @@ from tests.system.raw import put_blocks
 from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, WRITES
 from tests.system.trouble import STORE, Troubled, config, troubled
 from tierd._proto import cache_pb2 as pb
+from tierd.client import Client, NamespaceSpec
 from tierd.core.model import HANDLE
-from tierd.testing import Daemon, chain
+from tierd.testing import Daemon, chain, content_of
 
 FAR, NEAR = chain(1, 16), chain(2, 16)
 SLACK_S = 1.0
@@ -243,6 +244,29 @@ def test_stopped_daemon_is_not_wedged() -> None:
             os.kill(daemon.pid, signal.SIGCONT)
         assert client.read(namespace, NEAR) == len(NEAR)
         assert client.status().state == "serving"
+
+
+@pytest.mark.timeout(60)
+def test_hung_daemon_costs_its_deadline_once() -> None:
+    """With best_effort a daemon that hangs after the hello costs one call its deadline, the others next to nothing; when it goes on they are hits again."""
+    with Daemon(config()) as daemon, Client(daemon.target, best_effort=True, timeout_s=1.0) as client:
+        namespace = client.open_namespace(NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096))
+        blocks = [content_of(name, 4096) for name in NEAR]
+        assert client.put(namespace, NEAR, blocks).stored == len(NEAR)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            assert client.lookup(namespace, NEAR).tokens == 0
+            first_s = time.monotonic() - begun
+            begun = time.monotonic()
+            assert [client.lookup(namespace, NEAR).tokens for _ in range(100)] == [0] * 100
+            others_s = time.monotonic() - begun
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert first_s > 0.5
+        assert others_s < 10 * 0.1 + SLACK_S
+        await_true(lambda: client.lookup(namespace, NEAR).tokens == 16 * len(NEAR), "hits again")
+    report("best_effort on a hung daemon", first_s=round(first_s, 2), next_100_s=round(others_s, 2))
 
 
 def _timed_get(client: BlockClient, namespace: int, timeout_s: float) -> float:

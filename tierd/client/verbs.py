@@ -40,6 +40,9 @@ from tierd.errors import (
 
 T = TypeVar("T")
 
+PROBE_S, PROBE_PAUSE_S = 0.1, 1.0
+"""With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life, for so long, so often."""
+
 
 class Verbs:
     """One client's verbs. Values in, values out; deadlines are of time.monotonic()."""
@@ -53,6 +56,7 @@ class Verbs:
         self._is_acknowledged = is_acknowledged
         self._pages = pages
         self._complaints = Complaints(str(connector.target))
+        self._is_silent, self._probe_at = False, 0.0  # a call has ended at its deadline, and no sign of life came since
 
     # -- namespaces
 
@@ -302,7 +306,23 @@ class Verbs:
             link = yield Do(lambda: self.connector.connect(instead_of=seen, timeout_s=_left(deadline)))
         elif self.connector.forgettable:
             yield Do(self.connector.forget)
+        if self._is_silent:
+            yield from self._probe(link)
         return link
+
+    def _probe(self, link: Link) -> Steps[None]:
+        """A daemon that hangs costs a deadline once, not with every call. Raises DeadlineExceeded while it does."""
+        now = time.monotonic()
+        if now < self._probe_at:
+            raise DeadlineExceeded("daemon: it has not answered since a deadline passed; a miss until it does")
+        self._probe_at = now + PROBE_PAUSE_S
+        try:
+            yield Call(link, "Release", pb.ReleaseRequest(), PROBE_S)
+        except (DeadlineExceeded, Unavailable):
+            raise
+        except TierdError:
+            pass  # a refusal is a sign of life
+        self._is_silent = False
 
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
         if namespace.link != link.number or namespace.owner is not self:
@@ -320,6 +340,7 @@ class Verbs:
         except TierdError as error:
             if not self._best_effort:
                 raise
+            self._is_silent |= isinstance(error, DeadlineExceeded)
             self._complaints.note(error)
             return nothing()
 
