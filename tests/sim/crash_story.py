@@ -26,11 +26,12 @@ from tierd.tiers.tier import Recovered
 
 HOME = Path("/sim/store")
 NAMES = 20
+"""Of blocks: few, so that a slot is often taken by another block of the same name."""
 PLACES, PAGES, CLASS_BYTES = 3, 8, 3 * 4096
 TROUBLES = ("failed_sync", "failed_sync", "no_space", "write_error", "write_short")
+"""Faults of the disk that a store must survive without a crash, too; the first is the worst."""
 LENGTHS = (64, 700, 4096, 5000, 8192)
-
-
+"""Of blocks, in bytes; one name's have one length."""
 LAST = 0
 """The key of the block that a recovered store is given; no story uses it."""
 
@@ -63,7 +64,7 @@ class Book:
     segments: set[tuple[int, ...]] = field(default_factory=set)
     """Place, segment, class and pages of each that began."""
 
-    def new(self, chance: Random, names: list[int]) -> list[int]:
+    def new(self, names: list[int]) -> list[int]:
         """A key for each name; digests tell them apart."""
         base = (len(self.keys) + 1) * NAMES
         keys = [base + i * NAMES + name for i, name in enumerate(names)]
@@ -193,7 +194,7 @@ class Story:
                     names[i] = name
 
     async def _store_blocks(self, number: int, slots: list[int], names: list[int]) -> None:
-        keys = self.book.new(self._chance, names)
+        keys = self.book.new(names)
         extents = extents_of(number, slots, generation=self._next_generation)
         extents["length"] = [length_of(key) for key in keys]
         self._next_generation += len(keys)

@@ -27,6 +27,7 @@ from tests.depth import count, percentile, report
 from tests.system.blocks import SOON_S
 from tests.system.crash_load import TOKENS, Chain, chain_of, open_all
 from tierd.client import Client
+from tierd.client.values import GetResult, OpenedNamespace
 from tierd.errors import TierdError
 from tierd.testing import Daemon, content_of, is_content
 
@@ -36,6 +37,8 @@ FAILURES_PER_DISK = 25
 THREADS = 3
 CHAINS_PER_LIFE = 8
 """Of each thread, at most, so that what is stored on a disk fits it."""
+MOST_ACKNOWLEDGED = 10
+"""The power fails a moment after so many chains at most were acknowledged in a life."""
 RECENT, SAMPLED = 60, 20
 """After each failure so many of the newest chains are looked at, and a sample of the older ones; in the end all."""
 TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
@@ -135,10 +138,11 @@ class Machine:
         self.figures: Counter[str] = Counter()
         self._disk, self._chance = disk, random.Random(seed)
         self._next = 1
+        self._acknowledged = threading.Semaphore(0)
 
     def life(self) -> None:
-        """Load, until the power is gone."""
-        ends = threading.Event()
+        """Load, until the power is gone, which is while some of it flies."""
+        ends, self._acknowledged = threading.Event(), threading.Semaphore(0)
         numbers = [
             range(self._next + i * CHAINS_PER_LIFE, self._next + (i + 1) * CHAINS_PER_LIFE) for i in range(THREADS)
         ]
@@ -146,11 +150,14 @@ class Machine:
         workers = [threading.Thread(target=self._put, args=(mine, ends)) for mine in numbers]
         for worker in workers:
             worker.start()
-        time.sleep(self._chance.uniform(0.02, 0.5))
+        for _ in range(self._chance.randint(1, MOST_ACKNOWLEDGED)):
+            if not self._acknowledged.acquire(timeout=SOON_S):
+                break
+        time.sleep(self._chance.uniform(0.0, 0.05))
         self.lose_power()
         ends.set()
         for worker in workers:
-            worker.join(SOON_S)
+            worker.join(3 * SOON_S)
         assert not any(worker.is_alive() for worker in workers)
 
     def lose_power(self) -> None:
@@ -177,7 +184,7 @@ class Machine:
         with Client(self.daemon.target, name="check", timeout_s=30.0) as client:
             spaces = open_all(client)
             for it in map(chain_of, seen if whole else older + seen[-RECENT:]):
-                got = client.get(spaces[it.kind], it.hashes)
+                got = self._get(client, spaces[it.kind], it)
                 wrong = [i for i, view in enumerate(got.views) if not is_content(view, it.hashes[i])]
                 assert not wrong, f"chain {it.number}: blocks {wrong} have bytes that were never stored"
                 assert it.number not in self.durable or got.blocks == len(it.hashes), self._lost(client, it, got.blocks)
@@ -185,12 +192,20 @@ class Machine:
                 self.figures["unsynced_found"] += got.blocks * (it.number not in self.durable)
                 del got
 
+    def _get(self, client: Client, space: OpenedNamespace, it: Chain) -> GetResult:
+        """A durable chain whole: room above the store may be short for a moment."""
+        deadline = time.monotonic() + SOON_S
+        while (got := client.get(space, it.hashes)).blocks < len(it.hashes) and it.number in self.durable:
+            if client.lookup(space, it.hashes).tokens < len(it.hashes) * TOKENS or time.monotonic() > deadline:
+                break
+        return got
+
     def _lost(self, client: Client, it: Chain, blocks: int) -> str:
         held = client.lookup(open_all(client)[it.kind], it.hashes).tokens // TOKENS
         return f"chain {it.number} was durable: {held} of {len(it.hashes)} are there, {blocks} came\n{self.daemon.log[-4000:]}"
 
     def _put(self, numbers: range, ends: threading.Event) -> None:
-        with contextlib.suppress(TierdError), Client(self.daemon.target, name="load", timeout_s=2.0) as client:
+        with contextlib.suppress(TierdError), Client(self.daemon.target, name="load", timeout_s=SOON_S) as client:
             spaces = open_all(client)
             for it in map(chain_of, numbers):
                 if ends.is_set():
@@ -201,6 +216,7 @@ class Machine:
                 if client.put(spaces[it.kind], it.hashes, blocks, durable=durable) and durable:
                     self.durable[it.number] = None
                     self.figures["chains_durable"] += 1
+                    self._acknowledged.release()
 
 
 def fail_again_and_again(machine: Machine, failures: int) -> list[float]:
