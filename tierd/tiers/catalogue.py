@@ -31,6 +31,7 @@ from tierd.core.layout import (
 )
 from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import SegmentAssignment, StructArray
+from tierd.core.pages import GENERATION_LIMIT
 from tierd.core.words import barrier, words_of
 from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.failpoint import failpoint
@@ -57,7 +58,7 @@ class CatalogueHead:
 
 
 class Survivors(NamedTuple):
-    """Entries found intact: slots u4[n], metas META[n]; highest: the greatest generation of any page, intact or not."""
+    """Entries found intact: slots u4[n], metas META[n]; highest: the greatest generation that any page was given, intact or not."""
 
     slots: NDArray[np.uint32]
     metas: StructArray
@@ -192,7 +193,10 @@ class Catalogue:
         metas = self._metas[slots]
         good = intact(metas, record_checksum) & self._is_here(slots, metas)
         good[good] = np.all(self._digests(slots[good], metas["slices"][good]) == metas["digest"][good], axis=1)
-        return Survivors(slots[good], metas[good], highest=int(self._generations.max(initial=0)))
+        given = self._generations[
+            self._generations < GENERATION_LIMIT
+        ]  # a word beyond it is damage: none was ever given
+        return Survivors(slots[good], metas[good], highest=int(given.max(initial=0)))
 
     # -- inner
 

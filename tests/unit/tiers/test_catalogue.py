@@ -14,6 +14,7 @@ from tierd.core.block import size_class, slice_lengths
 from tierd.core.layout import CATALOGUE_HEADER, CatalogueLayout, generation_offset, slice_words
 from tierd.core.meta import META_BYTES, new_meta
 from tierd.core.model import SegmentAssignment, StructArray
+from tierd.core.pages import GENERATION_LIMIT
 from tierd.errors import CorruptRecord, InvalidArgument, VersionMismatch
 from tierd.tiers.catalogue import Catalogue, CatalogueHead, pack_head, read_head
 from tierd.tiers.checksum import record_checksum
@@ -111,6 +112,15 @@ def test_retracted_page_has_generation_zero_and_no_entry(tmp_path: Path) -> None
     assert Catalogue.open(tmp_path / "3.cat").survivors().slots.tolist() == [0]
     catalogue.retract_all()
     assert len(Catalogue.open(tmp_path / "3.cat").survivors().slots) == 0
+
+
+@pytest.mark.parametrize("word", [(1 << 64) - 1, GENERATION_LIMIT])
+def test_word_that_no_page_was_given_ends_no_range(tmp_path: Path, word: int) -> None:
+    """A damaged generation word at the end of its range frees its page, and is not taken for the greatest generation, after which none could be given."""
+    catalogue = filled(tmp_path / "3.cat", 70, 71)
+    catalogue.stamp(slots(0, 5), np.array([word, word], dtype=np.uint64))
+    found = Catalogue.open(tmp_path / "3.cat").survivors()
+    assert (found.slots.tolist(), found.highest) == ([1], 71)
 
 
 def test_late_publish_of_a_page_that_moved_on_is_passed_over(tmp_path: Path) -> None:
