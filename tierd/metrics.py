@@ -75,7 +75,7 @@ METRICS: Mapping[str, Row] = {
     ),
     "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state, and those pinned.", ("tier", "state")),
     "tierd_tier_serving": Row("gauge", "1 or 0", "Whether a tier is in service.", ("tier",)),
-    "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a stored tier takes new blocks.", ("tier",)),
+    "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a tier takes new blocks.", ("tier",)),
     "tierd_tier_outages_total": Row("counter", "times", "How often a stored tier went out of service.", ("tier",)),
     "tierd_loop_lag_seconds": Row(
         "histogram", "seconds", "For how long the event loop let a call wait, asked four times a second."

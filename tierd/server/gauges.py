@@ -69,6 +69,7 @@ class Gauges:
         metrics = self._daemon.metrics
         for tier in self._daemon.cache.core.tier_stats():
             metrics.tier_serving.labels(tier=tier.name).set(tier.serving)
+            metrics.tier_writable.labels(tier=tier.name).set(tier.writable)
             used, assigned = tier.used_bytes, tier.assigned_bytes
             for state, size in (
                 ("used", used),

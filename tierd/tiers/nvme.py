@@ -60,8 +60,6 @@ from tierd.tiers.tier import Health, ReadResult, Recovered, SliceTable
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
 
-TURN_S = 0.25
-"""How often one who waits for a thread looks whether the others hang."""
 STUCK_CLOSE_S = 1.0
 """For so long does `close` wait for a disk that hangs already."""
 
@@ -419,7 +417,7 @@ class NvmeStore:
         """One of the threads. Raises OSError if none is free and one of them hangs."""
         while True:
             try:
-                async with asyncio.timeout(TURN_S):
+                async with asyncio.timeout(self.patience.hang_s):
                     await self._depth.acquire()
                 break
             except TimeoutError:
