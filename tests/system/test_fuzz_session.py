@@ -19,6 +19,7 @@ from tests.system.mutation import Mutator
 from tests.system.raw import hello
 from tests.system.test_fuzz_rpc import CHECK_EVERY, LIFE, LONG_S, MESSAGES, SEED, Within, life
 from tierd._proto import cache_pb2 as pb
+from tierd.server.session_socket import MESSAGE_MAX_BYTES
 from tierd.testing import chain
 
 SOON_S = 10.0
@@ -180,3 +181,30 @@ async def test_every_message_is_known_here() -> None:
         await speaker.greet()
         said = await speaker.exchange(msgpack.packb({"op": "?"}))
         assert set(said[0]["message"].partition("known are ")[2].split(", ")) == set(MESSAGE)
+
+
+async def test_message_limit() -> None:
+    """A message may have so many bytes and not one more."""
+    async with life() as within:
+        speaker = Speaker(within)
+        await speaker.greet()
+        for size, refused in ((MESSAGE_MAX_BYTES, ""), (MESSAGE_MAX_BYTES + 1, "a message above")):
+            message = {"op": "ping", "pad": "x" * 3000}
+            message["pad"] += "x" * (size - len(msgpack.packb(message)))
+            assert len(msgpack.packb(message)) == size
+            said = await speaker.exchange(msgpack.packb(message))
+            assert refused in str(said[0].get("message")) if refused else said == [{"ok": True}]
+
+
+@pytest.mark.parametrize("maps", [False, True])
+async def test_goodbyes_leave_nothing(maps: bool) -> None:
+    """A process that says hello and goodbye again and again is remembered for the memory that it has mapped, and for nothing else."""
+    async with life() as within:
+        speaker, core = Speaker(within), within.daemon.daemon.cache.core
+        before = core.stats().sessions
+        for _ in range(20):
+            await speaker.greet()
+            if maps:
+                assert (await speaker.exchange(msgpack.packb(await speaker.known("map"))))[0]["ok"]
+            assert await speaker.exchange(msgpack.packb({"op": "bye"})) == [{}]
+        assert core.stats().sessions - before == (20 if maps else 0)

@@ -8,7 +8,7 @@
 Purpose: the life of sessions. Non-purpose: the socket and its messages (session_socket.py), leases (cache, core). Invariants:
 `on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends), `on_leave` at most once between
 them; `on_end` comes after the process has gone, never after a time: a clock must not hand out memory that a living process may still
-touch. A session that has left holds nothing, but what it has mapped is remembered until its process has gone. One event loop.
+touch. A session that has left holds nothing, but what it has mapped, if anything, is remembered until its process has gone. One event loop.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Session:
     name: str = ""
     sdk: str = ""
     state: SessionState = SessionState.OPEN
+    has_mapped: bool = False
     secret: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES), repr=False)
     opened: float = field(default_factory=time.monotonic)
     ended_because: str = ""
@@ -183,6 +184,10 @@ class Sessions:
             closed(None)
         self.stop(session)
         self._call(self._calls.on_leave, session)
+        if not session.has_mapped:  # no page that it could touch: a process that comes and goes a million times leaves nothing here
+            os.close(session.pidfd)
+            self._call(self._calls.on_end, session)
+            return
         others = self._left.setdefault(session.peer, [])
         others.append(session)
         if len(others) == 1:
@@ -213,6 +218,7 @@ class Sessions:
 
     def map_segment(self, session: Session, *, tier: int, segment: int) -> MappedFiles:
         """The files of a segment. Raises NotFound, NotPermitted, TierFailed."""
+        session.has_mapped = True
         return self._calls.map_segment(session, tier, segment)
 
     def let_go(self, session: Session, *, leases: Sequence[int], reservations: Sequence[int]) -> None:

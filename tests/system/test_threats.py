@@ -1,0 +1,443 @@
+"""The threat table of `tierd/README.md`, cell by cell: `test_<row>__<column>` shows what the cell says, also where it says that nothing guards.
+
+Rows: `always`, then the settings of `host.verify`, then containers that share a uid. Columns: accident, buggy peer and hostile peer, each of
+the same and of another uid. A cell with a dash adds nothing to the one above it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.blocks import BlockClient, Leased, WrongBytes, connected
+from tests.system.damaged import Place, flip, pages, slots
+from tests.system.elsewhere import ROOT, Elsewhere, Talk
+from tests.system.raw import BLOCK_BYTES, ask, connect, hello
+from tests.system.test_restart import wipe_arena
+from tierd._proto import admin_pb2 as apb
+from tierd._proto import cache_pb2 as pb
+from tierd.client import Client, NamespaceSpec
+from tierd.testing import Daemon, chain, content_of
+from tierd.tiers.slots import HEADER_BYTES
+
+CONFIG = """\
+[server]
+shutdown_deadline = "2 s"
+[scrub]
+period = "0 s"
+[[host]]
+capacity = "8 MiB"
+segment = "1 MiB"
+verify = "{verify}"
+[[nvme]]
+capacity = "16 MiB"
+segment = "2 MiB"
+"""
+NAMES = chain(31, 4)
+SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=BLOCK_BYTES)
+FIRST_UID, SECOND_UID, GROUP = 54421, 54422, 54420
+TRIES = 256 * 20
+"""Hits under "sampled" after which a change that one hit in 256 finds is found, but for two runs in a thousand million."""
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users, which takes root")
+
+
+@contextlib.contextmanager
+def running(verify: str = "first_hit", *, more: str = "") -> Iterator[Daemon]:
+    """A daemon whose sockets belong to a group, as a unit file would set it up."""
+    daemon = Daemon(CONFIG.replace("{verify}", verify) + more)
+    Path(daemon.target).mkdir()
+    if os.geteuid() == 0:
+        daemon.root.chmod(0o755)
+        os.chown(daemon.target, 0, GROUP)
+        Path(daemon.target).chmod(0o2750)
+    with daemon:
+        yield daemon
+
+
+def user(function: Any, daemon: Daemon, uid: int, **given: Any) -> Elsewhere:
+    """A function in a process of another user of the group."""
+    return Elsewhere(function, daemon.target, uid=uid, gid=GROUP, **given)
+
+
+def put(client: BlockClient, *, durable: bool = False) -> int:
+    """Stores NAMES; the namespace."""
+    namespace = client.open_namespace()
+    assert client.put(namespace, NAMES, durable=durable) == len(NAMES)
+    return namespace
+
+
+def scribble(client: BlockClient, leased: Leased) -> None:
+    """The writer changes a block that it has committed: it still maps the page for writing."""
+    client.page(leased.handles[0], writable=True)[5] ^= 1
+
+
+def served(daemon: Daemon) -> int:
+    """Blocks that a reader gets, every byte looked at. Raises WrongBytes."""
+    with connected(daemon) as reader:
+        return reader.read(reader.open_namespace(), NAMES)
+
+
+# -- in every setting
+
+
+def test_always__accident() -> None:
+    """Rot in a slot, in its header, in a catalogue entry and in a page that is about to be stored: each is a miss, none a wrong byte."""
+    with running() as daemon:
+        with connected(daemon) as client:
+            put(client, durable=True)
+        daemon.kill()
+        for name, at in zip(NAMES, (0, 200, HEADER_BYTES + 9), strict=False):
+            flip(slots(daemon)[name.tobytes()], at)
+        catalogue = next(path for path in daemon.arena.rglob("*.cat") if NAMES[3].tobytes() in path.read_bytes())
+        flip(Place(catalogue, catalogue.read_bytes().index(NAMES[3].tobytes())), 70)
+        daemon.start()
+        assert served(daemon) == len(NAMES)  # each lies in two places, and one of them is whole
+        daemon.kill()
+        wipe_arena(daemon)
+        daemon.start()
+        with connected(daemon) as client:
+            namespace = client.open_namespace()
+            assert [client.read(namespace, NAMES[i : i + 1]) for i in range(4)] == [0, 0, 0, 1]
+    _page_that_rots_is_not_stored()
+
+
+def _page_that_rots_is_not_stored() -> None:
+    with running() as daemon:
+        with connected(daemon) as client:
+            put(client)
+            flip(pages(daemon, NAMES)[NAMES[0].tobytes()], 77)
+            client.call(client.admin.Flush, apb.FlushRequest())
+        assert NAMES[0].tobytes() not in slots(daemon) and NAMES[1].tobytes() in slots(daemon)
+
+
+def test_always__buggy_same() -> None:
+    """A peer maps what another has written for reading alone: it cannot store into it, nor write through the descriptor."""
+    with running() as daemon, connected(daemon) as writer, connected(daemon) as peer:
+        leased = peer.acquire(put(writer), NAMES)
+        handle = leased.handles[0]
+        reply, fds = ask(peer.socket, {"op": "map", "tier": int(handle["tier"]), "segment": int(handle["segment"])})
+        assert reply["writable"] is False
+        for refused in (
+            lambda: mmap.mmap(fds[0], reply["bytes"], prot=mmap.PROT_READ | mmap.PROT_WRITE),
+            lambda: os.pwrite(fds[0], b"x", int(handle["offset"])),
+            lambda: os.ftruncate(fds[0], 0),
+        ):
+            with pytest.raises(OSError, match=r"denied|descriptor|argument|permitted"):
+                refused()
+        for fd in fds:
+            os.close(fd)
+        with pytest.raises(TypeError):
+            leased.pages[0][0] = 1
+        assert served(daemon) == len(NAMES)
+
+
+@as_root
+def test_always__buggy_other() -> None:
+    """A client of another uid is given no segment of ours, whatever it asks for, and finds none of our blocks."""
+    with running() as daemon, connected(daemon) as owner:
+        namespace = put(owner)
+        with user(stranger, daemon, FIRST_UID, files=[], namespace=namespace) as other:
+            found = other.hear()
+        assert (found["mapped"], found["tokens"], found["errors"]) == (0, 0, ["NotPermitted"] * 3)
+        assert served(daemon) == len(NAMES)
+
+
+def test_always__hostile_same() -> None:
+    """Not guarded: a process of our uid opens the arena and the store, and changes what is served."""
+    with running() as daemon, connected(daemon) as client:
+        put(client, durable=True)
+        assert served(daemon) == len(NAMES)
+        flip(slots(daemon)[NAMES[0].tobytes()], 0)
+        flip(pages(daemon, NAMES)[NAMES[0].tobytes()], 5)
+        with pytest.raises(WrongBytes):
+            served(daemon)
+
+
+@as_root
+def test_always__hostile_other() -> None:
+    """Another uid opens no file of ours and nothing through /proc, and no number that it knows or guesses is accepted."""
+    with running() as daemon, connected(daemon) as owner:
+        namespace = put(owner)
+        lease = owner.acquire(namespace, NAMES).lease
+        reservation, _ = owner.reserve(namespace, chain(32, 2))
+        files = [str(path) for base in (daemon.arena, daemon.root / "state") for path in base.rglob("*")]
+        files += [f"/proc/{daemon.pid}/mem", *(f"/proc/{daemon.pid}/fd/{fd}" for fd in range(64))]
+        known = {"lease": lease, "reservation": reservation, "token": owner.hello["token"].partition(".")[0]}
+        with user(stranger, daemon, FIRST_UID, files=files, namespace=namespace, **known) as other:
+            found = other.hear()
+        assert found["opened"] == [] and found["mapped"] == 0 and found["tokens"] == 0
+        assert found["errors"] == ["NotPermitted"] * 3 and found["numbers"] == ["NotFound", "SessionLost"]
+        assert (owner.status().leases, owner.status().reservations) == (1, 1)
+
+
+def stranger(talk: Talk, target: str, *, files: list[str], namespace: int, **known: Any) -> None:
+    """Tries what it can with what it knows; says what it got."""
+    with BlockClient(target) as raw, Client(target) as client:
+        mapped = sum(_is_mapped(raw, tier, segment) for tier in (0, 1) for segment in range(64))
+        foreign = pb.Group(namespace=namespace, hashes=NAMES.tobytes())
+        errors = [
+            raw.error_of(raw.cache.Lookup, pb.LookupRequest(groups=[foreign])),
+            raw.error_of(raw.cache.Acquire, pb.AcquireRequest(groups=[foreign], tier=pb.TIER_KIND_HOST)),
+            raw.error_of(raw.cache.Reserve, pb.ReserveRequest(groups=[pb.PutGroup(namespace=namespace)], tier=1)),
+        ]
+        tokens = client.lookup(client.open_namespace(SPEC), NAMES).tokens
+        numbers = []
+        if known:
+            raw.call(raw.cache.Release, pb.ReleaseRequest(leases=[known["lease"]]))
+            raw.call(raw.cache.Abort, pb.AbortRequest(reservation=known["reservation"]))
+            numbers.append(raw.error_of(raw.cache.Commit, pb.CommitRequest(reservation=known["reservation"])))
+            raw.metadata = (("tierd-session", known["token"]),)
+            numbers.append(raw.error_of(raw.cache.Lookup, pb.LookupRequest(groups=[foreign])))
+        opened = [path for path in files if _opens(path)]
+        talk.say({"mapped": mapped, "errors": errors, "tokens": tokens, "numbers": numbers, "opened": opened})
+
+
+def _is_mapped(raw: BlockClient, tier: int, segment: int) -> bool:
+    reply, fds = ask(raw.socket, {"op": "map", "tier": tier, "segment": segment})
+    for fd in fds:
+        os.close(fd)
+    return bool(reply["ok"] or fds)
+
+
+def _opens(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        return True
+    return False
+
+
+# -- verify = "first_hit"
+
+
+def test_first_hit__accident() -> None:
+    """A bit that changes before the first hit is a miss; one that changes after it is served, until scrub comes by."""
+    with running() as daemon:
+        with connected(daemon) as client:
+            put(client)
+        flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
+        assert served(daemon) == 2
+        flip(pages(daemon, NAMES)[NAMES[0].tobytes()], 9)
+        with pytest.raises(WrongBytes):
+            served(daemon)
+
+
+def test_first_hit__buggy_same() -> None:
+    """A writer's scribble into what it has committed is a miss for the first other reader; after the first hit it is served."""
+    with running() as daemon, connected(daemon) as writer:
+        namespace = writer.open_namespace()
+        reservation, handles = writer.reserve(namespace, NAMES)
+        writer.write(handles, NAMES)
+        writer.call(writer.cache.Commit, pb.CommitRequest(reservation=reservation))
+        writer.page(handles[2], writable=True)[5] ^= 1
+        assert served(daemon) == 2
+        writer.page(handles[0], writable=True)[5] ^= 1
+        with pytest.raises(WrongBytes):
+            served(daemon)
+
+
+@as_root
+def test_first_hit__buggy_other() -> None:
+    """The same for a writer of another uid, where both are one tenant."""
+    team = f'\n[identity]\ntenants = {{"{FIRST_UID}" = "team", "{SECOND_UID}" = "team"}}\n'
+    with running(more=team) as daemon, user(scribbler, daemon, FIRST_UID) as writer:
+        assert writer.hear() == len(NAMES)
+        with user(reader, daemon, SECOND_UID) as other:
+            assert other.hear() == 2
+
+
+def scribbler(talk: Talk, target: str) -> None:
+    """Commits NAMES, then changes the third."""
+    client = BlockClient(target)
+    reservation, handles = client.reserve(client.open_namespace(), NAMES)
+    client.write(handles, NAMES)
+    client.call(client.cache.Commit, pb.CommitRequest(reservation=reservation))
+    client.page(handles[2], writable=True)[5] ^= 1
+    talk.say(len(handles))
+    talk.hear()
+
+
+def reader(talk: Talk, target: str) -> None:
+    """Says how many blocks it got."""
+    client = BlockClient(target)
+    talk.say(client.read(client.open_namespace(), NAMES))
+    talk.hear()
+
+
+def test_first_hit__hostile_same() -> None:
+    """Not guarded: it waits for the first hit and then changes the page through the file."""
+    test_always__hostile_same()
+
+
+# -- verify = "sampled"
+
+
+def test_sampled__accident() -> None:
+    """A bit that changes after the first hit is found by one of the hits that follow, one in 256."""
+    with running("sampled") as daemon, connected(daemon) as client:
+        namespace = put(client)
+        assert client.read(namespace, NAMES) == len(NAMES)
+        flip(pages(daemon, NAMES)[NAMES[0].tobytes()], 9)
+        assert _found_after(client, namespace) < TRIES
+
+
+def test_sampled__buggy_same() -> None:
+    """So is a writer's scribble."""
+    with running("sampled") as daemon, connected(daemon) as writer, connected(daemon) as peer:
+        namespace = put(writer)
+        leased = writer.acquire(namespace, NAMES)
+        assert served(daemon) == len(NAMES)
+        scribble(writer, leased)
+        assert _found_after(peer, namespace) < TRIES
+
+
+def _found_after(client: BlockClient, namespace: int) -> int:
+    """Hits on the first block until one of them is a miss; each before it gives the changed byte."""
+    for hits in range(TRIES):
+        with contextlib.suppress(WrongBytes):
+            if not client.read(namespace, NAMES[:1]):
+                return hits
+            raise AssertionError("the block is whole again")
+    return TRIES
+
+
+def test_sampled__hostile_same() -> None:
+    """Not guarded: what it changes is served by 255 hits in 256."""
+    with running("sampled") as daemon, connected(daemon) as client:
+        namespace, wrong = put(client), 0
+        assert client.read(namespace, NAMES) == len(NAMES)
+        for place in pages(daemon, NAMES).values():
+            flip(place, 100)
+        for i in range(len(NAMES)):
+            try:
+                client.read(namespace, NAMES[i : i + 1])
+            except WrongBytes:
+                wrong += 1
+        assert wrong  # that all four are found has one chance in four thousand million
+
+
+# -- verify = "always"
+
+
+def test_verify_always__accident() -> None:
+    """A bit that changes after any number of hits is a miss at the next one."""
+    with running("always") as daemon:
+        with connected(daemon) as client:
+            put(client)
+        assert [served(daemon), served(daemon)] == [4, 4]
+        flip(pages(daemon, NAMES)[NAMES[1].tobytes()], 9)
+        assert served(daemon) == 1
+
+
+def test_verify_always__buggy_same() -> None:
+    """So is a writer's scribble, for every hit that begins after it; a lease that began before sees it."""
+    with running("always") as daemon, connected(daemon) as writer, connected(daemon) as peer:
+        namespace = put(writer)
+        mine, before = writer.acquire(namespace, NAMES), peer.acquire(namespace, NAMES)
+        scribble(writer, mine)
+        assert served(daemon) == 0
+        assert bytes(before.pages[0]) != content_of(NAMES[0], BLOCK_BYTES).tobytes()
+
+
+def test_verify_always__hostile_same() -> None:
+    """Not guarded: it changes a page while somebody reads it."""
+    with running("always") as daemon, connected(daemon) as client:
+        leased = client.acquire(put(client), NAMES)
+        flip(pages(daemon, NAMES)[NAMES[0].tobytes()], 9)
+        assert bytes(leased.pages[0]) != content_of(NAMES[0], BLOCK_BYTES).tobytes()
+
+
+# -- containers with one uid, credentials file
+
+
+@contextlib.contextmanager
+def containers() -> Iterator[tuple[Daemon, BlockClient, BlockClient]]:
+    """A daemon with two credentials, and a client of each; the first has put NAMES."""
+    with running() as daemon:
+        secrets = daemon.root / "credentials"
+        secrets.write_text("one one-secret-of-some-length\ntwo two-secret-of-some-length\n")
+        secrets.chmod(0o600)
+        daemon.stop()
+        daemon.configure(CONFIG.replace("{verify}", "first_hit") + f'[identity]\ncredential_file = "{secrets}"\n')
+        daemon.start()
+        with _contained(daemon, "one") as first, _contained(daemon, "two") as second:
+            put(first)
+            yield daemon, first, second
+
+
+def _contained(daemon: Daemon, name: str) -> BlockClient:
+    client = BlockClient(daemon.target)
+    client.socket.close()
+    client.socket = connect(daemon.target)
+    client.hello = ask(client.socket, hello(credential=f"{name}-secret-of-some-length"))[0]
+    client.metadata = (("tierd-session", client.hello["token"]),)
+    return client
+
+
+def test_containers__accident() -> None:
+    """As by uid: a bit that changes before the first hit is a miss."""
+    with containers() as (daemon, first, _):
+        flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
+        assert first.read(first.open_namespace(), NAMES) == 2
+
+
+def test_containers__buggy_same() -> None:
+    """Two credentials of one uid are two tenants: the second maps and finds nothing of the first, and is no operator."""
+    with containers() as (_, first, second):
+        assert second.lookup(second.open_namespace(), NAMES) == 0
+        assert not any(_is_mapped(second, 0, segment) for segment in range(64))
+        assert second.error_of(second.admin.Status, apb.StatusRequest()) == "NotPermitted"
+        assert first.lookup(first.open_namespace(), NAMES) == len(NAMES)
+
+
+@as_root
+def test_containers__buggy_other() -> None:
+    """Another uid without a credential is a tenant of its own, as ever."""
+    with containers() as (daemon, first, _), user(stranger, daemon, FIRST_UID, files=[], namespace=1) as other:
+        found = other.hear()
+        assert (found["mapped"], found["tokens"]) == (0, 0)
+        assert first.lookup(first.open_namespace(), NAMES) == len(NAMES)
+
+
+def test_containers__hostile_same() -> None:
+    """Not guarded: where the container's walls let it see the files, one uid opens them."""
+    with containers() as (daemon, _, _second):
+        assert all(_opens(str(path)) for path in daemon.arena.rglob("*.data"))
+
+
+# -- what stands beside the table
+
+
+def test_names_are_believed_within_a_domain() -> None:
+    """A writer that commits other bytes under a hash is believed: a hash names tokens, not bytes."""
+    with running() as daemon, connected(daemon) as writer:
+        namespace = writer.open_namespace()
+        reservation, handles = writer.reserve(namespace, NAMES)
+        writer.write(handles, NAMES[::-1])
+        writer.call(writer.cache.Commit, pb.CommitRequest(reservation=reservation))
+        with pytest.raises(WrongBytes):
+            served(daemon)
+
+
+ROWS = {"always": "always", "first_hit": "first_hit", "sampled": "sampled", '"always"': "verify_always", "containers": "containers"}  # fmt: skip
+COLUMNS = ["accident", "buggy_same", "buggy_other", "hostile_same", "hostile_other"]
+
+
+def test_every_cell_has_its_test() -> None:
+    """Each cell of the table in tierd/README.md that says something has a test of its name here."""
+    text = (ROOT / "tierd" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+) \|$", text[text.index("| | accident") :].split("\n\n")[0], flags=re.MULTILINE)
+    missing = []
+    for cells in (row.split(" | ") for row in rows[1:]):
+        if not set(cells[0]) <= {"-", "|", " "}:
+            row = next(slug for word, slug in reversed(ROWS.items()) if word in cells[0])
+            said = zip(COLUMNS, cells[1:], strict=True)
+            missing += [f"test_{row}__{column}" for column, cell in said if cell.strip() != "\N{EN DASH}"]
+    assert len(missing) > 15
+    assert [name for name in missing if name not in globals()] == []
