@@ -37,6 +37,8 @@ THREADS = 2
 PUT_BYTES_PER_S = 2 << 20
 """Of each thread, so that a run's blocks fit its store."""
 HELD_LEASES = 2
+PAUSE_S = 0.01
+"""After a call that is to be tried again."""
 REPORT_EVERY = 20
 
 
@@ -88,7 +90,7 @@ class Load:
                 self._chance.choices(verbs, (9, 4, 4, 1, 1, 1))[0]()
             except (RetryError, StaleHandle):
                 self._counts["retries"] += 1
-                time.sleep(0.01)
+                time.sleep(PAUSE_S)
             except Exception:
                 self._tell({"fault": traceback.format_exc()})
             if sum(self._counts.values()) >= REPORT_EVERY:

@@ -58,7 +58,7 @@ class LiveLoad(Load):
 def main() -> None:
     """Works until it is killed, or its parent is gone."""
     target, worker, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    crash_load.HELD_LEASES, crash_load.PUT_BYTES_PER_S = HELD_LEASES, int(sys.argv[5])
+    crash_load.HELD_LEASES, crash_load.PUT_BYTES_PER_S, crash_load.PAUSE_S = HELD_LEASES, int(sys.argv[5]), 0.2
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     client = Client(target, name=f"live-{worker}", timeout_s=20.0)
     client.lookup(open_all(client)[0], chain_of(1).hashes)

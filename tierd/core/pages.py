@@ -293,11 +293,11 @@ class Pages:
         return self.assignment(place, replaces=replaces, fresh=fresh)
 
     def adopt_segment(self, given: SegmentAssignment, writer: int) -> bool:
-        """A segment that survived takes its place again. False if it cannot: out of range, taken, or not of this shape."""
-        fits = given.class_bytes > 0 and given.pages == self.spec.segment_bytes // given.class_bytes
+        """A segment that survived takes its place again. False if it cannot: out of range, taken, or too large."""
+        fits = given.class_bytes > 0 and given.pages * given.class_bytes <= self.spec.segment_bytes
         if given.slot not in self.vacant or not fits or not given.pages:
             return False
-        self._occupy(given.slot, Key(given.domain, given.class_bytes, writer), given.segment)
+        self._occupy(given.slot, Key(given.domain, given.class_bytes, writer), given.segment, pages=given.pages)
         return True
 
     def assignment(self, place: int, *, replaces: int | None = None, fresh: bool = False) -> SegmentAssignment:
@@ -369,8 +369,8 @@ class Pages:
         for column in (self.pins, self.length, self.flags, self.doom, self.filler, self.fault):
             column[pages] = 0
 
-    def _occupy(self, place: int, key: Key, segment: int) -> None:
-        count = self.spec.segment_bytes // key.class_bytes
+    def _occupy(self, place: int, key: Key, segment: int, *, pages: int | None = None) -> None:
+        count = self.spec.segment_bytes // key.class_bytes if pages is None else pages
         first = self._run(count)
         self.vacant.remove(place)
         self.last_id[place], self._last_writer[place], self._last_domain[place] = segment, key.writer, key.domain

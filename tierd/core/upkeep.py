@@ -199,7 +199,8 @@ class Upkeep:
         pages_of, blocks = self._index.tiers[tier], self._index.blocks
         good = pages >= 0
         good[good] = pages_of.state[pages[good]] == PageState.FREE
-        good &= metas["stored_length"] + pages_of.spec.slot_overhead_bytes <= pages_of.class_bytes(pages)
+        lengths = metas["stored_length"][good] + pages_of.spec.slot_overhead_bytes
+        good[good] = lengths <= pages_of.class_bytes(pages[good])
         names = Names(metas["namespace"], words(metas["hash"]))
         for once in (_firsts(pages, good), names.firsts()):
             good &= once

@@ -26,7 +26,7 @@ from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.files import OS, Files, Lock
 from tierd.tiers.journal import Journal, Marks
 from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct, read_at, write_at
-from tierd.tiers.stored_index import StoredIndex, select
+from tierd.tiers.stored_index import StoredIndex, latest_times, moved, select
 
 LOCK_NAME = "store.lock"
 GENERATION_LEAP = 1 << 20
@@ -109,8 +109,9 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
     io = _choose_io(opening, notices)
     failpoint("nvme.open.before_index")
     loaded = recovery.load_index(directory, store=store, disk=disk)
-    loaded = replace(loaded, index=_fitting(loaded, spec))
-    files = _open_files(opening, io)
+    index, moves = _fitting(loaded, spec)
+    loaded = replace(loaded, index=index)
+    files = _open_files(opening, io, moves)
     marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
     failpoint("nvme.open.before_settle")
     settled = recovery.settle(directory, loaded, store=store, first=[marks], disk=disk)
@@ -144,10 +145,20 @@ def _choose_io(opening: _Opening, notices: list[str]) -> SlotIO:
     return BufferedIO(opening.threads)
 
 
-def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> StoredIndex:
-    """The index less the segments that the configuration has no room for."""
+def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> tuple[StoredIndex, dict[int, int]]:
+    """The index less what the configuration has no room for, which is the coldest; and the places that change: from, to.
+
+    A start that is cut short decides the same again, and passes over files that have moved.
+    """
     places = spec.capacity_bytes // spec.segment_bytes
-    index = select(loaded.index, within=lambda s: s.place < places and s.pages * s.class_bytes <= spec.segment_bytes)
+    segments = loaded.index.segments.values()
+    heat = latest_times(loaded.index.metas, segments)
+    fitting = [s for s in segments if s.pages * s.class_bytes <= spec.segment_bytes]
+    kept = sorted(fitting, key=lambda s: (heat[s.segment], s.segment), reverse=True)[:places]
+    free = iter(sorted(set(range(places)) - {s.place for s in kept}))
+    moves = {s.place: next(free) for s in sorted(kept, key=lambda s: s.segment) if s.place >= places}
+    ids = {s.segment for s in kept}
+    index = moved(select(loaded.index, within=lambda s: s.segment in ids), moves)
     lost = len(loaded.index.segments) - len(index.segments)
     if lost:
         blocks = len(loaded.index.metas) - len(index.metas)
@@ -155,13 +166,16 @@ def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> StoredIndex:
             f"{spec.name}: {lost} segments with {blocks} blocks do not fit {spec.capacity_bytes} bytes in segments of"
             f" {spec.segment_bytes}; they are dropped"
         )
-    return index
+    return index, moves
 
 
-def _open_files(opening: _Opening, io: SlotIO) -> dict[int, SlotFile]:
-    """Every place's file, set aside whole; those beyond the capacity are removed."""
+def _open_files(opening: _Opening, io: SlotIO, moves: dict[int, int]) -> dict[int, SlotFile]:
+    """Every place's file, set aside whole; those beyond the capacity have moved, or are removed."""
     spec, disk, files = opening.spec, opening.disk, dict[int, SlotFile]()
     places = spec.capacity_bytes // spec.segment_bytes
+    for old, new in moves.items():
+        if slots_path(opening.directory, old).name in disk.list(opening.directory):
+            disk.rename(slots_path(opening.directory, old), slots_path(opening.directory, new))
     for name in disk.list(opening.directory):
         if fnmatch(name, "seg-*.slots") and name >= slots_path(opening.directory, places).name:
             disk.unlink(opening.directory / name)

@@ -7,7 +7,7 @@ that a hundred thousand blocks take milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -63,6 +63,20 @@ def select(index: StoredIndex, *, within: Callable[[SegmentBegun], bool]) -> Sto
     """The index with only those segments, and the blocks that truly lie in one of them."""
     segments = {place: segment for place, segment in index.segments.items() if within(segment)}
     return _consistent(replace(index, segments=segments))
+
+
+def moved(index: StoredIndex, places: Mapping[int, int]) -> StoredIndex:
+    """The index with these segments at other places. places: from, to; no target is in use."""
+    segments = {places.get(at, at): replace(s, place=places.get(at, at)) for at, s in index.segments.items()}
+    return replace(index, segments=segments)
+
+
+def latest_times(metas: StructArray, segments: Iterable[SegmentBegun]) -> dict[int, int]:
+    """Segment to when its newest block was committed, Unix milliseconds; 0 for one without blocks."""
+    times = {s.segment: 0 for s in segments}
+    for segment in times:
+        times[segment] = int(metas["time_ms"][metas["segment"] == segment].max(initial=0))
+    return times
 
 
 def slots_of(metas: StructArray, segments: Iterable[SegmentBegun]) -> NDArray[np.int64]:
