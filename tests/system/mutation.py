@@ -177,6 +177,7 @@ class Mutator:
         made: list[Callable[[], bytes]] = [
             lambda: b"",
             lambda: value[: self.random.randrange(len(value) + 1)],
+            lambda: value[:-1],
             lambda: value + self.random.randbytes(self.random.choice((1, 8, 32))),
             lambda: value * self.random.choice((2, 40)),
             lambda: self.random.randbytes(len(value)),
@@ -197,7 +198,7 @@ class Mutator:
 
     def _packed(self, name: str, value: bytes) -> bytes:
         dtype = RECORDS.get(name)
-        if dtype is None or len(value) < dtype.itemsize or len(value) % dtype.itemsize or self.random.random() < 0.3:
+        if dtype is None or len(value) < dtype.itemsize or len(value) % dtype.itemsize or self.random.random() < 0.5:
             return self.data(value)
         records = np.frombuffer(value, dtype=dtype).copy()
         column = self.rarest(dtype.names or (), key=lambda column: f"{name}[{column}]")
