@@ -113,7 +113,10 @@ class Ledger:
     async def sync(self) -> None:
         """Everything added so far is durable. Raises TierFailed: for good, or while the disk is full."""
         self._check()
-        await asyncio.shield(self._flight())
+        try:
+            await asyncio.shield(self._flight())
+        except OSError as error:
+            raise TierFailed(f"{self._opened.name}: {error}; check the disk") from error
 
     async def close(self) -> None:
         """A last sync and a snapshot, if they can be; then no thread works any more."""
@@ -232,9 +235,9 @@ class Ledger:
             if self._compaction is not None:
                 await self._compaction
             try:
-                if self._opened.journal.is_abandoned:
+                if self._opened.journal.is_abandoned or self._must_fold:
                     await self._replace_journal()
-                if self._must_fold:
+                    # Never twice with one number: a fold that failed may have removed some of what it was made from.
                     await self._in_thread(self._fold, self._opened.journal.number)
                     self._must_fold = self._has_news = False
                 for place in sorted(self.abandoned):
@@ -249,7 +252,8 @@ class Ledger:
         old = self._opened.journal
         self._opened.journal = await self._in_thread(self._new_journal, self._number())
         self._must_fold = True
-        await self._in_thread(old.close)
+        with suppress(OSError):  # what it told is durable, or told again
+            await self._in_thread(old.close)
 
     async def _renew(self, place: int) -> None:
         """Copies what is durable into a new slot file, which takes the old one's place."""
@@ -284,7 +288,8 @@ class Ledger:
         except OSError as error:
             self._put_off(error)
             return
-        await self._in_thread(old.close)
+        with suppress(OSError):  # what it told is durable, or told again
+            await self._in_thread(old.close)
         self._has_news = False
         self._compaction = asyncio.create_task(self._compact(number))
 

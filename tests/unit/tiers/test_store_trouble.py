@@ -104,6 +104,32 @@ async def test_journal_gives_way(world: World, tmp_path: Path, monkeypatch: pyte
     await other.store.close(release=False)
 
 
+async def test_fold_that_fails_halfway_loses_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When old files cannot all be removed after a journal was replaced, the next try knows everything still."""
+    unlink, names = OsFiles().unlink, OsFiles().list
+
+    def stubborn(path: Path) -> None:
+        if path.name.startswith("snapshot"):
+            raise OSError(errno.EIO, "bad disk")
+        unlink(path)
+
+    with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
+        await world.store.sync()
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, "unlink", staticmethod(stubborn))
+        patch.setattr(OsFiles, "list", staticmethod(lambda directory: sorted(names(directory))))  # journals first
+        with pytest.raises(TierFailed):
+            await world.store.probe()
+    await world.store.probe()
+    await world.store.sync()
+    die(world)
+    other = await next_life(tmp_path)
+    assert set(other.held) == {1, 2, 3}
+    await other.store.close(release=False)
+
+
 async def test_removals_outlive_the_failure(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is freed while nothing can be made durable does not come back afterwards."""
     with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
