@@ -39,17 +39,17 @@ UNREAD_LIMIT = 8
 
 
 class Pacer:
-    """Bytes over time: never ahead of the rate, nothing saved up. Pure; times are seconds of any clock."""
+    """Bytes over time: never ahead of the rate, nothing saved up. Pure; times are seconds of any clock. longest_s: of a pause."""
 
-    def __init__(self, now: float, *, debt_bytes: int = BATCH_BYTES) -> None:
-        self._credit, self._at = -float(debt_bytes), now
+    def __init__(self, now: float, *, debt_bytes: int = BATCH_BYTES, longest_s: float = LONGEST_PAUSE_S) -> None:
+        self._credit, self._at, self._longest_s = -float(debt_bytes), now, longest_s
 
     def pause_s(self, rate: float, now: float) -> float:
-        """How long to wait before the next batch, at most LONGEST_PAUSE_S; 0: now. rate: bytes per second; 0: nothing is to be done."""
+        """How long to wait before the next batch, at most longest_s; 0: now. rate: bytes per second; 0: nothing is to be done."""
         self._credit, self._at = min(0.0, self._credit + rate * (now - self._at)), now
         if self._credit > -1:  # no byte is owed; what is less would be a pause that no clock can tell
             return 0.0
-        return min(LONGEST_PAUSE_S, -self._credit / rate) if rate else LONGEST_PAUSE_S
+        return min(self._longest_s, -self._credit / rate) if rate else self._longest_s
 
     def pay(self, size_bytes: int) -> None:
         """So much was read."""
@@ -144,6 +144,7 @@ class Scrub:
     def __init__(self, cache: Cache, *, period_s: float, bandwidth: int) -> None:
         self._cache, self._core = cache, cache.core
         self.period_s, self.bandwidth = period_s, bandwidth
+        self._longest_s = min(LONGEST_PAUSE_S, period_s * (1 - MARGIN))
         self.current: Pass | None = None
         """The background's."""
         self.last: Pass | None = None
@@ -196,14 +197,14 @@ class Scrub:
                 begun = _now()
 
     async def _run_for_ever(self) -> None:
-        pacer = Pacer(_now())
+        pacer = Pacer(_now(), longest_s=self._longest_s)
         while True:
             try:
                 await self._pace(pacer)
                 await self._run_once(pacer)
             except Exception:  # told, and tried again: else rot would go unseen
                 log.exception("scrub failed")
-                await asyncio.sleep(LONGEST_PAUSE_S)
+                await asyncio.sleep(self._longest_s)
 
     async def _run_once(self, pacer: Pacer) -> None:
         self.current = passed = Pass(self._cache, range(len(self._cache.tiers)))
@@ -213,7 +214,7 @@ class Scrub:
                 await self._pace(pacer)
         self._finish(passed)
         if not any(tier.pages for tier in passed.tiers):
-            await asyncio.sleep(LONGEST_PAUSE_S)  # what is held is reserved, or on a tier that is lost
+            await asyncio.sleep(self._longest_s)  # what is held is reserved, or on a tier that is lost
 
     async def _pace(self, pacer: Pacer) -> None:
         await _sleep_until(lambda: pacer.pause_s(self._rate(), _now()))

@@ -4,8 +4,9 @@ Purpose: give out and take back pages, and the segments behind them. Non-purpose
 cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
 run of page ids. An empty segment goes back to the common pool at once.
 
-A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back,
-or until its segment holds nothing else and its place is wanted (`reclaim`). The books of it are kept here; none outlives a restart.
+A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back.
+Where its segment holds nothing else and the place is wanted (`reclaim`), the pages of the next life that lie on the same bytes are quarantined from its
+beginning, unless that life gets another file. The books of it are kept here; none outlives a restart.
 
 Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those that a writer holds
 after a restart; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
@@ -54,10 +55,12 @@ class Usage(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Why a page is quarantined (Fault), and since when."""
+    """Why a page is quarantined (Fault), since when, and which bytes of its place it is about."""
 
     fault: int
     since: float
+    start: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ class Pages:
         self.counts = [0] * len(PageState)
         self.bytes_in = [0] * len(PageState)
         self.quarantine: dict[int, Found] = {}
+        self._spots: dict[int, list[Found]] = {}  # of places whose next life begins with them
         self.quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
@@ -164,19 +168,24 @@ class Pages:
 
     def withhold(self, pages: Ids, now: float) -> None:
         """retiring -> quarantined; those that have been there longest come back where that is more than the bound."""
-        for page in pages.tolist():
-            self.quarantine[page] = Found(int(self.fault[page]), now)
+        starts = self.extents(pages)["offset"].astype(np.int64)
+        for page, start, end in zip(
+            pages.tolist(), starts.tolist(), (starts + self.class_bytes(pages)).tolist(), strict=True
+        ):
+            self.quarantine[page] = Found(int(self.fault[page]), now, start, end)
         self.move(pages, PageState.RETIRING, PageState.QUARANTINED)
         self._clear(pages)
         while self.quarantined_bytes > self.quarantine_bytes:
-            self._acquit([next(iter(self.quarantine))])
+            self._acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
 
     def reclaim(self) -> bool:
-        """Ends the quarantine of a segment that holds nothing else, if that is no more than half of it: its place is vacant. False: there is none."""
+        """Vacates the place of a segment that holds nothing but quarantined pages, if they are no more than half of it. False: there is none."""
         for place, segment in enumerate(self.segments):
             bad = int(self._bad[place])
             if segment is not None and bad and segment.spare + bad == segment.pages and not self.is_mostly_bad(place):
-                self._acquit([page for page in self.quarantine if self.place[page] == place])
+                pages = [page for page in self.quarantine if self.place[page] == place]
+                self._spots[place] = [self.quarantine[page] for page in pages]
+                self._acquit(pages)
                 return True
         return False
 
@@ -287,6 +296,8 @@ class Pages:
         fresh = fresh or bool(self._mapped_by[place] - {key.domain})
         if fresh:
             self._mapped_by[place].clear()
+            if self.spec.writer_owned:
+                self._spots.pop(place, None)  # another file, so other memory
         if held and not fresh:
             self.holders[segment] = held
         self._occupy(place, key, segment)
@@ -379,7 +390,21 @@ class Pages:
         self.place[first : first + count] = place
         self.counts[PageState.FREE] += count
         self.bytes_in[PageState.FREE] += count * key.class_bytes
+        for found in self._spots.pop(place, ()):
+            self._withhold_again(place, found)
         self._reopen(place)
+
+    def _withhold_again(self, place: int, found: Found) -> None:
+        """The pages of a life that begins which lie on bytes that were found bad; none where that would be above the bound."""
+        segment = self.segments[place]
+        assert segment is not None
+        size = segment.key.class_bytes
+        slots = range(found.start // size, min(segment.pages, -(-found.end // size)))
+        pages = [segment.first + slot for slot in slots if segment.first + slot not in self.quarantine]
+        if self.quarantined_bytes + len(pages) * size <= self.quarantine_bytes:
+            self.quarantine |= dict.fromkeys(pages, found)
+            segment.spare -= len(pages)
+            self.move(np.asarray(pages, np.int64), PageState.FREE, PageState.QUARANTINED)
 
     def _run(self, count: int) -> int:
         free = self._runs.get(count)
