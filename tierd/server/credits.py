@@ -48,12 +48,12 @@ class Place:
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back = give_back
-        self._is_taken = True
+        self.is_taken = True
 
     def leave(self) -> None:
         """Gives the place back. Safe to call twice."""
-        if self._is_taken:
-            self._is_taken = False
+        if self.is_taken:
+            self.is_taken = False
             self._give_back()
 
     def __enter__(self) -> None:

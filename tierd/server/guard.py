@@ -12,6 +12,7 @@ import hmac
 import math
 import secrets
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -72,14 +73,26 @@ class Arrival:
     metadata: dict[str, str]
     place: Place | None = None
     refusal: TierdError | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def awaited(self, timeout_s: float) -> Arrival:
+        """Its message has so long to come; after that the place is somebody else's."""
+        assert self.place is not None
+        # Not the place itself: one that nobody knows of any more is left at once.
+        self.timer = asyncio.get_running_loop().call_later(timeout_s, _leave, weakref.ref(self.place))
+        return self
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """While the call is handled. Raises its refusal."""
+        """While the call is handled. Raises its refusal, DeadlineExceeded."""
         if self.refusal is not None:
             raise self.refusal
         assert self.place is not None
+        assert self.timer is not None
+        self.timer.cancel()
         with self.place:
+            if not self.place.is_taken:
+                raise DeadlineExceeded("call: its message came too late; send it with the call")
             yield
 
 
@@ -155,7 +168,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         try:
             session = self._identify(metadata)[0]
             is_shared = self._remote is not None and session == self._remote[0]
-            return Arrival(details.method, metadata, self._credits.place(details.method, session, is_shared=is_shared))
+            place = self._credits.place(details.method, session, is_shared=is_shared)
+            return Arrival(details.method, metadata, place).awaited(self._call_timeout_s)
         except TierdError as error:
             return Arrival(details.method, metadata, refusal=error)
 
@@ -252,6 +266,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
 async def _nothing(_message: Any, _context: Any) -> None:
     """The handler of a call that is refused: never reached."""
+
+
+def _leave(place: weakref.ref[Place]) -> None:
+    found = place()
+    if found is not None:
+        found.leave()
 
 
 def _parsed(parse: Parse, raw: bytes) -> Any:

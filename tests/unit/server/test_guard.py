@@ -20,6 +20,7 @@ from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import BlockStatus
 from tierd.errors import ERROR_KEY
+from tierd.server.credits import PATIENCE
 from tierd.server.guard import Guard
 from tierd.server.listeners import Listeners
 from tierd.testing import chain
@@ -180,6 +181,57 @@ async def test_one_session_leaves_room_for_others() -> None:
         for put in puts:
             put.cancel()
         await rig.quiet()
+
+
+async def test_who_goes_on_beyond_its_credits_is_cut_off() -> None:
+    """A client that goes on calling beyond its credits is refused with hints, then its session ends, by name; what gives back got in until then, and others do."""
+    async with rigged(session_credits=2) as rig, rig.stubs() as (cache, _):
+        greedy, other = await rig.session(), await rig.session()
+        start = await put_start(rig, cache)
+        puts = [cache.Put(metadata=greedy) for _ in range(2)]
+        for put in puts:
+            await put.write(start)
+        await until(lambda: rig.running == 2)
+        errors = [await error_of(cache.Lookup(pb.LookupRequest(), metadata=greedy)) for _ in range(2 * PATIENCE)]
+        assert set(errors) == {"Overloaded"}
+        assert await error_of(cache.Release(pb.ReleaseRequest(leases=[7]), metadata=greedy)) == ""
+        async with asyncio.timeout(SOON_S):
+            while (error := await error_of(cache.Lookup(pb.LookupRequest(), metadata=greedy))) == "Overloaded":
+                pass
+            told = msgpack.unpackb(await asyncio.get_running_loop().sock_recv(rig.sockets[0], 8192))
+        assert error == "SessionLost"
+        assert (told["ok"], told["error"]) == (False, "Overloaded")
+        assert "credits" in told["message"]
+        assert await error_of(cache.Release(pb.ReleaseRequest(), metadata=other)) == ""
+        for put in puts:
+            put.cancel()
+        await rig.quiet()
+
+
+async def test_a_call_that_never_runs_gives_its_place_back() -> None:
+    """A call whose message never comes holds a place while it is there, and none when it is gone."""
+    async with rigged(session_credits=2) as rig:
+        metadata = await rig.session()
+        async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
+            call = channel.stream_unary("/tierd.v1.Cache/Lookup")(metadata=metadata)
+            await call.wait_for_connection()
+            await until(lambda: rig.running == 1)
+            call.cancel()
+            await rig.quiet()
+
+
+async def test_a_call_whose_message_never_comes_keeps_no_place() -> None:
+    """A call that is begun and says nothing has its place for as long as a call may take, and none after; its late message is refused."""
+    async with rigged(call_timeout='"1 s"') as rig:
+        metadata = await rig.session()
+        async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
+            call = channel.stream_unary("/tierd.v1.Cache/Lookup")(metadata=metadata)
+            await call.wait_for_connection()
+            await until(lambda: rig.running == 1)
+            await rig.quiet()
+            await call.write(b"")
+            await call.done_writing()
+            assert await error_of(call) == "DeadlineExceeded"
 
 
 async def test_silent_put_ends() -> None:

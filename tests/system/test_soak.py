@@ -1,0 +1,305 @@
+"""Hours of everything at once, at half a core: nothing is wrong, nothing grows.
+
+SOAK_SECONDS sets how long; SOAK_SEED runs a seed again. Progress is printed every ten seconds with `-s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.depth import count, report
+from tests.system.blocks import await_true, connected
+from tierd._proto import admin_pb2 as apb
+from tierd.client import Client, NamespaceSpec
+from tierd.client.values import OpenedNamespace
+from tierd.errors import RetryError, StaleHandle
+from tierd.testing import Daemon, chain, content_of, is_content
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "0")) or count(test=5, nightly=600, weekly=3600)
+SEED = int(os.environ.get("SOAK_SEED", "0")) or random.randrange(1 << 30)
+WARM_UP_SHARE = 0.4
+SAMPLE_S = 2.0
+SLOPE_SECONDS = 300.0
+"""In less than that no slope is to be seen."""
+TURNS_PER_S = 14.0
+"""Of each worker; keeps the whole at about half a core."""
+WORKERS = 3
+SPECS = (
+    NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096),
+    NamespaceSpec(model="large", tokens_per_block=16, block_bytes=128 << 10),
+)
+EPOCH_TURNS = 6
+"""An operator bumps an epoch at each of so many turns of five seconds."""
+CHAINS, MOST_BLOCKS = 300, 24
+MIB = 1 << 20
+CONFIG = """\
+[server]
+shutdown_deadline = "5 s"
+
+[[host]]
+capacity = "48 MiB"
+segment = "2 MiB"
+
+[[nvme]]
+capacity = "256 MiB"
+segment = "8 MiB"
+"""
+CHURN = """
+import sys, time
+from tierd.client import Client, NamespaceSpec
+from tierd.testing import chain
+client = Client(sys.argv[1])
+space = client.open_namespace(NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096))
+held = [client.acquire(space, chain(seed, 8)) for seed in range(1, 5)]
+print("holding", flush=True)
+time.sleep(60)
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """At a moment: the daemon's own memory (without the arena), descriptors, threads; reads so far."""
+
+    at: float
+    memory_bytes: int
+    descriptors: int
+    threads: int
+    reads: int
+
+
+@dataclass
+class Soak:
+    """What the workers share. Counts are of calls; `reads` and `wrong` of blocks."""
+
+    daemon: Daemon
+    end: float
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[BaseException] = field(default_factory=list)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, what: str, number: int = 1) -> None:
+        with self.turn:
+            self.counts[what] += number
+
+    def sample(self, begun: float) -> Sample:
+        proc = Path(f"/proc/{self.daemon.pid}")
+        status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+        return Sample(
+            at=time.monotonic() - begun,
+            memory_bytes=int(status["RssAnon"].split()[0]) * 1024,
+            descriptors=len(list((proc / "fd").iterdir())),
+            threads=int(status["Threads"]),
+            reads=self.counts["reads"],
+        )
+
+
+class Worker:
+    """One client that does everything in turns."""
+
+    def __init__(self, soak: Soak, seed: int) -> None:
+        self.soak = soak
+        self.chance = random.Random(seed)
+        self.client = Client(soak.daemon.target)
+        self.spaces: list[OpenedNamespace] = []
+        self.held: list[tuple[np.ndarray, list[np.ndarray]]] = []
+
+    def run(self) -> None:
+        """Until the end; a turn that a bump of the epoch or a full queue cuts short is no fault."""
+        verbs: list[Callable[[], None]] = [self.put, self.get, self.copy, self.durable, self.look, self.churn]
+        try:
+            self.spaces = [self.client.open_namespace(spec) for spec in SPECS]
+            while time.monotonic() < self.soak.end:
+                begun = time.monotonic()
+                with self.forgiven():
+                    self.chance.choices(verbs, (3, 6, 4, 1, 3, 0.3))[0]()
+                time.sleep(max(0.0, begun + 1 / TURNS_PER_S - time.monotonic()))
+        except BaseException as error:
+            self.soak.failures.append(error)
+        finally:
+            self.held.clear()
+            self.client.close()
+
+    @contextlib.contextmanager
+    def forgiven(self) -> Iterator[None]:
+        try:
+            yield
+        except (RetryError, StaleHandle) as error:
+            self.soak.add(type(error).__name__)
+            if isinstance(error, StaleHandle):  # an epoch has ended
+                self.spaces = [self.client.open_namespace(spec) for spec in SPECS]
+
+    def pick(self) -> tuple[OpenedNamespace, np.ndarray]:
+        """A chain, popular ones more often."""
+        seed = 1 + int(CHAINS * self.chance.random() ** 2)
+        kind = seed % len(SPECS)
+        return self.spaces[kind], chain(seed, 1 + seed * 7 % MOST_BLOCKS)
+
+    def put(self, *, durable: bool = False) -> None:
+        space, hashes = self.pick()
+        blocks = [content_of(name, space.spec.block_bytes) for name in hashes]
+        self.client.put(space, hashes, blocks, durable=durable)
+        self.soak.add("durable" if durable else "puts")
+
+    def durable(self) -> None:
+        self.put(durable=True)
+
+    def get(self) -> None:
+        """By view; some are kept for a while, and looked at again when they go."""
+        space, hashes = self.pick()
+        got = self.client.get(space, hashes)
+        self.check(hashes, list(got.views))
+        self.held.append((hashes, list(got.views)))
+        if len(self.held) > 3:
+            self.check(*self.held.pop(self.chance.randrange(len(self.held))))
+
+    def copy(self) -> None:
+        space, hashes = self.pick()
+        out = [np.empty(space.spec.block_bytes, dtype=np.uint8) for _ in hashes]
+        self.check(hashes, out[: self.client.get(space, hashes, out=out).blocks])
+
+    def look(self) -> None:
+        space, hashes = self.pick()
+        self.client.lookup(space, hashes)
+        self.client.prefetch(space, hashes)
+        self.soak.add("lookups")
+
+    def churn(self) -> None:
+        """The session ends, and another begins."""
+        self.held.clear()
+        self.client.close()
+        self.client = Client(self.soak.daemon.target)
+        self.spaces = [self.client.open_namespace(spec) for spec in SPECS]
+        self.soak.add("sessions")
+
+    def check(self, hashes: np.ndarray, views: list[np.ndarray]) -> None:
+        right = sum(is_content(view, name) for view, name in zip(views, hashes, strict=False))
+        self.soak.add("reads", len(views))
+        self.soak.add("wrong", len(views) - right)
+
+
+def operate(soak: Soak) -> None:
+    """An operator bumps epochs and evicts, and clients are killed with leases in hand."""
+    try:
+        with connected(soak.daemon) as client:
+            for turn in itertools.count():
+                if time.monotonic() > soak.end - 2:
+                    return
+                client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+                if turn % EPOCH_TURNS == 0:
+                    client.call(client.admin.BumpEpoch, apb.BumpEpochRequest(model="small"))
+                    soak.add("epochs")
+                kill_one(soak)
+                time.sleep(min(5.0, max(0.0, soak.end - time.monotonic())))
+    except BaseException as error:
+        soak.failures.append(error)
+
+
+def kill_one(soak: Soak) -> None:
+    process = subprocess.Popen([sys.executable, "-c", CHURN, soak.daemon.target], stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    soak.add("killed")
+
+
+def slope_per_hour(samples: list[Sample], value: Callable[[Sample], float]) -> tuple[float, float, float]:
+    """Theil and Sen: the median of the slopes between all pairs, with its 95 % interval after Sen (1968)."""
+    at, values = np.array([s.at for s in samples]), np.array([value(s) for s in samples])
+    first, second = np.triu_indices(len(samples), k=1)
+    slopes = np.sort((values[second] - values[first]) / (at[second] - at[first])) * 3600
+    spread = 1.96 * np.sqrt(len(samples) * (len(samples) - 1) * (2 * len(samples) + 5) / 18)
+    low, high = int((len(slopes) - spread) / 2), int((len(slopes) + spread) / 2)
+    return float(np.median(slopes)), float(slopes[max(0, low)]), float(slopes[min(len(slopes) - 1, high)])
+
+
+def watched(soak: Soak) -> list[Sample]:
+    """Samples until the end; tells how it goes."""
+    begun, samples = time.monotonic(), [soak.sample(time.monotonic())]
+    while (now := time.monotonic()) < soak.end:
+        samples.append(soak.sample(begun))
+        if len(samples) % 5 == 0:
+            last = samples[-1]
+            print(
+                f"soak {now - begun:.0f} s: {last.memory_bytes / MIB:.1f} MiB, {last.descriptors} descriptors, {dict(soak.counts)}",
+                flush=True,
+            )
+        time.sleep(min(SAMPLE_S, max(0.0, soak.end - now)))
+    return samples
+
+
+def test_slope_finds_a_leak() -> None:
+    """The fit tells a leak of 2 MiB an hour from none, through noise and a jump in the beginning."""
+    noise = np.random.default_rng(1).normal(0, 0.2 * MIB, 1800)
+    flat = [Sample(i * 2.0, int(60 * MIB + noise[i]), 0, 0, 0) for i in range(1800)]
+    leaky = [Sample(s.at, int(s.memory_bytes + s.at * 2 * MIB / 3600), 0, 0, 0) for s in flat]
+    mid, low, high = slope_per_hour(flat[::4], lambda s: s.memory_bytes / MIB)
+    assert low < 0 < high
+    assert abs(mid) < 0.2
+    mid, low, high = slope_per_hour(leaky[::4], lambda s: s.memory_bytes / MIB)
+    assert 1.0 < low < mid < high < 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 120)
+def test_nothing_is_wrong_and_nothing_grows() -> None:
+    """Puts, views, copies, durable puts, prefetches, evictions, epochs and dying clients, for as long as is given."""
+    print(f"SOAK_SEED={SEED} SOAK_SECONDS={SECONDS:g}")
+    with Daemon(CONFIG) as daemon:
+        soak = Soak(daemon, end=time.monotonic() + SECONDS)
+        threads = [threading.Thread(target=Worker(soak, SEED + i).run) for i in range(WORKERS)]
+        threads.append(threading.Thread(target=operate, args=(soak,)))
+        for thread in threads:
+            thread.start()
+        samples = watched(soak)
+        for thread in threads:
+            thread.join(60)
+        assert soak.failures == []
+        assert_clean(soak)
+    judge(soak, samples)
+
+
+def assert_clean(soak: Soak) -> None:
+    """When the clients have gone nothing of theirs is left."""
+    with connected(soak.daemon) as client:
+        await_true(lambda: client.status().leases + client.status().reservations == 0, "leases come back")
+        await_true(lambda: all(t.pages_pinned == 0 for t in client.tiers().values()), "pins come back")
+
+
+def judge(soak: Soak, samples: list[Sample]) -> None:
+    """The figures, and what must hold. A slope is a leak if all of its interval lies above 1 MiB an hour."""
+    steady = [s for s in samples if s.at >= WARM_UP_SHARE * SECONDS]
+    memory, low, high = slope_per_hour(steady, lambda s: s.memory_bytes / MIB)
+    half = len(steady) // 2
+    descriptors = [max(s.descriptors for s in part) for part in (steady[:half], steady[half:])]
+    threads = [max(s.threads for s in part) for part in (steady[:half], steady[half:])]
+    report(
+        "soak",
+        seconds=SECONDS,
+        memory_mib=round(steady[-1].memory_bytes / MIB, 1),
+        slope_mib_per_h=round(memory, 2),
+        slope_95=f"{low:.2f} to {high:.2f}",
+        descriptors=descriptors,
+        threads=threads,
+        **soak.counts,
+    )
+    assert soak.counts["wrong"] == 0
+    assert soak.counts["reads"] > SECONDS
+    assert low < 1.0 or SECONDS < SLOPE_SECONDS, "memory grows"
+    assert descriptors[1] <= descriptors[0] + 8
+    assert threads[1] <= threads[0] + 2
