@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.depth import count, percentile, report
 from tests.system.blocks import await_true, connected
 from tests.system.shim.iofault import READS, SYNCS, WRITES
 from tests.system.test_restart import wipe_arena
 from tests.system.trouble import BACKENDS, STORE, Troubled, config, troubled
+from tierd.cli import ctl
 from tierd.errors import Unavailable
 from tierd.testing import chain
 
@@ -215,6 +217,30 @@ def test_with_the_pauses_of_a_user(tmp_path: Path) -> None:
     report(
         "writes resume, seconds", **{name.replace(" ", "_").replace("'", ""): took for name, took in resumed.items()}
     )
+
+
+@pytest.mark.timeout(60)
+def test_resume_by_command(tmp_path: Path) -> None:
+    """`tierctl tiers` says what keeps a store out of service; --resume tries it at once, to no avail while the disk fails, and puts it back when it works."""
+    pauses = 'retry_pause = "60 s"\nretry_pause_limit = "60 s"\n'
+    with troubled(tmp_path, config() + pauses) as world:
+
+        def tiers(*arguments: str) -> str:
+            result = CliRunner().invoke(ctl.cli, ["tiers", *arguments, "--target", world.daemon.target])
+            assert result.exit_code == 0, result.output
+            return result.stdout
+
+        assert "takes nothing new" not in tiers()
+        with world.io.armed(SYNCS, "EIO", STORE):
+            assert world.put() == 0
+            await_true(lambda: "nvme.0 takes nothing new" in tiers(), "the trouble told")
+            assert "could not be made durable" in tiers("--resume", "nvme.0")
+        assert world.put() == 0, "the pause is not over"
+        assert "takes nothing new" not in tiers("--resume", "nvme.0")
+        assert world.put() == 1
+        refused = CliRunner().invoke(ctl.cli, ["tiers", "--resume", "host.0", "--target", world.daemon.target])
+        assert refused.exit_code == 2
+        assert "nvme.0" in refused.stderr
 
 
 @pytest.mark.timeout(60)
