@@ -154,7 +154,9 @@ def test_page_between_two_lives() -> None:
 
 
 @pytest.mark.timeout(count(test=120, nightly=900, weekly=1800))
-@pytest.mark.parametrize("verify", ["first_hit", "sampled", "always"])
+@pytest.mark.parametrize(
+    "verify", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("first_hit", "sampled")), "always"]
+)
 def test_verified_page(verify: str) -> None:
     """A bit of a page flipped after its first hit: "always" misses every one, "sampled" one hit in 256, "first_hit" none; what is caught is counted."""
     total = count(test=50, nightly=12_000 if verify == "always" else 3_000, weekly=24_000)
