@@ -137,8 +137,8 @@ class SimArena:
 
     async def close(self, *, release: bool) -> None:
         """With release everything is gone."""
-        self._living.clear()
         if release:
+            self._living.clear()
             self._memory.segments.clear()
 
     async def keep_namespace(self, record: bytes) -> None:

@@ -158,9 +158,9 @@ class SimDaemon:
         await assembly.cache.background.stop()
         await assembly.cache.flights.idle(timeout_s=max(0.0, deadline - self.loop.time()))
         self.is_serving = False
-        assembly.holds.close(release=False)
         for tier in reversed(assembly.tiers):
             await tier.close(release=False)
+        assembly.holds.close(release=False)  # the last thing, as nothing is to run after it
 
     def _tiers(self) -> list[Tier]:
         config, tiers = self.ground.config, list[Tier]()

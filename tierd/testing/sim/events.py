@@ -110,7 +110,7 @@ class Happenings:
 
         async def stop() -> None:
             await daemon.stop()
-            self._world.loop.call_soon(lambda: self._world.kill_daemon(why="stopped"))
+            self._world.kill_daemon(why="stopped")
 
         self._world.loop.create_task(stop(), context=daemon.context.copy())
 
@@ -167,7 +167,10 @@ class Happenings:
             world.counts[type(error).__name__] += 1
 
     async def _do_evict(self, operator: Operator, rng: random.Random) -> None:
-        operator.evict(self._some(rng), rng.choice(("", "host.0", "nvme.0")))
+        if rng.random() < 0.5:
+            operator.evict([], "host.0")  # everything: the next gets come from afar
+        else:
+            operator.evict(self._some(rng), rng.choice(("", "host.0", "nvme.0")))
 
     async def _do_pin(self, operator: Operator, rng: random.Random) -> None:
         operator.pin(self._some(rng))

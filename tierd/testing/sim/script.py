@@ -16,6 +16,9 @@ SECONDS = 30.0
 EVENTS = 24
 """Verbs and faults in it, about."""
 
+BURST_PER_S = 500.0
+"""Events of a burst follow each other at this rate: close enough to meet in one transfer."""
+
 VERBS: Mapping[str, float] = {
     "get": 10,
     "put": 12,
@@ -120,7 +123,11 @@ def write(seed: int) -> Script:
     total = rng.randint(EVENTS * 2 // 3, EVENTS * 4 // 3)
     names = rng.choices([*verbs], [*verbs.values()], k=total)
     names += [name for name in kinds for _ in range(rng.randint(1, 3))]
-    events = [Event(rng.uniform(0, SECONDS), name, rng.randrange(64), rng.getrandbits(32)) for name in names]
+    bursts = [rng.uniform(0, SECONDS * 0.99) for _ in range(max(1, len(names) // rng.choice((1, 3, 6))))]
+    times = (rng.choice(bursts) + min(rng.expovariate(BURST_PER_S), SECONDS * 0.01) for _ in names)
+    events = [
+        Event(at_s, name, rng.randrange(64), rng.getrandbits(32)) for at_s, name in zip(times, names, strict=True)
+    ]
     return Script(seed, machine, tuple(sorted(events, key=lambda event: event.at_s)), frozenset(kinds))
 
 

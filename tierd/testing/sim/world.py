@@ -42,6 +42,8 @@ from tierd.testing.sim.script import SECONDS, Machine, Script
 from tierd.testing.sim.weather import Weather
 from tierd.tiers.slots import HEADER_BYTES
 
+CONFIGS = TypeAdapter(Config)
+
 
 @dataclass
 class Result:
@@ -352,7 +354,7 @@ def _config(machine: Machine) -> Config:
     }
     if machine.device_segments:
         tables["device"] = [{"capacity": machine.device_segments * 8 * page, **_marks(8 * page)}]
-    return TypeAdapter(Config).validate_python(tables)
+    return CONFIGS.validate_python(tables)
 
 
 def _marks(segment_bytes: int) -> dict[str, Any]:
