@@ -125,7 +125,7 @@ def told(seed: str, what: str, operations: list[str]) -> str:
     return "\n  ".join([f"CRASH_SEED={seed}: {what}", *operations])
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_power_may_fail_at_any_moment() -> None:
     """Every block acknowledged durable and not removed is there with its bytes, no other bytes are served, no number is given twice."""
     if SEED:
