@@ -139,7 +139,7 @@ def test_slow_disk(tmp_path: Path) -> None:
         assert world.lost() == []
 
 
-ENDS = [READS, pytest.param(WRITES, marks=pytest.mark.slow), SYNCS, pytest.param("close", marks=pytest.mark.slow)]
+ENDS = [READS, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (WRITES, SYNCS, "close"))]
 
 
 @pytest.mark.timeout(120)
