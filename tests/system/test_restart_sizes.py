@@ -22,7 +22,7 @@ from tierd.tiers.holds import Holder, find_start_time, read_boot_id
 CHAINS, LENGTH = 40, 8
 """Chains 1 to 40, the first the coldest, of 8 blocks of 8 KiB: 5 segments in host memory, less than 4 in the store."""
 FRESH = itertools.count(101)
-HOLDER_SESSION = 77
+HOLDER_SESSION = 77 << 32
 
 
 @pytest.fixture

@@ -33,8 +33,6 @@ def open_holds(tiers: Sequence[Tier], recovered: Sequence[Recovered]) -> tuple[H
 
     places = [arena.tables / TABLE_NAME for arena in arenas.values()]
     path, *others = [place for place in places if place.exists()] or places[:1]
-    if not path.exists():
-        distrust(f"{path}: there is no session table")
     if others:
         distrust(f"{path}, {others[0]}: there are two session tables")
     table = HoldTable(path)

@@ -204,9 +204,9 @@ class HoldTable:
     # -- inner
 
     def _find_faults(self, length: int) -> list[str]:
-        """What is wrong with the file as a whole. length: what it had; 0, or all zeros: killed before it got a header."""
-        if not length or not (self._memory[: TABLE_HEADER.itemsize].tobytes().strip(b"\0") or self._rows.any()):
-            return []
+        """What is wrong with the file as a whole. length: what it had; 0 if it is new."""
+        if not length or not any(self._memory[: TABLE_HEADER.itemsize]):
+            return ["there is none, or it is blank"]
         faults = [f"it was {length} bytes long"] if length < _ROWS_AT else []
         if not _is_header(bytes(self._memory[: TABLE_HEADER.itemsize]), name=str(self._path)):
             faults.append("its header's checksum does not hold")

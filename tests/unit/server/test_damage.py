@@ -35,7 +35,7 @@ EVERYTHING = (DURABLE, VOLATILE, HELD, JOURNALED)
 WHOLE = sum(map(len, EVERYTHING))
 STORE_FILES = ("store.json", "snapshot-*.bin", "journal-*.log")
 """They are damaged with the memory gone, which would serve all the same."""
-HOLDER_SESSION = 77
+HOLDER_SESSION = 77 << 32
 PRESSURE = 8
 """Reservations of 64 blocks that fill the host tier once."""
 HEADS = {
@@ -143,17 +143,31 @@ async def served(world: World) -> int:
 
 
 async def given(world: World) -> set[tuple[int, int]]:
-    """Puts until the host tier was filled twice over; every page of it that was handed out for that."""
-    tier, pages = world.daemon.tiers[0], set[tuple[int, int]]()
+    """Evicts what may go, brings blocks from the store, puts until the host tier was filled twice over; every page of it that was handed out for that."""
+    tier = world.daemon.tiers[0]
     assert isinstance(tier, Arena)
+    core = world.cache.core
+    ids = [core.find_block(world.namespace.id, name.tobytes()) for name in (*HELD, *DURABLE)]
+    there = np.array([i for i in ids if i is not None], dtype=np.int64)
+    world.cache.flights.start(core.evict(there, tier=0, now=world.cache.clock.now()))
+    lease = await world.acquire(DURABLE)
+    pages = set[tuple[int, int]]()
+    for group in lease.served.groups:
+        pages |= _places(tier, group.extents.reshape(-1))
+    world.cache.release(world.session, [lease.lease])
     for turn in range(2 * PRESSURE):
         reserved = await world.reserve(chain(1000 + turn, 64))
         rows = reserved.extents[0][reserved.statuses[0] == BlockStatus.RESERVED]
         assert len(rows), "it serves, but takes nothing"
-        names = {int(s): (Path(tier.place) / f"{s}.data").stat().st_ino for s in np.unique(rows["segment"])}
-        pages |= {(names[int(row["segment"])], int(row["offset"])) for row in rows}
+        pages |= _places(tier, rows)
         await world.commit(reserved.reservation)
     return pages
+
+
+def _places(tier: Arena, rows: StructArray) -> set[tuple[int, int]]:
+    """Inode and offset of EXTENT [n]."""
+    inodes = {int(s): (Path(tier.place) / f"{s}.data").stat().st_ino for s in np.unique(rows["segment"])}
+    return {(inodes[int(row["segment"])], int(row["offset"])) for row in rows}
 
 
 async def start(left: Left, held: set[tuple[int, int]]) -> str:
@@ -245,3 +259,20 @@ async def test_first_hit_of_every_block_is_verified() -> None:
     assert [seed for seed, hit in enumerate(hits) if not hit] == sorted(damaged)
     assert corrupt == len(damaged)
     report("host pages damaged while down", seed=SEED, pages=pages, damaged=len(damaged), misses=hits.count(False))
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["table gone", "table whole"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_nobodys_pages_are_verified_at_every_hit(left: Left, is_known: bool) -> None:
+    """Where nobody knows who may write, a page that changes after a hit is a miss at the next one; where that is known, the first hit settles it."""
+    left.put_back()
+    if not is_known:
+        left.find("sessions.tbl")[0].unlink()
+    async with opened(places=left.places) as world:
+        names = VOLATILE[:1]
+        lease = await world.acquire(names)
+        extent = lease.served.groups[0].extents.reshape(-1)[0].copy()
+        world.cache.release(world.session, [lease.lease])
+        world.page(extent)[5] ^= 1
+        assert bool((await world.acquire(names)).served.tokens) is is_known
+        world.page(extent)[5] ^= 1

@@ -194,7 +194,7 @@ def test_damaged_holder_is_dropped_with_its_rows(tmp_path: Path) -> None:
 
 def test_lost_holders_are_noticed(tmp_path: Path) -> None:
     """Records of sessions that are zeros now leave rows that belong to nobody: it is said."""
-    opened(tmp_path / "s.tbl", 5).append(5, extents(10), kind=HoldKind.LEASE)
+    opened(tmp_path / "s.tbl", 1 << 40).append(1 << 40, extents(10), kind=HoldKind.LEASE)
     raw = bytearray((tmp_path / "s.tbl").read_bytes())
     raw[4096:8192] = bytes(4096)
     (tmp_path / "s.tbl").write_bytes(raw)
