@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -23,11 +23,11 @@ from tierd.errors import Overloaded
 from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="race", tokens_per_block=16, block_bytes=4096)
-CHAIN_BLOCKS = 48
+CHAIN_BLOCKS = 16
 KEYS = 4
 """That a round of writers fights for."""
-HELD_GETS = 3
-"""Whose views a reader keeps and looks at again."""
+HELD_TURNS = (3, 20)
+"""So long a reader keeps views and then looks at them again: mostly a little, some until they are the coldest that there is."""
 
 
 class Reader:
@@ -38,12 +38,15 @@ class Reader:
         self._chance = random.Random(seed)
         self._hashes = [chain(number, CHAIN_BLOCKS) for number in range(chains)]
         self._blocks = [np.stack([content_of(name, 4096) for name in names]) for names in self._hashes]
-        self._held: deque[tuple[int, Any]] = deque()
+        self._held: list[tuple[int, int, Any]] = []
+        self._turn = 0
         self.seen: Counter[str] = Counter()
 
     def run(self, gets: int) -> None:
         """Until so many blocks were got."""
         while self.seen["views"] + self.seen["copies"] < gets:
+            self._turn += 1
+            self._let_go(until=self._turn)
             number = min(self._chance.randrange(len(self._hashes)), self._chance.randrange(len(self._hashes)))
             got = self._view(number) if self._chance.random() < 0.5 else self._copy(number)
             if got < CHAIN_BLOCKS:
@@ -51,15 +54,12 @@ class Reader:
                 self.seen["stored"] += self._client.put(
                     self._namespace, self._hashes[number], list(self._blocks[number])
                 ).stored
-        while self._held:
-            self._let_go()
+        self._let_go(until=self._turn + max(HELD_TURNS))
 
     def _view(self, number: int) -> int:
         got = self._client.get(self._namespace, self._hashes[number])
         self._compare(number, got.views, "views")
-        self._held.append((number, got.views))
-        if len(self._held) > HELD_GETS:
-            self._let_go()
+        self._held.append((self._turn + HELD_TURNS[self._chance.random() < 0.1], number, got.views))
         return got.blocks
 
     def _copy(self, number: int) -> int:
@@ -68,9 +68,11 @@ class Reader:
         self._compare(number, list(out[: got.blocks]), "copies")
         return got.blocks
 
-    def _let_go(self) -> None:
-        number, views = self._held.popleft()
-        self._compare(number, views, "again")
+    def _let_go(self, *, until: int) -> None:
+        for due, number, views in self._held:
+            if due <= until:
+                self._compare(number, views, "again")
+        self._held = [kept for kept in self._held if kept[0] > until]
 
     def _compare(self, number: int, pages: Any, way: str) -> None:
         self.seen[way] += len(pages)

@@ -21,14 +21,14 @@ ROUNDS = count(test=4, nightly=150, weekly=1_500)
 READERS = 3
 PROCESSES, THREADS = 4, 16
 MORTALS = 2
-HOST_BYTES = 8 << 20
+HOST_BYTES = 2 << 20
 CONFIG = f"""\
 [server]
 session_share = 0.9
 
 [[host]]
 capacity = "{HOST_BYTES >> 20} MiB"
-segment = "512 KiB"
+segment = "256 KiB"
 """
 CHAINS = round(1.1 * HOST_BYTES / 4096 / CHAIN_BLOCKS)
 """Together 110 % of the tier."""

@@ -33,11 +33,7 @@ SESSIONS = ("tests/unit/server/test_sessions.py",)
 MOVER = ("tests/unit/test_mover.py",)
 CACHE = ("tests/unit/cache/test_cache.py",)
 HANDLES = ("tests/system/test_handles.py",)
-CORE = (
-    "tests/unit/core/test_ends_of_ranges.py",
-    "tests/unit/core/test_upkeep.py",
-    "tests/property/test_stale_handles.py",
-)
+CORE = ("tests/unit/core/test_ends_of_ranges.py", "tests/unit/core/test_upkeep.py")
 
 MUTATIONS: tuple[Mutation, ...] = (
     # -- generations
