@@ -133,7 +133,7 @@ class SimDaemon:
             tiers,
             recovered,
             holds=holds,
-            former=holds.open(distrust=self.ground.fail),
+            former=holds.open(distrust=self._distrust),
             clock=SimClock(self.loop.time),
             draw=self.loop.rng.getrandbits,
         )
@@ -178,6 +178,11 @@ class SimDaemon:
             store.disk = self.ground.survivors.disk
             tiers.append(store)
         return tiers
+
+    def _distrust(self, fault: str) -> None:
+        """The session table says too little: no fault where no memory was found that somebody could hold."""
+        if any(memory.segments for memory in self.ground.survivors.memories):
+            self.ground.fail(fault)
 
     def _take_up(self, former: FormerHolder) -> None:
         holder, cache = former.holder, self.assembly.cache

@@ -240,6 +240,7 @@ class Happenings:
             world.end_client(client)
         self._replace_dead()
         await asyncio.sleep(1.0)
+        await self._serves()
         daemon = world.serving()
         rest = daemon.assembly.cache.background.quiesce
         try:

@@ -270,8 +270,8 @@ class World:
             if generation in daemon.watch.flying:
                 self.fail(f"a page of generation {generation} is freed while a transfer uses it")
 
-    def result(self, cpu_s: float) -> Result:
-        """What it came to."""
+    def result(self, begun_s: float) -> Result:
+        """What it came to, since so many seconds of CPU."""
         self.violations += [f"unforeseen: {text}" for text in self.loop.unforeseen]
         self.trace("end", self.loop.turns)
         for client in self.clients:
@@ -284,7 +284,7 @@ class World:
             struck,
             self.counts + self.oracle.counts,
             self.loop.time(),
-            cpu_s,
+            time.process_time() - begun_s,
             self.first_s,
         )
 
@@ -300,9 +300,9 @@ def run(script: Script) -> Result:
                 world.loop.run(world.live())
             except Stuck as error:
                 world.fail(f"stuck: {error}")
-            result = world.result(time.process_time() - begun)
-            world.loop.shut()
-        result.cpu_s = time.process_time() - begun
+            finally:
+                result = world.result(begun)
+                world.loop.shut()
         return result
     finally:
         shutil.rmtree(place, ignore_errors=True)
