@@ -146,17 +146,17 @@ def pass_row(tier: pb.ScrubTier) -> list[Cell]:
 def verdict(passed: pb.ScrubPass) -> Text:
     """What it comes to."""
     bad, unread = (sum(getattr(tier, name) for tier in passed.tiers) for name in ("bad", "unread"))
-    pages = sum(tier.pages for tier in passed.tiers)
+    said = f"{human_count(sum(tier.pages for tier in passed.tiers))} pages in {human_seconds(passed.elapsed_s)}"
     if not bad and not unread:
-        return Text(
-            f"{human_count(pages)} pages in {human_seconds(passed.elapsed_s)}: all as they were committed", "green"
-        )
-    said = f"{human_count(pages)} pages in {human_seconds(passed.elapsed_s)}"
+        return Text(f"{said}: all as they were committed", "green")
+    text = Text(
+        f"{said}: {human_count(bad)} bad" + (f", {human_count(unread)} not to be read" if unread else ""), "red"
+    )
     if bad:
-        said += f"; {human_count(bad)} bad, misses from now on where no other tier holds them; see `tierctl scrub --quarantine`"
+        text.append("\neach a miss unless another tier has it; `scrub --quarantine` lists them", "dim")
     if unread:
-        said += f"; {human_count(unread)} could not be read: the disk is in trouble, see its log"
-    return Text(said, "red")
+        text.append("\nleft alone: the disk is in trouble, not its blocks; see the daemon's log", "dim")
+    return text
 
 
 def draw_status(console: Console, reply: pb.ScrubStatusReply) -> None:
