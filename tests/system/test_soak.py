@@ -50,6 +50,7 @@ MIB = 1 << 20
 CONFIG = """\
 [server]
 shutdown_deadline = "5 s"
+watch_queue_events = 500
 
 [[host]]
 capacity = "48 MiB"

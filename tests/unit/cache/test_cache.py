@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit.cache.world import SOON_S, World, opened
-from tierd.core.model import HANDLE, BlockStatus, Durability, TierKind
-from tierd.errors import SessionLost
+from tierd.cache import holdings
+from tierd.core.model import HANDLE, TRANSFER, BlockStatus, Durability, TierKind
+from tierd.errors import Overloaded, SessionLost
 from tierd.server import wire
 from tierd.testing import chain, is_content
 
@@ -191,3 +192,39 @@ async def _ended(task: asyncio.Task, world: World) -> None:  # type: ignore[type
     done = await asyncio.gather(task, return_exceptions=True)
     if getattr(done[0], "lease", 0):
         world.cache.release(world.session, [done[0].lease])  # type: ignore[union-attr]
+
+
+async def test_a_session_holds_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session with as many leases as it may have is refused another, whose pages come back; after a release it gets one."""
+    monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
+    async with opened() as world:
+        await world.put(chain(1, 2))
+        leases = [(await world.acquire(chain(1, 2))).lease for _ in range(2)]
+        with pytest.raises(Overloaded, match="holds 2"):
+            await world.acquire(chain(1, 2))
+        world.cache.release(world.session, leases[:1])
+        leases.append((await world.acquire(chain(1, 2))).lease)
+        world.cache.release(world.session, leases)
+        assert world.pins == 0
+
+
+async def test_a_full_disk_queue_is_told_at_once() -> None:
+    """Who asks for what lies behind a queue that is full is Overloaded with a hint; what is in memory is served as ever."""
+    async with opened() as world:
+        far, near = chain(1, 4), chain(2, 4)
+        stored = await world.put(far, durability=Durability.DURABLE)
+        world.cache.flights.start(world.cache.core.evict(stored.blocks, tier=0, now=0.0))
+        await world.put(near)
+        busy = np.zeros(1 << 14, dtype=TRANSFER)
+        busy["id"], busy["source"]["tier"], busy["source"]["length"] = 1 << 62, 1, 1 << 20
+        world.cache.flights.admission.begin(busy, session=99)
+        with pytest.raises(Overloaded) as told:
+            await world.acquire(far)
+        assert told.value.retry_after_s > 0
+        lease = await world.acquire(near)
+        assert lease.served.tokens == 64
+        world.cache.flights.admission.end(busy)
+        again = await world.acquire(far)
+        assert again.served.tokens == 64
+        world.cache.release(world.session, [lease.lease, again.lease])
+        assert world.pins == 0

@@ -265,6 +265,24 @@ def test_a_tier_out_of_service_is_not_there() -> None:
     assert kit.tiers_of(a) == [1, 1]
 
 
+def test_a_shut_tier_is_not_read_from() -> None:
+    """What lies in a shut tier alone is cut off the answer at once, and said; what is near, or on its way already, is served; nothing begins to fly."""
+    kit, a, b = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4), chain("b", 2)
+    far(kit, a)
+    kit.put(b)
+    ask = {"kind": HOST, "shut": frozenset({1})}
+    near = kit.core.acquire(1, groups=[group(a[:2])], kind=HOST, now=kit.tick())
+    assert len(kit.took(near.plan).transfers) == 2
+    cut = kit.core.acquire(1, groups=[group(a)], now=kit.tick(), **ask)
+    assert (cut.tokens, cut.whole, cut.shut, len(cut.plan.transfers)) == (32, False, True, 0)
+    kit.core.release(1, leases=[near.lease, cut.lease], now=kit.tick())
+    none = kit.core.acquire(1, groups=[group(a[2:])], now=kit.tick(), **ask)
+    assert (none.lease, none.shut, len(none.plan.transfers)) == (0, True, 0)
+    assert len(kit.core.prefetch(1, groups=[group(a[2:])], now=kit.tick(), **ask).transfers) == 0
+    whole = kit.core.acquire(1, groups=[group(b)], now=kit.tick(), **ask)
+    assert (whole.tokens, whole.whole, whole.shut) == (32, True, False)
+
+
 def test_prefetch_holds_nothing() -> None:
     """Prefetch plans the same transfers as acquire, and leaves no lease and no pin once they have ended."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 3)

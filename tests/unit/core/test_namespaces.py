@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tierd.core import namespaces
 from tierd.core.block import NamespaceSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
-from tierd.errors import CorruptRecord, InvalidArgument, NotFound
+from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
 
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096, rank_count=2)
 
@@ -96,3 +99,21 @@ def test_impossible_spec_is_refused() -> None:
         registry.open(NamespaceSpec(model="m", tokens_per_block=0, block_bytes=1), tenant="a")
     with pytest.raises(NotFound):
         registry.get(1)
+
+
+def test_no_tenant_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant at its limit opens and bumps nothing more, finds what it has, and leaves room for others; what was kept on disk is always restored."""
+    monkeypatch.setattr(namespaces, "TENANT_LIMIT", 4)
+    registry = NamespaceRegistry()
+    first, _ = registry.open(SPEC, tenant="a")
+    registry.bump(first)
+    with pytest.raises(Overloaded, match="tenant"):
+        registry.bump(first)
+    with pytest.raises(Overloaded, match="tenant"):
+        registry.open(replace(SPEC, model="n"), tenant="a")
+    assert not registry.open(SPEC, tenant="a")[1]
+    assert registry.open(SPEC, tenant="b")[1]
+    monkeypatch.setattr(namespaces, "TENANT_LIMIT", 1)
+    again = NamespaceRegistry()
+    again.restore(registry.records())
+    assert again.all() == registry.all()
