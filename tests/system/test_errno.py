@@ -301,7 +301,7 @@ def _descriptors(pid: int) -> int:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("call", ["pwrite", *_deep("open", "fallocate", "rename", "pread", "fdatasync")])
+@pytest.mark.parametrize("call", _deep("open", "fallocate", "rename", "pread", "pwrite", "fdatasync"))
 def test_start_in_trouble(tmp_path: Path, call: str) -> None:
     """A start in which the store's files cannot be handled is refused with the file or the store named, and loses nothing for the next one."""
     with troubled(tmp_path, config()) as world:
