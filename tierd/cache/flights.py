@@ -110,6 +110,7 @@ class Flights:
             bad = pages[pages["tier"] == position]
             name, first = self._tiers[position].spec.name, bad[0]
             if fault is not Fault.IO:
+                self.corrupt[position] += len(bad)
                 self._metrics.corrupt.labels(tier=name).inc(len(bad))
             where = {"segment": int(first["segment"]), "offset": int(first["offset"])}
             log.error("bad pages quarantined", tier=name, fault=fault.name.lower(), count=len(bad), **where)
