@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from google.protobuf.message import Message
 
 from tests.depth import count, percentile, report
 from tests.system.blocks import BlockClient, check_bytes
-from tests.system.inside import Inside, Refused, inside
+from tests.system.inside import CONFIG, Inside, Refused, inside
 from tests.system.live_session import BLOCK_BYTES, METHODS, TOKENS, LiveSession, stored_handles
 from tests.system.mutation import Mutator, names
 from tests.system.raw import put_blocks
@@ -39,11 +40,12 @@ OVER_A_SOCKET = count(test=20, nightly=1_000, weekly=10_000)
 LIFE = 2_000
 """Messages to one daemon in the test's process, then the next begins anew."""
 CHECK_EVERY = 250
-CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05}
+CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05, "Scrub": 0.05}
 LONG_S = 1.0
 """A call that takes longer is a stall; asserted with tenfold slack, since machines are shared."""
 MEMORY_BYTES = 256 << 20
 """What a process may gain; a leak of a kilobyte a message would be far beyond it at night."""
+REPLAY = CONFIG.replace("[server]", '[server]\nclock = "replay"')
 KEPT = chain(77, 4)
 LABELS = [method.full_name for method in METHODS]
 
@@ -237,6 +239,29 @@ async def test_within(method: MethodDescriptor) -> None:
     assert reached >= 0.6 * MESSAGES, f"{reached} of {MESSAGES} came to the handler"
 
 
+@pytest.mark.parametrize("number", [math.nan, -1.0, -math.inf])
+@pytest.mark.parametrize("verb", ["Drain", "Flush", "Quiesce"])
+async def test_deadlines_that_are_none(verb: str, number: float) -> None:
+    """A deadline that is no number of seconds is refused, before an event loop's timer sees it."""
+    async with life() as within:
+        request = getattr(apb, f"{verb}Request")(deadline_s=number)
+        with pytest.raises(Refused) as refused:
+            await within.good(verb, [request])
+        assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "x", ""])
+async def test_times_that_are_none(number: str) -> None:
+    """A replayed call's time that is none is refused, and time goes on from where it was."""
+    async with inside(REPLAY) as daemon:
+        with daemon.connect() as client:
+            metadata = {"tierd-session": (await daemon.session(client))["token"], "tierd-time-ms": number}
+            with pytest.raises(Refused) as refused:
+                await daemon.call("/tierd.v1.Admin/Status", [b""], metadata=metadata, timeout_s=10.0)
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert daemon.daemon.cache.clock.now() == 0.0
+
+
 # -- a daemon of its own, over its unix socket
 
 
@@ -321,6 +346,15 @@ def test_over_a_socket(method: MethodDescriptor, daemon: Daemon) -> None:
         assert tally.faults == {}
         _report("fuzz rpc over a socket", method, tally, memory=_memory_of(used.pid) - before)
         assert used.pid == pid and "Traceback" not in used.log and "call failed" not in used.log, used.log[-8000:]
+
+
+def test_error_of_a_long_request(daemon: Daemon) -> None:
+    """An error that quotes what was sent comes with its name, however long that was."""
+    with BlockClient(daemon.target) as client:
+        assert (
+            client.error_of(client.admin.Inspect, apb.InspectRequest(hash="\N{GRINNING FACE}" * 50_000))
+            == "InvalidArgument"
+        )
 
 
 def _report(what: str, method: MethodDescriptor, tally: Tally, *, memory: int, **figures: float) -> None:

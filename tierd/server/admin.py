@@ -23,6 +23,7 @@ from tierd.core.block import Namespace
 from tierd.core.model import PageState, StructArray
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
+from tierd.errors import InvalidArgument
 from tierd.server.guard import CALLER
 from tierd.server.scrubbing import Scrubbing
 from tierd.tiers.tier import Tier
@@ -226,7 +227,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 def _timeout_s(wanted: float) -> float:
-    """The request's own deadline, else the verb's, within the call's."""
+    """The request's own deadline, else the verb's, within the call's. Raises InvalidArgument."""
+    if not wanted >= 0:  # not a number, too: the event loop's timers cannot be ordered with one
+        raise InvalidArgument(f"deadline_s: {wanted} is no time; send a number of seconds from 0 on")
     return min(wanted or DEADLINE_S, CALLER.get().left_s * 0.95)
 
 

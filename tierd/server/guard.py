@@ -259,9 +259,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         if at_ms is None or not self._clock.is_replay:
             return
         try:
-            self._clock.advance(float(at_ms) / 1000)
+            at = float(at_ms) / 1000
         except ValueError:
-            raise InvalidArgument(f"tierd-time-ms: {at_ms!r} is not a number of milliseconds") from None
+            at = math.nan
+        if not math.isfinite(at):
+            raise InvalidArgument(f"tierd-time-ms: {at_ms!r:.40} is not a number of milliseconds; correct it")
+        self._clock.advance(at)
 
 
 async def _nothing(_message: Any, _context: Any) -> None:
