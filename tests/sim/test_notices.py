@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,13 +12,13 @@ import pytest
 
 from tests.depth import report
 from tierd import mover
-from tierd.cache.cache import Cache
 from tierd.cache.flights import Flights
 from tierd.cache.persistence import Persistence
 from tierd.cache.verification import Verification
 from tierd.core.model import BlockStatus
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.pages import Pages
+from tierd.core.upkeep import Upkeep
 from tierd.mover import Mover
 from tierd.testing.sim.script import write
 from tierd.testing.sim.world import run
@@ -96,12 +97,9 @@ def waits_for_its_own_only(patch: Patch) -> None:
     patch.setattr(Flights, "landed", alone)
 
 
-def records_no_holds(patch: Patch) -> None:
-    patch.setattr(Cache, "_hold", lambda self, key, extents, *, at=None: None)
-
-
 def serves_old_epochs(patch: Patch) -> None:
     patch.setattr(NamespaceRegistry, "is_current", lambda self, namespace: True)
+    patch.setattr(Upkeep, "forget_namespaces", lambda self, namespaces, draft: None)  # the second wall
 
 
 BREAKS: dict[Callable[[Patch], None], str] = {
@@ -113,7 +111,6 @@ BREAKS: dict[Callable[[Patch], None], str] = {
     acknowledges_unsynced: "durable blocks are lost",
     overlooks_failures: "wrong bytes|durable blocks are lost",
     waits_for_its_own_only: "missed by a failed transfer",
-    records_no_holds: "changed under a reader|wrong bytes|still maps",
     serves_old_epochs: "after its epoch had ended",
 }
 """A fault in the code, and what the simulation must say of it."""
@@ -124,12 +121,13 @@ BREAKS: dict[Callable[[Patch], None], str] = {
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
 def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch, break_it: Callable[[Patch], None]) -> None:
     """Each of these faults in the daemon's own code fails some seed of a few hundred."""
-    import re
-
     break_it(monkeypatch)
-    for seed in range(SEEDS):
-        found = [text for text in run(write(seed)).violations if re.search(BREAKS[break_it], text)]
+    scripts = (write(seed) for seed in range(SEEDS if break_it is not waits_for_its_own_only else 10 * SEEDS))
+    for script in scripts:
+        if break_it is waits_for_its_own_only and not script.is_calm:
+            continue  # elsewhere a miss may have any cause
+        found = [text for text in run(script).violations if re.search(BREAKS[break_it], text)]
         if found:
-            report("simulation notices", fault=break_it.__name__, seed=seed, says=found[0])
+            report("simulation notices", fault=break_it.__name__, seed=script.seed, says=found[0])
             return
     pytest.fail(f"{SEEDS} seeds, and nothing was noticed")

@@ -307,9 +307,11 @@ class Client:
         for number, part in enumerate(parts):
             is_last, lease = number == len(parts) - 1, rng.random() < 0.4
             named = ways.wanted.named(part) if ways.private or len(parts) > 1 else None
+            began_s = self.loop.time()
             committed = await self._commit(held, ways, _Part(part, named, lease, is_last), timeout_s=timeout_s)
             if committed.lease:
-                await self.read_committed(held, committed, ways.wanted, part)
+                keys = [ways.wanted.key(ways.wanted.first + i) for i in part]
+                await self.read_committed(held, committed, keys, began_s)
 
     async def _commit(self, held: _Held, ways: _Commit, part: _Part, *, timeout_s: float) -> Committed:
         request, keys = self.new_request(), [ways.wanted.key(ways.wanted.first + i) for i in part.given]
@@ -332,13 +334,12 @@ class Client:
 
         return await self.ask(held, work, timeout_s=timeout_s, request=request)
 
-    async def read_committed(self, held: _Held, committed: Committed, wanted: Blocks, part: list[int]) -> None:
+    async def read_committed(self, held: _Held, committed: Committed, keys: list[Key], began_s: float) -> None:
         """Reads what a commit's lease holds, another writer's pages perhaps, and releases it."""
-        began_s = self.loop.time()
         good = np.flatnonzero(committed.extents["page"] >= 0)
-        keys = [wanted.key(wanted.first + part[i]) for i in good.tolist()]
         try:
-            self.read(await self.pages(held, committed.extents[good], keys), began_s)
+            pages = await self.pages(held, committed.extents[good], [keys[i] for i in good.tolist()])
+            self.read(pages, began_s)
         finally:
             self.let_go(held, lambda a: a.cache.release(held.session, [committed.lease]))
 
