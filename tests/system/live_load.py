@@ -21,6 +21,9 @@ from tierd.errors import StaleHandle, TierdError
 THREADS = 2
 HELD_LEASES = 8
 OPEN_RESERVATIONS = 2
+REPORT_EVERY = 5
+PAUSE_S = 0.2
+"""Longer than a crash test's: a daemon that starts needs the processor more than clients that ask for it."""
 
 
 class LiveLoad(Load):
@@ -58,7 +61,8 @@ class LiveLoad(Load):
 def main() -> None:
     """Works until it is killed, or its parent is gone."""
     target, worker, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    crash_load.HELD_LEASES, crash_load.PUT_BYTES_PER_S, crash_load.PAUSE_S = HELD_LEASES, int(sys.argv[5]), 0.2
+    crash_load.HELD_LEASES, crash_load.PUT_BYTES_PER_S = HELD_LEASES, int(sys.argv[5])
+    crash_load.REPORT_EVERY, crash_load.PAUSE_S = REPORT_EVERY, PAUSE_S
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     client = Client(target, name=f"live-{worker}", timeout_s=20.0)
     client.lookup(open_all(client)[0], chain_of(1).hashes)
