@@ -221,7 +221,7 @@ async def fuzz_within(within: Within, fuzzer: Fuzzer, messages: int, tally: Tall
     await within.check_service(messages)
 
 
-@pytest.mark.timeout(count(test=60, nightly=600, weekly=3600))
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", METHODS, ids=LABELS)
 async def test_within(method: MethodDescriptor) -> None:
     """Almost right requests to each RPC: every field was changed, most of them reach the handler, none is a fault, and what was kept is kept."""
@@ -333,7 +333,7 @@ def _sendable(fuzzer: Fuzzer, over: Over) -> Any:
     return tuple(fuzzer.metadata(dict(over.client.metadata)["tierd-session"]).items())
 
 
-@pytest.mark.timeout(count(test=60, nightly=600, weekly=3600))
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", METHODS, ids=LABELS)
 def test_over_a_socket(method: MethodDescriptor, daemon: Daemon) -> None:
     """The same to a daemon of its own over its socket: it never answers INTERNAL or UNKNOWN, logs no traceback, and serves on."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from tests.depth import count, percentile, report
+from tests.depth import percentile, report
 from tests.system.live_session import BLOCK_BYTES, TOKENS
 from tests.system.mutation import Mutator
 from tests.system.raw import hello
@@ -148,7 +148,7 @@ async def fuzz(speaker: Speaker, op: str, mutator: Mutator, messages: int, secon
     return reached
 
 
-@pytest.mark.timeout(count(test=60, nightly=600, weekly=3600))
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("op", MESSAGE)
 async def test_message(op: str) -> None:
     """Almost right messages of each kind: every field was changed, most come to a handler, and no one else's session or block suffers."""

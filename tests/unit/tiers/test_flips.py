@@ -64,7 +64,7 @@ def _header(key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return header, metas_of([key], LENGTH), extents
 
 
-@pytest.mark.timeout(count(test=60, nightly=600, weekly=1200))
+@pytest.mark.timeout(3600)
 def test_slot_headers() -> None:
     """No flip in META or in the slice table of a slot is believed; one in the zeros behind them changes nothing that is read."""
     places = itertools.chain(flips(384, HEADER_FLIPS - BATCH), flips(slots.HEADER_BYTES, BATCH, step=31))
@@ -86,7 +86,7 @@ def test_slot_headers() -> None:
     report("flips at the decoder", of="slot header", flips=told, refused=refused, harmless=told - refused)
 
 
-@pytest.mark.timeout(count(test=60, nightly=600, weekly=1200))
+@pytest.mark.timeout(3600)
 def test_payloads() -> None:
     """No flip in a payload is verified, by the slice table or by the digest of the block."""
     places, told = flips(LENGTH, PAYLOAD_FLIPS, step=1 if PAYLOAD_FLIPS > LENGTH * 8 else 17), 0
@@ -176,7 +176,7 @@ def _log(directory: Path) -> Flipping:
     return Flipping(given, lambda data: list(given.decode(data)), lambda _at: True)  # type: ignore[call-overload]
 
 
-@pytest.mark.timeout(count(test=60, nightly=600, weekly=1200))
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("make", [_journal, _snapshot, _catalogue, _sessions, _log], ids=lambda make: make.__name__[1:])
 def test_files(make: Callable[[Path], Flipping], tmp_path: Path) -> None:
     """A flip anywhere in a file that tells what lies where costs what stands under that checksum; nothing is told that was not written."""
