@@ -153,7 +153,8 @@ class SimDaemon:
         assembly.cache.is_draining = True
         if self._calls:
             await asyncio.wait([*self._calls.values()], timeout=SHUTDOWN_S)
-        for call in [*self._calls.values()]:
+        for reply, call in [*self._calls.items()]:
+            _refuse(reply, Unavailable("daemon: it is stopping"))
             call.cancel()
         await assembly.cache.background.stop()
         await assembly.cache.flights.idle(timeout_s=max(0.0, deadline - self.loop.time()))

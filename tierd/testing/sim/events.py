@@ -52,6 +52,8 @@ class Happenings:
         client = self._world.clients[event.who % len(self._world.clients)]
         if event.what in LASTING:
             self._world.weather.begin(event.what, rng.uniform(0.2, LONG_S if "read" in event.what else SHORT_S))
+        elif event.what == "herd":
+            self._start(self._herd(event.seed), None)
         elif event.what in OPERATORS:
             self._start(self._operate(event.what, rng), None)
         elif event.what in VERBS:
@@ -165,6 +167,15 @@ class Happenings:
             world.counts[what] += 1
         except EXPECTED as error:
             world.counts[type(error).__name__] += 1
+
+    async def _herd(self, seed: int) -> None:
+        """Everybody gets the same at once, from afar: many wait for one flight."""
+        await self._operate("empty", random.Random(seed))
+        for client in self._world.clients:
+            self._start(client.do("get", random.Random(seed)), client)
+
+    async def _do_empty(self, operator: Operator, rng: random.Random) -> None:
+        operator.evict([], "host.0")
 
     async def _do_evict(self, operator: Operator, rng: random.Random) -> None:
         if rng.random() < 0.5:

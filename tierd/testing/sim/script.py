@@ -21,6 +21,7 @@ BURST_PER_S = 500.0
 
 VERBS: Mapping[str, float] = {
     "get": 10,
+    "herd": 1,
     "put": 12,
     "lookup": 2,
     "prefetch": 2,
