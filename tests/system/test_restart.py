@@ -96,6 +96,34 @@ def test_durable_put_of_what_exists(daemon: Daemon) -> None:
         assert client.read(client.open_namespace(), names) == COUNT
 
 
+@pytest.mark.parametrize("memory", ["kept", "gone"])
+def test_durable_put_of_what_was_written_over(daemon: Daemon, memory: str) -> None:
+    """A block whose slot was given to another before the journal knew is no durable block: a durable put of it stores it again or fails.
+
+    The journal of such a crash still names the block; here its slot is simply written over while no daemon runs.
+    """
+    spec, names = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096), chain(1, COUNT)
+    blocks = [content_of(name, 4096) for name in names]
+    with Client(daemon.target) as client:
+        assert client.put(client.open_namespace(spec), names, blocks, durable=True)
+    daemon.kill()
+    for path in (daemon.root / "state").rglob("seg-*.slots"):
+        path.write_bytes(bytes(path.stat().st_size))
+    if memory == "gone":
+        wipe_arena(daemon)
+    daemon.start()
+    with Client(daemon.target) as client:
+        namespace = client.open_namespace(spec)
+        if not client.put(namespace, names, blocks, durable=True):
+            assert memory == "gone"
+            assert client.put(namespace, names, blocks, durable=True)
+    daemon.kill()
+    wipe_arena(daemon)
+    daemon.start()
+    with connected(daemon) as client:
+        assert client.read(client.open_namespace(), names) == COUNT
+
+
 def test_restart_after_term(daemon: Daemon) -> None:
     """SIGTERM under load ends the daemon with status 0, and the next life serves all that was stored, from host memory."""
     stored, wrong, over = list[int](), list[BaseException](), threading.Event()

@@ -19,6 +19,7 @@ import structlog
 from tierd.cache.admission import Limits
 from tierd.cache.background import Background
 from tierd.cache.events import Event, EventLog
+from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import Holdings, Key
 from tierd.cache.persistence import Persistence
@@ -108,7 +109,10 @@ class Cache:
             clock=parts.clock,
             sync_interval_s=parts.sync_interval_s,
         )
-        self.persistence = Persistence(parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock)
+        examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=self._layers_of)
+        self.persistence = Persistence(
+            parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, examiner=examiner
+        )
         self.health = Watch(
             parts.core, flights=self.flights, tiers=parts.tiers, mover=parts.mover, metrics=parts.metrics
         )

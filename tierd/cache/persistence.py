@@ -2,7 +2,8 @@
 
 Purpose: what "durable" means, for commits, for reserves of blocks that exist already, and for flush. Non-purpose: demotion
 (background.py). Invariant: a block counts as durable only after data and journal were synced in this very call, with its page on the
-store before the sync began, and held there still after it: a sync that fails for another may lose it.
+store before the sync began, and held there still after it: a sync that fails for another may lose it. A page of a former life counts only once
+it was read: its slot may have been written over before the removal of its block was durable.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.clock import Clock
 from tierd.core.core import Core
-from tierd.core.model import BlockStatus, StructArray, TierKind
-from tierd.core.plan import Bools, Committed, Ids, PutQuery, Reserved
+from tierd.core.model import UNVERIFIED, BlockStatus, Fault, StructArray, TierKind
+from tierd.core.plan import Bools, Committed, Ids, PagesHeld, PutQuery, Reserved
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.tier import StoredTier, Tier
 
+CONFIRM_BLOCKS = 64
+"""Read at one time, of what a former life left."""
+
 
 class Persistence:
-    """See the module."""
+    """See the module. examiner: its own, since it reads one batch at a time."""
 
-    def __init__(self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock) -> None:
+    def __init__(
+        self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock, examiner: Examiner
+    ) -> None:
+        self._examiner, self._examining = examiner, asyncio.Lock()
         self._core = core
         self._flights = flights
         self._stored = [t for t in tiers if isinstance(t, StoredTier) and t.spec.kind is TierKind.NVME]
@@ -59,6 +67,7 @@ class Persistence:
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
         self._forget_lost(blocks)
+        await self._confirm(blocks, deadline)
         failpoint("cache.persist.before_write")
         plan = self._core.persist(blocks, now=self._clock.now())
         self._flights.start(plan)
@@ -67,8 +76,33 @@ class Persistence:
         for tier in self._stored:
             here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
             if here.any() and await self._sync(tier, deadline):
-                durable |= here & tier.holds(self._core.extents(blocks, tier=tier.position))
+                pages = self._core.extents(blocks, tier=tier.position)
+                durable |= here & tier.holds(pages) & ~_unread(pages)
         return durable
+
+    async def _confirm(self, blocks: Ids, deadline: float) -> None:
+        """Reads what a former life left of these blocks; what is not theirs any more is no copy. What time does not suffice for stays unread."""
+        for tier in self._stored:
+            pages = self._core.extents(blocks, tier=tier.position)
+            unread = np.flatnonzero(_unread(pages))
+            for rows in np.array_split(unread, -(-len(unread) // CONFIRM_BLOCKS) or 1):
+                if len(rows):
+                    work = asyncio.ensure_future(self._examine(tier.position, blocks[rows]))
+                    await asyncio.wait([work], timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+
+    async def _examine(self, tier: int, blocks: Ids) -> None:
+        """A read that hangs keeps its turn, and the memory that it reads into, until it comes back."""
+        async with self._examining:
+            pages = self._core.extents(blocks, tier=tier)
+            rows = np.flatnonzero(_unread(pages))
+            if not len(rows):
+                return
+            pages, blocks = pages[rows], blocks[rows]
+            faults = await self._examiner.examine(tier, PagesHeld(pages, blocks, np.ones(len(rows), dtype=np.bool_)))
+            self._core.verified(pages[faults == Fault.NONE])
+            wrong = ((faults == Fault.HEADER) | (faults == Fault.DIGEST)) & self._core.are_held(pages)
+            if wrong.any():
+                self._flights.start(self._core.evict(blocks[wrong], tier=tier, now=self._clock.now()))
 
     def _forget_lost(self, blocks: Ids) -> None:
         """What a store no longer holds since a sync failed is no copy: it is written again."""
@@ -89,6 +123,11 @@ class Persistence:
         except (TierFailed, TimeoutError):
             return False
         return True
+
+
+def _unread(pages: StructArray) -> Bools:
+    """Which of a store's pages were found again and not read since."""
+    return np.asarray((pages["page"] >= 0) & ((pages["flags"] & UNVERIFIED) != 0))
 
 
 def _same(found: StructArray, meant: StructArray) -> Bools:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
+from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.calls import Calls, Kind, outlast
@@ -264,6 +264,7 @@ class NvmeStore:
     def _extents(self, metas: StructArray, slots: NDArray[np.int64]) -> StructArray:
         extents = np.zeros(len(metas), dtype=EXTENT)
         extents["tier"], extents["page"], extents["slot"] = self.position, -1, slots
+        extents["flags"] = UNVERIFIED  # a slot may have been written over before the removal of its block was durable
         extents["length"] = metas["stored_length"]
         for name in ("segment", "offset", "generation"):
             extents[name] = metas[name]
