@@ -198,7 +198,9 @@ class Mutator:
 
     def _packed(self, name: str, value: bytes) -> bytes:
         dtype = RECORDS.get(name)
-        if dtype is None or len(value) < dtype.itemsize or len(value) % dtype.itemsize or self.random.random() < 0.5:
+        if dtype is None or len(value) < dtype.itemsize or len(value) % dtype.itemsize:
+            return self.data(value)
+        if all(self.mutated[f"{name}[{column}]"] for column in dtype.names or ()) and self.random.random() < 0.5:
             return self.data(value)
         records = np.frombuffer(value, dtype=dtype).copy()
         column = self.rarest(dtype.names or (), key=lambda column: f"{name}[{column}]")
