@@ -182,7 +182,7 @@ def _loaded(path: Path, data: bytes) -> StoredIndex:
     loaded = load_index(path.parent, store=STORE)
     for damaged in path.parent.glob("*.damaged"):
         damaged.unlink()
-    return store_files._fitting(loaded, spec())
+    return store_files._fitting(loaded, spec())[0]
 
 
 def slot_header(_directory: Path) -> Format:
