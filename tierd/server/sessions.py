@@ -184,7 +184,8 @@ class Sessions:
             closed(None)
         self.stop(session)
         self._call(self._calls.on_leave, session)
-        if not session.has_mapped:  # no page that it could touch: a process that comes and goes a million times leaves nothing here
+        # Without a mapping there is no page that it could touch, and a process may open and close a million of them.
+        if not session.has_mapped:
             os.close(session.pidfd)
             self._call(self._calls.on_end, session)
             return
