@@ -177,9 +177,10 @@ def die(target: str, told: Queue[Any], *, rounds: int, writer: int) -> None:
         held.append(pages)
     told.put("ready")
     chance = random.Random(writer)
-    for pages in chance.sample(held, len(held) // 3):
-        pages.commit()
-    last = chance.choice([pages for pages in held if pages])
+    reserved = [pages for pages in held if pages]  # of the others another has committed every key before
+    for pages in chance.sample(reserved[1:], len(reserved) // 3):
+        _insisting(pages.commit)
+    last = reserved[0]
     threading.Thread(target=last.commit, daemon=True).start()
     threading.Event().wait(chance.random() * 0.003)
     os.kill(os.getpid(), signal.SIGKILL)
