@@ -117,6 +117,7 @@ class Cache:
             parts.core, flights=self.flights, tiers=parts.tiers, mover=parts.mover, metrics=parts.metrics
         )
         self._tenants: dict[int, str] = {}
+        self._commits: set[asyncio.Future[Committed]] = set()
         self._verification = Verification(
             parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of, setting=(parts.verify, parts.seed)
         )
@@ -274,7 +275,7 @@ class Cache:
             if reserved.reservation:
                 failpoint("cache.reserve.before_hold")
                 where = np.flatnonzero(np.concatenate(reserved.statuses) == BlockStatus.RESERVED)
-                self._hold((session, HoldKind.RESERVATION, reserved.reservation), _reserved_pages(reserved), at=where)
+                self._hold((session, HoldKind.RESERVATION, reserved.reservation), reserved.pages, at=where)
         except BaseException:
             self._abort(session, reserved.reservation)
             raise
@@ -300,6 +301,8 @@ class Cache:
         committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
         # Not to be cut short: the pages are marked busy until it ends.
         work = asyncio.ensure_future(self._finish_commit(committing, lease=lease, keep_open=keep_open))
+        self._commits.add(work)
+        work.add_done_callback(self._commits.discard)
         try:
             committed = await asyncio.shield(work)
             if durability is Durability.DURABLE:
@@ -310,6 +313,11 @@ class Cache:
             raise
         self.background.wake()
         return committed
+
+    async def commits_ended(self) -> None:
+        """Waits until nothing is hashed any more: pages, catalogues and session table must outlast every commit."""
+        if self._commits:
+            await asyncio.wait(self._commits)
 
     def abort(self, session: int, reservation: int) -> None:
         """Frees a reservation's pages as if nothing had been; an unknown one is ignored."""
@@ -430,7 +438,7 @@ class Cache:
     ) -> None:
         """What a Reserve waits for before its handles leave. Raises TierFailed."""
         # Every segment, not only those that begin here: another call may have begun one a moment ago.
-        await self.flights.prepared(np.unique(_reserved_pages(reserved)["segment"]).tolist())
+        await self.flights.prepared(np.unique(reserved.pages["segment"]).tolist())
         if durability is Durability.DURABLE:
             await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
 
@@ -485,12 +493,3 @@ def _flat(served: Served) -> StructArray:
     """All extents of a lease, one after another."""
     parts = [group.extents.reshape(-1) for group in served.groups]
     return np.concatenate(parts) if parts else NOTHING.plan.reserved
-
-
-def _reserved_pages(reserved: Reserved) -> StructArray:
-    """The extents of a Reserve that are its caller's to write."""
-    given = [
-        extents[statuses == BlockStatus.RESERVED]
-        for extents, statuses in zip(reserved.extents, reserved.statuses, strict=True)
-    ]
-    return np.concatenate([NOTHING.plan.reserved, *given])

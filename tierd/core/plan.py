@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import EXTENT, FREED, HASH_BYTES, TRANSFER, Need, SegmentAssignment, StructArray, TierKind
+from tierd.core.model import (
+    EXTENT,
+    FREED,
+    HASH_BYTES,
+    TRANSFER,
+    BlockStatus,
+    Need,
+    SegmentAssignment,
+    StructArray,
+    TierKind,
+)
 
 Bools = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
@@ -167,6 +177,12 @@ class Reserved:
     statuses: list[Codes]
     extents: list[StructArray]
     plan: Plan
+
+    @property
+    def pages(self) -> StructArray:
+        """EXTENT of the pages that are the caller's to write."""
+        given = [e[s == BlockStatus.RESERVED] for e, s in zip(self.extents, self.statuses, strict=True)]
+        return np.concatenate([np.zeros(0, dtype=EXTENT), *given])
 
 
 @dataclass(frozen=True, slots=True)

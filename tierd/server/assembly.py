@@ -131,6 +131,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         daemon = put_together(config, opened, instance=instance)
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
+        stack.push_async_callback(daemon.cache.commits_ended)
         yield daemon
 
 

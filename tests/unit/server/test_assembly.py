@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.unit.cache.world import SOON_S, World, directories, opened
 from tierd._proto import cache_pb2 as pb
+from tierd.core.model import BlockStatus
 from tierd.errors import TierFailed
 from tierd.server.guard import CALLER, Caller
 from tierd.server.service import CacheService
@@ -65,6 +67,25 @@ async def test_blocks_are_found_again() -> None:
         async with opened(places=places) as world:
             assert world.cache.core.stats().blocks == 4
             assert (await world.acquire(chain(1, 4))).served.tokens == 64
+
+
+async def test_the_end_waits_for_what_is_hashed() -> None:
+    """A commit whose call was cut off while its blocks were hashed ends before pages and tables go: what it stored is there in the next life."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            reserved = await world.reserve(chain(1, 4))
+            threads, may_go_on = world.cache.parts.mover._threads, threading.Event()
+            for _ in range(threads._max_workers):
+                threads.submit(may_go_on.wait, SOON_S)
+            call = asyncio.create_task(world.commit(reserved.reservation))
+            await asyncio.sleep(0)
+            (work,) = world.cache._commits
+            call.cancel()
+            await asyncio.wait([call])
+            asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+        assert work.result().statuses.tolist() == [BlockStatus.READY] * 4
+        async with opened(places=places) as world:
+            assert world.cache.core.stats().blocks == 4
 
 
 async def test_a_start_that_fails_lets_go_of_everything() -> None:
