@@ -9,7 +9,7 @@ WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench nightly figures weekly gpu proto reference clean
+.PHONY: help demo test lint format bench mutate nightly figures weekly gpu proto reference clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {split($$1, name, ":"); printf "make %-14s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ nightly-torch: ## the worker against torch and transformers, in an environment o
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5' --editable '.[dev]'
 	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py
+
+mutate: .venv/.dev ## takes checks away, one at a time, and says which test notices
+	$(BIN)/python -m tools.mutate
 
 bench: .venv/.dev ## measures against the machine's own limits: a table, and build/bench.json
 	$(BIN)/python -m tools.bench

@@ -331,6 +331,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         "",
         ("tests/unit/core/test_room.py", "tests/unit/core/test_gets.py"),
     ),
+    # -- former lives
+    Mutation(
+        "adopted-unread",
+        "a slot that a former life left counts as durable only once it was read",
+        "tierd/tiers/nvme.py",
+        'extents["flags"] = UNVERIFIED',
+        'extents["flags"] = 0',
+        ("tests/system/test_restart.py",),
+    ),
+    Mutation(
+        "commits-ended",
+        "the end of the daemon waits for what is being hashed",
+        "tierd/server/assembly.py",
+        "stack.push_async_callback(daemon.cache.commits_ended)",
+        "pass",
+        ("tests/unit/server/test_assembly.py",),
+    ),
     # -- full disks
     Mutation(
         "full-journal",
