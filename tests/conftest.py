@@ -21,7 +21,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "nightly",
-    max_examples=count(nightly=3000, weekly=30_000),
+    max_examples=count(nightly=400, weekly=4000),  # of the core's machine about one a second
     stateful_step_count=100,
     deadline=None,
     print_blob=True,
