@@ -71,7 +71,8 @@ def test_evict_against_read(daemon: Daemon) -> None:
     assert all(isinstance(answer, dict) for answer in answers), answers
     seen = sum((Counter(answer) for answer in answers), Counter())
     assert seen["wrong"] == 0
-    assert min(seen["views"], seen["copies"], seen["again"], seen["misses"], seen["stored"]) > GETS // 100, seen
+    assert min(seen["views"], seen["copies"], seen["again"]) > GETS // 100, seen
+    assert min(seen["misses"], seen["stored"]) > READERS, seen  # blocks did leave, and came back
     report("evict against read", mismatches=0, **seen, seconds=round(time.monotonic() - begun, 1))
 
 
