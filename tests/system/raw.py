@@ -26,9 +26,13 @@ class RawClient:
 
     def __init__(self, target: str) -> None:
         self.socket = connect(target)
-        self.hello = ask(self.socket, hello())[0]
-        if "token" not in self.hello:
-            raise ConnectionError(f"refused: {self.hello or 'the socket was closed'}")
+        try:
+            self.hello = ask(self.socket, hello())[0]
+            if "token" not in self.hello:
+                raise ConnectionError(f"refused: {self.hello or 'the socket was closed'}")
+        except OSError:
+            self.socket.close()
+            raise
         self._channel = grpc.insecure_channel(f"unix:{target}/tierd.sock")
         self.cache = cache_pb2_grpc.CacheStub(self._channel)
         self.admin = admin_pb2_grpc.AdminStub(self._channel)
@@ -88,7 +92,11 @@ def connect(target: str) -> socket.socket:
     """A session socket before its hello."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(CALL_S)
-    connection.connect(f"{target}/session.sock")
+    try:
+        connection.connect(f"{target}/session.sock")
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
