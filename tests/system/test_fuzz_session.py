@@ -28,7 +28,7 @@ MARK = {"op": "map", "tier": 999, "segment": 0}
 UNREACHED = ("not a msgpack map", "instead of a map", "unknown op", "before hello", "a message above")
 """How what never came to a handler is refused."""
 MESSAGE: dict[str, dict[str, Any]] = {
-    "hello": hello(),
+    "hello": hello(engine={"engine": "vllm"}),
     "map": {"op": "map", "tier": 0, "segment": 1},
     "release": {"op": "release", "leases": [1], "reservations": [1], "reply": True},
     "forget": {"op": "forget", "session": 1},

@@ -205,7 +205,14 @@ class SessionsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("id", "pid", "uid", "tenant", "name", "sdk", "state", "age_s", "leases", "reservations", "pinned_bytes", "reserved_bytes")
+    __slots__ = ("id", "pid", "uid", "tenant", "name", "sdk", "state", "age_s", "leases", "reservations", "pinned_bytes", "reserved_bytes", "engine")
+    class EngineEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +225,7 @@ class SessionInfo(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     id: int
     pid: int
     uid: int
@@ -230,7 +238,8 @@ class SessionInfo(_message.Message):
     reservations: int
     pinned_bytes: int
     reserved_bytes: int
-    def __init__(self, id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., tenant: _Optional[str] = ..., name: _Optional[str] = ..., sdk: _Optional[str] = ..., state: _Optional[str] = ..., age_s: _Optional[float] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
+    engine: _containers.ScalarMap[str, str]
+    def __init__(self, id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., tenant: _Optional[str] = ..., name: _Optional[str] = ..., sdk: _Optional[str] = ..., state: _Optional[str] = ..., age_s: _Optional[float] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., engine: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SessionsReply(_message.Message):
     __slots__ = ("sessions",)

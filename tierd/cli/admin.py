@@ -36,7 +36,7 @@ def connect(target: str | None) -> Connection:
         raise NotPermitted(
             f"daemon at {place}: it takes operators' calls on its own machine only; go there and give its runtime directory"
         )
-    session = connect_session(place, name="tierctl", credential=None, timeout_s=CONNECT_TIMEOUT_S)
+    session = connect_session(place, name="tierctl", engine={}, credential=None, timeout_s=CONNECT_TIMEOUT_S)
     channel = grpc.insecure_channel(f"unix:{place.rpc_path}", options=OPTIONS)
 
     def close() -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
-from tierd.client.client import TIMEOUT_S, options
-from tierd.client.connection import Connector, Link, OpenTransport, Transport
+from tierd.client.client import TIMEOUT_S, in_a_hurry
+from tierd.client.connection import Connector, Link, OpenTransport, Options, Transport
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
 from tierd.client.steps import Do, Pause, Steps
@@ -38,9 +38,11 @@ class AsyncClient:
         timeout_s: float = TIMEOUT_S,
         best_effort: bool = False,
         credential_file: str = "",
+        engine: Mapping[str, str] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._connector = Connector(resolve_target(target), options(name, credential_file, best_effort=best_effort))
+        how = Options(name, engine or {}, credential_file)
+        self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
         self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=False, pages=self._reservation)
 
     @property

@@ -12,7 +12,8 @@ awaited.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -34,17 +35,15 @@ HURRY_S = 0.1
 """What best_effort waits for a daemon that does not answer a hello."""
 
 
-def options(name: str, credential_file: str, *, best_effort: bool) -> Options:
-    """How a client connects: in a hurry if it may do without."""
-    if best_effort:
-        return Options(name, credential_file, connect_timeout_s=HURRY_S, is_patient=False)
-    return Options(name, credential_file)
+def in_a_hurry(options: Options) -> Options:
+    """How a client connects that may do without."""
+    return replace(options, connect_timeout_s=HURRY_S, is_patient=False)
 
 
 class Client:
     """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only); None: TIERD_TARGET.
 
-    timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
+    name, engine: who this is, for operators (`tierctl sessions`, `tierctl engines`). timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
     Nothing connects before the first call; after a daemon's restart or a fork the next call connects again. Every verb but those of
     a best-effort client raises the errors of tierd.errors.
     """
@@ -57,9 +56,11 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         best_effort: bool = False,
         credential_file: str = "",
+        engine: Mapping[str, str] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._connector = Connector(resolve_target(target), options(name, credential_file, best_effort=best_effort))
+        how = Options(name, engine or {}, credential_file)
+        self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
         self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=True, pages=self._reservation)
 
     @property

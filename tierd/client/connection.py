@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,9 +98,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to connect. name: shown to operators; is_patient: whether every call tries to connect, however lately that failed."""
+    """How to connect. name, engine: shown to operators; is_patient: whether every call tries to connect, however lately that failed."""
 
     name: str = ""
+    engine: Mapping[str, str] = field(default_factory=dict)
     credential_file: str = ""
     connect_timeout_s: float = 5.0
     is_patient: bool = True
@@ -203,7 +204,10 @@ class Connector:
         credential = _read_credential(self._options.credential_file)
         if isinstance(self.target, RemoteTarget):
             return self._open_remote(self.target, credential, timeout_s=timeout_s)
-        session = connect_session(self.target, name=self._options.name, credential=credential, timeout_s=timeout_s)
+        options = self._options
+        session = connect_session(
+            self.target, name=options.name, engine=options.engine, credential=credential, timeout_s=timeout_s
+        )
         address, metadata = f"unix:{self.target.rpc_path}", ((SESSION_KEY, session.token),)
         link = Link(self._numbers, session, metadata=metadata, address=address)
         link.on_idle = self._idle

@@ -201,7 +201,9 @@ class Session:
         self._glance.send(msgpack.packb(request), socket.MSG_NOSIGNAL)
 
 
-def connect_session(target: LocalTarget, *, name: str, credential: str | None, timeout_s: float) -> Session:
+def connect_session(
+    target: LocalTarget, *, name: str, engine: Mapping[str, str], credential: str | None, timeout_s: float
+) -> Session:
     """Opens a session. Raises Unavailable, Overloaded, NotPermitted, VersionMismatch, DeadlineExceeded, Unsupported."""
     if sys.platform != "linux":
         raise Unsupported(f"tierd: {sys.platform} has no session sockets; give a daemon on Linux as host:port")
@@ -213,6 +215,7 @@ def connect_session(target: LocalTarget, *, name: str, credential: str | None, t
         "sdk": tierd.__version__,
         "name": name[:128],
         "credential": credential,
+        "engine": dict(engine),
     }
     try:
         connection.settimeout(max(timeout_s, 0.001))

@@ -44,6 +44,7 @@ class SessionRow:
     tenant: str
     name: str
     sdk: str
+    engine: dict[str, str]
     state: str
     age_s: float
 
@@ -269,6 +270,7 @@ def _session_info(row: SessionRow, held: Any) -> pb.SessionInfo:
         tenant=row.tenant,
         name=row.name,
         sdk=row.sdk,
+        engine=row.engine,
         state=row.state,
         age_s=row.age_s,
     )

@@ -136,6 +136,7 @@ class Listeners:
                 tenant=s.identity.tenant,
                 name=s.name,
                 sdk=s.sdk,
+                engine=s.engine,
                 state=s.state.value,
                 age_s=time.monotonic() - s.opened,
             )

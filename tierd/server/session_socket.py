@@ -2,7 +2,7 @@
 
 AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none, `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
-    hello  {op, proto, format, sdk, name, credential} -> {ok, session, token, daemon, instance, tiers, ...}
+    hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
@@ -44,6 +44,8 @@ BACKLOG = 128
 GREETING_LIMIT = 64
 """Connections at one time that have not said hello."""
 HELLO_TIMEOUT_S = 5.0
+ENGINE_WORDS, ENGINE_WORD_CHARS = 16, 128
+"""What a hello may say of the engine that the client serves: so many pairs of text, so long."""
 ACCEPT_PAUSE_S = 0.2
 """Before the next try to accept when the process is out of descriptors."""
 
@@ -234,6 +236,7 @@ class Connection:
                 pidfd=pidfd,
                 name=_field(request, "name", str)[:128],
                 sdk=_field(request, "sdk", str)[:64],
+                engine=_engine(request),
             )
             self._owner.sessions.open(session, on_closed=self.close)
         except BaseException:
@@ -317,6 +320,17 @@ def _field(request: dict[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not {kind.__name__}; correct the request")
     return value
+
+
+def _engine(request: dict[str, Any]) -> dict[str, str]:
+    words = request.get("engine", {})
+    if not isinstance(words, dict) or len(words) > ENGINE_WORDS:
+        raise InvalidArgument(f"session socket: engine is not a map of at most {ENGINE_WORDS} texts; say less")
+    if not all(isinstance(word, str) and len(word) <= ENGINE_WORD_CHARS for pair in words.items() for word in pair):
+        raise InvalidArgument(
+            f"session socket: engine has what is no text of {ENGINE_WORD_CHARS} characters; shorten it"
+        )
+    return words
 
 
 def _credential(request: dict[str, Any]) -> str | None:

@@ -57,7 +57,7 @@ class MappedFiles(NamedTuple):
 
 @dataclass(eq=False)
 class Session:
-    """One client process. secret: what its token proves; opened: of the monotonic clock, seconds."""
+    """One client process. engine: what it says of the engine that it serves; secret: what its token proves; opened: of the monotonic clock, seconds."""
 
     id: int
     identity: Identity
@@ -65,6 +65,7 @@ class Session:
     pidfd: int
     name: str = ""
     sdk: str = ""
+    engine: dict[str, str] = field(default_factory=dict)
     state: SessionState = SessionState.OPEN
     has_mapped: bool = False
     secret: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES), repr=False)
