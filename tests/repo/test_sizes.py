@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from tests.repo.source import FunctionNode, Module, functions, modules
+from tests.repo.source import ROOT, FunctionNode, Module, functions, modules, tracked_files
 
 FUNCTION_LINES = 70
 FILE_LINES = 500
@@ -35,6 +35,14 @@ def test_walls_hold(module: Module) -> None:
     assert len(module.text.splitlines()) <= FILE_LINES
     long = [name for name, node in functions(module.tree) if (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES]
     assert long == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "tools"])
+def test_no_file_beside_the_package_passes_the_wall(folder: str) -> None:
+    """Tests and tools keep to 500 lines a file too."""
+    paths = [name for name in tracked_files() if name.startswith(f"{folder}/") and name.endswith(".py")]
+    lines = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in paths}
+    assert {name: count for name, count in lines.items() if count > FILE_LINES} == {}
 
 
 def test_most_functions_are_near_ten_lines() -> None:

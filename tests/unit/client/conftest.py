@@ -32,6 +32,7 @@ PAGES = 64
 CLASS_BYTES = 8192
 SPEC = NamespaceSpec(model="fake", tokens_per_block=16, block_bytes=CLASS_BYTES)
 BEARER = "a-secret-of-some-length"
+TOKENS = list(range(40))  # two full blocks and a short one
 
 
 class Memory:
@@ -337,3 +338,19 @@ def silent_target():
         listener.listen(16)
         yield str(root)
     shutil.rmtree(root)
+
+
+@pytest.fixture
+def blocks():
+    return [np.random.default_rng(i).integers(0, 256, CLASS_BYTES, dtype=np.uint8) for i in range(2)] + [b"tail" * 8]
+
+
+@pytest.fixture
+def ns(client):
+    return client.open_namespace(SPEC)
+
+
+@pytest.fixture
+def stored(client, ns, blocks):
+    assert client.put(ns, TOKENS, blocks).stored == 3
+    return ns

@@ -1,48 +1,22 @@
-"""What the synchronous client promises, against a daemon whose faults are made to order."""
+"""What the synchronous client promises, against a daemon whose faults are made to order: gets, puts, views, reservations."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import subprocess
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
 
-from tests.unit.client.conftest import BEARER, CLASS_BYTES, SPEC
+from tests.unit.client.conftest import CLASS_BYTES, SPEC, TOKENS
 from tierd.client import BlockStatus, Client, EventKind, Group, NamespaceSpec, PutGroup
 from tierd.errors import (
-    DeadlineExceeded,
     InvalidArgument,
-    NotFound,
-    Overloaded,
     StaleHandle,
     TierFailed,
-    Unavailable,
-    Unsupported,
     ViewsAlive,
 )
-
-TOKENS = list(range(40))  # two full blocks and a short one
-
-
-@pytest.fixture
-def blocks():
-    return [np.random.default_rng(i).integers(0, 256, CLASS_BYTES, dtype=np.uint8) for i in range(2)] + [b"tail" * 8]
-
-
-@pytest.fixture
-def ns(client):
-    return client.open_namespace(SPEC)
-
-
-@pytest.fixture
-def stored(client, ns, blocks):
-    assert client.put(ns, TOKENS, blocks).stored == 3
-    return ns
 
 
 def test_put_then_get(client, stored, blocks):
@@ -348,246 +322,6 @@ def test_calls_that_are_wrong(client, ns, call, fault):
     """A wrong call is refused here, with thing, value and remedy."""
     with pytest.raises(InvalidArgument, match=fault):
         call(client, ns)
-
-
-# -- errors, deadlines, restarts
-
-
-@pytest.mark.parametrize("error", [NotFound, Overloaded, TierFailed, InvalidArgument, Unavailable])
-def test_errors_come_back_as_they_were_raised(client, daemon, ns, error):
-    """The daemon's error is raised here, by its class and with its words."""
-    daemon.faults["Lookup"] = error("thing: fault; remedy")
-    with pytest.raises(error, match="^thing: fault; remedy$"):
-        client.lookup(ns, ns.hash(TOKENS))
-    assert daemon.calls["Lookup"] == 1
-
-
-def test_deadlines(client, daemon, ns):
-    """A call that takes too long is DeadlineExceeded, and the client goes on."""
-    release = threading.Event()
-    daemon.before["Lookup"] = lambda: release.wait(10)
-    with pytest.raises(DeadlineExceeded):
-        client.lookup(ns, ns.hash(TOKENS), timeout_s=0.05)
-    release.set()
-    assert client.lookup(ns, ns.hash(TOKENS)).tokens == 0
-
-
-def test_a_daemon_that_says_nothing(silent_target):
-    """A daemon that accepts and never answers costs the deadline, no more."""
-    with pytest.raises(DeadlineExceeded), Client(silent_target) as client:
-        client.open_namespace(SPEC, timeout_s=0.05)
-
-
-def test_no_daemon(tmp_path):
-    """Without a daemon every verb is Unavailable, with the place and the remedy."""
-    with pytest.raises(Unavailable, match="tierd serve"), Client(str(tmp_path)) as client:
-        client.open_namespace(SPEC)
-
-
-def test_a_restart_goes_unnoticed(place, client, stored, blocks):
-    """After a restart the next call opens a session and the namespaces again, and succeeds."""
-    place.restart()
-    assert client.get(stored, TOKENS).tokens == 40
-    assert place.daemon.calls["OpenNamespace"] == 1
-
-
-def test_a_lost_session_is_opened_again(client, daemon, stored):
-    """A session that the daemon has ended is replaced, and the call is made again."""
-    for session in daemon.sessions.list():
-        daemon._loop.call_soon_threadsafe(daemon.sessions.stop, session)
-    daemon.until(lambda: daemon.calls["stop"] == 1)
-    assert client.get(stored, TOKENS).tokens == 40
-
-
-def test_a_channel_that_breaks_is_replaced(client, stored):
-    """A call whose connection breaks under it is made again over a new one."""
-    client._connector.link.transport.close()
-    assert client.get(stored, TOKENS).tokens == 40
-
-
-def test_a_patient_client_tries_every_time(place):
-    """Without best effort, a call succeeds as soon as there is a daemon, however lately the last one failed."""
-    place.daemon.stop()
-    with Client(place.daemon.target) as client:
-        with pytest.raises(Unavailable):
-            client.open_namespace(SPEC)
-        place.restart()
-        assert client.open_namespace(SPEC).is_open
-
-
-def test_old_handles_are_stale_after_a_restart(place, client, stored, blocks):
-    """Leases and reservations of a daemon that has gone are stale; views of it stay readable."""
-    lease = client.acquire(stored, stored.hash(TOKENS))
-    view = lease.view(0)
-    reservation = client.reserve(PutGroup.private(stored, 1))
-    place.restart()
-    for use in (lease.views, lease.check, reservation.buffers, reservation.commit):
-        with pytest.raises(StaleHandle, match="gone"):
-            use()
-    assert client.get(stored, TOKENS).tokens == 40
-    assert bytes(view) == bytes(blocks[0])
-    lease.detach()
-
-
-def test_mappings_of_a_lost_daemon_go_with_their_views(place, client, stored):
-    """What an old daemon's segments took is unmapped with the last view, and the next daemon is told."""
-    view = client.get(stored, TOKENS).views[0]
-    old = client._connector.link
-    place.restart()
-    client.lookup(stored, stored.hash(TOKENS))
-    assert (mapped(place), list(client._connector.forgettable)) == (1, [])
-    del view
-    assert (mapped(place), list(client._connector.forgettable)) == (0, [old.session.id])
-    client.lookup(stored, stored.hash(TOKENS))
-    assert not client._connector.forgettable
-
-
-def mapped(place):
-    with open("/proc/self/maps") as maps:
-        # This process maps the data only as a client; the fake daemon reads it through no mapping.
-        return sum(str(place.memory.data) in line for line in maps)
-
-
-def test_a_moved_epoch_is_not_taken_silently(place, client, stored):
-    """If the epoch has moved while the daemon was away, the old namespace is stale instead of silently another."""
-    place.restart()
-    place.daemon.epoch = 2
-    with pytest.raises(StaleHandle, match="epoch 1 has become 2"):
-        client.get(stored, TOKENS)
-    assert client.open_namespace(SPEC).epoch == 2
-
-
-def test_descriptors_do_not_pile_up(client, daemon, stored):
-    """Mapping keeps no descriptor, and gets and puts leave none."""
-    import os
-
-    client.get(stored, TOKENS)
-    before = len(os.listdir("/proc/self/fd"))
-    for i in range(5):
-        client.put(stored, [i] * 16, [bytes(8)])
-        client.get(stored, TOKENS)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-# -- best effort
-
-
-def test_best_effort_without_a_daemon(tmp_path, caplog):
-    """Every verb is a miss or a dropped put, and one line is logged."""
-    with Client(str(tmp_path), best_effort=True) as client, caplog.at_level(logging.WARNING):
-        ns = client.open_namespace(SPEC)
-        assert not ns.is_open
-        assert not client.get(ns, TOKENS)
-        assert client.lookup(ns, ns.hash(TOKENS)).tokens == 0
-        assert not client.acquire(ns, ns.hash(TOKENS))
-        assert client.prefetch(ns, ns.hash(TOKENS)) == 0
-        result = client.put(ns, TOKENS, [bytes(8)] * 2)
-        assert (result.stored, result.statuses.tolist()) == (0, [BlockStatus.FAILED] * 2)
-        reservation = client.reserve(PutGroup.private(ns, 2))
-        assert not reservation
-        assert reservation.buffers() == [None, None]
-        assert reservation.commit().statuses.tolist() == []
-    assert len(caplog.records) == 1
-    assert "no daemon at" in caplog.text
-
-
-def test_best_effort_does_not_try_every_time(tmp_path, monkeypatch):
-    """Between two attempts to connect, calls give up without trying."""
-    from tierd.client import connection
-
-    tries = []
-    connect = connection.connect_session
-    monkeypatch.setattr(connection, "connect_session", lambda *a, **k: tries.append(1) or connect(*a, **k))
-    now = [1000.0]
-    monkeypatch.setattr(connection.time, "monotonic", lambda: now[0])
-    client = Client(str(tmp_path), best_effort=True)
-    ns = client.open_namespace(SPEC)
-    for _ in range(50):
-        client.get(ns, TOKENS)
-    assert len(tries) == 1
-    now[0] += connection.FIRST_PAUSE_S
-    client.get(ns, TOKENS)
-    client.get(ns, TOKENS)
-    assert len(tries) == 2
-
-
-def test_best_effort_recovers(place, caplog):
-    """When the daemon comes, the next attempt serves, with the namespace opened by itself."""
-    place.daemon.stop()
-    with Client(place.daemon.target, best_effort=True) as client:
-        ns = client.open_namespace(SPEC)
-        assert not client.get(ns, TOKENS)
-        place.restart()
-        client._connector._next_try = 0.0
-        assert client.put(ns, TOKENS, [bytes(8)] * 2)
-        assert client.get(ns, TOKENS).tokens == 32
-
-
-def test_best_effort_with_a_stuck_daemon(silent_target):
-    """A daemon that answers nothing is a miss too, long before the call's deadline."""
-    with Client(silent_target, best_effort=True, timeout_s=60) as client:
-        begun = time.monotonic()
-        assert not client.get(client.open_namespace(SPEC), TOKENS)
-        assert time.monotonic() - begun < 30
-
-
-@pytest.mark.parametrize("method", ["OpenNamespace", "Acquire", "Reserve", "Commit"])
-def test_best_effort_with_a_failing_daemon(daemon, method):
-    """Whatever the daemon fails at is a smaller hit."""
-    daemon.faults[method] = TierFailed("host.0: no")
-    with Client(daemon.target, best_effort=True) as client:
-        ns = client.open_namespace(SPEC)
-        client.put(ns, TOKENS, [bytes(8)] * 2)
-        assert not client.get(ns, TOKENS)
-
-
-# -- remote
-
-
-def remote(daemon, tmp_path, **options):
-    path = tmp_path / "bearer"
-    path.write_text(BEARER + "\n")
-    return Client(f"127.0.0.1:{daemon.port}", credential_file=str(path), **options)
-
-
-def test_remote_put(daemon, tmp_path):
-    """Over TCP blocks travel as checksummed chunks, of blocks larger than a chunk too."""
-    spec = NamespaceSpec(model="big", tokens_per_block=16, block_bytes=3 << 20)
-    with remote(daemon, tmp_path) as client:
-        result = client.put(client.open_namespace(spec), TOKENS, [bytes(3 << 20), b"x" * (1 << 20), b"y"])
-    assert result.stored == 3
-
-
-@pytest.mark.parametrize("form", ["views", "one", "list"])
-def test_remote_get_ends_at_a_wrong_byte(daemon, tmp_path, form):
-    """Blocks arrive whole and in order; the first one whose checksum does not hold ends the prefix."""
-    out = {"views": None, "one": bytearray(8 * CLASS_BYTES), "list": [bytearray(CLASS_BYTES) for _ in range(8)]}[form]
-    with remote(daemon, tmp_path) as client:
-        ns = client.open_namespace(SPEC)
-        got = client.get(ns, list(range(16 * 6)), out=out)
-    assert (got.tokens, got.blocks) == (48, 3)
-    parts = (
-        got.views
-        if form == "views"
-        else out
-        if form == "list"
-        else [out[i * CLASS_BYTES :][:CLASS_BYTES] for i in range(3)]
-    )
-    assert [bytes(part) for part in parts[:3]] == [bytes([i + 1]) * CLASS_BYTES for i in range(3)]
-
-
-def test_remote_has_no_handles(daemon, tmp_path):
-    """Verbs that need shared memory are refused with the remedy."""
-    with remote(daemon, tmp_path) as client, pytest.raises(Unsupported, match="put and get"):
-        ns = client.open_namespace(SPEC)
-        client.acquire(ns, ns.hash(TOKENS))
-
-
-def test_no_remote_daemon(daemon, tmp_path):
-    """A port where nobody listens is Unavailable at once."""
-    daemon.stop()
-    with pytest.raises(Unavailable, match="tcp_listen"), remote(daemon, tmp_path) as client:
-        client.open_namespace(SPEC)
 
 
 # -- the rest

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from tierd.core.block import slice_lengths
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, FREED, BlockStatus, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
+from tierd.tiers import store_files
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.tier import Recovered
 
 POSITION = 2
+READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
 CLASS_BYTES = 64 << 10
 PAGES = 8
 SEGMENT_BYTES = CLASS_BYTES * PAGES
@@ -140,3 +143,34 @@ def pages(number: int) -> list[memoryview]:
     """Page-aligned memory, a class of bytes each."""
     area = memoryview(mmap.mmap(-1, max(1, number) * CLASS_BYTES))
     return [area[i * CLASS_BYTES : (i + 1) * CLASS_BYTES] for i in range(number)]
+
+
+# -- lives of a store, and its files
+
+
+def slot_file(tmp_path: Path, place: int = 0) -> Path:
+    return store_files.slots_path(tmp_path / "store", place)
+
+
+async def next_life(tmp_path: Path, **options: object) -> World:
+    """The store opened again without the former one having been closed: its lock is let go, as by death."""
+    other = World.at(tmp_path / "store", **options)
+    await other.open()
+    return other
+
+
+def die(world: World) -> None:
+    """What SIGKILL leaves: the lock gone, nothing flushed."""
+    world.store._opened.lock.release()
+
+
+def raiser(code: int) -> Callable[..., None]:
+    def fail(*_: object, **_named: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def kind_of(fd: int) -> str:
+    """`seg` or `journal`: the file behind a descriptor."""
+    return Path(os.readlink(f"/proc/self/fd/{fd}")).name.split("-")[0]

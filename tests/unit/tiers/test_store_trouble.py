@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.tiers.store_world import World, content
-from tests.unit.tiers.test_nvme import FAILED, READY, die, kind_of, next_life
+from tests.unit.tiers.store_world import FAILED, READY, World, content, die, kind_of, next_life
 from tierd.errors import TierFailed
 from tierd.tiers import slots
 from tierd.tiers.files import OsFiles

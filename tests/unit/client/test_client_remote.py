@@ -1,0 +1,58 @@
+"""What the synchronous client promises over TCP, without shared memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.client.conftest import BEARER, CLASS_BYTES, SPEC, TOKENS
+from tierd.client import Client, NamespaceSpec
+from tierd.errors import (
+    Unavailable,
+    Unsupported,
+)
+
+
+def remote(daemon, tmp_path, **options):
+    path = tmp_path / "bearer"
+    path.write_text(BEARER + "\n")
+    return Client(f"127.0.0.1:{daemon.port}", credential_file=str(path), **options)
+
+
+def test_remote_put(daemon, tmp_path):
+    """Over TCP blocks travel as checksummed chunks, of blocks larger than a chunk too."""
+    spec = NamespaceSpec(model="big", tokens_per_block=16, block_bytes=3 << 20)
+    with remote(daemon, tmp_path) as client:
+        result = client.put(client.open_namespace(spec), TOKENS, [bytes(3 << 20), b"x" * (1 << 20), b"y"])
+    assert result.stored == 3
+
+
+@pytest.mark.parametrize("form", ["views", "one", "list"])
+def test_remote_get_ends_at_a_wrong_byte(daemon, tmp_path, form):
+    """Blocks arrive whole and in order; the first one whose checksum does not hold ends the prefix."""
+    out = {"views": None, "one": bytearray(8 * CLASS_BYTES), "list": [bytearray(CLASS_BYTES) for _ in range(8)]}[form]
+    with remote(daemon, tmp_path) as client:
+        ns = client.open_namespace(SPEC)
+        got = client.get(ns, list(range(16 * 6)), out=out)
+    assert (got.tokens, got.blocks) == (48, 3)
+    parts = (
+        got.views
+        if form == "views"
+        else out
+        if form == "list"
+        else [out[i * CLASS_BYTES :][:CLASS_BYTES] for i in range(3)]
+    )
+    assert [bytes(part) for part in parts[:3]] == [bytes([i + 1]) * CLASS_BYTES for i in range(3)]
+
+
+def test_remote_has_no_handles(daemon, tmp_path):
+    """Verbs that need shared memory are refused with the remedy."""
+    with remote(daemon, tmp_path) as client, pytest.raises(Unsupported, match="put and get"):
+        ns = client.open_namespace(SPEC)
+        client.acquire(ns, ns.hash(TOKENS))
+
+
+def test_no_remote_daemon(daemon, tmp_path):
+    """A port where nobody listens is Unavailable at once."""
+    daemon.stop()
+    with pytest.raises(Unavailable, match="tcp_listen"), remote(daemon, tmp_path) as client:
+        client.open_namespace(SPEC)

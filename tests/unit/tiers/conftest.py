@@ -1,0 +1,20 @@
+"""A store of its own for each test of the NVMe store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tiers.store_world import World
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    """Open, with segment 1 begun."""
+    made = World.at(tmp_path / "store")
+    await made.open()
+    await made.begin(1)
+    yield made
+    await made.store.close(release=False)
