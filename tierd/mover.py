@@ -25,7 +25,7 @@ from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import slice_sums, table_digest
-from tierd.tiers.tier import MappedTier, StoredTier, Tier
+from tierd.tiers.tier import MappedTier, StoredTier, Tier, is_mapped, is_stored
 
 Second = TypeVar("Second")
 Result = TypeVar("Result")
@@ -130,11 +130,11 @@ class Mover:
             yield
 
     async def _copy(self, batch: StructArray, metas: StructArray, source: Tier, target: Tier) -> NDArray[np.uint16]:
-        if isinstance(source, MappedTier) and isinstance(target, MappedTier):
+        if is_mapped(source) and is_mapped(target):
             return await self._copy_mapped(batch, metas, source, target)
-        if isinstance(source, MappedTier) and isinstance(target, StoredTier):
+        if is_mapped(source) and is_stored(target):
             return await self._store(batch, metas, source, target)
-        if isinstance(source, StoredTier) and isinstance(target, MappedTier):
+        if is_stored(source) and is_mapped(target):
             return await self._load(batch, metas, source, target)
         raise AssertionError(f"no link from {source.spec.name} to {target.spec.name}")
 

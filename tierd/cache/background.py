@@ -17,7 +17,7 @@ from tierd.clock import Clock
 from tierd.core.core import Core
 from tierd.errors import DeadlineExceeded, TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.tier import StoredTier, Tier
+from tierd.tiers.tier import Tier, is_stored
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +76,7 @@ class Background:
     async def sync(self) -> None:
         """Makes what was written to every stored tier durable; one that is out of service is passed over."""
         for tier in self._tiers:
-            if isinstance(tier, StoredTier) and not self._core.is_writable(tier.position):
+            if is_stored(tier) and not self._core.is_writable(tier.position):
                 continue  # said when it failed
             try:
                 await tier.sync()

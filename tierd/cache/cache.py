@@ -47,7 +47,7 @@ from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable
-from tierd.tiers.tier import MappedTier, SliceTable, Tier
+from tierd.tiers.tier import MappedTier, SliceTable, Tier, is_mapped
 
 log = structlog.get_logger(__name__)
 
@@ -158,11 +158,14 @@ class Cache:
             self._abort(session, reservation)
         self._holdings.end(session)
 
-    def end_session(self, session: int) -> None:
-        """Its process is gone: everything that it held comes back. Safe to call twice."""
+    def end_session(self, session: int, *, into: int = 0) -> None:
+        """Its process is gone: everything that it held comes back. Safe to call twice.
+
+        into: the process lives and has left both; this other session of it stands for what the two have mapped.
+        """
         self.stop_session(session)
         failpoint("cache.end.before_return")
-        self.flights.start(self.core.end_session(session, now=self.clock.now()))
+        self.flights.start(self.core.end_session(session, now=self.clock.now(), into=into))
         self._holdings.end(session)
         self.background.wake()
 
@@ -464,7 +467,7 @@ class Cache:
 
     def _mapped(self, extent: np.void) -> MappedTier:
         tier = self.tiers[int(extent["tier"])]
-        assert isinstance(tier, MappedTier)
+        assert is_mapped(tier)
         return tier
 
     def _layers_of(self, namespaces: StructArray) -> StructArray:

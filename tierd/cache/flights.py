@@ -23,7 +23,7 @@ from tierd.core.plan import Plan
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover, link_of
-from tierd.tiers.tier import StoredTier, Tier
+from tierd.tiers.tier import Tier, is_stored
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ class Flights:
         self.layers_of = layers_of
         self._batch_blocks = limits.batch_blocks
         # A replay gives the same answers every time, however long the disk takes.
-        stored = [] if clock.is_replay else [t.position for t in tiers if isinstance(t, StoredTier)]
+        stored = [] if clock.is_replay else [t.position for t in tiers if is_stored(t)]
         self.admission = Admission(stored, now=_loop_time, limits=limits)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}

@@ -21,7 +21,7 @@ from tierd.core.model import UNVERIFIED, BlockStatus, Fault, StructArray, TierKi
 from tierd.core.plan import Bools, Committed, Ids, PagesHeld, PutQuery, Reserved
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.tier import StoredTier, Tier
+from tierd.tiers.tier import Tier, is_stored
 
 CONFIRM_BLOCKS = 64
 """Read at one time, of what a former life left."""
@@ -36,7 +36,7 @@ class Persistence:
         self._examiner, self._examining = examiner, asyncio.Lock()
         self._core = core
         self._flights = flights
-        self._stored = [t for t in tiers if isinstance(t, StoredTier) and t.spec.kind is TierKind.NVME]
+        self._stored = [t for t in tiers if is_stored(t) and t.spec.kind is TierKind.NVME]
         self._clock = clock
 
     async def keep_committed(self, committed: Committed, metas: StructArray, *, timeout_s: float) -> None:

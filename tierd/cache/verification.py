@@ -15,7 +15,7 @@ from tierd.core.core import Core
 from tierd.core.model import UNVERIFIED, StructArray
 from tierd.core.plan import Bools, Ids
 from tierd.mover import Mover
-from tierd.tiers.tier import MappedTier, Tier
+from tierd.tiers.tier import Tier, is_mapped
 
 SAMPLED_SHARE = 1 / 256
 """Of hits that are verified again under verify = "sampled"."""
@@ -45,7 +45,7 @@ class Verification:
             metas = self._core.metas(blocks[rows])
             metas["layers"] = self._layers_of(metas["namespace"])
             pages, tier = extents[rows], self._tiers[position]
-            if not isinstance(tier, MappedTier):
+            if not is_mapped(tier):
                 continue  # where a committed block existed on a store alone: verified whenever it is read
             good = await self._mover.check(tier, pages, metas)
             self._core.verified(pages[good])

@@ -18,7 +18,7 @@ from tierd.core.core import Core
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.metrics import Metrics
 from tierd.mover import Mover
-from tierd.tiers.tier import StoredTier, Tier
+from tierd.tiers.tier import StoredTier, Tier, is_stored
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(self, core: Core, *, flights: Flights, tiers: Sequence[Tier], mover: Mover, metrics: Metrics) -> None:
         self._core, self._flights, self._mover, self._metrics = core, flights, mover, metrics
-        self._stored = {tier.position: tier for tier in tiers if isinstance(tier, StoredTier)}
+        self._stored = {tier.position: tier for tier in tiers if is_stored(tier)}
         self.breakers = {position: Breaker(Tolerance()) for position in self._stored}
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None

@@ -36,7 +36,8 @@ class Demotion:
         """At most `limit` victims over all tiers, near to far."""
         for tier in self._index.serving():
             while limit > 0:
-                gone = self._push_out(tier, self._victims(tier, limit), draft)
+                victims = self._victims(tier, limit)
+                gone = self._push_out(tier, victims, draft) if len(victims) else 0
                 if not gone:
                     break
                 limit -= gone

@@ -51,8 +51,10 @@ class Draft:
             reserved = reserved[~np.isin(reserved["generation"], unseen)]
             freed = freed[~np.isin(freed["extent"]["generation"], unseen)]
         transfers = _joined(self._transfers, TRANSFER)
-        waits = np.unique(_joined(self._waits, np.dtype(np.uint64)))
-        return Plan(freed, self._segments, reserved, transfers, np.setdiff1d(waits, transfers["id"]))
+        waits = _joined(self._waits, np.dtype(np.uint64))
+        if len(waits):
+            waits = np.setdiff1d(waits, transfers["id"])
+        return Plan(freed, self._segments, reserved, transfers, waits)
 
 
 def _joined(parts: list[StructArray], dtype: np.dtype) -> StructArray:

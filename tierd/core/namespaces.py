@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, fields
+from functools import lru_cache
 
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec, bumped, namespace_digest
 from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
@@ -126,6 +127,7 @@ def namespace_record(namespace: Namespace) -> bytes:
     return json.dumps(given, sort_keys=True, separators=(",", ":")).encode()
 
 
+@lru_cache(maxsize=1024)  # every tier and the state directory tell the same
 def namespace_from_record(record: bytes) -> Namespace:
     """The inverse of namespace_record. Raises CorruptRecord."""
     try:

@@ -27,7 +27,7 @@ from tierd.server.assembly import Assembly, assemble
 from tierd.server.fault_socket import fault_socket
 from tierd.server.listeners import Listeners
 from tierd.server.watchdog import Deadman, LoopWatch, end_now
-from tierd.tiers.tier import StoredTier
+from tierd.tiers.tier import is_stored
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +83,7 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
             failpoint("lifecycle.before_settle")
             await _settle(daemon, listeners)
     log.info("ended", release=daemon.release)
-    if stuck := [tier.spec.name for tier in daemon.tiers if isinstance(tier, StoredTier) and tier.is_stuck]:
+    if stuck := [tier.spec.name for tier in daemon.tiers if is_stored(tier) and tier.is_stuck]:
         end_now(f"{', '.join(stuck)}: the disk hangs; what was not durable yet is lost")
 
 

@@ -256,7 +256,9 @@ class HoldTable:
         self._rows[~kept, -1] = 0
         barrier()
         self._places = {h.session: place for place, h in found.items() if h.session in holders}
-        self._holders[np.setdiff1d(np.arange(HOLDER_LIMIT), list(self._places.values())), -1] = 0
+        gone = np.ones(HOLDER_LIMIT, np.bool_)
+        gone[list(self._places.values())] = False
+        self._holders[gone, -1] = 0
         unused = np.flatnonzero(~kept)
         self._free = np.zeros(len(self._rows), dtype=np.int64)
         self._free[: len(unused)] = unused[::-1]

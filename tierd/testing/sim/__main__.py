@@ -69,8 +69,10 @@ def _sum_up(console: Console, results: list[Result]) -> None:
     console.print(table)
     console.print(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
     speeds = [result.virtual_s / result.cpu_s for result in results]
+    of_wall = statistics.median(result.virtual_s / result.wall_s for result in results)
     console.print(
         f"virtual seconds per second of CPU: median {statistics.median(speeds):.0f}, least {min(speeds):.0f};"
+        f" per second of the wall's clock: median {of_wall:.0f};"
         f" trace of seed {results[-1].seed}: {results[-1].trace}"
     )
 

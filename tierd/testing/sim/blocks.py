@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -22,6 +23,12 @@ TOKENS = 16
 CHAINS, DEPTH = 3, 8
 SHORT_TAIL = 3
 """Every so many-th chain ends in a short block."""
+
+
+@cache
+def hashes_of(number: int) -> StructArray:
+    """uint8 [DEPTH, 32] of a chain, not to be written."""
+    return chain(number, DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class Blocks:
     @property
     def hashes(self) -> StructArray:
         """uint8 [blocks, 32], from the chain's first to the last of these."""
-        return chain(self.chain, DEPTH)[: self.stop]
+        return hashes_of(self.chain)[: self.stop]
 
     def key(self, number: int) -> Key:
         """Of a block of the chain."""

@@ -284,7 +284,8 @@ class SimDisk:
 
     def list(self, directory: Path) -> list[str]:
         """As `Files.list`."""
-        return [path.name for path in self._names if path.parent == directory]
+        parts = (str(path).rpartition("/") for path in self._names)
+        return [name for parent, _, name in parts if parent == str(directory)]
 
     def size(self, path: Path) -> int:
         """As `Files.size`."""

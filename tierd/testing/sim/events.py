@@ -14,10 +14,9 @@ from tierd.cache.operator import Operator
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
 from tierd.server.assembly import Assembly
-from tierd.testing.content import chain
-from tierd.testing.sim.blocks import CHAINS, DEPTH
+from tierd.testing.sim.blocks import CHAINS, DEPTH, hashes_of
 from tierd.testing.sim.client import EXPECTED, Client
-from tierd.testing.sim.loop import LIFE, Killed
+from tierd.testing.sim.loop import LIFE, OUTSIDE, Killed
 from tierd.testing.sim.script import VERBS, Event
 from tierd.testing.sim.weather import ON_DISK
 
@@ -43,7 +42,7 @@ class Happenings:
         self._world = world
         self.struck: Counter[str] = Counter()
         self.may_fail_to_start = True
-        self._verbs: list[asyncio.Task[None]] = []
+        self._verbs: dict[asyncio.Task[None], int] = {}  # and the lives that they belong to
         self._kill_at: dict[str, int] = {}
 
     def happen(self, event: Event) -> None:
@@ -84,8 +83,8 @@ class Happenings:
         self._world.restarts_wanted = True
 
     def _start(self, verb: Any, client: Client | None) -> None:
-        context = client.context.copy() if client is not None else None
-        self._verbs.append(self._world.loop.create_task(verb, context=context))
+        context, life = (client.context.copy(), client.life) if client is not None else (None, OUTSIDE)
+        self._verbs[self._world.loop.create_task(verb, context=context)] = life
 
     # -- faults that happen at once
 
@@ -203,7 +202,7 @@ class Happenings:
 
     def _some(self, rng: random.Random) -> list[str]:
         """The name of a block that may be there."""
-        return [chain(rng.randrange(CHAINS), DEPTH)[rng.randrange(DEPTH)].tobytes().hex()[:16]]
+        return [hashes_of(rng.randrange(CHAINS))[rng.randrange(DEPTH)].tobytes().hex()[:16]]
 
     # -- the last look
 
@@ -223,11 +222,11 @@ class Happenings:
 
     async def _all_done(self) -> None:
         world = self._world
-        alive = [task for task in self._verbs if not task.done() and not _is_dead(world, task)]
+        alive = [task for task, life in self._verbs.items() if not task.done() and not world.loop.is_ended(life)]
         if alive:
             _, late = await asyncio.wait(alive, timeout=QUIET_S)
             for task in late:
-                if not _is_dead(world, task):
+                if not world.loop.is_ended(self._verbs[task]):
                     world.fail(f"a client's verb has not ended after {QUIET_S:.0f} s without faults: {task.get_coro()}")
         for task in alive:
             if task.done() and not task.cancelled() and task.exception() is not None:
@@ -303,7 +302,3 @@ class Happenings:
             for seed in range(3):
                 self._start(client.do("put", random.Random(seed)), client)
             self._start(client.do("get", random.Random(7)), client)
-
-
-def _is_dead(world: World, task: asyncio.Task[None]) -> bool:
-    return world.loop.is_ended(world.loop.life_of(task))

@@ -15,7 +15,6 @@ import contextvars
 import heapq
 import itertools
 import random
-import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
@@ -68,7 +67,6 @@ class SimLoop(asyncio.BaseEventLoop):
         self._lives = itertools.count(1)
         self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
         self._ended: set[int] = set()
-        self._life_of: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
         self.set_exception_handler(self._note)
 
     # -- lives
@@ -86,10 +84,6 @@ class SimLoop(asyncio.BaseEventLoop):
     def is_ended(self, life: int | None = None) -> bool:
         """Whether a life is over; None: that of the caller."""
         return (LIFE.get() if life is None else life) in self._ended
-
-    def life_of(self, task: asyncio.Task[Any]) -> int:
-        """The life that a task belongs to."""
-        return self._life_of[task]
 
     def end_life(self, life: int) -> None:
         """From now on nothing of it runs. What its tasks leave behind is cleared away by `bury`, which a task cannot do to itself."""
@@ -143,7 +137,6 @@ class SimLoop(asyncio.BaseEventLoop):
         task = super().create_task(coro, **options)
         context = options.get("context")
         life = LIFE.get() if context is None else context.get(LIFE, OUTSIDE)
-        self._life_of[task] = life
         tasks = self._tasks.setdefault(life, [])
         if len(tasks) > 256 and LIFE.get() not in self._ended:
             tasks[:] = [t for t in tasks if not t.done()]

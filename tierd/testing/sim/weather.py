@@ -29,6 +29,7 @@ ON_DISK: Mapping[str, tuple[str, float]] = {
 }
 """Fault of a script -> that of the disk, and its chance while it is on."""
 
+NO_FAULTS = DiskFaults()
 CPU_S, DISK_S = 2e-4, 5e-4
 """What work takes in the mean: hashing and copying, and a call to the disk."""
 
@@ -77,10 +78,9 @@ class Weather:
         return Pace(delay_s, moves_at)
 
     def _reach_disk(self) -> None:
+        if not self._until and self._disk.faults is NO_FAULTS:
+            return
         chances = {
-            name: chance
-            for fault, (name, chance) in ON_DISK.items()
-            if self._until and self._until.get(fault, 0.0) > self._now()
+            name: chance for fault, (name, chance) in ON_DISK.items() if self._until.get(fault, 0.0) > self._now()
         }
-        if chances or self._disk.faults != DiskFaults():
-            self._disk.faults = replace(DiskFaults(), **chances)  # type: ignore[arg-type]
+        self._disk.faults = replace(NO_FAULTS, **chances) if chances else NO_FAULTS  # type: ignore[arg-type]

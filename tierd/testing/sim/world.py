@@ -56,6 +56,7 @@ class Result:
     counts: Counter[str]
     virtual_s: float
     cpu_s: float
+    wall_s: float
     first_s: float = 0.0
     """When the first promise was broken, in virtual time."""
 
@@ -270,8 +271,8 @@ class World:
             if generation in daemon.watch.flying:
                 self.fail(f"a page of generation {generation} is freed while a transfer uses it")
 
-    def result(self, begun_s: float) -> Result:
-        """What it came to, since so many seconds of CPU."""
+    def result(self, begun: tuple[float, float]) -> Result:
+        """What it came to. begun: seconds of CPU and of the clock on the wall at its beginning."""
         self.violations += [f"unforeseen: {text}" for text in self.loop.unforeseen]
         self.trace("end", self.loop.turns)
         for client in self.clients:
@@ -284,14 +285,15 @@ class World:
             struck,
             self.counts + self.oracle.counts,
             self.loop.time(),
-            time.process_time() - begun_s,
+            time.process_time() - begun[0],
+            time.perf_counter() - begun[1],
             self.first_s,
         )
 
 
 def run(script: Script) -> Result:
     """Carries a script out."""
-    begun = time.process_time()
+    begun = time.process_time(), time.perf_counter()
     place = Path(tempfile.mkdtemp(prefix="tierd-sim-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     world = World(script, place)
     try:
