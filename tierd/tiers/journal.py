@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgpack
@@ -30,6 +31,8 @@ from tierd.tiers.files import OS, Files
 JOURNAL_MAGIC = b"tierdJNL"
 FRAME_LIMIT_BYTES = 64 << 20
 """A longer frame is taken for damage."""
+SECTOR_BYTES = 512
+"""What a disk writes whole or not at all."""
 
 REMOVED = np.dtype([("segment", "<u4"), ("reserved", "<u4"), ("offset", "<u8")])
 """One removed block: where it lay."""
@@ -233,25 +236,37 @@ def read_journal(directory: Path, *, store: bytes, number: int, disk: Files = OS
 
 
 def is_torn(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> bool:
-    """Whether the end that is passed over is one that a crash leaves: a last frame that was begun, and nothing whole behind it."""
-    data = durable.read_file(journal_path(directory, number), disk=disk)
-    if len(data) < _HEADER.size:
+    """Whether the end that is passed over is one that a crash leaves: the last write in part, and nothing whole behind it.
+
+    A file that only grows ends early then, or has sectors that were never written and read as zeros. Raises VersionMismatch, OSError.
+    """
+    data, origin = durable.read_file(journal_path(directory, number), disk=disk), (store, number)
+    end = 0
+    if _header_holds(data, store=store, number=number):
+        end = _HEADER.size + sum(_FRAME.size + len(payload) for payload in _payloads(data, origin))
+    is_unfinished = _ends_early(data, end) or _has_unwritten(data, end)
+    return is_unfinished and not _has_frame(data, origin, after=end)
+
+
+def _ends_early(data: bytearray, start: int) -> bool:
+    """Whether the file ends within the header or the frame that begins there."""
+    if len(data) < _HEADER.size or len(data) - start < _FRAME.size:
         return True
-    if not _header_holds(data, store=store, number=number):
-        return False
-    end = _HEADER.size + sum(_FRAME.size + len(payload) for payload in _payloads(data, (store, number)))
-    if len(data) - end < _FRAME.size:
-        return True
-    length = int.from_bytes(data[end : end + 8], "little")
-    is_cut = length <= FRAME_LIMIT_BYTES and end + _FRAME.size + length > len(data)
-    return is_cut and not _has_frame(data, (store, number), after=end)
+    length = int.from_bytes(data[start : start + 8], "little")
+    return start > 0 and length <= FRAME_LIMIT_BYTES and start + _FRAME.size + length > len(data)
+
+
+def _has_unwritten(data: bytearray, start: int) -> bool:
+    """Whether a sector, or what of it lies behind start, is zeros alone."""
+    edges = [start, *range(start - start % SECTOR_BYTES + SECTOR_BYTES, len(data), SECTOR_BYTES), len(data)]
+    return any(data.count(0, left, right) == right - left for left, right in pairwise(edges))
 
 
 def _has_frame(data: bytearray, origin: tuple[bytes, int], *, after: int) -> bool:
     """Whether a whole frame begins anywhere behind a place; its checksum names where it stands."""
-    tail = np.frombuffer(data, np.uint8, offset=after + 1)
-    if len(tail) < _FRAME.size:
+    if len(data) - after <= _FRAME.size:
         return False
+    tail = np.frombuffer(data, np.uint8, offset=after + 1)
     lengths = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(tail, 8)).view("<u8").reshape(-1)
     fits = (lengths > 0) & (lengths + np.uint64(_FRAME.size) <= np.arange(len(tail), 7, -1, dtype=np.uint64))
     starts = (np.flatnonzero(fits & (lengths <= FRAME_LIMIT_BYTES)) + after + 1).tolist()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from tierd.tiers.journal import (
     SegmentBegun,
     decode_record,
     encode_record,
+    is_torn,
     journal_path,
     read_journal,
 )
@@ -150,6 +153,38 @@ def test_newer_format_is_refused_and_kept(tmp_path: Path) -> None:
 def test_no_payload_breaks_the_decoder(payload: bytes) -> None:
     """Bytes that are no record decode to None or a record, and raise nothing."""
     decode_record(payload)
+
+
+def test_what_a_crash_leaves_of_the_last_record_is_torn(tmp_path: Path) -> None:
+    """Any sectors of the last write lost, its length kept or not: torn. So is a journal of which nothing but the length was written."""
+    ahead = len(write(tmp_path, RECORDS[:3]).read_bytes())
+    journal_path(tmp_path, 4).unlink()
+    path = write(tmp_path, [*RECORDS[:3], BlocksStored(placed([*range(1, 9)], segment=1, slots=[*range(8)]))])
+    data = path.read_bytes()
+    edges = [ahead, *range(512, len(data), 512), len(data)]
+    pieces = list(pairwise(edges))
+    for kept in itertools.product((True, False), repeat=len(pieces)):
+        left = b"".join(data[a:b] if is_kept else bytes(b - a) for (a, b), is_kept in zip(pieces, kept, strict=True))
+        path.write_bytes(data[:ahead] + left)
+        text = read_journal(tmp_path, store=STORE, number=4)
+        assert (len(text.records), text.cut_bytes > 0) == ((4, False) if all(kept) else (3, True))
+        assert all(kept) or is_torn(tmp_path, store=STORE, number=4), kept
+    for length in (0, 20, 512, len(data)):
+        path.write_bytes(bytes(length))
+        assert is_torn(tmp_path, store=STORE, number=4), length
+
+
+def test_damage_before_whole_records_is_not_torn(tmp_path: Path) -> None:
+    """A flipped bit anywhere but in a length that then points beyond the end, and sectors lost ahead of whole records, are rot; also in the last record."""
+    path = write(tmp_path, [*RECORDS, BlocksStored(placed([*range(1, 9)], segment=1, slots=[*range(8)])), begun(2)])
+    data = path.read_bytes()
+    last = len(data) - 16 - len(encode_record(begun(2)))
+    for at in [*range(last), *range(last + 8, len(data))]:
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+        assert not is_torn(tmp_path, store=STORE, number=4), at
+    for at in range(0, last - 512, 512):
+        path.write_bytes(data[:at] + bytes(512) + data[at + 512 :])
+        assert not is_torn(tmp_path, store=STORE, number=4), at
 
 
 def test_append_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
