@@ -7,6 +7,7 @@ SCALE ?= 1
 TIERD_DEPTH ?= nightly
 WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench mutate nightly figures weekly gpu proto reference clean
@@ -35,7 +36,7 @@ demo: .venv/.base ## a daemon, a worker and a small model: what reusing KV from 
 	$(BIN)/tierd demo
 
 test: lint ## all checks that a commit must pass
-	$(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not slow and not gpu" $(SPREAD)
 
 lint: .venv/.dev ## ruff, its formatter, mypy --strict
 	$(BIN)/ruff check .
@@ -54,7 +55,7 @@ reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 
 # --- long checks: SCALE=0.1 makes them short; figures go to build/figures.jsonl ------------------
 
-NIGHTLY := $(foreach part,unit contract property sim system,$(if $(wildcard tests/$(part)),nightly-$(part))) nightly-torch
+NIGHTLY := nightly-unit+contract+property+sim nightly-system nightly-torch
 
 nightly: ## every kind of test in depth, the slow ones too; SCALE= scales their counts
 	rm -f build/figures.jsonl
@@ -67,8 +68,8 @@ figures: .venv/.dev ## what the last deep run found, as a table
 weekly: ## the same with the full counts
 	$(MAKE) nightly TIERD_DEPTH=weekly
 
-nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system
-	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m "not gpu" -n $(WORKERS) --dist loadfile --timeout 3600 tests/$*
+nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system; or some together: sim+property
+	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m "not gpu" $(SPREAD) --timeout 3600 --durations 30 $(patsubst %,tests/%,$(subst +, ,$*))
 
 nightly-torch: ## the worker against torch and transformers, in an environment of their own
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch

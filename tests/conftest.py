@@ -1,4 +1,4 @@
-"""What all tests share: how long property tests search, and where the development traces lie."""
+"""What all tests share: which files begin first, how long property tests search, and where the development traces lie."""
 
 from __future__ import annotations
 
@@ -9,6 +9,39 @@ from hypothesis import HealthCheck, settings
 
 from tests.depth import DEPTH, count
 
+LONGEST_FIRST = (
+    "system/test_fuzz_rpc.py",
+    "property/test_core_machine.py",
+    "system/test_errno.py",
+    "system/test_failpoints.py",
+    "system/test_crash.py",
+    "system/test_soak.py",
+    "system/test_flips.py",
+    "system/test_client_deaths.py",
+    "system/test_races.py",
+    "system/test_power_loss.py",
+    "system/test_overload.py",
+    "system/test_restart_live.py",
+    "sim/test_simulation.py",
+    "tiers/test_fuzz_decoders.py",
+    "tiers/test_flips.py",
+    "sim/test_crash_states.py",
+    "server/test_damage.py",
+    "system/test_fuzz_session.py",
+    "property/test_stale_handles.py",
+    "system/test_handles.py",
+    "system/test_hung.py",
+    "system/test_threats.py",
+    "system/test_fsck.py",
+    "system/test_restart_sizes.py",
+    "sim/test_trace_lru.py",
+    "sim/test_notices.py",
+    "cache/test_scrub.py",
+    "tiers/test_misplaced.py",
+    "system/test_worker_pages.py",
+    "system/test_scrub.py",
+)
+"""Files that take a minute or more of a night: a core idles at the end of a run if one of them begins late."""
 SLOW_STEPS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 settings.register_profile(
@@ -37,3 +70,9 @@ def shared() -> Path:
     if not path.is_dir():
         pytest.skip("../shared (development traces) is not beside this checkout")
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; a file's tests stay together and in order."""
+    turns = {name: turn for turn, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: turns.get(f"{item.path.parent.name}/{item.path.name}", len(turns)))

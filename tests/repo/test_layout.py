@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import tierd
+from tests.conftest import LONGEST_FIRST
 from tests.repo.source import ROOT, Module, modules, tracked_files
 
 FOLDERS = {"proto", "cuda", "configs", "tests", "deploy", "tools", "tierd"}
@@ -33,6 +34,12 @@ def test_tests_lie_by_kind() -> None:
     """Below tests/ are only the folders of its kinds."""
     kinds = {name.split("/")[1] for name in tracked_files() if name.startswith("tests/") and name.count("/") > 1}
     assert kinds <= TEST_FOLDERS
+
+
+def test_files_that_begin_first_are_there() -> None:
+    """Each of the long files that a run begins with is a file of tests."""
+    ends = {"/".join(name.split("/")[-2:]) for name in tracked_files() if name.startswith("tests/")}
+    assert set(LONGEST_FIRST) <= ends
 
 
 def test_files_are_texts_of_no_machine() -> None:
