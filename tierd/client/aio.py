@@ -38,10 +38,9 @@ class AsyncClient:
         timeout_s: float = TIMEOUT_S,
         best_effort: bool = False,
         credential_file: str = "",
-        engine: Mapping[str, str] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        how = Options(name, engine or {}, credential_file)
+        how = Options(name, credential_file)
         self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
         self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=False, pages=self._reservation)
 
@@ -55,6 +54,10 @@ class AsyncClient:
         """Names of the daemon's tiers, near to far, as `tier_of` and `tier_tokens` count them; empty before the first call."""
         link = self._connector.link
         return link.session.tiers if link and link.session else ()
+
+    def introduce(self, engine: Mapping[str, str]) -> None:
+        """As Client.introduce."""
+        self._connector.introduce(engine)
 
     async def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """As Client.open_namespace."""

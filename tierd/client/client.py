@@ -43,7 +43,7 @@ def in_a_hurry(options: Options) -> Options:
 class Client:
     """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only); None: TIERD_TARGET.
 
-    name, engine: who this is, for operators (`tierctl sessions`, `tierctl engines`). timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
+    name: shown to operators. timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
     Nothing connects before the first call; after a daemon's restart or a fork the next call connects again. Every verb but those of
     a best-effort client raises the errors of tierd.errors.
     """
@@ -56,10 +56,9 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         best_effort: bool = False,
         credential_file: str = "",
-        engine: Mapping[str, str] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        how = Options(name, engine or {}, credential_file)
+        how = Options(name, credential_file)
         self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
         self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=True, pages=self._reservation)
 
@@ -73,6 +72,10 @@ class Client:
         """Names of the daemon's tiers, near to far, as `tier_of` and `tier_tokens` count them; empty before the first call."""
         link = self._connector.link
         return link.session.tiers if link and link.session else ()
+
+    def introduce(self, engine: Mapping[str, str]) -> None:
+        """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection."""
+        self._connector.introduce(engine)
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """Names a namespace; the daemon adds the tenant. Raises InvalidArgument for an impossible spec, best effort or not."""

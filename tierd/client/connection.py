@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,10 +101,10 @@ class Options:
     """How to connect. name, engine: shown to operators; is_patient: whether every call tries to connect, however lately that failed."""
 
     name: str = ""
-    engine: Mapping[str, str] = field(default_factory=dict)
     credential_file: str = ""
     connect_timeout_s: float = 5.0
     is_patient: bool = True
+    engine: Mapping[str, str] = field(default_factory=dict)
 
 
 class Connector:
@@ -123,6 +123,10 @@ class Connector:
         self._last_error: TierdError | None = None
         self._is_closed = False
         forks.register(self)
+
+    def introduce(self, engine: Mapping[str, str]) -> None:
+        """What the next hello says of the engine that is served."""
+        self._options = replace(self._options, engine=dict(engine))
 
     @property
     def link(self) -> Link | None:

@@ -1,0 +1,106 @@
+"""tierd as an engine's own code sees it (`tierd.integrations.store`), against a real daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import await_true
+from tierd.client import Group, NamespaceSpec, PutGroup
+from tierd.integrations.facts import EngineFacts
+from tierd.integrations.options import Options
+from tierd.integrations.store import SAVE_BLOCKS, EngineStore
+from tierd.testing import Daemon
+
+LAYERS, PIECE = 3, 4096
+SPEC = NamespaceSpec(model="test", tokens_per_block=16, block_bytes=LAYERS * PIECE)
+FACTS = EngineFacts("test", "1", "store", role="worker")
+
+
+def memory(blocks: int, *, seed: int = 0) -> np.ndarray:
+    """An engine's memory, layer-major: uint8 [layers, blocks, PIECE]."""
+    return np.random.default_rng(seed).integers(0, 255, (LAYERS, blocks, PIECE), dtype=np.uint8)
+
+
+def pieces(kv: np.ndarray) -> list[list[np.ndarray]]:
+    return [[kv[layer, block] for layer in range(LAYERS)] for block in range(kv.shape[1])]
+
+
+def names(blocks: int) -> list[bytes]:
+    return [i.to_bytes(4, "big") for i in range(blocks)]
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def store(daemon: Daemon) -> Iterator[EngineStore]:
+    with EngineStore(Options(target=daemon.target), FACTS) as store:
+        yield store
+
+
+def test_what_one_engine_saves_another_loads(daemon: Daemon, store: EngineStore) -> None:
+    """Blocks saved from one memory come back into another, layer by layer, also more than are reserved at once; a second save copies nothing."""
+    count = SAVE_BLOCKS + 7
+    kv, ns = memory(count), store.open(SPEC)
+    hashes = ns.fold(names(count))
+    assert store.save(PutGroup(ns, hashes), pieces(kv)) == count
+    assert store.save(PutGroup(ns, hashes), pieces(np.zeros_like(kv))) == count
+    with EngineStore(Options(target=daemon.target), FACTS) as other:
+        space = other.open(SPEC)
+        group = Group(space, space.fold(names(count)))
+        assert other.lookup([group]).tokens == count * 16
+        back = np.zeros_like(kv)
+        loaded = other.load([group], [pieces(back)])
+        assert loaded.tokens == count * 16 and loaded.good == (count,) and (back == kv).all()
+
+
+def test_only_wanted_blocks_are_copied(store: EngineStore) -> None:
+    """Blocks whose pieces are not given are leased and checked, not copied."""
+    kv, ns = memory(4), store.open(SPEC)
+    store.save(PutGroup(ns, ns.fold(names(4))), pieces(kv))
+    back = np.zeros_like(kv)
+    loaded = store.load([Group(ns, ns.fold(names(4)))], [[None, None, *pieces(back)[2:]]])
+    assert loaded.good == (4,) and not back[:, :2].any() and (back[:, 2:] == kv[:, 2:]).all()
+
+
+def test_a_gap_ends_what_is_good(store: EngineStore) -> None:
+    """What was never saved, and all behind it, is not said to be good."""
+    kv, ns = memory(6), store.open(SPEC)
+    hashes = ns.fold(names(6))
+    assert store.save(PutGroup(ns, hashes[:3]), pieces(kv)[:3]) == 3
+    assert store.save(PutGroup(ns, hashes[4:], parent=hashes[3].tobytes(), position=4), pieces(kv)[4:]) == 2
+    loaded = store.load([Group(ns, hashes)], [pieces(np.zeros_like(kv))])
+    assert loaded.tokens == 48 and loaded.good == (3,)
+
+
+def test_wrong_shapes_lose_nothing(store: EngineStore) -> None:
+    """Pieces that do not add up to a block are a failed save, counted, and the daemon goes on."""
+    kv, ns = memory(2), store.open(SPEC)
+    assert store.save(PutGroup(ns, ns.fold(names(2))), [p[:2] for p in pieces(kv)]) == 0
+    assert store.counts["failed_saves"] == 1
+    assert store.save(PutGroup(ns, ns.fold(names(2))), pieces(kv)) == 2
+
+
+def test_without_a_daemon_everything_is_a_miss(daemon: Daemon, store: EngineStore) -> None:
+    """When the daemon has died nothing raises, and after its restart the same store finds what was there."""
+    kv, ns = memory(4), store.open(SPEC)
+    hashes = ns.fold(names(4))
+    store.save(PutGroup(ns, hashes), pieces(kv))
+    daemon.kill()
+    assert store.lookup([Group(ns, hashes)]).tokens == 0
+    assert store.load([Group(ns, hashes)], [pieces(np.zeros_like(kv))]).good == (0,)
+    assert store.save(PutGroup(ns, hashes), pieces(kv)) == 0
+    daemon.start()
+    back = np.zeros_like(kv)
+
+    def served() -> bool:
+        return store.load([Group(ns, hashes)], [pieces(back)]).good == (4,)
+
+    await_true(served, "the blocks of the life before")
+    assert (back == kv).all()

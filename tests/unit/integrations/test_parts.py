@@ -1,0 +1,118 @@
+"""What all integrations are made of: versions, options, matches, pieces, couriers."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.errors import ConfigError, InvalidArgument, Unsupported
+from tierd.integrations.courier import Courier
+from tierd.integrations.facts import WORD_CHARS, EngineFacts
+from tierd.integrations.match import Match, claim
+from tierd.integrations.options import Options
+from tierd.integrations.pieces import copy_in, copy_out
+from tierd.integrations.versions import check_version, has_run, release_of
+
+SOON_S = 30.0
+
+
+@pytest.mark.parametrize("found", ["0.30.9", "0.34.0", "dev", "1", "0.40.1+cpu"])
+def test_versions_outside_the_window(found: str) -> None:
+    """An engine outside its window is refused with the window, the version found and the remedy."""
+    with pytest.raises(Unsupported, match=r"vllm .*vllm>=0\.31,<0\.34 .*install"):
+        check_version("vllm", found)
+
+
+def test_versions_inside_the_window() -> None:
+    """Inside it all are taken, and it is known which of them were run."""
+    for found in ("0.31.0", "0.32.0+cpu", "0.33.1"):
+        check_version("vllm", found)
+    assert has_run("vllm", "0.32.0+cpu") and has_run("sglang", "0.5.23") and not has_run("vllm", "0.33.0")
+    assert release_of("5.19.0") == (5, 19) and release_of("main") == (0, 0)
+
+
+@pytest.mark.parametrize("words", [{"sokcet": "x"}, {"threads": 0}, {"timeout_s": "soon"}, {"queue_limit": -1}])
+def test_options_are_checked(words: dict[str, object]) -> None:
+    """An unknown name or an impossible value is an error that says where it stands and what may."""
+    with pytest.raises(ConfigError, match=rf"extra\.{next(iter(words))}: .*known are .*least_load_tokens"):
+        Options.read(words, where="extra")
+    assert Options.read({"threads": 3}, where="extra").threads == 3
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 300), st.integers(0, 64))
+def test_claims(found: int, computed: int, prompt: int, least: int) -> None:
+    """A claim is whole blocks that were found, leaves a token to compute, and is nothing below its least."""
+    gain = claim(Match(found, computed - computed % 16, prompt), tokens_per_block=16, least_tokens=least)
+    end = computed - computed % 16 + gain
+    assert gain == 0 or (end <= found and end < prompt and end % 16 == 0 and gain >= least)
+    assert gain or min(found, prompt - 1) // 16 * 16 - (computed - computed % 16) < max(1, least)
+
+
+def test_pieces_keep_their_order() -> None:
+    """Pieces of any strides and types go into a page in the order of their axes, and come back equal."""
+    rng = np.random.default_rng(7)
+    kv = rng.integers(0, 255, (2, 3, 8, 4), dtype=np.uint8)
+    pieces = [kv[0].transpose(1, 0, 2), kv[1, :, ::2], np.arange(5, dtype=np.float32)]
+    page = np.zeros(sum(p.nbytes for p in pieces), dtype=np.uint8)
+    copy_in(pieces, page)
+    assert page.tobytes() == b"".join(np.ascontiguousarray(p).tobytes() for p in pieces)
+    back = [np.zeros_like(p) for p in pieces]
+    page.flags.writeable = False
+    copy_out(page, back)
+    assert all((a == b).all() for a, b in zip(pieces, back, strict=True))
+    with pytest.raises(InvalidArgument, match="block_bytes is wrong"):
+        copy_in(pieces[:2], page)
+
+
+def test_pieces_of_torch() -> None:
+    """Tensors go in and out like arrays, bfloat16 too, from pages that are read-only."""
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: tensors are checked in the engines' environments"
+    )
+    pieces = [torch.randn(3, 4).to(torch.bfloat16).t(), torch.arange(6, dtype=torch.int64)]
+    page = np.zeros(24 + 48, dtype=np.uint8)
+    copy_in(pieces, page)
+    page.flags.writeable = False
+    back = [torch.zeros_like(p) for p in pieces]
+    copy_out(page, back)
+    assert all(torch.equal(a, b) for a, b in zip(pieces, back, strict=True))
+    assert page[:24].tobytes() == pieces[0].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_courier_brings_each_job_back_once() -> None:
+    """Values and errors come out once each, the one above the limit is refused, and what never began is told at close."""
+    gate = threading.Event()
+    courier: Courier[int, str] = Courier("test", threads=1, limit=3)
+    assert courier.submit(1, lambda: "one" if gate.wait(SOON_S) else "late")
+    assert courier.submit(2, lambda: str(1 // 0))
+    assert courier.submit(3, lambda: "three")
+    assert not courier.submit(4, lambda: "four") and courier.unfinished == 3 and courier.finished() == []
+    gate.set()
+    assert courier.drain(timeout_s=SOON_S)
+    ended = {outcome.key: outcome for outcome in courier.finished()}
+    assert ended[1].value == "one" and isinstance(ended[2].error, ZeroDivisionError) and ended[3].value == "three"
+    assert courier.finished() == []
+    assert courier.close(timeout_s=SOON_S) and not courier.submit(5, lambda: "five")
+
+
+def test_a_closed_courier_leaves_nobody_waiting() -> None:
+    """Jobs behind a running one are dropped at close, and come out as not begun."""
+    gate, begun = threading.Event(), threading.Event()
+    courier: Courier[int, bool] = Courier("test", threads=1, limit=3)
+    assert courier.submit(1, lambda: begun.set() or gate.wait(SOON_S)) and courier.submit(2, lambda: True)
+    assert begun.wait(SOON_S) and not courier.close(timeout_s=0.0)
+    gate.set()
+    assert courier.drain(timeout_s=SOON_S)
+    ended = {outcome.key: outcome for outcome in courier.finished()}
+    assert ended[1].value is True and ended[2].value is None and not isinstance(ended[2].error, CancelledError)
+
+
+def test_facts_fit_a_hello() -> None:
+    """Only what is known is said, and never more than a hello carries."""
+    words = EngineFacts("vllm", "0.32.0", "TierdConnector", model="m" * 300).words()
+    assert words == {"engine": "vllm", "version": "0.32.0", "face": "TierdConnector", "model": "m" * WORD_CHARS}

@@ -1,0 +1,51 @@
+"""Which versions of engines this release was run against, and what becomes of others.
+
+Purpose: an engine whose interface is unknown is refused with a sentence, before anything of it is touched. Non-purpose: finding differences within the
+window; the engine's own module does. Invariant: the table says what was seen, nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierd.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Versions of an engine: `first` <= version < `end`, both as (major, minor). ran: those that the tests ran on; others are believed to fit."""
+
+    first: tuple[int, int]
+    end: tuple[int, int]
+    ran: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f">={self.first[0]}.{self.first[1]},<{self.end[0]}.{self.end[1]}"
+
+
+WINDOWS = {
+    "vllm": Window((0, 31), (0, 34), ran=("0.31", "0.32")),
+    "sglang": Window((0, 5), (0, 6), ran=("0.5.23",)),
+    "transformers": Window((5, 19), (6, 0), ran=("5.19", "5.23")),
+    "lmcache": Window((0, 5), (0, 6), ran=("0.5.6",)),
+}
+
+
+def check_version(engine: str, found: str) -> None:
+    """Raises Unsupported for a version outside the engine's window; KeyError for an unknown engine."""
+    window = WINDOWS[engine]
+    if not window.first <= release_of(found) < window.end:
+        raise Unsupported(
+            f"{engine} {found}: tierd supports {engine}{window} (run on {', '.join(window.ran)}); install one of these, or a tierd that knows yours"
+        )
+
+
+def has_run(engine: str, found: str) -> bool:
+    """Whether the tests of this release ran on that version."""
+    return any(found == ran or found.startswith((f"{ran}.", f"{ran}+")) for ran in WINDOWS[engine].ran)
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Major and minor of a version; (0, 0) of one that is no release, such as "dev"."""
+    parts = version.split(".")[:2]
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)
