@@ -65,8 +65,10 @@ class BlockClient(RawClient):
         self.page(handle, writable=writable)
         return self._files[int(handle["tier"]), int(handle["segment"])], int(handle["offset"])
 
-    def put(self, namespace: int, hashes: np.ndarray, *, length: int = BLOCK_BYTES, durable: bool = False) -> int:
-        """Stores the blocks that are not there yet; how many of the leading ones are stored now."""
+    def put(
+        self, namespace: int, hashes: np.ndarray, *, length: int | np.ndarray = BLOCK_BYTES, durable: bool = False
+    ) -> int:
+        """Stores the blocks that are not there yet; how many of the leading ones are stored now. length: of all, or of each."""
         reservation, handles = self.reserve(namespace, hashes, length=length)
         self.write(handles, hashes)
         statuses = handles["status"].copy()

@@ -65,7 +65,9 @@ class RawClient:
         request = pb.OpenNamespaceRequest(model=model, tokens_per_block=16, block_bytes=block_bytes)
         return int(self.call(self.cache.OpenNamespace, request).namespace)
 
-    def reserve(self, namespace: int, hashes: np.ndarray, *, length: int = BLOCK_BYTES) -> tuple[int, np.ndarray]:
+    def reserve(
+        self, namespace: int, hashes: np.ndarray, *, length: int | np.ndarray = BLOCK_BYTES
+    ) -> tuple[int, np.ndarray]:
         """Reservation and handles in the host tier."""
         group = pb.PutGroup(namespace=namespace, blocks=put_blocks(hashes, length=length).tobytes())
         reply = self.call(self.cache.Reserve, pb.ReserveRequest(groups=[group], tier=pb.TIER_KIND_HOST))
@@ -81,7 +83,7 @@ class RawClient:
         return memory[int(handle["offset"]) : int(handle["offset"]) + int(handle["length"])]
 
 
-def put_blocks(hashes: np.ndarray, *, length: int = BLOCK_BYTES, tokens: int = 16) -> np.ndarray:
+def put_blocks(hashes: np.ndarray, *, length: int | np.ndarray = BLOCK_BYTES, tokens: int = 16) -> np.ndarray:
     """PUT_BLOCK [n]."""
     blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
     blocks["hash"], blocks["tokens"], blocks["length"] = hashes, tokens, length

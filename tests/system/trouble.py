@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from tests.system.blocks import BlockClient, connected
+from tests.system.raw import BLOCK_BYTES
 from tests.system.shim.iofault import IoFaults
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
@@ -51,25 +52,26 @@ def config(*, direct: str = "auto", server: str = "") -> str:
 
 @dataclass
 class Troubled:
-    """A live daemon, a client of it, and what it acknowledged: seeds of chains to how many blocks are durable."""
+    """A live daemon, a client of it, and what it acknowledged: seeds of chains to how many blocks are durable. block_bytes: the longest of them."""
 
     daemon: Daemon
     io: IoFaults
     client: BlockClient
     durable: dict[int, int] = field(default_factory=dict)
     next_seed: int = 1000
+    block_bytes: int = BLOCK_BYTES
 
-    def put(self, count: int = 1, *, durable: bool = True) -> int:
-        """A new chain; how many of its leading blocks were acknowledged."""
+    def put(self, count: int = 1, *, durable: bool = True, length: int | np.ndarray = BLOCK_BYTES) -> int:
+        """A new chain; how many of its leading blocks were acknowledged. length: of all, or of each."""
         self.next_seed += 1
-        stored = self.client.put(self.namespace, chain(self.next_seed, count), durable=durable)
+        stored = self.client.put(self.namespace, chain(self.next_seed, count), length=length, durable=durable)
         if durable and stored:
             self.durable[self.next_seed] = stored
         return stored
 
     @property
     def namespace(self) -> int:
-        return self.client.open_namespace()
+        return self.client.open_namespace(block_bytes=self.block_bytes)
 
     def forget_memory(self) -> None:
         """From now on everything comes from the store."""
