@@ -96,7 +96,7 @@ def encode_record(record: Record) -> bytes:
             fields = ["r", np.ascontiguousarray(record.rows).tobytes()]
         case NamespaceKept():
             fields = ["n", record.record]
-        case Marks():
+        case _:
             fields = ["m", record.next_segment, record.next_generation]
     return bytes(msgpack.packb(fields))
 

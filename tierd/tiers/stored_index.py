@@ -49,7 +49,7 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
                 changes.remove(record.rows)
             case NamespaceKept():
                 namespaces[record.record] = None
-            case Marks():
+            case _:
                 marks = _higher(marks, record)
     metas = changes.result()
     metas = metas[metas["generation"] < GENERATION_LIMIT]

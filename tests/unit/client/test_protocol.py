@@ -13,7 +13,7 @@ from tierd import errors
 from tierd._proto import cache_pb2 as pb
 from tierd.client import protocol
 from tierd.client.protocol import Assembly, LeasedGroup, error_of, put_chunks, valid_blocks
-from tierd.client.values import OpenedNamespace, PutGroup, PutResult
+from tierd.client.values import EventKind, OpenedNamespace, PutGroup, PutResult
 from tierd.core.model import HANDLE, BlockStatus
 from tierd.errors import ERROR_KEY, GRPC_STATUS, InvalidArgument, OperatorError, TierdError
 
@@ -118,6 +118,28 @@ def test_stored(statuses, stored):
     """Stored counts the prefix without a gap; a result is true if it is all."""
     result = PutResult(np.array(statuses, dtype=np.uint16))
     assert (result.stored, bool(result)) == (stored, stored == len(statuses))
+
+
+@pytest.mark.parametrize("data", [b"", bytes(3), bytes(6)])
+def test_malformed_statuses(data):
+    """Statuses of another number of blocks are an operator's business, not a shorter answer."""
+    with pytest.raises(OperatorError, match="versions differ"):
+        protocol.statuses_of(data, count=2)
+
+
+def test_events_come_back():
+    """Each event of a message has its hashes, one row each, its kind and its place in the order."""
+    name = bytes(range(32))
+    sent = pb.Event(sequence=9, kind=pb.Event.KIND_STORED, tier=1, namespace=3, hashes=2 * name, reason="r")
+    (event,) = protocol.events_of(pb.Events(events=[sent]))
+    assert (event.sequence, event.kind, event.namespace, event.hashes.tobytes()) == (9, EventKind.STORED, 3, 2 * name)
+    assert (event.tier, event.reason, event.hashes.shape) == (1, "r", (2, 32))
+
+
+def test_a_group_of_ones_own_is_put_as_it_is():
+    """Who has a PutGroup is not asked for lengths again."""
+    group = PutGroup(NS, np.zeros((1, 32), np.uint8), lengths=[5])
+    assert protocol.sequence_put(NS, group, lengths=[7, 7]) is group
 
 
 def test_unopened_namespaces_hash_to_nothing():

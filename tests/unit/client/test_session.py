@@ -13,10 +13,11 @@ import pytest
 
 from tests.unit.client.conftest import CLASS_BYTES, PAGES, Memory
 from tierd.client import forks
-from tierd.client.mapping import map_segment
-from tierd.client.session import Session
+from tierd.client.mapping import Segment, map_segment
+from tierd.client.session import Session, connect_session
+from tierd.client.target import LocalTarget
 from tierd.core.model import HANDLE
-from tierd.errors import DeadlineExceeded, NotFound, OperatorError, SessionLost, TierFailed
+from tierd.errors import DeadlineExceeded, NotFound, OperatorError, SessionLost, TierFailed, Unavailable
 
 
 @pytest.fixture
@@ -101,6 +102,52 @@ def test_descriptors_are_closed_whatever_comes(ends):
     with pytest.raises(NotFound):
         session.map(handles(), timeout_s=1)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_unread_descriptors_are_closed_at_the_end(ends):
+    """Descriptors without a word are closed, and mean that the daemon has gone."""
+    session, theirs = ends
+    before = len(os.listdir("/proc/self/fd"))
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(SessionLost, match="has gone"):
+        session.ask({"op": "ping"}, timeout_s=1)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_segments_that_nobody_uses_are_swept(ends, tmp_path, monkeypatch):
+    """A client that maps more and more segments keeps those with pages in them, and drops the empty ones."""
+    session, theirs = ends
+    monkeypatch.setattr("tierd.client.session.SWEEP_SEGMENTS", 2)
+    for number, word in ((8, 0), (9, 5)):
+        words = np.array([word], dtype=np.uint64)
+        session._segments[0, number] = Segment(number, np.zeros(1, np.uint8), words, is_writable=False)
+    memory = Memory(tmp_path)
+    with open(memory.data, "rb") as data, open(memory.catalogue_path, "rb") as catalogue:
+        sizes = {"bytes": PAGES * CLASS_BYTES, "catalogue_bytes": memory.catalogue_path.stat().st_size}
+        answer(theirs, {"ok": True, "writable": False} | sizes, [data.fileno(), catalogue.fileno()])
+    session.map(handles(), timeout_s=1)
+    assert set(session._segments) == {(0, 9), (0, 1)}
+
+
+@pytest.mark.parametrize("reply", [b"", msgpack.packb({}), msgpack.packb([1])])
+def test_a_daemon_that_ends_during_hello(tmp_path, reply):
+    """A hello that gets end of file, or an answer that says neither yes nor no, is Unavailable."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "session.sock"))
+        listener.listen(1)
+
+        def serve():
+            theirs, _ = listener.accept()
+            with theirs:
+                theirs.recv(4096)
+                if reply:
+                    theirs.send(reply)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(Unavailable, match="without a word"):
+            connect_session(LocalTarget(str(tmp_path)), name="t", engine={}, credential=None, timeout_s=5)
+        thread.join()
 
 
 @pytest.mark.parametrize("segment", [1, 2])

@@ -47,6 +47,15 @@ def test_given_up_before_its_end() -> None:
     assert given.give(CALL, "reply", lease=5) == "reply"
 
 
+def test_a_reservation_alone() -> None:
+    """A call that gave no lease gives back its reservation and releases nothing."""
+    cache = Cache()
+    given = cache.grants()
+    given.give(CALL, "reply", reservation=4)
+    given.revoke(*CALL)
+    assert (cache.released, cache.aborted) == ([], [(7, 4)])
+
+
 def test_calls_of_others() -> None:
     """A session gives up its own calls only."""
     cache = Cache()

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import msgpack
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, directories, opened
 from tierd._proto import admin_pb2 as apb
@@ -232,6 +233,45 @@ async def test_a_call_whose_message_never_comes_keeps_no_place() -> None:
             await call.write(b"")
             await call.done_writing()
             assert await error_of(call) == "DeadlineExceeded"
+
+
+async def test_a_call_that_is_gone_when_its_time_is_up() -> None:
+    """The timer of a call that was cancelled before its message came finds nothing to give back, and breaks nothing."""
+    async with rigged(call_timeout='"0.2 s"') as rig:
+        metadata, clock = await rig.session(), asyncio.get_running_loop().time
+        async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
+            call = channel.stream_unary("/tierd.v1.Cache/Lookup")(metadata=metadata)
+            await call.wait_for_connection()
+            await until(lambda: rig.running == 1)
+            call.cancel()
+            await rig.quiet()
+            late = clock() + 0.4
+            await until(lambda: clock() > late)
+            await rig.quiet()
+
+
+async def test_health_needs_no_name_and_unknown_calls_have_none() -> None:
+    """A health check without a session is answered; a call that no service has is UNIMPLEMENTED, and takes no place."""
+    async with rigged(session_credits=2) as rig:
+        async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
+            checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert checked.status in (
+                health_pb2.HealthCheckResponse.SERVING,
+                health_pb2.HealthCheckResponse.NOT_SERVING,
+            )
+            for _ in range(5):
+                with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                    await channel.unary_unary("/tierd.v1.Cache/Nonsense")(b"")
+                assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await rig.quiet()
+
+
+async def test_a_replayed_call_brings_its_time() -> None:
+    """Where the clock is replayed, a call's own milliseconds are what the daemon's clock says from then on."""
+    async with rigged(clock='"replay"') as rig, rig.stubs() as (_, admin):
+        metadata = await rig.session()
+        await admin.Status(apb.StatusRequest(), metadata=(*metadata, ("tierd-time-ms", "5250")))
+        assert rig.world.cache.clock.now() == 5.25
 
 
 async def test_silent_put_ends() -> None:

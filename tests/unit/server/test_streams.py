@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.unit.cache.world import BLOCK_BYTES, SOON_S, World, opened
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import EXTENT, BlockStatus
-from tierd.errors import CorruptRecord, StaleHandle
+from tierd.errors import CorruptRecord, InvalidArgument, StaleHandle
 from tierd.server import streams
 from tierd.server.guard import Caller
 from tierd.testing import chain, content_of
@@ -50,6 +51,36 @@ async def test_put_then_get() -> None:
         got = [c async for c in streams.get(world.cache, _caller(world), world.query(NAMES), first=1)]
         assert got[0].tokens == 32
         assert b"".join(c.data for c in got) == content_of(NAMES[1], BLOCK_BYTES).tobytes()
+        assert world.pins == 0
+
+
+@pytest.mark.parametrize(("sent", "fault"), [([], "no chunk"), ([pb.PutChunk()], "names no group")])
+async def test_a_stream_begins_with_its_group(sent: list[pb.PutChunk], fault: str) -> None:
+    """An empty Put stream, and one that begins with bytes alone, are refused by name."""
+
+    async def chunks() -> AsyncIterator[pb.PutChunk]:
+        for chunk in sent:
+            yield chunk
+
+    with pytest.raises(InvalidArgument, match=fault):
+        await streams.first_chunk(chunks())
+
+
+async def test_streams_are_of_named_blocks_of_one_rank() -> None:
+    """A Put of a block without a hash and a Get of two ranks are refused, and nothing is set aside for them."""
+
+    async def no_chunks() -> AsyncIterator[pb.PutChunk]:
+        for chunk in ():
+            yield chunk
+
+    async with opened() as world:
+        group, query = world.put_query(NAMES), world.query(NAMES)
+        group.blocks["hash"][1] = 0
+        with pytest.raises(InvalidArgument, match="without a hash"):
+            await streams.put(world.cache, _caller(world), group, first=pb.PutChunk(), chunks=no_chunks())
+        query = replace(query, namespaces=query.namespaces * 2)
+        with pytest.raises(InvalidArgument, match="2 ranks"):
+            await anext(streams.get(world.cache, _caller(world), query, first=0))
         assert world.pins == 0
 
 

@@ -184,6 +184,16 @@ def test_aligned_pages_are_used_in_place() -> None:
     assert not Payload(page[512:5000], length=4000, align_bytes=1).is_copy
 
 
+def test_a_stand_in_carries_the_bytes_both_ways() -> None:
+    """What is written from a page that is not aligned are its bytes, and what is read arrives in it, and nowhere beyond."""
+    page = memoryview(bytearray(range(256)) * 40)
+    payload = Payload(page[100:5100], length=5000, align_bytes=4096)
+    assert payload.take()[:5000] == page[100:5100]
+    payload.buffer[:5000] = bytes(5000)
+    payload.give()
+    assert page.tobytes() == (bytes(range(256)) * 40)[:100] + bytes(5000) + (bytes(range(256)) * 40)[5100:]
+
+
 def test_refusal_of_direct_io_is_told_from_other_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EINVAL at opening means no; a full disk is an error; no probe is left behind."""
 

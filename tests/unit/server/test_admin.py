@@ -1,0 +1,66 @@
+"""What operators ask and are told, over the daemon's own sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.cache.world import BLOCK_BYTES, SOON_S
+from tests.unit.server.test_guard import rigged
+from tierd._proto import admin_pb2 as apb
+from tierd.core.model import Durability
+from tierd.testing import chain
+
+NAMES = chain(1, 4)
+
+
+async def test_a_drain_frees_the_arena_only_when_nothing_is_leased() -> None:
+    """Drain with release keeps the arena while a lease lives, and says how many do; without one the arena is freed at the end."""
+    async with rigged() as rig, rig.stubs() as (_, admin):
+        metadata = await rig.session()
+        await rig.world.put(NAMES)
+        lease = await rig.world.acquire(NAMES)
+        drain = apb.DrainRequest(deadline_s=0.05, release=True)
+        assert (await admin.Drain(drain, metadata=metadata)).leases_left == 1
+        assert not rig.world.daemon.release
+        rig.world.cache.release(rig.world.session, [lease.lease])
+        assert (await admin.Drain(drain, metadata=metadata)).leases_left == 0
+        assert rig.world.daemon.release
+
+
+async def test_tiers_tell_what_was_moved() -> None:
+    """The bytes that a durable put wrote are told of the tier that took them and of the one that gave them."""
+    async with rigged() as rig, rig.stubs() as (_, admin):
+        metadata = await rig.session()
+        await rig.world.put(NAMES, durability=Durability.DURABLE)
+        told = {tier.name: tier for tier in (await admin.Tiers(apb.TiersRequest(), metadata=metadata)).tiers}
+        wanted = len(NAMES) * BLOCK_BYTES
+        assert (told["host.0"].bytes_read, told["host.0"].bytes_written) == (wanted, 0)
+        assert (told["nvme.0"].bytes_read, told["nvme.0"].bytes_written) == (0, wanted)
+
+
+async def test_a_scrub_tells_each_page_that_it_set_aside() -> None:
+    """After a pass over a page that rotted, the status names its tier, its place and what was wrong with it."""
+    async with rigged() as rig, rig.stubs() as (_, admin):
+        metadata = await rig.session()
+        await rig.world.put(NAMES)
+        lease = await rig.world.acquire(NAMES)
+        extent = lease.served.groups[0].extents[0][2].copy()
+        rig.world.cache.release(rig.world.session, [lease.lease])
+        rig.world.page(extent)[100] ^= 1
+        passes = [
+            made async for made in admin.Scrub(apb.ScrubRequest(tier="host.0"), metadata=metadata, timeout=SOON_S)
+        ]
+        assert passes[-1].tiers[0].bad == 1
+        status: Any = await admin.ScrubStatus(apb.ScrubStatusRequest(), metadata=metadata)
+        (page,) = status.quarantine
+        assert (page.tier, page.segment, page.offset) == ("host.0", int(extent["segment"]), int(extent["offset"]))
+        assert (page.fault, page.age_s >= 0) == ("digest", True)
+
+
+async def test_sessions_tell_what_they_hold() -> None:
+    """A session that holds nothing is listed with zeros."""
+    async with rigged() as rig, rig.stubs() as (_, admin):
+        metadata = await rig.session(name="idle")
+        listed = (await admin.Sessions(apb.SessionsRequest(), metadata=metadata)).sessions
+        (mine,) = [row for row in listed if row.name == "idle"]
+        assert (mine.leases, mine.reservations, mine.pinned_bytes, mine.state) == (0, 0, 0, "open")

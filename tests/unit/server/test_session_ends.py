@@ -1,0 +1,122 @@
+"""The session socket where descriptors run out, and the ends of sessions that few see."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import secrets
+import subprocess
+import sys
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from tests.unit.server.test_guard import until
+from tests.unit.server.test_sessions import HELLO, rig  # noqa: F401  # a fixture
+from tierd.errors import Overloaded, SessionLost
+from tierd.server import session_socket
+
+LEAVER = """
+import msgpack, socket, sys
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.connect(sys.argv[1])
+s.send(msgpack.packb({"op": "hello", "proto": 1, "format": 1, "sdk": "0.1.0", "name": "child", "credential": None}))
+print(msgpack.unpackb(s.recv(8192))["session"], flush=True)
+s.send(msgpack.packb({"op": "map", "tier": 0, "segment": 1}))
+s.recv(8192)
+s.send(msgpack.packb({"op": "bye"}))
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def no_descriptors():
+    """Takes them all, and gives the function that lets go of them."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def restore():
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    yield lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1])), restore
+    restore()
+
+
+async def test_descriptors_that_run_out_are_waited_for(rig, monkeypatch, no_descriptors):  # noqa: F811
+    """A connection that cannot be accepted is accepted once there are descriptors again; meanwhile the loop does not spin."""
+    monkeypatch.setattr(session_socket, "ACCEPT_PAUSE_S", 0.01)
+    tries, pause = [], rig.socket._pause
+    monkeypatch.setattr(rig.socket, "_pause", lambda error: (tries.append(error), pause(error)))
+    take, restore = no_descriptors
+    with rig.connect() as client:
+        take()
+        begun = asyncio.get_running_loop().time()
+        await until(lambda: len(tries) >= 3)
+        assert asyncio.get_running_loop().time() - begun >= 0.015
+        restore()
+        assert (await rig.ask(client, HELLO))["ok"]
+
+
+async def test_a_socket_that_is_closed_while_it_waits(rig, no_descriptors):  # noqa: F811
+    """A listener that is closed while it waits for descriptors does not listen again."""
+    loop, faults = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: faults.append(context))
+    take, restore = no_descriptors
+    with rig.connect():
+        take()
+        await until(lambda: rig.socket._resume)
+        restore()
+        rig.socket.close()
+    assert rig.socket._resume.cancelled()
+    assert not os.path.exists(rig.socket.path)  # noqa: ASYNC240
+    assert faults == []
+
+
+async def test_a_release_that_is_refused(rig):  # noqa: F811
+    """Told to a client that asked for an answer, kept from one that did not; the session goes on."""
+
+    def lost(session_id, leases):
+        rig.note("lost", session_id, *leases)
+        raise SessionLost("session: it has ended")
+
+    rig.sessions._calls = replace(rig.sessions._calls, on_release=lost)
+    with rig.connect() as client:
+        session = (await rig.ask(client, HELLO))["session"]
+        assert (await rig.ask(client, {"op": "release", "leases": [5], "reply": True}))["error"] == "SessionLost"
+        client.send(msgpack.packb({"op": "release", "leases": [6], "reply": False}))
+        await rig.until("lost", session, 6)
+        assert await rig.ask(client, {"op": "ping"}) == {"ok": True}
+
+
+async def test_who_has_left_ends_with_its_process(rig):  # noqa: F811
+    """What a client that said goodbye had mapped is remembered until its process has gone, and then ended once."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LEAVER, rig.socket.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    session = int(await process.stdout.readline())
+    await rig.until("stop", session)
+    with rig.connect() as other:  # whatever the goodbye caused has been handled by then
+        await rig.ask(other, HELLO)
+    assert ("end", session) not in rig.events
+    process.kill()
+    await rig.until("end", session)
+    assert rig.events.count(("end", session)) == 1
+    await process.wait()
+
+
+async def test_cutting_off_a_session_that_is_gone(rig):  # noqa: F811
+    """Nobody is told anything, and sessions that there are go on."""
+    with rig.connect() as client:
+        session = (await rig.ask(client, HELLO))["session"]
+        rig.sessions.cut_off(session + 1, Overloaded("session: too many calls; wait"))
+        assert await rig.ask(client, {"op": "ping"}) == {"ok": True}
+
+
+async def test_a_new_id_is_nobodys(rig, monkeypatch):  # noqa: F811
+    """Neither 0, which means none, nor the id of a session that there is."""
+    with rig.connect() as client:
+        taken = (await rig.ask(client, HELLO))["session"]
+        drawn = [0, taken, 42]
+        monkeypatch.setattr(secrets, "randbits", lambda _bits: drawn.pop(0))
+        assert rig.sessions.new_id() == 42
