@@ -11,13 +11,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from tierd.cache.breaker import State
 from tierd.cache.operator import Operator
 from tierd.clock import Clock
 from tierd.config import Config
 from tierd.core.model import StructArray, TierKind
 from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.plan import Plan
 from tierd.errors import DeadlineExceeded, NotFound, TierdError, Unavailable
 from tierd.mover import Mover
 from tierd.server.assembly import Assembly, Opened, put_together, spec_of
@@ -29,9 +33,6 @@ from tierd.testing.sim.loop import SimLoop
 from tierd.tiers.holds import FormerHolder, HoldTable
 from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.tier import Tier
-
-if TYPE_CHECKING:
-    import numpy as np
 
 T = TypeVar("T")
 
@@ -144,6 +145,7 @@ class SimDaemon:
         self.grants = Grants(release=cache.release, abort=cache.abort)
         for former in self.assembly.former:
             self._take_up(former)
+        cache.health.start()
         cache.background.start()
         self.is_serving = True
 
@@ -156,6 +158,9 @@ class SimDaemon:
         for reply, call in [*self._calls.items()]:
             _refuse(reply, Unavailable("daemon: it is stopping"))
             call.cancel()
+        await asyncio.wait(
+            [asyncio.ensure_future(assembly.cache.health.stop())], timeout=max(0.0, deadline - self.loop.time())
+        )
         await assembly.cache.background.stop()
         await assembly.cache.flights.idle(timeout_s=max(0.0, deadline - self.loop.time()))
         self.is_serving = False
@@ -192,6 +197,21 @@ class SimDaemon:
             self.restored[holder.session] = holder.pid
         else:
             cache.end_session(holder.session)
+
+    def breaks_service(self, plan: Plan) -> str:
+        """What a plan does with a store that is out of service, empty if nothing."""
+        for position, breaker in self.assembly.cache.health.breakers.items():
+            if not breaker.writes and np.any(plan.reserved["tier"] == position):
+                return f"pages are reserved on a store while it is out of service: {breaker.reason}"
+            if not breaker.reads and np.any(plan.transfers["source"]["tier"] == position):
+                return f"a read of a store is planned while it is out of service: {breaker.reason}"
+        return ""
+
+    def outages(self) -> tuple[int, int]:
+        """How often stores went out of service in this life, and how often they came back."""
+        breakers = self.assembly.cache.health.breakers.values() if hasattr(self, "assembly") else ()
+        opened = sum(breaker.opened for breaker in breakers)
+        return opened, opened - sum(breaker.state is not State.CLOSED for breaker in breakers)
 
     # -- calls
 

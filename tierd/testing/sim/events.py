@@ -16,6 +16,7 @@ from tierd.failpoint import POINTS
 from tierd.server.assembly import Assembly
 from tierd.testing.sim.blocks import CHAINS, DEPTH, hashes_of
 from tierd.testing.sim.client import EXPECTED, Client
+from tierd.testing.sim.daemon import SimDaemon
 from tierd.testing.sim.loop import LIFE, OUTSIDE, Killed
 from tierd.testing.sim.script import VERBS, Event
 from tierd.testing.sim.weather import ON_DISK
@@ -259,7 +260,18 @@ class Happenings:
             if world.daemon is daemon and daemon.is_serving:
                 world.fail(f"no rest: {error!r}")
             return  # an orderly end that began before: the next look is at another life
+        await self._in_service(daemon)
         self._audit(daemon.assembly)
+
+    async def _in_service(self, daemon: SimDaemon) -> None:
+        """No fault is on any more, so every store takes writes, soon."""
+        world, breakers = self._world, daemon.assembly.cache.health.breakers.values()
+        deadline = world.loop.time() + QUIET_S
+        while not all(breaker.writes for breaker in breakers) and world.daemon is daemon:
+            if world.loop.time() > deadline:
+                world.fail(f"a store is still out of service: {[breaker.reason for breaker in breakers]}")
+                return
+            await asyncio.sleep(0.1)
 
     def _audit(self, assembly: Assembly) -> None:
         core, world = assembly.cache.core, self._world

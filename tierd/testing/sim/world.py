@@ -187,7 +187,13 @@ class World:
         put_back = [memory.photograph() for memory in survivors.memories] + [_photograph(survivors.holds)]
         self.loop.end_life(daemon.life)
         daemon.is_serving = False
+        self._count_outages(daemon)
         self._dead.append((daemon, put_back))
+
+    def _count_outages(self, daemon: SimDaemon) -> None:
+        opened, back = daemon.outages()
+        self.counts["outages of a store"] += opened
+        self.counts["returns of a store"] += back
 
     def lose_power(self) -> None:
         """The machine: daemon, clients, memory, and what the disk had not synced."""
@@ -267,6 +273,8 @@ class World:
         daemon = self.daemon
         assert daemon is not None
         self.oracle.saw(plan, nvme=len(self._ground.survivors.memories))
+        if daemon.is_serving and (what := daemon.breaks_service(plan)):
+            self.fail(what)
         for generation in plan.freed["extent"]["generation"].tolist():
             if generation in daemon.watch.flying:
                 self.fail(f"a page of generation {generation} is freed while a transfer uses it")
@@ -277,6 +285,8 @@ class World:
         self.trace("end", self.loop.turns)
         for client in self.clients:
             self.counts += client.counts
+        if self.daemon is not None and not self.loop.is_ended(self.daemon.life):
+            self._count_outages(self.daemon)
         struck = self.weather.totals() + self.happenings.struck
         return Result(
             self.script.seed,
