@@ -45,6 +45,7 @@ BUILDERS: dict[str, set[str]] = {
     "cli/daemon.py": {"server", "logs"},
     "cli/leftovers.py": {"server", "tiers"},
     "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
+    "cli/advice.py": {"integrations"},  # which versions of engines were run
     "cli/conversation.py": {"worker"},
     "cli/demo.py": {"worker", "testing", "kernels"},
     # The simulator is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.

@@ -205,7 +205,7 @@ class SessionsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("id", "pid", "uid", "tenant", "name", "sdk", "state", "age_s", "leases", "reservations", "pinned_bytes", "reserved_bytes", "engine")
+    __slots__ = ("id", "pid", "uid", "tenant", "name", "sdk", "state", "age_s", "leases", "reservations", "pinned_bytes", "reserved_bytes", "engine", "namespaces")
     class EngineEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class SessionInfo(_message.Message):
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     id: int
     pid: int
     uid: int
@@ -239,7 +240,8 @@ class SessionInfo(_message.Message):
     pinned_bytes: int
     reserved_bytes: int
     engine: _containers.ScalarMap[str, str]
-    def __init__(self, id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., tenant: _Optional[str] = ..., name: _Optional[str] = ..., sdk: _Optional[str] = ..., state: _Optional[str] = ..., age_s: _Optional[float] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., engine: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    namespaces: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., tenant: _Optional[str] = ..., name: _Optional[str] = ..., sdk: _Optional[str] = ..., state: _Optional[str] = ..., age_s: _Optional[float] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., engine: _Optional[_Mapping[str, str]] = ..., namespaces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionsReply(_message.Message):
     __slots__ = ("sessions",)

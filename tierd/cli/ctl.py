@@ -8,6 +8,7 @@ from __future__ import annotations
 import click
 
 from tierd.cli import act, look
+from tierd.cli.engines import engines
 from tierd.cli.exits import Program
 from tierd.cli.fsck import fsck
 from tierd.cli.replay import replay
@@ -22,6 +23,7 @@ VERBS = (
     look.inspect,
     look.sessions,
     look.namespaces,
+    engines,
     act.pin,
     act.unpin,
     act.evict,

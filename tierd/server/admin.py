@@ -45,6 +45,7 @@ class SessionRow:
     name: str
     sdk: str
     engine: dict[str, str]
+    namespaces: list[int]
     state: str
     age_s: float
 
@@ -271,6 +272,7 @@ def _session_info(row: SessionRow, held: Any) -> pb.SessionInfo:
         name=row.name,
         sdk=row.sdk,
         engine=row.engine,
+        namespaces=row.namespaces,
         state=row.state,
         age_s=row.age_s,
     )

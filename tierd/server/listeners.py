@@ -137,6 +137,7 @@ class Listeners:
                 name=s.name,
                 sdk=s.sdk,
                 engine=s.engine,
+                namespaces=self._service.openings.of(s.id),
                 state=s.state.value,
                 age_s=time.monotonic() - s.opened,
             )
@@ -213,6 +214,7 @@ class Listeners:
         self._daemon.cache.stop_session(session)
         self._credits.forget(session)
         self._service.grants.forget(session)
+        self._service.openings.forget(session)
 
     def _restore_sessions(self) -> None:
         """Sessions of a former daemon: their pages stay theirs while their processes live."""

@@ -21,6 +21,7 @@ from tierd.errors import InvalidArgument
 from tierd.server import streams, wire
 from tierd.server.grants import Grants
 from tierd.server.guard import CALLER
+from tierd.server.openings import Openings
 
 KeepNamespace = Callable[[Namespace], Awaitable[None]]
 """Stores the record of a namespace, if that is still to do, before anybody may use it."""
@@ -34,10 +35,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._keep_namespace = keep_namespace
         self._batch_limit = batch_limit
         self.grants = Grants(release=cache.release, abort=cache.abort)
+        self.openings = Openings()
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
-        namespace = self._cache.open_namespace(CALLER.get().session, wire.spec_of(request))
+        session = CALLER.get().session
+        namespace = self._cache.open_namespace(session, wire.spec_of(request))
         await self._keep_namespace(namespace)
+        self.openings.note(session, namespace.id)
         return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:

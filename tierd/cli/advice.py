@@ -1,0 +1,216 @@
+"""What keeps engines from sharing blocks, or from being served well, and what to set instead.
+
+Purpose: pure functions from rows of sessions to sentences with remedies. Non-purpose: asking the daemon, drawing. Invariants: nothing is said of what is not
+known; engines that share a namespace are never told that they do not; one sentence for any number of engines that are configured alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from tierd.integrations.versions import WINDOWS, has_run, release_of
+
+FIELDS = {
+    "hash_seed": ("hash seeds", "PYTHONHASHSEED"),
+    "hash_algorithm": ("hash algorithms", "the engine's hash algorithm (vLLM: --prefix-caching-hash-algo sha256_cbor)"),
+    "tokens_per_block": ("block sizes", "the engine's block size (vLLM: --block-size, SGLang: --page-size)"),
+    "dtype": ("KV dtypes", "the KV cache's dtype (vLLM: --kv-cache-dtype and --dtype)"),
+    "layout": ("KV layouts", "the KV layout (vLLM: VLLM_KV_CACHE_LAYOUT, SGLang: --hicache-mem-layout)"),
+    "rank_count": ("numbers of ranks", "the tensor and pipeline parallel sizes"),
+}
+"""What may differ between engines of one model that were meant to share: field -> what people call it, and what to set."""
+SEEDLESS = "xxhash"
+"""vLLM begins the chains of these hash algorithms with random bytes of each process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A namespace that an engine has opened: id, and the spec's fields by name."""
+
+    id: int
+    spec: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A session of a client that says which engine it serves. words: as tierd.integrations.facts names them; tenant: whose blocks it sees."""
+
+    session: int
+    pid: int
+    name: str
+    tenant: str
+    words: Mapping[str, str]
+    spaces: tuple[Space, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The engine's name, such as "vllm"."""
+        return self.words.get("engine", "")
+
+    @property
+    def model(self) -> str:
+        """As the engine says, else as its namespaces do."""
+        return self.words.get("model", "") or str(self._latest.get("model", ""))
+
+    @property
+    def label(self) -> str:
+        """For sentences."""
+        return f"{self.name or self.kind} (pid {self.pid})"
+
+    def value(self, name: str) -> str:
+        """One of FIELDS, from its words, else from its latest namespace; empty if it is not known."""
+        said = self.words.get("ranks", "").partition("/")[2] if name == "rank_count" else self.words.get(name, "")
+        return said or _of_spec(self._latest, name)
+
+    @property
+    def weights(self) -> str:
+        """The digest of the weights, as its latest namespace has it."""
+        return str(self._latest.get("weights_digest") or "")
+
+    @property
+    def _latest(self) -> Mapping[str, object]:
+        return self.spaces[-1].spec if self.spaces else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """sessions: whom it concerns; is_urgent: whether blocks are lost, or requests fail, because of it."""
+
+    sessions: tuple[int, ...]
+    fault: str
+    remedy: str
+    is_urgent: bool = True
+
+
+def advise(engines: Sequence[Engine]) -> list[Advice]:
+    """Everything that is to be said, what is urgent first."""
+    said = [*_merged(engines), *_apart(engines)]
+    return sorted(said, key=lambda advice: not advice.is_urgent)
+
+
+def version_advice(engine: Engine) -> Advice | None:
+    """A version that this release does not support, or was not run on."""
+    window, found = WINDOWS.get(engine.kind), engine.words.get("version", "")
+    if window is None or not found or has_run(engine.kind, found):
+        return None
+    ran = ", ".join(window.ran)
+    if window.first <= release_of(found) < window.end:
+        return _advice(
+            engine,
+            f"{engine.kind} {found} is supported, but the tests of this release ran on {ran}",
+            "nothing, or one of these versions where it matters",
+            is_urgent=False,
+        )
+    return _advice(
+        engine,
+        f"{engine.kind} {found} is outside what this tierd supports ({engine.kind}{window})",
+        f"install one of {ran}, or a tierd that knows yours",
+    )
+
+
+def policy_advice(engine: Engine) -> Advice | None:
+    """A block that cannot be loaded would fail the request."""
+    if engine.words.get("load_failure_policy") != "fail":
+        return None
+    return _advice(
+        engine,
+        "a block that cannot be loaded fails its request",
+        'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
+    )
+
+
+def hash_advice(engine: Engine) -> Advice | None:
+    """Hashes that no other process, or only a like one, can compute."""
+    algorithm = engine.words.get("hash_algorithm", "")
+    if algorithm.startswith(SEEDLESS) or (engine.kind == "vllm" and algorithm == "builtin"):
+        return _advice(
+            engine,
+            f"block hashes by {algorithm} are of this process alone: after a restart, and to others, every block is a miss",
+            "set --prefix-caching-hash-algo sha256_cbor",
+        )
+    if algorithm != "sha256" or engine.kind != "vllm":
+        return None
+    return _advice(
+        engine,
+        "block hashes by sha256 go over Python's pickles: another Python version may compute others",
+        "set --prefix-caching-hash-algo sha256_cbor on every engine that shares",
+        is_urgent=False,
+    )
+
+
+ALONE: tuple[Callable[[Engine], Advice | None], ...] = (version_advice, policy_advice, hash_advice)
+"""What concerns one engine."""
+
+
+def differences(one: Engine, other: Engine) -> list[str]:
+    """Of FIELDS, those that are known of both and differ."""
+    return [name for name in FIELDS if one.value(name) and other.value(name) and one.value(name) != other.value(name)]
+
+
+def shares(one: Engine, other: Engine) -> bool:
+    """Whether they have a namespace in common."""
+    return bool({space.id for space in one.spaces} & {space.id for space in other.spaces})
+
+
+def apart_advice(one: Engine, other: Engine) -> Advice | None:
+    """Why two engines of one model do not share blocks, where they look as if they should."""
+    if not _comparable(one, other) or shares(one, other):
+        return None
+    sessions, who = (one.session, other.session), f"{one.label} and {other.label} both serve {one.model}"
+    if one.tenant != other.tenant:
+        fault = f"{who} but are of different tenants ({one.tenant}, {other.tenant}): they share no block"
+        return Advice(sessions, fault, "if they trust each other, give both uids one name in identity.tenants", False)
+    names = differences(one, other)
+    if not names:
+        return None
+    what = "; ".join(f"{FIELDS[name][0]} {one.value(name)} and {other.value(name)}" for name in names)
+    remedy = "set the same on both: " + "; ".join(FIELDS[name][1] for name in names)
+    return Advice(sessions, f"{who} but share no block: {what}", remedy)
+
+
+def _comparable(one: Engine, other: Engine) -> bool:
+    """Of one kind and model, by the same weights as far as that is known: other engines name blocks otherwise, whatever is set."""
+    is_alike = (one.kind, one.model) == (other.kind, other.model)
+    return bool(one.model) and is_alike and (one.weights == other.weights or "" in (one.weights, other.weights))
+
+
+def _merged(engines: Sequence[Engine]) -> Iterator[Advice]:
+    """What concerns each alone, once for all that it concerns in the same words."""
+    found: dict[tuple[str, str, bool], list[Engine]] = {}
+    for engine in engines:
+        for rule in ALONE:
+            advice = rule(engine)
+            if advice:
+                found.setdefault((advice.fault, advice.remedy, advice.is_urgent), []).append(engine)
+    for (fault, remedy, is_urgent), whom in found.items():
+        yield Advice(tuple(e.session for e in whom), f"{_names(whom)}: {fault}", remedy, is_urgent)
+
+
+def _apart(engines: Sequence[Engine]) -> Iterator[Advice]:
+    """Pairs, one of each way of being configured."""
+    alike: dict[tuple[str, ...], Engine] = {}
+    for engine in engines:
+        known = (engine.kind, engine.model, engine.weights, engine.tenant, *(engine.value(name) for name in FIELDS))
+        alike.setdefault(known, engine)
+    for one, other in combinations(alike.values(), 2):
+        advice = apart_advice(one, other)
+        if advice:
+            yield advice
+
+
+def _names(engines: Sequence[Engine]) -> str:
+    more = len(engines) - 2
+    names = ", ".join(engine.label for engine in engines[:2])
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def _advice(engine: Engine, fault: str, remedy: str, *, is_urgent: bool = True) -> Advice:
+    return Advice((engine.session,), fault, remedy, is_urgent)
+
+
+def _of_spec(spec: Mapping[str, object], name: str) -> str:
+    geometry = spec.get("geometry")
+    held = geometry if name in ("dtype", "layout") and isinstance(geometry, Mapping) else spec
+    return str(held.get(name) or "")
