@@ -118,19 +118,19 @@ class Clients(RuleBasedStateMachine):
         self.model.sessions[session] = domain
 
     @precondition(lambda self: len(self.model.sessions) > 1)
-    @rule(who=picks)
-    def end_session(self, who: int) -> None:
-        session = self.any_session(who)
+    @rule(who=picks, joins=st.booleans())
+    def end_session(self, who: int, *, joins: bool = False) -> None:
+        """joins: its process lives, and another session of its domain stands for what it has mapped."""
+        session, sessions = self.any_session(who), self.model.sessions
+        others = [s for s, domain in sessions.items() if s != session and domain == sessions[session]]
+        into = min(others) if joins and others else 0
         for lease_id in [i for i, lease in self.leases.items() if lease.session == session]:
             self.drop_lease(lease_id)
-        plan = self.core.end_session(session, self.tick())
-        del self.model.sessions[session]
+        plan = self.core.end_session(session, self.tick(), into=into)
+        self.model.end_session(session, into)
         self.apply(plan)
         for number in [i for i, r in self.reservations.items() if r.session == session]:
             self.check_only_busy_left(self.reservations.pop(number))
-        for segment, writer in self.model.writers.items():
-            if writer == session:
-                self.model.writers[segment] = 0
         assert self.core.end_session(session, self.now).is_empty, "ending a session again does something"
 
     def attach(self, session: int, tier: int, segment: int) -> None:

@@ -125,6 +125,14 @@ class Model:
             f"demoted from tier {tier}, but held nowhere farther"
         )
 
+    def end_session(self, session: int, into: int) -> None:
+        """Its segments are the daemon's, or become those of another session, and so does what it has mapped."""
+        del self.sessions[session]
+        self.writers = {s: into if writer == session else writer for s, writer in self.writers.items()}
+        for mapped in self.descriptors.values():
+            if into and session in mapped:
+                mapped[into] = mapped.get(into, False) or mapped[session]
+
     def _begin(self, new: SegmentAssignment) -> None:
         spec = self.tiers[new.tier]
         assert new.segment not in self.used_segments, f"segment id {new.segment} used twice"

@@ -158,11 +158,14 @@ class Cache:
             self._abort(session, reservation)
         self._holdings.end(session)
 
-    def end_session(self, session: int) -> None:
-        """Its process is gone: everything that it held comes back. Safe to call twice."""
+    def end_session(self, session: int, *, into: int = 0) -> None:
+        """Its process is gone: everything that it held comes back. Safe to call twice.
+
+        into: the process lives and has left both; this other session of it stands for what the two have mapped.
+        """
         self.stop_session(session)
         failpoint("cache.end.before_return")
-        self.flights.start(self.core.end_session(session, now=self.clock.now()))
+        self.flights.start(self.core.end_session(session, now=self.clock.now(), into=into))
         self._holdings.end(session)
         self.background.wake()
 

@@ -26,6 +26,7 @@ from tierd.core.index import Index
 from tierd.core.leases import Sessions
 from tierd.core.listing import Listing
 from tierd.core.model import Fault, Reason, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.core.pages import DAEMON
 from tierd.core.plan import (
     Acquisition,
     Bools,
@@ -90,10 +91,13 @@ class Core:
             )
         self._sessions.begin(session, domain)
 
-    def end_session(self, session: int, now: float) -> Plan:
-        """Its process is gone: leases and reservations end, its segments become the daemon's. Pages in a commit under way stay until finish_commit. Idempotent."""
+    def end_session(self, session: int, now: float, *, into: int = DAEMON) -> Plan:
+        """Its process is gone: leases and reservations end, its segments become the daemon's. Pages in a commit under way stay until finish_commit. Idempotent.
+
+        into: the process lives, and this session of it stands for what the two have mapped. Raises NotFound, InvalidArgument about it.
+        """
         draft = Draft(now)
-        self._upkeep.end_session(session, draft)
+        self._upkeep.end_session(session, into, draft)
         return draft.plan()
 
     def note_attached(self, session: int, *, tier: int, segment: int) -> None:

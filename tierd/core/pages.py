@@ -350,17 +350,24 @@ class Pages:
             self._mapped_by[place].add(self._last_domain[place])
             held[session] = held.get(session, False) or writer == session
 
-    def hand_over(self, session: int) -> None:
-        """A session's process is gone: its segments become the daemon's, and it holds no descriptor any more."""
+    def hand_over(self, session: int, *, to: int = DAEMON) -> None:
+        """A session's process is gone: its segments become the daemon's, and it holds no descriptor any more.
+
+        to: a session of the same process and domain, whose its segments and descriptors become instead.
+        """
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.key.writer == session:
                 self._close(place)
-                segment.key = segment.key._replace(writer=DAEMON)
+                segment.key = segment.key._replace(writer=to)
                 self._reopen(place)
                 if segment.spare == segment.pages:
                     self._vacate(place)
+        if to != DAEMON:
+            self._last_writer = [to if writer == session else writer for writer in self._last_writer]
         for held in self.holders.values():
-            held.pop(session, None)
+            is_writable = held.pop(session, None)
+            if to != DAEMON and is_writable is not None:
+                held[to] = held.get(to, False) or is_writable
 
     def close_empty(self) -> None:
         """Sends segments without any page in use to the pool (after a restart; otherwise that happens as they empty)."""

@@ -20,6 +20,7 @@ from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where, distinct
 from tierd.core.puts import Puts
+from tierd.errors import InvalidArgument
 
 
 class Upkeep:
@@ -36,18 +37,20 @@ class Upkeep:
 
     # -- sessions
 
-    def end_session(self, session: int, draft: Draft) -> None:
-        """Lets go of everything that the session held; its segments become the daemon's."""
+    def end_session(self, session: int, into: int, draft: Draft) -> None:
+        """Lets go of everything that the session held; its segments become the daemon's, or those of the session `into`."""
         holder = self._sessions.open.get(session)
         if holder is None:
             return
+        if into != DAEMON and (into == session or self._sessions.get(into).domain != holder.domain):
+            raise InvalidArgument(f"session {session}: cannot end into {into}: give another session of its domain")
         for lease in list(holder.leases.values()):
             self._gets.let_go(holder, lease, draft)
         for reservation in list(holder.reservations):
             self._puts.abort(holder, reservation, reason=Reason.SESSION_ENDED, draft=draft)
         self._sessions.end(session)
         for tier in self._index.tiers:
-            tier.hand_over(session)
+            tier.hand_over(session, to=into)
 
     def note_attached(self, session: int, tier: int, segment: int) -> None:
         """The session has the segment's descriptor."""

@@ -68,6 +68,7 @@ class Listeners:
             cache.abort,
             cache.leave_session,
             self._service.grants.revoke,
+            lambda session, into: cache.end_session(session, into=into),
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self.directory = Path(server.runtime_dir)

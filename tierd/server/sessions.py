@@ -8,7 +8,8 @@
 Purpose: the life of sessions. Non-purpose: the socket and its messages (session_socket.py), leases (cache, core). Invariants:
 `on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends), `on_leave` at most once between
 them; `on_end` comes after the process has gone, never after a time: a clock must not hand out memory that a living process may still
-touch. A session that has left holds nothing, but what it has mapped, if anything, is remembered until its process has gone. One event loop.
+touch. A session that has left holds nothing, but what it has mapped, if anything, is remembered until its process has gone: as mapped by the
+first one of its process and domain that left, so that a process may open and close a million. One event loop.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -85,6 +87,7 @@ class SessionCalls:
     map_segment(session, tier, segment) gives the files of a segment, or raises NotFound, NotPermitted, TierFailed.
     on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
     one call gave or is still to give.
+    on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
     on_release(session id, leases) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
@@ -97,6 +100,7 @@ class SessionCalls:
     on_abort: Callable[[int, int], None] = lambda _session, _reservation: None
     on_leave: Callable[[int], None] = lambda _session: None
     on_revoke: Callable[[int, str], None] = lambda _session, _request: None
+    on_join: Callable[..., None] = lambda _session, **_into: None
 
 
 class Sessions:
@@ -107,7 +111,7 @@ class Sessions:
         self._limit = session_limit
         self._by_id: dict[int, Session] = {}
         self._on_closed: dict[int, Callable[[TierdError | None], None]] = {}
-        self._left: dict[Peer, list[Session]] = {}  # by process; the first one's pidfd stands for all
+        self._left: dict[tuple[Peer, int], Session] = {}  # by process and domain: the first one stands for all
         self.is_refusing = False
 
     def authenticate(self, token: str) -> Session:
@@ -185,17 +189,17 @@ class Sessions:
             closed(None)
         self.stop(session)
         self._call(self._calls.on_leave, session)
-        # Without a mapping there is no page that it could touch, and a process may open and close a million of them.
-        if not session.has_mapped:
-            os.close(session.pidfd)
-            self._call(self._calls.on_end, session)
+        place = session.peer, session.identity.domain
+        # Without a mapping there is no page that it could touch.
+        first = self._left.setdefault(place, session) if session.has_mapped else None
+        if first is session:
+            asyncio.get_running_loop().add_reader(session.pidfd, self._end_left, place)
             return
-        others = self._left.setdefault(session.peer, [])
-        others.append(session)
-        if len(others) == 1:
-            asyncio.get_running_loop().add_reader(session.pidfd, self._end_left, session.peer)
+        os.close(session.pidfd)
+        if first is None:
+            self._call(self._calls.on_end, session)
         else:
-            os.close(session.pidfd)
+            self._call(partial(self._calls.on_join, into=first.id), session)
 
     def forget(self, session_id: int, *, by: Session) -> None:
         """The process of a restored or a stopped session says that it uses nothing of it any more. Raises NotFound, NotPermitted."""
@@ -211,7 +215,7 @@ class Sessions:
 
     def close(self) -> None:
         """Stops watching. Nothing ends by this: what clients hold is kept for the next daemon."""
-        for session in (*self._by_id.values(), *(others[0] for others in self._left.values())):
+        for session in (*self._by_id.values(), *self._left.values()):
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
         self._by_id.clear()
@@ -257,13 +261,12 @@ class Sessions:
         self.stop(session)
         self._call(self._calls.on_end, session)
 
-    def _end_left(self, peer: Peer) -> None:
-        """A process has gone some of whose sessions had left before."""
-        sessions = self._left.pop(peer)
-        asyncio.get_running_loop().remove_reader(sessions[0].pidfd)
-        os.close(sessions[0].pidfd)
-        for session in sessions:
-            self._call(self._calls.on_end, session)
+    def _end_left(self, place: tuple[Peer, int]) -> None:
+        """A process has gone that some sessions had left before."""
+        session = self._left.pop(place)
+        asyncio.get_running_loop().remove_reader(session.pidfd)
+        os.close(session.pidfd)
+        self._call(self._calls.on_end, session)
 
     def _call(self, call: Callable[[int], None], session: Session) -> None:
         try:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, tier
 from tierd.core.model import PageState, SegmentAssignment
 from tierd.core.pages import Key, Pages
-from tierd.errors import ConfigError
+from tierd.errors import ConfigError, InvalidArgument, NotFound
 
 KEY = Key(domain=1, class_bytes=PAGE, writer=0)
 
@@ -114,6 +114,22 @@ def test_a_writer_hands_over() -> None:
     assert [s.writer for s in kit.core.segments(0)] == [0]
     kit.put(chain("b", 1), session=2)
     assert [s.writer for s in kit.core.segments(0)] == [0, 2]
+
+
+def test_a_session_stands_for_another_of_its_process() -> None:
+    """A session that ends into another leaves it its segments and mappings: nobody else gets memory that the process can write."""
+    kit = Kit(tier(HOST, 4))
+    for session in (2, 3):
+        kit.core.open_session(session, domain=1)
+    segment = kit.reserve(chain("a", 1)).plan.segments[0].segment
+    kit.core.note_attached(1, tier=0, segment=segment)
+    kit.took(kit.core.end_session(1, 2.0, into=2))
+    again = kit.reserve(chain("b", 1), session=3).plan.segments[0]
+    assert (again.replaces, again.fresh) == (segment, True)
+    for into in (3, 9):
+        with pytest.raises((InvalidArgument, NotFound)):
+            kit.core.end_session(3, 3.0, into=into)
+    assert kit.core.stats().sessions == 2
 
 
 def test_surviving_segments_take_their_places() -> None:

@@ -130,6 +130,7 @@ async def rig():
         open_files(rig),
         lambda i, leases: rig.note("release", i, *leases),
         abort,
+        on_join=lambda i, into: rig.note("join", i, into),
     )
     rig.sessions = Sessions(calls, session_limit=3)
     rules = IdentityRules(credentials={"ads": "0123456789abcdef"})
@@ -166,6 +167,18 @@ async def test_what_a_hello_says_of_its_engine(rig, engine):
         reply = await rig.ask(refused, HELLO | {"engine": engine})
         assert reply["error"] == "InvalidArgument" and "engine" in reply["message"]
     assert len(rig.sessions.list()) == 1
+
+
+async def test_closed_clients_of_one_process_are_one(rig):
+    """Of the sessions that a living process said goodbye to one is remembered, for all that they have mapped."""
+    ids = []
+    for _ in range(20):
+        with rig.connect() as client:
+            ids.append((await rig.ask(client, HELLO))["session"])
+            await rig.ask(client, {"op": "map", "tier": 0, "segment": 1})
+            await rig.ask(client, {"op": "bye"})
+    assert [event for event in rig.events if event[0] in ("join", "end")] == [("join", i, ids[0]) for i in ids[1:]]
+    assert rig.sessions.list() == []
 
 
 async def test_map_passes_descriptors(rig):
