@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench mutate nightly figures weekly gpu proto reference clean
+.PHONY: help demo test lint format bench coverage mutate nightly figures weekly gpu proto reference clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {split($$1, name, ":"); printf "make %-14s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,14 @@ nightly-torch: ## the worker against torch and transformers, in an environment o
 
 mutate: .venv/.dev ## takes checks away, one at a time, and says which test notices
 	$(BIN)/python -m tools.mutate
+
+COVERED := tests/unit/server tests/unit/tiers tests/unit/client tests/system/test_fuzz_rpc.py tests/system/test_fuzz_session.py
+
+coverage: .venv/.dev ## branches of services and decoders that tests take; fails below 95 % of any module
+	mkdir -p build
+	$(BIN)/python -m coverage run --branch --source=tierd --data-file=build/coverage -m pytest -n 0 $(COVERED) -k "not over_a_socket" -m "not slow"
+	$(BIN)/python -m coverage json --data-file=build/coverage -q -o build/coverage.json
+	$(BIN)/python -m tools.branches build/coverage.json
 
 bench: .venv/.dev ## measures against the machine's own limits: a table, and build/bench.json
 	$(BIN)/python -m tools.bench

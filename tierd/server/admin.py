@@ -131,7 +131,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Sessions(self, request: pb.SessionsRequest, context: Any) -> pb.SessionsReply:
         held = {s.session: s for s in self._cache.core.session_stats()}
-        return pb.SessionsReply(sessions=[_session_info(row, held.get(row.id)) for row in self._about.sessions()])
+        return pb.SessionsReply(sessions=[_session_info(row, held[row.id]) for row in self._about.sessions()])
 
     async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:
         core, registry = self._cache.core, self._cache.registry
@@ -276,7 +276,6 @@ def _session_info(row: SessionRow, held: Any) -> pb.SessionInfo:
         state=row.state,
         age_s=row.age_s,
     )
-    if held is not None:
-        info.leases, info.reservations = held.leases, held.reservations
-        info.pinned_bytes, info.reserved_bytes = sum(held.pinned_bytes), sum(held.reserved_bytes)
+    info.leases, info.reservations = held.leases, held.reservations
+    info.pinned_bytes, info.reserved_bytes = sum(held.pinned_bytes), sum(held.reserved_bytes)
     return info

@@ -135,11 +135,7 @@ class SessionSocket:
         loop = asyncio.get_running_loop()
         assert self._listener is not None
         loop.remove_reader(self._listener)
-        self._resume = loop.call_later(ACCEPT_PAUSE_S, self._listen_again)
-
-    def _listen_again(self) -> None:
-        if self._listener:
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._resume = loop.call_later(ACCEPT_PAUSE_S, loop.add_reader, self._listener, self._accept)
 
 
 class Connection:

@@ -181,12 +181,9 @@ class Sessions:
 
     def leave(self, session: Session) -> None:
         """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""
-        if self._by_id.pop(session.id, None) is None:
-            return
+        del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
-        closed = self._on_closed.pop(session.id, None)
-        if closed:
-            closed(None)
+        self._on_closed.pop(session.id)(None)
         self.stop(session)
         self._call(self._calls.on_leave, session)
         place = session.peer, session.identity.domain
@@ -251,8 +248,7 @@ class Sessions:
 
     def _end(self, session: Session) -> None:
         """The one way out of the books, for every way to end."""
-        if self._by_id.pop(session.id, None) is None:
-            return
+        del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
         os.close(session.pidfd)
         closed = self._on_closed.pop(session.id, None)

@@ -14,10 +14,10 @@ import pytest
 from tests.unit.client.conftest import CLASS_BYTES, PAGES, Memory
 from tierd.client import forks
 from tierd.client.mapping import Segment, map_segment
-from tierd.client.session import Session, connect_session
+from tierd.client.session import Session, _say_goodbye, connect_session
 from tierd.client.target import LocalTarget
 from tierd.core.model import HANDLE
-from tierd.errors import DeadlineExceeded, NotFound, OperatorError, SessionLost, TierFailed, Unavailable
+from tierd.errors import DeadlineExceeded, NotFound, OperatorError, SessionLost, TierFailed, Unavailable, Unsupported
 
 
 @pytest.fixture
@@ -112,6 +112,22 @@ def test_unread_descriptors_are_closed_at_the_end(ends):
     with pytest.raises(SessionLost, match="has gone"):
         session.ask({"op": "ping"}, timeout_s=1)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_childs_copy_says_no_goodbye():
+    """A forked child that closes its copies does not end the parent's session; the parent does."""
+    for pid, word in ((os.getppid(), b""), (os.getpid(), msgpack.packb({"op": "bye"}))):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            _say_goodbye(ours, ours.dup(), pid)
+            assert theirs.recv(100) == word
+
+
+def test_no_session_sockets_elsewhere(monkeypatch):
+    """On another system than Linux a local daemon is Unsupported, with the way to reach one."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(Unsupported, match="host:port"):
+        connect_session(LocalTarget("/nowhere"), name="t", engine={}, credential=None, timeout_s=1)
 
 
 def test_segments_that_nobody_uses_are_swept(ends, tmp_path, monkeypatch):
