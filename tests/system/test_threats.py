@@ -48,16 +48,21 @@ TRIES = 256 * 20
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users, which takes root")
 
 
-@contextlib.contextmanager
-def running(verify: str = "first_hit", *, more: str = "") -> Iterator[Daemon]:
-    """A daemon whose sockets belong to a group, as a unit file would set it up."""
+def _made(verify: str = "first_hit", *, more: str = "") -> Daemon:
+    """A daemon, not started, whose sockets belong to a group, as a unit file would set it up."""
     daemon = Daemon(CONFIG.replace("{verify}", verify) + more)
     Path(daemon.target).mkdir()
     if os.geteuid() == 0:
         daemon.root.chmod(0o755)
         os.chown(daemon.target, 0, GROUP)
         Path(daemon.target).chmod(0o2750)
-    with daemon:
+    return daemon
+
+
+@contextlib.contextmanager
+def running(verify: str = "first_hit", *, more: str = "") -> Iterator[Daemon]:
+    """A daemon of one test."""
+    with _made(verify, more=more) as daemon:
         yield daemon
 
 
@@ -359,16 +364,13 @@ def test_verify_always__hostile_same() -> None:
 @contextlib.contextmanager
 def containers() -> Iterator[tuple[Daemon, BlockClient, BlockClient]]:
     """A daemon with two credentials, and a client of each; the first has put NAMES."""
-    with running() as daemon:
-        secrets = daemon.root / "credentials"
-        secrets.write_text("one one-secret-of-some-length\ntwo two-secret-of-some-length\n")
-        secrets.chmod(0o600)
-        daemon.stop()
-        daemon.configure(CONFIG.replace("{verify}", "first_hit") + f'[identity]\ncredential_file = "{secrets}"\n')
-        daemon.start()
-        with _contained(daemon, "one") as first, _contained(daemon, "two") as second:
-            put(first)
-            yield daemon, first, second
+    daemon = _made(more='[identity]\ncredential_file = "{root}/credentials"\n')
+    secrets = daemon.root / "credentials"
+    secrets.write_text("one one-secret-of-some-length\ntwo two-secret-of-some-length\n")
+    secrets.chmod(0o600)
+    with daemon, _contained(daemon, "one") as first, _contained(daemon, "two") as second:
+        put(first)
+        yield daemon, first, second
 
 
 def _contained(daemon: Daemon, name: str) -> BlockClient:
