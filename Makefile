@@ -83,7 +83,7 @@ COVERED := tests/unit/server tests/unit/tiers tests/unit/client tests/system/tes
 
 coverage: .venv/.dev ## branches of services and decoders that tests take; fails below 95 % of any module
 	mkdir -p build
-	$(BIN)/python -m coverage run --branch --source=tierd --data-file=build/coverage -m pytest -n 0 $(COVERED) -k "not over_a_socket" -m "not slow"
+	$(BIN)/python -m coverage run --branch --source=tierd --data-file=build/coverage -m pytest -n 0 $(COVERED) -k "not over_a_socket" -m "not slow" --timeout 600
 	$(BIN)/python -m coverage json --data-file=build/coverage -q -o build/coverage.json
 	$(BIN)/python -m tools.branches build/coverage.json
 
