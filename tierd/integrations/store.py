@@ -53,6 +53,10 @@ class EngineStore:
         """The daemon's tiers, near to far, as tier_tokens counts them."""
         return self._client.tiers
 
+    def introduce(self, facts: EngineFacts) -> None:
+        """Says anew whom it serves, where not all was known at the beginning: told with the next connection."""
+        self._client.introduce(facts.words())
+
     def open(self, spec: NamespaceSpec) -> OpenedNamespace:
         """The namespace; without a daemon one that opens itself later. Raises InvalidArgument for an impossible spec."""
         return self._client.open_namespace(spec)

@@ -1,0 +1,174 @@
+"""vLLM's offloaded chunks as tierd's blocks: which namespace they are in, what they are called, what stands before them.
+
+Purpose: an OffloadKey (block hash, then group in 4 bytes) becomes a name in the group's namespace. Non-purpose: when chunks move (tier.py).
+Invariants: whatever changes the bytes of a row of vLLM's host tier is in the namespace; it is opened only when vLLM has chosen its hash seed, which is after
+the tier was made. A key carries no parent; the request's own record of positions has it, and where that has a gap the chunk begins a chain of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import vllm
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from vllm.v1.kv_offload.file_mapper import FileMapper
+
+from tierd.client import Group, NamespaceSpec, OpenedNamespace, PutGroup
+from tierd.client.values import NO_HASHES
+from tierd.core.model import ROOT
+from tierd.integrations.facts import EngineFacts
+from tierd.integrations.options import Options
+from tierd.integrations.store import EngineStore
+
+ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Of a transfer job. keys: as vLLM names them; rows: of its host tier, one a key; ends: of all that the request knows, where a key's tokens end."""
+
+    keys: Sequence[OffloadKey]
+    rows: Sequence[int]
+    ends: Mapping[OffloadKey, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks of one group that follow each other. members: indices into the job; before: key of the chunk before the first, if it is known."""
+
+    group: int
+    position: int
+    members: tuple[int, ...]
+    before: OffloadKey | None = None
+
+
+class ChunkNames:
+    """Namespaces of all groups over one store. Threads may share it. spec: vLLM's OffloadingSpec; row_bytes: of a chunk in the host tier."""
+
+    def __init__(self, store: EngineStore, spec: Any, *, row_bytes: int, options: Options) -> None:
+        self._store, self._spec, self._row_bytes, self._options = store, spec, row_bytes, options
+        self._tokens: dict[int, int] = {
+            g.group_id: g.tokens_per_block * spec.blocks_per_chunk for g in spec.config.groups
+        }
+        self._spaces: dict[int, OpenedNamespace] = {}
+        self._turn = threading.Lock()
+
+    def tokens_of(self, group: int) -> int:
+        """Tokens of a chunk."""
+        return self._tokens[group]
+
+    def group(self, keys: Sequence[OffloadKey], *, group: int) -> Group:
+        """To be found or loaded; without hashes while there is no daemon."""
+        space = self._space(group)
+        return Group(space, space.fold([get_offload_block_hash(key) for key in keys]))
+
+    def put_group(self, chunks: Chunks, run: Run) -> PutGroup:
+        """To be stored."""
+        space = self._space(run.group)
+        hashes = space.fold([get_offload_block_hash(chunks.keys[i]) for i in run.members])
+        known = space.is_open and run.before is not None
+        parent = space.fold([get_offload_block_hash(run.before)])[0].tobytes() if known else ROOT
+        return PutGroup(space, hashes, parent=parent, position=run.position)
+
+    def runs(self, chunks: Chunks) -> Iterator[Run]:
+        """The job's chunks in the order of their sequences."""
+        places = {i: self._place(key, chunks) for i, key in enumerate(chunks.keys)}
+        at = {self._place(key, chunks): key for key in chunks.ends}
+        run: list[int] = []
+        for i in sorted(places, key=places.__getitem__):
+            if run and not _follows(places[run[-1]], places[i]):
+                yield _run(run, places, at)
+                run = []
+            run.append(i)
+        if run:
+            yield _run(run, places, at)
+
+    def _place(self, key: OffloadKey, chunks: Chunks) -> tuple[int, int]:
+        """Group, and number of the chunk in its sequence: -1 if the request does not know it."""
+        group, end = get_offload_group_idx(key), chunks.ends.get(key, 0)
+        return group, (end - 1) // self._tokens[group]
+
+    def _space(self, group: int) -> OpenedNamespace:
+        with self._turn:
+            space = self._spaces.get(group)
+            if space is None:
+                self._store.introduce(facts_of(self._spec))
+                space = self._spaces[group] = self._store.open(self._spec_of(group))
+        if not space.is_open:
+            self._store.lookup([Group(space, NO_HASHES)])  # opens it as soon as there is a daemon
+        return space
+
+    def _spec_of(self, group: int) -> NamespaceSpec:
+        config = self._spec.config
+        return NamespaceSpec(
+            model=self._options.model or config.model.name,
+            weights_digest=self._options.weights_digest,
+            tokens_per_block=self._tokens[group],
+            block_bytes=self._row_bytes,
+            group=str(group),
+            salt=salt_of(self._spec),
+        )
+
+
+def salt_of(spec: Any) -> str:
+    """Digest of what else decides the bytes of a row: what vLLM's own file tier goes by, the physical layout, the release, the beginning of its hashes.
+
+    Topologies share rows only where vLLM has certified the layout (canonical) or keeps one copy (replicated).
+    """
+    config = spec.config
+    shared = bool(config.canonical_layout or config.replicated_layout)
+    files = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=shared)
+    words = files.get_run_config() | {
+        "face": "TierdTier",
+        "release": ".".join(vllm.__version__.split(".")[:2]),
+        "kv_cache_layout": str(config.kv_cache_layout),
+        "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex(),
+    }
+    return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def hash_algorithm() -> str:
+    """The algorithm that vLLM began its hashes with; "" before it has."""
+    found = getattr(kv_cache_utils, "NONE_HASH", None)
+    seed = kv_cache_utils.get_none_hash_seed()
+    for name in ALGORITHMS if found else ():
+        try:
+            if get_hash_fn_by_name(name)(seed) == found:
+                return name
+        except ImportError:  # xxhash, which vLLM does without
+            continue
+    return ""
+
+
+def facts_of(spec: Any) -> EngineFacts:
+    """What is known now; the hash algorithm only when vLLM has begun."""
+    config = spec.config
+    return EngineFacts(
+        engine="vllm",
+        version=vllm.__version__,
+        face="TierdTier",
+        model=config.model.name,
+        hash_algorithm=hash_algorithm(),
+        hash_seed=kv_cache_utils.get_none_hash_seed(),
+        tokens_per_block="/".join(str(g.tokens_per_block * spec.blocks_per_chunk) for g in config.groups),
+        dtype=config.model.dtype,
+        layout=str(config.kv_cache_layout or ""),
+        ranks=f"0/{config.parallel.world_size}",
+        role="scheduler",
+    )
+
+
+def _follows(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    return before[0] == after[0] and 0 <= before[1] == after[1] - 1
+
+
+def _run(members: list[int], places: Mapping[int, tuple[int, int]], at: Mapping[tuple[int, int], OffloadKey]) -> Run:
+    group, position = places[members[0]]
+    return Run(group, max(0, position), tuple(members), at.get((group, position - 1)) if position > 0 else None)
