@@ -1,0 +1,52 @@
+"""vLLM on the CPU for tests: models of random weights at real scale, and engines in processes of their own.
+
+Nothing here imports vLLM or torch before a fixture is asked for: `make test` collects these files where neither is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.engine import ENVIRONMENT, Engine
+from tests.engines.vllm.models import make_in_fork
+
+if importlib.util.find_spec("vllm"):
+    os.environ.update(ENVIRONMENT)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_model("llama"): a directory with a model of that shape ("llama", "hybrid", "mla", "bench"), made once a run."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str = "llama") -> Path:
+        if kind not in made:
+            made[kind] = make_in_fork(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Callable[..., Engine]]:
+    """engine(model, connector=..., **of_llm): a vLLM engine in a process of its own, kept until the module's tests end.
+
+    One that was started with the same arguments, and has not ended, is given again.
+    """
+    running: dict[str, Engine] = {}
+    with ExitStack() as stack:
+
+        def start(model: Path, *, fresh: bool = False, **given: Any) -> Engine:
+            key = repr((model, sorted(given.items(), key=lambda item: item[0])))
+            if fresh or key not in running or running[key].has_ended:
+                running[key] = stack.enter_context(Engine(model, **given))
+            return running[key]
+
+        yield start

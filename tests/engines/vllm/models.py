@@ -1,0 +1,97 @@
+"""Small models of random weights, large enough that what lies in the KV cache decides what is said (`dummy` weights do not)."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm.engine import in_fork
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+BENCH = SHAPE | {
+    "vocab_size": 2048,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.05,
+}
+WINDOW_TOKENS = 96
+"""Of the hybrid model's sliding layers."""
+
+
+MAKE_S = 300.0
+
+
+def make_in_fork(kind: str, directory: Path) -> Path:
+    """write_model in a process of its own: this one forks engines, and torch that has computed does not survive a fork."""
+    with tempfile.TemporaryFile() as log:
+        process, _ = in_fork(partial(_make, kind, directory), {}, log=log.fileno())
+        process.join(MAKE_S)
+        log.seek(0)
+        assert process.exitcode == 0, log.read().decode()
+    return directory
+
+
+def _make(kind: str, directory: Path, _: Connection) -> None:
+    write_model(kind, directory)
+
+
+def write_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
+    """A checkpoint that vLLM loads. kind: llama, hybrid (sliding and full layers), mla (latent attention), bench (12 layers)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(_config_of(kind)).float()
+    model.save_pretrained(directory)
+    return directory
+
+
+def _config_of(kind: str) -> Any:
+    import transformers
+
+    if kind in ("llama", "bench"):
+        return transformers.LlamaConfig(**(SHAPE if kind == "llama" else BENCH))
+    if kind == "hybrid":
+        layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        return transformers.Gemma3TextConfig(
+            **SHAPE | {"num_hidden_layers": 6},
+            sliding_window=WINDOW_TOKENS,
+            layer_types=layers,
+            query_pre_attn_scalar=64,
+        )
+    latent = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+    }
+    shape = SHAPE | {"num_key_value_heads": SHAPE["num_attention_heads"]}
+    del shape["head_dim"]
+    return transformers.DeepseekV2Config(
+        **shape,
+        **latent,
+        n_routed_experts=None,
+        first_k_dense_replace=SHAPE["num_hidden_layers"],
+        n_shared_experts=None,
+    )
