@@ -27,6 +27,7 @@ class NamespaceRegistry:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Namespace] = {}  # every rank's id -> its namespace
+        self._records: list[bytes] = []  # all are asked for at each new one, and take long to write
         self._current: dict[tuple[str, NamespaceSpec], Namespace] = {}
         self._domains: dict[str, int] = {}
         self._of_tenant: Counter[str] = Counter()  # ids
@@ -94,8 +95,8 @@ class NamespaceRegistry:
         return [n for n in self._current.values() if model is None or n.spec.model == model]
 
     def records(self) -> list[bytes]:
-        """One self-contained JSON record per namespace, in the order of ids."""
-        return [namespace_record(n) for n in self.all()]
+        """One self-contained JSON record per namespace, in the order in which they came."""
+        return list(self._records)
 
     def restore(self, records: Iterable[bytes]) -> None:
         """Takes up namespaces of an earlier life; known ids are skipped. Raises CorruptRecord where two disagree."""
@@ -113,6 +114,7 @@ class NamespaceRegistry:
     def _add(self, namespace: Namespace) -> None:
         self.check_room(namespace.spec.rank_count)
         self._of_tenant[namespace.tenant] += namespace.spec.rank_count
+        self._records.append(namespace_record(namespace))
         for namespace_id in namespace.ids:
             self._by_id[namespace_id] = namespace
         self._next_id = max(self._next_id, namespace.ids.stop)
