@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tierd.mover import Mover
 from tierd.testing.sim.script import write
 from tierd.testing.sim.world import run
 from tierd.tiers.arena_recovery import FoundSegment
+from tierd.tiers.holds import HoldTable
 
 SEEDS = 400
 """So many are tried for each."""
@@ -102,6 +104,17 @@ def serves_old_epochs(patch: Patch) -> None:
     patch.setattr(Upkeep, "forget_namespaces", lambda self, namespaces, draft: None)  # the second wall
 
 
+def writes_no_session_table(patch: Patch) -> None:
+    append = HoldTable.append
+
+    def unwritten(self: HoldTable, *args: Any, **options: Any) -> np.ndarray:
+        rows = append(self, *args, **options)
+        self._rows[rows, -1] = 0
+        return rows
+
+    patch.setattr(HoldTable, "append", unwritten)
+
+
 BREAKS: dict[Callable[[Patch], None], str] = {
     trusts_what_it_finds: "bytes changed by a writer",
     verifies_no_hit: "bytes changed by a writer",
@@ -112,6 +125,7 @@ BREAKS: dict[Callable[[Patch], None], str] = {
     overlooks_failures: "wrong bytes|durable blocks are lost",
     waits_for_its_own_only: "missed by a failed transfer",
     serves_old_epochs: "after its epoch had ended",
+    writes_no_session_table: "are not in the session table",
 }
 """A fault in the code, and what the simulation must say of it."""
 

@@ -32,6 +32,7 @@ NVME = ("tests/unit/tiers/test_nvme.py",)
 SESSIONS = ("tests/unit/server/test_sessions.py",)
 MOVER = ("tests/unit/test_mover.py",)
 CACHE = ("tests/unit/cache/test_cache.py",)
+WATCH = ("tests/unit/cache/test_watch.py",)
 HANDLES = ("tests/system/test_handles.py",)
 CORE = ("tests/unit/core/test_ends_of_ranges.py", "tests/unit/core/test_upkeep.py")
 
@@ -330,6 +331,39 @@ MUTATIONS: tuple[Mutation, ...] = (
         " & (pins[self.page[tier][blocks]] == 0)",
         "",
         ("tests/unit/core/test_room.py", "tests/unit/core/test_gets.py"),
+    ),
+    # -- queues and stores that are out of service
+    Mutation(
+        "withdrawn-waiter",
+        "who waits no longer for a turn leaves the client's queue",
+        "tierd/client/credits.py",
+        "self._waiting.remove(waiter)",
+        "pass",
+        ("tests/unit/client/test_client_credits.py",),
+    ),
+    Mutation(
+        "watch-refuse",
+        "what waits for a store that goes out of service fails at once",
+        "tierd/cache/watch.py",
+        "self._mover.refuse(tier.position)",
+        "pass",
+        WATCH,
+    ),
+    Mutation(
+        "watch-writable",
+        "a store that is out of service takes no writes",
+        "tierd/cache/watch.py",
+        "self._core.set_writable(tier.position, breaker.writes)",
+        "pass",
+        WATCH,
+    ),
+    Mutation(
+        "watch-serving",
+        "a store whose reads hang is read no more",
+        "tierd/cache/watch.py",
+        "self._core.set_serving(tier.position, breaker.reads)",
+        "pass",
+        WATCH,
     ),
     # -- former lives
     Mutation(

@@ -51,6 +51,20 @@ def test_no_turn_in_time() -> None:
         assert 0 <= left_s <= 0.01
 
 
+def test_who_waits_no_longer_leaves_the_queue() -> None:
+    """However often no turn comes in time, nothing of it stays in the queue, and the next who waits is served."""
+    own = Credits(1)
+    with own.turn("Lookup", timeout_s=SOON_S):
+        for _ in range(20):
+            with pytest.raises(Overloaded), own.turn("Lookup", timeout_s=0.001):
+                pass
+        assert len(own._waiting) == 0
+        waiter = own.ask("Lookup")
+    assert waiter is not None
+    waiter.result(SOON_S)
+    own.give("Lookup")
+
+
 def test_no_number_no_bound() -> None:
     """A daemon that names no credits bounds nothing."""
     own = Credits(0)

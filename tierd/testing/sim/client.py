@@ -66,6 +66,8 @@ class Client:
         """Committed pages that it can still write to."""
         self.writing: list[Page] = []
         """Reserved ones."""
+        self.holds: Counter[int] = Counter()
+        """Generations of the pages that its gets' leases hold."""
         self.counts: Counter[str] = Counter()
         self.seen: list[Page] = []
         """Pages that it read last."""
@@ -171,12 +173,15 @@ class Client:
     async def use(self, held: _Held, lease: Lease, wanted: Blocks, rng: random.Random, *, began_s: float) -> None:
         """Reads what a get's lease holds, twice, and releases it."""
         extents = lease.served.groups[0].extents[0]
+        generations = extents["generation"].tolist()
+        self.holds.update(generations)
         try:
             pages = await self.pages(held, extents, [wanted.key(i) for i in range(len(extents))])
             self.read(pages, began_s)
             await self.hold(rng)
             self.read(pages, began_s)
         finally:
+            self.holds.subtract(generations)
             self.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
 
     async def acquire(self, held: _Held, wanted: Blocks, *, kind: TierKind, timeout_s: float) -> Lease:

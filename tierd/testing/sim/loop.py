@@ -66,6 +66,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._numbers = itertools.count(1)
         self._lives = itertools.count(1)
         self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
+        self._failed: dict[int, list[asyncio.Future[Any]]] = {}  # work in threads that failed
         self._ended: set[int] = set()
         self.set_exception_handler(self._note)
 
@@ -92,6 +93,8 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def bury(self, life: int) -> None:
         """Closes the coroutines of an ended life. Whatever they do while they unwind reaches nobody: the caller puts back what outlives them."""
+        for future in self._failed.pop(life, []):
+            future.exception()  # nobody is left who could look at it
         context, tasks = self.context_of(life), self._tasks.pop(life, [])
         self._tasks[life] = tasks
         for task in tasks:  # more may join while these unwind
@@ -148,7 +151,7 @@ class SimLoop(asyncio.BaseEventLoop):
         future = self.create_future()
         if self.is_ended():
             return future
-        pace, job = self.pace(func), _Job(future, func, args)
+        pace, job = self.pace(func), _Job(future, func, args, failed=self._failed.setdefault(LIFE.get(), []))
         if pace.moves_at <= 0:
             job.move()
         else:
@@ -222,8 +225,15 @@ class SimLoop(asyncio.BaseEventLoop):
 class _Job:
     """Work for a thread: done once, told once."""
 
-    def __init__(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._future, self._func, self._args = future, func, args
+    def __init__(
+        self,
+        future: asyncio.Future[Any],
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        failed: list[asyncio.Future[Any]],
+    ) -> None:
+        self._future, self._func, self._args, self._failed = future, func, args, failed
         self._result: Any = None
         self._error: BaseException | None = None
         self._is_done = False
@@ -242,6 +252,7 @@ class _Job:
         if self._future.cancelled() or isinstance(self._error, Killed):
             return
         if self._error is not None:
+            self._failed.append(self._future)
             self._future.set_exception(self._error)
         else:
             self._future.set_result(self._result)

@@ -81,6 +81,7 @@ class World:
         self._pids = 0
         self._sessions: dict[int, int] = {}  # session to pid
         self._alive: set[int] = set()
+        self._held: dict[int, set[int]] = {}  # by pid, generations of pages when the daemon ended last
         self._dead: list[tuple[SimDaemon, list[Callable[[], None]]]] = []
         self._dead_clients: list[Client] = []
         self.happenings = Happenings(self)
@@ -188,6 +189,7 @@ class World:
         self.loop.end_life(daemon.life)
         daemon.is_serving = False
         self._count_outages(daemon)
+        self._held = {client.pid: set(+client.holds) for client in self.clients}
         self._dead.append((daemon, put_back))
 
     def _count_outages(self, daemon: SimDaemon) -> None:
@@ -253,8 +255,18 @@ class World:
             else:
                 self.trace("serves")
                 self.happenings.check_durable()
+                self._check_held(daemon)
             await daemon.ended
             await asyncio.sleep(self.rng.uniform(0.01, 0.5))
+
+    def _check_held(self, daemon: SimDaemon) -> None:
+        """The new life knows every page that a living client held when the former one ended, from the session table alone."""
+        known = {g for former in daemon.assembly.former for g in former.leased["generation"].tolist()}
+        for pid, held in self._held.items():
+            if pid in self._alive:
+                self.counts["held pages checked"] += len(held)
+                if held - known:
+                    self.fail(f"{len(held - known)} pages that client {pid} held are not in the session table")
 
     def _cannot_start(self, error: BaseException) -> None:
         self.counts["starts that failed"] += 1

@@ -1,0 +1,41 @@
+"""What follows when a stored tier goes out of service: who is told, and that it takes nothing until it is back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.cache.world import SOON_S, opened
+from tierd.cache.breaker import Tolerance
+from tierd.core.model import TierKind
+from tierd.errors import TierFailed
+from tierd.mover import Link
+from tierd.tiers.nvme import NvmeStore
+
+
+async def test_a_store_that_hangs_is_left_alone() -> None:
+    """While a read hangs the store is planned for nothing, and what waits for a link of it fails at once; then it comes back by itself."""
+    async with opened() as world:
+        cache = world.cache
+        store = next(tier for tier in cache.tiers if isinstance(tier, NvmeStore))
+        link = cache.parts.mover._links[store.position, 0] = Link(1)
+        cache.health.tolerate({store.position: Tolerance(hang_s=0.001, pause_s=0.01, pause_limit_s=0.01)})
+        async with link.slot(0):
+            with store._calls.one("read"):
+                waits = asyncio.create_task(_take(link))
+                await asyncio.sleep(0.01)
+                cache.health.look()
+                assert not cache.core.is_writable(store.position)
+                assert cache.core._index.serving(TierKind.NVME) == []
+                async with asyncio.timeout(SOON_S):
+                    with pytest.raises(TierFailed, match="out of service"):
+                        await waits
+        assert await cache.health.resume(store.position, timeout_s=SOON_S) == ""
+        assert cache.core.is_writable(store.position)
+        assert cache.core._index.serving(TierKind.NVME) == [store.position]
+
+
+async def _take(link: Link) -> None:
+    async with link.slot(0):
+        pass
