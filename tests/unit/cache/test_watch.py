@@ -36,6 +36,21 @@ async def test_a_store_that_hangs_is_left_alone() -> None:
         assert cache.core._index.serving(TierKind.NVME) == [store.position]
 
 
+async def test_a_store_whose_writes_hang_is_read_on() -> None:
+    """While a write hangs the store takes no new pages and what it holds is served; then it comes back by itself."""
+    async with opened() as world:
+        cache = world.cache
+        store = next(tier for tier in cache.tiers if isinstance(tier, NvmeStore))
+        cache.health.tolerate({store.position: Tolerance(hang_s=0.001, pause_s=0.01, pause_limit_s=0.01)})
+        with store._calls.one("write"):
+            await asyncio.sleep(0.01)
+            cache.health.look()
+            assert not cache.core.is_writable(store.position)
+            assert cache.core._index.serving(TierKind.NVME) == [store.position]
+        assert await cache.health.resume(store.position, timeout_s=SOON_S) == ""
+        assert cache.core.is_writable(store.position)
+
+
 async def _take(link: Link) -> None:
     async with link.slot(0):
         pass
