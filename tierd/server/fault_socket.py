@@ -1,4 +1,4 @@
-"""Arms fault points of a running daemon, for tests: a socket of its own, served by a thread of its own.
+"""Arms fault points of a running daemon, and asks for its memory, for tests: a socket of its own, served by a thread of its own.
 
 Purpose: `FaultSocket`, there only if TIERD_FAILPOINT_SOCKET was in the environment at start. It answers while the event loop is wedged.
 Non-purpose: production; the path lies in a directory of the test's. One request a datagram, `verb word...`; the reply is JSON.
@@ -7,6 +7,8 @@ Non-purpose: production; the path lies in a directory of the test's. One request
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import socket
@@ -47,7 +49,7 @@ class FaultSocket:
 
 
 def answer(request: str) -> object:
-    """arm NAME FAULT | disarm [NAME] | hits | await NAME COUNT SECONDS."""
+    """arm NAME FAULT | disarm [NAME] | hits | await NAME COUNT SECONDS | memory."""
     verb, *words = request.split()
     try:
         match verb, words:
@@ -59,11 +61,42 @@ def answer(request: str) -> object:
                 return failpoint.hits()
             case "await", [name, count, seconds]:
                 return failpoint.await_hits(name, count=int(count), timeout_s=float(seconds))
+            case "memory", []:
+                return allocated_bytes()
             case _:
                 return {"error": f"{request!r}: not understood"}
     except InvalidArgument as error:
         return {"error": str(error)}
     return True
+
+
+class _MallInfo(ctypes.Structure):
+    """mallinfo2 of glibc 2.33 and newer, over all its arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def allocated_bytes() -> int:
+    """What malloc has given out and not got back, in use after a collection; Python's own objects only under PYTHONMALLOC=malloc."""
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _MallInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,10 @@ class Faults:
         """Waits until the armed point was passed so often; False if time ran out. A daemon killed by it raises ConnectionError."""
         return bool(self._ask(f"await {point} {count} {self._timeout_s * 0.8:g}"))
 
+    def allocated_bytes(self) -> int:
+        """What the daemon has from malloc, garbage collected; of Python's own objects only if it runs under PYTHONMALLOC=malloc."""
+        return int(self._ask("memory"))
+
     def _ask(self, request: str) -> Any:
         self._socket.send(request.encode())
         raw = self._socket.recv(REPLY_BYTES)
