@@ -1,5 +1,11 @@
 """Hours of everything at once, at half a core: nothing is wrong, nothing grows.
 
+What counts is what the daemon has from malloc and does not give back. It runs with PYTHONMALLOC=malloc, so that its Python objects count too,
+and says over its fault socket what is given out after a garbage collection. Resident memory is reported, and bounded, but tells no
+leak: it moves by a MiB with the arenas of threads and the pools of Python, which come and stay. Threads keep no freed pieces of their own
+(tcache), which would count as given out and fill for an hour. A window's lowest sample is what remains when calls in
+progress are over; Theil and Sen's slope goes through these. Rings (the event log) are made small, so that they are full when the warm-up ends.
+
 SOAK_SECONDS sets how long; SOAK_SEED runs a seed again. Progress is printed every ten seconds with `-s`.
 """
 
@@ -29,15 +35,21 @@ from tierd.client import Client, NamespaceSpec
 from tierd.client.values import OpenedNamespace
 from tierd.errors import RetryError, StaleHandle
 from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing.faults import Faults
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0")) or count(test=5, nightly=600, weekly=3600)
 SEED = int(os.environ.get("SOAK_SEED", "0")) or random.randrange(1 << 30)
 WARM_UP_SHARE = 0.4
-SAMPLE_S = 2.0
+SAMPLE_S = 1.0
+WINDOW_SAMPLES = 10
 SLOPE_SECONDS = 1800.0
-"""In less than that the index and the event log still fill: the slope is reported, and only the growth is bounded."""
-GROWTH_BYTES = 16 << 20
-"""Of the daemon's own memory after the warm-up of a run that is too short for a slope."""
+"""In less than that the slope is reported, and only the growth is bounded: runs of 10 minutes have shown one step of 0.9 MiB at about the fifth
+minute, and 4 MiB an hour after it, whose source is not known."""
+GAINED_BYTES = 2 << 20
+"""Of what malloc has given out, after the warm-up of a run that is too short for a slope."""
+SLOPE_MIB_PER_H = 1.0
+GROWTH_BYTES = 8 << 20
+"""Of resident memory after the warm-up."""
 TURNS_PER_S = 14.0
 """Of each worker; keeps the whole at about half a core."""
 WORKERS = 3
@@ -45,14 +57,14 @@ SPECS = (
     NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096),
     NamespaceSpec(model="large", tokens_per_block=16, block_bytes=128 << 10),
 )
-EPOCH_TURNS = 6
-"""An operator bumps an epoch at each of so many turns of five seconds."""
+EPOCH_TURNS = 12
+"""An operator bumps an epoch at each of so many turns of five seconds; the record of an epoch stays, about 3 KiB."""
 CHAINS, MOST_BLOCKS = 300, 24
 MIB = 1 << 20
 CONFIG = """\
 [server]
 shutdown_deadline = "5 s"
-watch_queue_events = 500
+watch_queue_events = 200
 
 [[host]]
 capacity = "48 MiB"
@@ -62,6 +74,7 @@ segment = "2 MiB"
 capacity = "256 MiB"
 segment = "8 MiB"
 """
+COUNTED = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 CHURN = """
 import sys, time
 from tierd.client import Client, NamespaceSpec
@@ -76,10 +89,11 @@ time.sleep(60)
 
 @dataclass(frozen=True)
 class Sample:
-    """At a moment: the daemon's own memory (without the arena), descriptors, threads; reads so far."""
+    """At a moment: what the daemon has from malloc, what is resident without the arena, descriptors, threads; reads so far."""
 
     at: float
     memory_bytes: int
+    resident_bytes: int
     descriptors: int
     threads: int
     reads: int
@@ -90,6 +104,7 @@ class Soak:
     """What the workers share. Counts are of calls; `reads` and `wrong` of blocks."""
 
     daemon: Daemon
+    faults: Faults
     end: float
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[BaseException] = field(default_factory=list)
@@ -104,7 +119,8 @@ class Soak:
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
         return Sample(
             at=time.monotonic() - begun,
-            memory_bytes=int(status["RssAnon"].split()[0]) * 1024,
+            memory_bytes=self.faults.allocated_bytes(),
+            resident_bytes=int(status["RssAnon"].split()[0]) * 1024,
             descriptors=len(list((proc / "fd").iterdir())),
             threads=int(status["Threads"]),
             reads=self.counts["reads"],
@@ -120,6 +136,13 @@ class Worker:
         self.client = Client(soak.daemon.target)
         self.spaces: list[OpenedNamespace] = []
         self.held: list[tuple[np.ndarray, list[np.ndarray]]] = []
+
+    def fill(self) -> None:
+        """Every chain once, so that the books are as large as they will be."""
+        self.spaces = [self.client.open_namespace(spec) for spec in SPECS]
+        for seed in range(1, CHAINS + 1):
+            with self.forgiven():
+                self.put(seed, durable=True)
 
     def run(self) -> None:
         """Until the end; a turn that a bump of the epoch or a full queue cuts short is no fault."""
@@ -148,12 +171,14 @@ class Worker:
 
     def pick(self) -> tuple[OpenedNamespace, np.ndarray]:
         """A chain, popular ones more often."""
-        seed = 1 + int(CHAINS * self.chance.random() ** 2)
-        kind = seed % len(SPECS)
-        return self.spaces[kind], chain(seed, 1 + seed * 7 % MOST_BLOCKS)
+        return self.wanted(1 + int(CHAINS * self.chance.random() ** 2))
 
-    def put(self, *, durable: bool = False) -> None:
-        space, hashes = self.pick()
+    def wanted(self, seed: int) -> tuple[OpenedNamespace, np.ndarray]:
+        """The chain of a seed, and where it belongs."""
+        return self.spaces[seed % len(SPECS)], chain(seed, 1 + seed * 7 % MOST_BLOCKS)
+
+    def put(self, seed: int = 0, *, durable: bool = False) -> None:
+        space, hashes = self.wanted(seed) if seed else self.pick()
         blocks = [content_of(name, space.spec.block_bytes) for name in hashes]
         self.client.put(space, hashes, blocks, durable=durable)
         self.soak.add("durable" if durable else "puts")
@@ -231,15 +256,22 @@ def slope_per_hour(samples: list[Sample], value: Callable[[Sample], float]) -> t
     return float(np.median(slopes)), float(slopes[max(0, low)]), float(slopes[min(len(slopes) - 1, high)])
 
 
+def floors(samples: list[Sample]) -> list[Sample]:
+    """The lowest of each window."""
+    windows = (samples[i : i + WINDOW_SAMPLES] for i in range(0, len(samples), WINDOW_SAMPLES))
+    return [min(window, key=lambda s: s.memory_bytes) for window in windows]
+
+
 def watched(soak: Soak) -> list[Sample]:
     """Samples until the end; tells how it goes."""
     begun, samples = time.monotonic(), [soak.sample(time.monotonic())]
     while (now := time.monotonic()) < soak.end:
         samples.append(soak.sample(begun))
-        if len(samples) % 5 == 0:
+        if len(samples) % 10 == 0:
             last = samples[-1]
             print(
-                f"soak {now - begun:.0f} s: {last.memory_bytes / MIB:.1f} MiB, {last.descriptors} descriptors, {dict(soak.counts)}",
+                f"soak {now - begun:.0f} s: {last.memory_bytes / MIB:.2f} MiB of {last.resident_bytes / MIB:.1f}, "
+                f"{last.descriptors} descriptors, {dict(soak.counts)}",
                 flush=True,
             )
         time.sleep(min(SAMPLE_S, max(0.0, soak.end - now)))
@@ -249,23 +281,26 @@ def watched(soak: Soak) -> list[Sample]:
 def test_slope_finds_a_leak() -> None:
     """The fit tells a leak of 2 MiB an hour from none, through noise and a jump in the beginning."""
     noise = np.random.default_rng(1).normal(0, 0.2 * MIB, 1800)
-    flat = [Sample(i * 2.0, int(60 * MIB + noise[i]), 0, 0, 0) for i in range(1800)]
-    leaky = [Sample(s.at, int(s.memory_bytes + s.at * 2 * MIB / 3600), 0, 0, 0) for s in flat]
-    mid, low, high = slope_per_hour(flat[::4], lambda s: s.memory_bytes / MIB)
+    flat = [Sample(i * 2.0, int(60 * MIB + noise[i]), 0, 0, 0, 0) for i in range(1800)]
+    leaky = [Sample(s.at, int(s.memory_bytes + s.at * 2 * MIB / 3600), 0, 0, 0, 0) for s in flat]
+    mid, low, high = slope_per_hour(floors(flat), lambda s: s.memory_bytes / MIB)
     assert low < 0 < high
     assert abs(mid) < 0.2
-    mid, low, high = slope_per_hour(leaky[::4], lambda s: s.memory_bytes / MIB)
+    mid, low, high = slope_per_hour(floors(leaky), lambda s: s.memory_bytes / MIB)
     assert 1.0 < low < mid < high < 3.0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.timeout(SECONDS + 300)
 def test_nothing_is_wrong_and_nothing_grows() -> None:
     """Puts, views, copies, durable puts, prefetches, evictions, epochs and dying clients, for as long as is given."""
     print(f"SOAK_SEED={SEED} SOAK_SECONDS={SECONDS:g}")
-    with Daemon(CONFIG) as daemon:
-        soak = Soak(daemon, end=time.monotonic() + SECONDS)
-        threads = [threading.Thread(target=Worker(soak, SEED + i).run) for i in range(WORKERS)]
+    with Daemon(CONFIG, faults=True, env=COUNTED) as daemon, daemon.faults() as faults:
+        soak = Soak(daemon, faults, end=0.0)
+        workers = [Worker(soak, SEED + i) for i in range(WORKERS)]
+        workers[0].fill()
+        soak.end = time.monotonic() + SECONDS
+        threads = [threading.Thread(target=worker.run) for worker in workers]
         threads.append(threading.Thread(target=operate, args=(soak,)))
         for thread in threads:
             thread.start()
@@ -285,9 +320,9 @@ def assert_clean(soak: Soak) -> None:
 
 
 def judge(soak: Soak, samples: list[Sample]) -> None:
-    """The figures, and what must hold. A slope is a leak if all of its interval lies above 1 MiB an hour."""
+    """The figures, and what must hold."""
     steady = [s for s in samples if s.at >= WARM_UP_SHARE * SECONDS]
-    memory, low, high = slope_per_hour(steady, lambda s: s.memory_bytes / MIB)
+    memory, low, high = slope_per_hour(floors(steady), lambda s: s.memory_bytes / MIB)
     half = len(steady) // 2
     descriptors = [max(s.descriptors for s in part) for part in (steady[:half], steady[half:])]
     threads = [max(s.threads for s in part) for part in (steady[:half], steady[half:])]
@@ -295,6 +330,7 @@ def judge(soak: Soak, samples: list[Sample]) -> None:
         "soak",
         seconds=SECONDS,
         memory_mib=round(steady[-1].memory_bytes / MIB, 1),
+        resident_mib=[round(s.resident_bytes / MIB, 1) for s in (samples[0], steady[0], steady[-1])],
         slope_mib_per_h=round(memory, 2),
         slope_95=f"{low:.2f} to {high:.2f}",
         descriptors=descriptors,
@@ -303,7 +339,9 @@ def judge(soak: Soak, samples: list[Sample]) -> None:
     )
     assert soak.counts["wrong"] == 0
     assert soak.counts["reads"] > SECONDS
-    assert low < 1.0 or SECONDS < SLOPE_SECONDS, "memory grows"
-    assert steady[-1].memory_bytes - steady[0].memory_bytes < GROWTH_BYTES
+    assert memory < SLOPE_MIB_PER_H or SECONDS < SLOPE_SECONDS, "memory grows"
+    gained = floors(steady)
+    assert gained[-1].memory_bytes - gained[0].memory_bytes < GAINED_BYTES or SECONDS >= SLOPE_SECONDS, "memory grows"
+    assert steady[-1].resident_bytes - steady[0].resident_bytes < GROWTH_BYTES
     assert descriptors[1] <= descriptors[0] + 8
     assert threads[1] <= threads[0] + 2
