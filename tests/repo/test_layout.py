@@ -16,7 +16,7 @@ from tests.repo.source import ROOT, Module, modules, tracked_files
 
 FOLDERS = {"proto", "cuda", "configs", "tests", "deploy", "tools", "tierd"}
 FILES = {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml"}
-TEST_FOLDERS = {"unit", "contract", "property", "sim", "system", "gpu", "repo", "golden"}
+TEST_FOLDERS = {"unit", "contract", "property", "sim", "system", "gpu", "repo", "golden", "engines"}
 EMPTY_NAMES = {"Manager", "Helper", "Helpers", "Util", "Utils", "Base", "Impl", "Data", "Misc", "Common"}
 FILE_BYTES = 1 << 20
 BASE_INSTALL_BYTES = 130 * 10**6

@@ -68,6 +68,11 @@ class Courier(Generic[K, T]):
             taken.append(self._done.popleft())
         return taken
 
+    def await_any(self, *, timeout_s: float) -> bool:
+        """Waits until a job has ended that `finished` has not told of yet; False if there is none to wait for, or that took too long."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self._done or not self._unfinished, timeout_s) and bool(self._done)
+
     def drain(self, *, timeout_s: float) -> bool:
         """Waits until every job has ended; False if that took too long."""
         with self._turn:

@@ -11,9 +11,9 @@ from typing import Any
 
 from tierd.integrations.versions import check_version
 
-FACES = {"TierdTier": "tier"}
+FACES = {"TierdConnector": "connector", "TierdTier": "tier"}
 """Name -> module of this package."""
-__all__ = ["TierdTier"]
+__all__ = ["TierdConnector", "TierdTier"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,213 @@
+"""tierd as vLLM's KV connector: `--kv-transfer-config '{"kv_connector":"TierdConnector","kv_role":"kv_both",...}'`.
+
+Purpose: vLLM's interface, once for the scheduler and once for each worker. Non-purpose: doing; scheduler.py and worker.py do. Invariants: loads are
+asynchronous, so the hooks in attention layers have nothing to do and whole CUDA graphs may run; a request whose blocks do not come is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from tierd.integrations.versions import check_version
+from tierd.integrations.vllm.options import ConnectorOptions
+from tierd.integrations.vllm.plan import Done, Orders
+from tierd.integrations.vllm.scheduler import SchedulerSide
+from tierd.integrations.vllm.stats import TierdMetrics, TierdStats, sources_of
+from tierd.integrations.vllm.worker import Ended, WorkerSide
+
+check_version("vllm", vllm.__version__)
+WHERE = "kv_connector_extra_config"
+logger = init_logger(__name__)
+
+
+class TierdConnector(KVConnectorBase_V1, SupportsHMA):
+    """Raises Unsupported, ConfigError when it is made; never afterwards."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        options = ConnectorOptions.read(transfer.kv_connector_extra_config or {}, where=WHERE)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._ended = Ended()
+        if role is KVConnectorRole.SCHEDULER:
+            _warn_of_policy(transfer.kv_load_failure_policy)
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+        else:
+            rank = get_tensor_model_parallel_rank()
+            self._worker = WorkerSide(vllm_config, kv_cache_config, options, rank=rank)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a later miss, no more."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- as 0.33 asks it
+        """KV memory that moves is not followed (0.33)."""
+        return False
+
+    def shutdown(self) -> None:
+        """Ends what is under way, with a deadline."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    # -- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Where KV lies in this worker."""
+        self._of_worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Hands the step's loads to threads."""
+        is_idle = getattr(forward_context, "attn_metadata", None) is None
+        self._of_worker.begin_loads(self._orders, is_idle=is_idle)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads have ended before a request is computed."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Whole blocks are saved, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Begins saves and does not wait: their blocks are retained by the scheduler."""
+        self._of_worker.begin_saves(self._orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that have ended, and those of several groups that miss blocks."""
+        self._ended = self._of_worker.take_loads()
+        return KVConnectorTransferResults(finished_recving=self._ended.requests, failed_recving=self._ended.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """As get_transfer_results, for callers that ask in two parts."""
+        return None, self.get_transfer_results(finished_req_ids).finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of one group that do not hold what they should."""
+        blocks, self._ended.blocks = self._ended.blocks, set()
+        return blocks
+
+    def build_connector_worker_meta(self) -> Done | None:
+        """Saves that have ended."""
+        return self._of_worker.take_saves()
+
+    # -- scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Whose blocks are retained while they are saved."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._of_scheduler.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Any) -> None:
+        """The lookup begins here, before the scheduler asks."""
+        self._of_scheduler.begin(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """What tierd has beyond vLLM's own hit; None: not known yet."""
+        tokens = self._of_scheduler.match(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """From memory or from a store."""
+        return sources_of(self._of_scheduler.sources(request, num_external_tokens))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """There are blocks to load into."""
+        if num_external_tokens:
+            self._of_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The step's loads and saves."""
+        return self._of_scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers have ended."""
+        self._of_scheduler.reported(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As request_finished_all_groups, of one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks may go at once: what is being saved is retained by the pool's own count."""
+        self._of_scheduler.finished(request, block_ids)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for saves gives blocks back."""
+        return self._of_scheduler.is_retaining
+
+    def has_pending_push_work(self) -> bool:
+        """Saves end with a step."""
+        return self._of_scheduler.is_retaining
+
+    def reset_cache(self) -> bool | None:
+        """The engine no longer finds what was stored before."""
+        self._of_scheduler.forget()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """None: the daemon knows what it holds (tierd.integrations.events)."""
+        return ()
+
+    # -- metrics
+
+    def get_kv_connector_stats(self) -> TierdStats | None:
+        """Counts since the last step."""
+        side = self._scheduler or self._worker
+        counts = side.take_counts() if side else None
+        return TierdStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierdStats:
+        """As they come from another process."""
+        return TierdStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> TierdMetrics:
+        """For vLLM's Prometheus endpoint."""
+        return TierdMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- inside
+
+    @property
+    def _of_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "vLLM asks the scheduler's side of a worker"
+        return self._scheduler
+
+    @property
+    def _of_worker(self) -> WorkerSide:
+        assert self._worker is not None, "vLLM asks the worker's side of the scheduler"
+        return self._worker
+
+    @property
+    def _orders(self) -> Orders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        return orders
+
+
+def _warn_of_policy(policy: str) -> None:
+    if policy != "recompute":
+        logger.warning_once(
+            "kv_load_failure_policy is %r: a block that tierd loses while it is loaded fails its request. "
+            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it computed instead.',
+            policy,
+        )

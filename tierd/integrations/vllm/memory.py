@@ -1,0 +1,80 @@
+"""vLLM's KV memory, a block at a time: where each layer's part of a block lies.
+
+Purpose: pieces for the store, one a layer, as long runs of bytes. Non-purpose: knowing what they mean. Invariants: nothing is assumed of the order of axes,
+only strides are read; a piece's bytes are in the order in which they lie in memory, and the layout's name is in the namespace; layers follow in the
+group's own order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierd.errors import Unsupported
+from tierd.integrations.pieces import Piece, piece_bytes
+from tierd.integrations.vllm.spaces import block_bytes
+
+
+class KVMemory:
+    """caches: layer -> tensor with blocks first, as vLLM registers them; kv: the KVCacheConfig. Raises Unsupported for tensors that are not what the
+    configuration says."""
+
+    def __init__(self, caches: Mapping[str, Any], kv: Any) -> None:
+        self._groups = [
+            [_Layer(caches[name], kv.num_blocks) for name in group.layer_names] for group in kv.kv_cache_groups
+        ]
+        self.is_on_device = any(layer.is_on_device for layers in self._groups for layer in layers)
+        for index, group in enumerate(kv.kv_cache_groups):
+            found, said = sum(map(piece_bytes, self.pieces(index, 0))), block_bytes(group)
+            if found != said:
+                raise Unsupported(
+                    f"vllm: a block of group {index} has {found} bytes in memory, {said} in vLLM's own books; this layout is not known to tierd"
+                )
+
+    def pieces(self, group: int, block: int) -> list[Piece]:
+        """A block of the group, a piece a layer."""
+        return [layer.piece(block) for layer in self._groups[group]]
+
+
+class _Layer:
+    """One tensor: blocks, or kernels' blocks of which so many are one of vLLM's."""
+
+    def __init__(self, tensor: Any, blocks: int) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % blocks:
+            shape = tuple(getattr(tensor, "shape", ()))
+            raise Unsupported(
+                f"vllm: KV memory of shape {shape} for {blocks} blocks; TierdConnector keeps attention only: use TierdTier"
+            )
+        self._parts = tensor.shape[0] // blocks
+        tensor = tensor.squeeze(tuple(axis for axis in range(1, tensor.dim()) if tensor.shape[axis] == 1))
+        order = sorted(range(1, tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
+        self._ordered = tensor.permute(0, *order)
+        self._rows = _rows(self._ordered, blocks, self._parts)
+        self.is_on_device = tensor.device.type != "cpu"
+
+    def piece(self, block: int) -> Piece:
+        """Its bytes of a block."""
+        if self._rows is not None:
+            return self._rows[block]
+        return self._ordered[block * self._parts : (block + 1) * self._parts]
+
+
+def _rows(ordered: Any, blocks: int, parts: int) -> Any:
+    """uint8 [blocks, bytes] over the same memory (numpy where it is the host's), or None if a block's bytes do not lie together."""
+    shape, strides = list(ordered.shape[1:]), list(ordered.stride()[1:])
+    length = math.prod(shape)
+    if strides != _dense(shape) or (parts > 1 and ordered.stride(0) != length):
+        return None
+    size = ordered.element_size()
+    rows = torch.empty(0, dtype=torch.uint8, device=ordered.device)
+    start, step = ordered.storage_offset() * size, ordered.stride(0) * parts * size
+    rows.set_(ordered.untyped_storage(), start, (blocks, length * parts * size), (step, 1))
+    return rows.numpy() if ordered.device.type == "cpu" else rows
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    """Strides of an array without gaps."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

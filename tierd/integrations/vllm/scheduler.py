@@ -1,0 +1,281 @@
+"""The connector in vLLM's scheduler: what tierd has of a request, which blocks are loaded, which are saved, which must not be reused yet.
+
+Purpose: decisions, from vLLM's own hashes and block ids. Non-purpose: KV bytes (worker.py). Invariants: one lookup a request, made by a thread; the scheduler
+waits for it lookup_grace_s at most, and asks again with later steps until the lookup's own deadline, after which it is a miss; what is claimed is asked of
+match.claim, once a request; a block that is being saved is retained in vLLM's pool until every worker has reported, so that neither the end of a request, nor
+its preemption, nor a sliding window gives it to another one; the blocks retained are bounded.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tierd.client import Found, OpenedNamespace
+from tierd.integrations.courier import Courier
+from tierd.integrations.match import Match, claim
+from tierd.integrations.store import EngineStore
+from tierd.integrations.vllm.options import ConnectorOptions
+from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
+from tierd.integrations.vllm.spaces import Space, facts_of, is_replicated, spaces_of, step_tokens
+from tierd.integrations.vllm.stats import medium_of
+
+END_S = 2.0
+"""What a shutdown waits for lookups in flight."""
+
+
+@dataclass
+class Entry:
+    """What is known of a request. found: None until the lookup has ended; computed: tokens that vLLM had when a match was claimed; is_spent: it was told of a
+    match once; is_loading: its blocks do not hold yet what they will; saved: per group, blocks from the first on that are stored or were handed to a save."""
+
+    request: Any
+    until: float = 0.0
+    life: int = 0
+    found: Found | None = None
+    computed: int = 0
+    is_spent: bool = False
+    is_loading: bool = False
+    saved: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """config: VllmConfig; kv: KVCacheConfig. One thread calls it. Raises Unsupported, ConfigError."""
+
+    def __init__(self, config: Any, kv: Any, options: ConnectorOptions) -> None:
+        self._config, self._kv, self._options = config, kv, options
+        self._salt = ""
+        self._spaces = spaces_of(config, kv, options)
+        self._opened: dict[int, OpenedNamespace] = {}
+        self._store = EngineStore(options, facts_of(config, kv, role="scheduler"))
+        self._courier: Courier[tuple[str, int], Found] = Courier("tierd-lookup", threads=1, limit=options.queue_limit)
+        self._ranks = 1 if is_replicated(kv) else config.parallel_config.tensor_parallel_size
+        self._entries: dict[str, Entry] = {}
+        self._orders = Orders()
+        self._retained: dict[int, list[Any]] = {}
+        self._ended: Counter[int] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._cache: Any = None
+        self._number = 0
+        self._has_begun = False
+
+    def bind(self, cache: Any) -> None:
+        """vLLM's KVCacheManager."""
+        self._cache = cache
+
+    # -- lookups
+
+    def begin(self, request: Any) -> Entry:
+        """A request is new, was preempted, or its first answer is no longer true: looks it up."""
+        self._begin_hashes()
+        entry = Entry(request, life=request.num_preemptions, saved=[0] * len(self._spaces))
+        self._entries[request.request_id] = entry
+        tokens = (request.num_tokens - 1) // step_tokens(self._spaces) * step_tokens(self._spaces)
+        names = [space.names(request.block_hashes, tokens=tokens) for space in self._spaces]
+        entry.until = time.monotonic() + 2 * self._options.lookup_timeout_s
+        key = (request.request_id, entry.life)
+        if tokens == 0 or not self._courier.submit(key, partial(self._look, self._spaces, names)):
+            entry.found = Found()
+        return entry
+
+    def match(self, request: Any, computed: int) -> int | None:
+        """Tokens beyond `computed` to load; None: not known yet."""
+        entry = self._entries.get(request.request_id)
+        is_new = entry is None or entry.life != request.num_preemptions
+        entry = self.begin(request) if entry is None or is_new else entry
+        if entry.is_spent:
+            return 0
+        if entry.found is None and not self._await(entry, grace_s=self._options.lookup_grace_s):
+            return None
+        assert entry.found is not None
+        seen = Match(entry.found.tokens, computed, request.num_tokens, entry.found.tier_tokens)
+        entry.computed = computed
+        return claim(seen, tokens_per_block=step_tokens(self._spaces), least_tokens=self._options.least_load_tokens)
+
+    def sources(self, request: Any, tokens: int) -> dict[str, int]:
+        """Of tokens that are loaded, how many from which tier, by its name; to be asked right after `allocated`."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.found is None or not entry.found.tier_of:
+            return {}
+        at, space = next(((at, space) for at, space in enumerate(self._spaces) if not space.need), (0, self._spaces[0]))
+        part = slice(entry.computed // space.tokens, (entry.computed + tokens) // space.tokens)
+        tiers = np.asarray(entry.found.tier_of[at])[0, part]
+        names = self._store.tiers
+        counts = Counter(names[int(tier)] if 0 <= tier < len(names) else "" for tier in tiers)
+        return {name: blocks * space.tokens for name, blocks in counts.items()}
+
+    # -- a step
+
+    def allocated(self, request: Any, ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM has blocks for so many tokens that are to be loaded."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or not tokens:
+            return
+        entry.is_spent = entry.is_loading = True
+        for tier, count in self.sources(request, tokens).items():
+            self._counts[f"hit_tokens_{medium_of(tier)}"] += count
+        total = entry.computed + tokens
+        loads = []
+        for space, of_group in zip(self._spaces, ids, strict=True):
+            first, stop = entry.computed // space.tokens, total // space.tokens
+            loads.append(GroupLoad(space.names(request.block_hashes, tokens=total), first, tuple(of_group[first:stop])))
+        entry.saved = [total // space.tokens for space in self._spaces]
+        self._orders.loads.append(Load(request.request_id, tuple(loads)))
+
+    def orders(self, output: Any) -> Orders:
+        """What the workers do with this step's SchedulerOutput."""
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                self._save(entry, self._cache.get_block_ids(request_id), computed.get(request_id, 0) + tokens)
+        orders, self._orders = self._orders, Orders()
+        orders.spaces = self._spaces if orders.loads or orders.saves else ()
+        return orders
+
+    def finished(self, request: Any, ids: Sequence[Sequence[int]]) -> None:
+        """Saves what the last steps completed; its blocks may go back at once, those being saved are retained."""
+        entry = self._entries.pop(request.request_id, None)
+        if entry is not None and not entry.is_loading:
+            self._save(entry, ids, request.num_computed_tokens - request.num_output_placeholders)
+
+    def reported(self, output: Any) -> None:
+        """A step's KVConnectorOutput: gives back what has been saved, and saves anew what could not be loaded."""
+        done = output.kv_connector_worker_meta
+        if isinstance(done, Done):
+            for number, workers in done.saves.items():
+                self._ended[number] += workers
+                if self._ended[number] >= self._config.parallel_config.world_size:
+                    self._release(number)
+        has_failed = bool(output.invalid_block_ids or output.failed_recving)
+        for request_id in output.finished_recving or ():
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                entry.is_loading = False
+                entry.saved = [0] * len(self._spaces) if has_failed else entry.saved
+
+    @property
+    def is_retaining(self) -> bool:
+        """Whether blocks are kept from reuse until a save ends, or a save waits for a step."""
+        return bool(self._retained)
+
+    def forget(self) -> None:
+        """What was stored so far is no longer to be found by this engine, whose weights may have changed."""
+        self._salt = secrets.token_hex(16)
+        self._spaces, self._opened = spaces_of(self._config, self._kv, self._options, salt=self._salt), {}
+        for entry in list(self._entries.values()):
+            if not entry.is_spent:
+                self.begin(entry.request)
+
+    def take_counts(self) -> Counter[str]:
+        """Since the last time."""
+        counts, self._counts = self._store.take_counts() + self._counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        """Ends the session."""
+        self._courier.close(timeout_s=END_S)
+        self._store.close()
+
+    # -- inside
+
+    def _begin_hashes(self) -> None:
+        """vLLM chooses what its hashes begin with after it made the connector, and before the first request."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._spaces = spaces_of(self._config, self._kv, self._options)
+            self._store.introduce(facts_of(self._config, self._kv, role="scheduler"))
+
+    def _look(self, spaces: tuple[Space, ...], names: Sequence[tuple[bytes, ...]]) -> Found:
+        """In the courier's thread."""
+        opened = [self._space(space) for space in spaces]
+        ranks = tuple(range(self._ranks))
+        return self._store.lookup(
+            [space.group(at, of_group, ranks=ranks) for space, at, of_group in zip(spaces, opened, names, strict=True)]
+        )
+
+    def _space(self, space: Space) -> OpenedNamespace:
+        found = self._opened.get(space.index)
+        if found is None or found.spec != space.spec or not found.is_open:
+            found = self._opened[space.index] = self._store.open(space.spec)
+        return found
+
+    def _await(self, entry: Entry, *, grace_s: float) -> bool:
+        """Whether the request's lookup has ended, one way or another."""
+        self._collect()
+        if entry.found is None and grace_s > 0:
+            self._courier.await_any(timeout_s=grace_s)
+            self._collect()
+        if entry.found is None and time.monotonic() > entry.until:
+            entry.found = Found()
+        return entry.found is not None
+
+    def _collect(self) -> None:
+        for outcome in self._courier.finished():
+            request_id, life = outcome.key
+            entry = self._entries.get(request_id)
+            if entry is not None and entry.life == life and entry.found is None:
+                entry.found = outcome.value or Found()
+                if not entry.is_spent:
+                    entry.saved = self._blocks_found(entry.found)
+
+    def _blocks_found(self, found: Found) -> list[int]:
+        """Per group, blocks from the first on that need no saving: what a window needs none of may not be there."""
+        return [found.tokens // space.tokens if not space.need else 0 for space in self._spaces]
+
+    def _save(self, entry: Entry, ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """Orders saves of all blocks that are full once so many tokens are computed, and retains them."""
+        request = entry.request
+        if not self._options.save_generated:
+            tokens = min(tokens, request.num_prompt_tokens)
+        for at, space in enumerate(self._spaces):
+            full = min(space.blocks(request.block_hashes, tokens=tokens), len(ids[at]))
+            if full <= entry.saved[at]:
+                continue
+            names = space.names(request.block_hashes, tokens=tokens)
+            for start, stop in _runs(ids[at], entry.saved[at], full):
+                if not self._retain(ids[at][start:stop]):
+                    return
+                before = names[start - 1] if start else b""
+                save = Save(self._number, at, start, before, names[start:stop], tuple(ids[at][start:stop]))
+                self._orders.saves.append(save)
+            entry.saved[at] = full
+
+    def _retain(self, ids: Sequence[int]) -> bool:
+        """Numbers a save, unless too many blocks are retained already."""
+        pool = self._cache.block_pool
+        if sum(map(len, self._retained.values())) + len(ids) > self._options.retained_share * pool.num_gpu_blocks:
+            return False
+        blocks = [pool.blocks[i] for i in ids]
+        pool.touch(blocks)
+        self._number += 1
+        self._retained[self._number] = blocks
+        return True
+
+    def _release(self, number: int) -> None:
+        del self._ended[number]
+        blocks = self._retained.pop(number, None)
+        if blocks:
+            self._cache.block_pool.free_blocks(reversed(blocks))
+
+
+def _runs(ids: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
+    """Stretches of [start, stop) without a null block."""
+    runs: list[tuple[int, int]] = []
+    for i in range(start, stop):
+        if ids[i] == NULL_BLOCK:
+            continue
+        if runs and runs[-1][1] == i:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+    return runs

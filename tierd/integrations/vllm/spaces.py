@@ -1,0 +1,178 @@
+"""vLLM's KV cache groups as namespaces: what decides whether two blocks of equal hash hold equal bytes.
+
+Purpose: one NamespaceSpec a group, and what of a group must be there to serve N tokens. Non-purpose: where blocks lie (memory.py). Invariants: whatever
+changes a block's bytes, or what vLLM's hash of it means, is in the namespace; tokens, `cache_salt`, LoRA adapters and pictures are in vLLM's hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import (
+    KVCacheSpecKind,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+
+from tierd.client import Group, NamespaceSpec, OpenedNamespace
+from tierd.core.model import Need
+from tierd.errors import Unsupported
+from tierd.integrations.facts import EngineFacts
+from tierd.integrations.vllm.options import ConnectorOptions
+
+WHOLE = (
+    KVCacheSpecKind.FULL_ATTENTION,
+    KVCacheSpecKind.MLA_ATTENTION,
+    KVCacheSpecKind.SINK_FULL_ATTENTION,
+    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION,
+)
+"""Kinds of which every block is asked for."""
+WINDOWS = (KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.SLIDING_WINDOW_MLA)
+REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
+"""Kinds that every tensor parallel rank holds whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Of one group: its number in vLLM, its namespace, and what must be there of it. hashes_per_block: of vLLM's block hashes."""
+
+    index: int
+    spec: NamespaceSpec
+    need: Need = Need.PREFIX
+    need_tokens: int = 0
+    hashes_per_block: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a block."""
+        return self.spec.tokens_per_block
+
+    def blocks(self, hashes: Sequence[bytes], *, tokens: int) -> int:
+        """Blocks that have a name and end within so many tokens."""
+        return min(len(hashes) // self.hashes_per_block, tokens // self.tokens)
+
+    def names(self, hashes: Sequence[bytes], *, tokens: int) -> tuple[bytes, ...]:
+        """vLLM's own names of these blocks: a block's is that of the last piece that vLLM hashed of it."""
+        size = self.hashes_per_block
+        return tuple(hashes[size - 1 : self.blocks(hashes, tokens=tokens) * size : size])
+
+    def group(self, opened: OpenedNamespace, names: Sequence[bytes], *, ranks: tuple[int, ...]) -> Group:
+        """To be found or loaded; without hashes while there is no daemon."""
+        return Group(opened, opened.fold(names), ranks=ranks, need=self.need, need_tokens=self.need_tokens)
+
+
+def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = "") -> tuple[Space, ...]:
+    """One of each group of a KVCacheConfig. salt: more that divides. Raises Unsupported for what tierd does not keep."""
+    check_supported(config, kv)
+    words = _words(config, kv) | {"salt": salt}
+    hash_tokens = kv.hash_block_size or min(group.kv_cache_spec.block_size for group in kv.kv_cache_groups)
+    return tuple(
+        _space(config, (index, group), options, words=words, hash_tokens=hash_tokens)
+        for index, group in enumerate(kv.kv_cache_groups)
+    )
+
+
+def check_supported(config: Any, kv: Any) -> None:
+    """Raises Unsupported, before anything is stored, for what would not come back as it was."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise Unsupported(
+            f"vllm: pipeline_parallel_size {parallel.pipeline_parallel_size}, decode_context_parallel_size {parallel.decode_context_parallel_size}; "
+            "TierdConnector keeps blocks of tensor parallel ranks only: set both to 1, or use TierdTier"
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise Unsupported(
+            "vllm: calculate_kv_scales makes scales that live in one process only; use a checkpoint that has them"
+        )
+    kinds = {get_kv_cache_spec_kind(group.kv_cache_spec) for group in kv.kv_cache_groups}
+    if unknown := kinds - {*WHOLE, *WINDOWS}:
+        names = ", ".join(sorted(kind.value for kind in unknown))
+        raise Unsupported(f"vllm: KV cache groups of kind {names}; TierdConnector keeps attention only: use TierdTier")
+
+
+def block_bytes(group: Any) -> int:
+    """Bytes of a block of all the group's layers on one rank."""
+    spec, names = group.kv_cache_spec, group.layer_names
+    layers = (
+        [spec.kv_cache_specs[name] for name in names]
+        if isinstance(spec, UniformTypeKVCacheSpecs)
+        else [spec] * len(names)
+    )
+    return sum(int(layer.real_page_size_bytes) for layer in layers)
+
+
+def is_replicated(kv: Any) -> bool:
+    """Whether every rank holds the same KV, so that one stores it for all."""
+    return all(get_kv_cache_spec_kind(group.kv_cache_spec) in REPLICATED for group in kv.kv_cache_groups)
+
+
+def step_tokens(spaces: Sequence[Space]) -> int:
+    """Tokens at whose multiples all groups' blocks end."""
+    return max(space.tokens for space in spaces)
+
+
+def facts_of(config: Any, kv: Any, *, role: str, rank: int = 0) -> EngineFacts:
+    """What `tierctl engines` shows."""
+    transfer, cache = config.kv_transfer_config, config.cache_config
+    return EngineFacts(
+        engine="vllm",
+        version=vllm.__version__,
+        face="TierdConnector",
+        model=config.model_config.model,
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=kv_cache_utils.get_none_hash_seed(),
+        tokens_per_block="/".join(str(group.kv_cache_spec.block_size) for group in kv.kv_cache_groups),
+        dtype=_dtype(config),
+        layout=str(kv.kv_cache_layout or ""),
+        ranks=f"{rank}/{config.parallel_config.tensor_parallel_size}",
+        role=role,
+        load_failure_policy=transfer.kv_load_failure_policy,
+    )
+
+
+def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, words: Any, hash_tokens: int) -> Space:
+    index, spec = group[0], group[1].kv_cache_spec
+    kind, window = get_kv_cache_spec_kind(spec), get_kv_cache_spec_sliding_window(spec)
+    words = words | {"spec": str(spec), "layers": list(group[1].layer_names)}
+    tp = config.parallel_config.tensor_parallel_size
+    named = NamespaceSpec(
+        model=options.model or config.model_config.model,
+        weights_digest=options.weights_digest,
+        tokens_per_block=spec.block_size,
+        block_bytes=block_bytes(group[1]),
+        group=f"{index}:{kind.value}",
+        salt=hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest(),
+        rank_count=1 if kind in REPLICATED else tp,
+    )
+    size = max(1, spec.block_size // hash_tokens)
+    if kind in WINDOWS and window and window > 1:
+        return Space(index, named, Need.LAST_TOKENS, window - 1, hashes_per_block=size)
+    return Space(index, named, hashes_per_block=size)
+
+
+def _words(config: Any, kv: Any) -> dict[str, Any]:
+    """What else decides a block's bytes, or what its hash means."""
+    model, cache = config.model_config, config.cache_config
+    return {
+        "face": "TierdConnector",
+        "release": ".".join(vllm.__version__.split(".")[:2]),
+        "revision": model.revision,
+        "quantization": str(model.quantization),
+        "dtype": _dtype(config),
+        "layout": kv.kv_cache_layout,
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex(),
+    }
+
+
+def _dtype(config: Any) -> str:
+    """Of the model and of its KV."""
+    return f"{config.model_config.dtype}/{config.cache_config.cache_dtype}".replace("torch.", "")

@@ -1,0 +1,92 @@
+"""What the connector counts, for vLLM's logs and its Prometheus endpoint.
+
+Purpose: sums of a step's counts over workers and steps. Non-purpose: counting (tierd.integrations.store). Invariant: names are those of COUNTERS, others
+are not shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "lookups": "Lookups sent to tierd",
+    "lookup_tokens": "Tokens that lookups found in tierd",
+    "hit_tokens_host": "Prompt tokens loaded from tierd's memory",
+    "hit_tokens_disk": "Prompt tokens loaded from tierd's stores",
+    "loads": "Loads from tierd",
+    "loaded_blocks": "Blocks loaded from tierd",
+    "loaded_bytes": "Bytes loaded from tierd",
+    "failed_loads": "Loads that ended in an error",
+    "saves": "Saves to tierd",
+    "saved_blocks": "Blocks stored in tierd, those that it had already included",
+    "saved_bytes": "Bytes copied to tierd",
+    "dropped_blocks": "Blocks that were not stored, for want of room or of a daemon",
+    "failed_saves": "Saves that ended in an error",
+}
+
+
+@dataclass
+class TierdStats(KVConnectorStats):
+    """data: name of COUNTERS -> amount."""
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TierdStats:
+        """Sums, in place."""
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """As the log shows it."""
+        return {name: self.data[name] for name in COUNTERS if name in self.data}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
+
+
+class TierdMetrics(KVConnectorPromMetrics):
+    """`vllm:tierd_<name>` per engine."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[prometheus_client.Counter]
+        self._counters = {
+            name: {
+                engine: made.labels(*labels)
+                for made in [counter(f"vllm:tierd_{name}", documentation=text, labelnames=labelnames)]
+                for engine, labels in per_engine_labelvalues.items()
+            }
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds what an engine's step counted."""
+        for name, amount in transfer_stats_data.items():
+            if name in self._counters and amount:
+                self._counters[name][engine_idx].inc(amount)
+
+
+def medium_of(tier: str) -> str:
+    """host or disk, of a tier's name."""
+    return "host" if tier.startswith(("host", "device")) else "disk"
+
+
+def sources_of(tokens: Mapping[str, int]) -> dict[Any, int]:
+    """Tokens by tier, as vLLM names sources; {} on a release that does not."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
+    except ImportError:  # 0.31
+        return {}
+    sources: Counter[Any] = Counter()
+    for tier, count in tokens.items():
+        sources[CacheHitSource.HOST if medium_of(tier) == "host" else CacheHitSource.DISK] += count
+    return dict(sources)

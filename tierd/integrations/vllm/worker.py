@@ -1,0 +1,176 @@
+"""The connector in vLLM's workers: KV bytes between vLLM's blocks and tierd's pages.
+
+Purpose: carries out Orders in threads. Non-purpose: deciding what. Invariants: nothing here waits for the daemon but shutdown, which has a deadline; an engine
+with nothing else to do waits load_grace_s a step for loads; each load is reported once, with every block that does not hold what it should; each save is
+reported once, when its blocks are no longer read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tierd.client import OpenedNamespace, PutGroup
+from tierd.core.model import ROOT
+from tierd.errors import TierdError
+from tierd.integrations.courier import Courier
+from tierd.integrations.pieces import Pieces
+from tierd.integrations.store import EngineStore, Loaded
+from tierd.integrations.vllm.memory import KVMemory
+from tierd.integrations.vllm.options import ConnectorOptions
+from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
+from tierd.integrations.vllm.spaces import Space, check_supported, facts_of, is_replicated
+
+END_S = 10.0
+"""What a shutdown waits for transfers in flight."""
+
+
+@dataclass
+class Ended:
+    """Loads since the last report. requests: all; failed: those of them that miss blocks; blocks: those blocks, where vLLM can be told of them."""
+
+    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+
+
+class WorkerSide:
+    """config: VllmConfig; kv: KVCacheConfig; rank: of this worker. Raises Unsupported, ConfigError."""
+
+    def __init__(self, config: Any, kv: Any, options: ConnectorOptions, *, rank: int) -> None:
+        check_supported(config, kv)
+        self._kv, self._options = kv, options
+        self._is_replicated = is_replicated(kv)
+        self._rank = 0 if self._is_replicated else rank
+        self._is_writer = rank == 0 or not self._is_replicated
+        self._store = EngineStore(options, facts_of(config, kv, role="worker", rank=rank))
+        self._loading: Courier[Load, list[int]] = Courier(
+            "tierd-load", threads=options.threads, limit=options.queue_limit
+        )
+        self._saving: Courier[int, int] = Courier("tierd-save", threads=1, limit=options.queue_limit)
+        self._opened: dict[int, OpenedNamespace] = {}
+        self._memory: KVMemory | None = None
+        self._refused: list[Load] = []
+        self._saved: list[int] = []
+        self._is_idle = False
+        self._blocks: set[int] = set()
+
+    def register(self, caches: Any) -> None:
+        """vLLM's KV memory, by layer."""
+        self._memory = KVMemory(caches, self._kv)
+
+    def begin_loads(self, orders: Orders, *, is_idle: bool) -> None:
+        """is_idle: the step computes nothing."""
+        self._is_idle = is_idle
+        for load in orders.loads:
+            if not self._loading.submit(load, partial(self._load, orders.spaces, load)):
+                self._refused.append(load)
+
+    def begin_saves(self, orders: Orders) -> None:
+        """The step's KV is written, or will be once the device has come so far."""
+        ready = _when_written() if orders.saves and self._memory and self._memory.is_on_device else None
+        for save in orders.saves:
+            work = partial(self._save, orders.spaces[save.group], save, ready)
+            if not self._is_writer or not self._saving.submit(save.number, work):
+                self._saved.append(save.number)
+
+    def take_loads(self) -> Ended:
+        """What has ended; waits a little if there is nothing else to do."""
+        if self._is_idle and not self._refused:
+            self._loading.await_any(timeout_s=self._options.load_grace_s)
+        ended = Ended()
+        for outcome in self._loading.finished():
+            self._note(ended, outcome.key, _all_of(outcome.key) if outcome.value is None else outcome.value)
+        for load in self._refused:
+            self._note(ended, load, _all_of(load))
+        self._refused = []
+        return ended
+
+    def take_saves(self) -> Done | None:
+        """Numbers of saves that have ended, well or not."""
+        numbers = self._saved + [outcome.key for outcome in self._saving.finished()]
+        self._saved = []
+        return Done(dict.fromkeys(numbers, 1)) if numbers else None
+
+    def take_counts(self) -> Counter[str]:
+        """Since the last time."""
+        return self._store.take_counts()
+
+    def close(self) -> None:
+        """Lets transfers end, then the session."""
+        self._loading.close(timeout_s=END_S)
+        self._saving.close(timeout_s=END_S)
+        self._store.close()
+        self._memory = None
+
+    # -- in threads
+
+    def _load(self, spaces: Sequence[Space], load: Load) -> list[int]:
+        """vLLM's ids of wanted blocks that could not be filled."""
+        groups = [
+            space.group(self._space(space), part.names, ranks=(self._rank,))
+            for space, part in zip(spaces, load.groups, strict=True)
+        ]
+        loaded = self._store.load(groups, [self._targets(at, part) for at, part in enumerate(load.groups)])
+        return [block for at, part in enumerate(load.groups) for block in _missing(part, loaded, at)]
+
+    def _save(self, space: Space, save: Save, ready: Any) -> int:
+        if ready is not None:
+            ready.synchronize()
+        opened = self._space(space)
+        hashes = opened.fold(save.names)
+        if not len(hashes):
+            return 0
+        parent = opened.fold([save.before])[0].tobytes() if save.before else ROOT
+        group = PutGroup(opened, hashes, rank=self._rank, parent=parent, position=save.position)
+        return self._store.save(group, [self._pieces(save.group, block) for block in save.ids])
+
+    def _space(self, space: Space) -> OpenedNamespace:
+        found = self._opened.get(space.index)
+        if found is None or found.spec != space.spec or not found.is_open:
+            found = self._opened[space.index] = self._store.open(space.spec)
+        return found
+
+    def _targets(self, group: int, part: GroupLoad) -> list[Pieces | None]:
+        wanted = [None if block == NULL_BLOCK else self._pieces(group, block) for block in part.ids]
+        return [None] * part.first + wanted
+
+    def _pieces(self, group: int, block: int) -> Pieces:
+        if self._memory is None:
+            raise TierdError("vllm: no KV memory is registered; this worker was shut down")
+        return self._memory.pieces(group, block)
+
+    # -- reports
+
+    def _note(self, ended: Ended, load: Load, missing: Sequence[int]) -> None:
+        """vLLM takes blocks that are bad only where they are of one group; of several, the whole request."""
+        ended.requests.add(load.request)
+        if missing and len(load.groups) > 1:
+            ended.failed.add(load.request)
+        elif missing:
+            ended.blocks.update(missing)
+
+
+def _missing(part: GroupLoad, loaded: Loaded, group: int) -> list[int]:
+    """Wanted blocks outside of what was copied and is good."""
+    good = loaded.good[group] if group < len(loaded.good) else 0
+    first = loaded.first[group] if group < len(loaded.first) else 0
+    return [
+        block for i, block in enumerate(part.ids, start=part.first) if block != NULL_BLOCK and not first <= i < good
+    ]
+
+
+def _all_of(load: Load) -> list[int]:
+    return [block for part in load.groups for block in part.ids if block != NULL_BLOCK]
+
+
+def _when_written() -> Any:
+    """An event of the device's current stream, after all that the step has begun."""
+    import torch  # noqa: PLC0415
+
+    event = torch.cuda.Event()
+    event.record()
+    return event
