@@ -28,11 +28,12 @@ SAVE_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """tokens: served and copied, of all groups; good: per group, how many of its blocks, counted from the first one asked for; tier_tokens: by the
-    position of the tier where they were found."""
+    """tokens: served and copied, of all groups; good: per group, how many of its blocks, counted from the first one asked for; first: per group, how many
+    of these its need passes over, which were not copied; tier_tokens: by the position of the tier where they were found."""
 
     tokens: int = 0
     good: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
     tier_tokens: tuple[int, ...] = ()
 
 
@@ -101,6 +102,12 @@ class EngineStore:
         self._count(saves=1, saved_blocks=stored, dropped_blocks=len(group.hashes) - stored)
         return stored
 
+    def take_counts(self) -> Counter[str]:
+        """What was counted since the last time; `counts` begins anew."""
+        with self._turn:
+            taken, self.counts = self.counts, Counter()
+        return +taken
+
     def close(self) -> None:
         """Ends the session."""
         self._client.close()
@@ -146,11 +153,12 @@ def _copy_groups(lease: Lease, targets: Sequence[Sequence[Pieces | None]]) -> li
 def _checked(lease: Lease, copied: Sequence[int]) -> Loaded:
     """What was still there after it had been copied."""
     good = lease.check()
+    first = tuple(group.first for group in lease.groups)
     whole = good >= max((group.count for group in lease.groups), default=0)
     if whole:
-        return Loaded(lease.tokens, tuple(copied), lease.tier_tokens)
+        return Loaded(lease.tokens, tuple(copied), first, lease.tier_tokens)
     if len(lease.groups) == 1:
-        return Loaded(lease.tokens_of(good), (lease.groups[0].first + good,), lease.tier_tokens)
+        return Loaded(lease.tokens_of(good), (lease.groups[0].first + good,), first, lease.tier_tokens)
     return Loaded(good=(0,) * len(lease.groups))
 
 
