@@ -29,6 +29,7 @@ from tierd.settings import (
     TIER_SECTIONS,
     Config,
     DeviceConfig,
+    EventsConfig,
     HostConfig,
     IdentityConfig,
     MoverConfig,
@@ -40,6 +41,7 @@ from tierd.units import format_bytes
 __all__ = [
     "Config",
     "DeviceConfig",
+    "EventsConfig",
     "HostConfig",
     "IdentityConfig",
     "MoverConfig",
@@ -129,6 +131,7 @@ def check(config: Config) -> None:
     """Refuses what cannot work, before anything opens. Raises ConfigError with thing, fault, value, limit and remedy."""
     _check_server(config.server)
     _check_identity(config.identity)
+    _check_events(config.events)
     if not config.host and not config.device:
         _refuse("host", "no tier of memory is configured; add a [[host]] table")
     if config.nvme and not config.host:
@@ -209,6 +212,17 @@ def _check_listener(name: str, address: str) -> None:
         _refuse(name, str(error))
     if host != "localhost" and not _is_loopback(host):
         _refuse(name, f"{host} is not a loopback address; use 127.0.0.1, or reach it from elsewhere through a tunnel")
+
+
+def _check_events(events: EventsConfig) -> None:
+    for name, address in (("bind", events.bind), ("replay_bind", events.replay_bind)):
+        if not address.startswith(("tcp://", "ipc://")) and (address or name == "bind"):
+            _refuse(
+                f"events.{name}",
+                f"{address!r} is neither tcp://host:port nor ipc://path; write for example tcp://127.0.0.1:5557",
+            )
+    if events.bind == events.replay_bind:
+        _refuse("events.replay_bind", f"{events.bind} is events.bind already; give it an address of its own")
 
 
 def _is_loopback(host: str) -> bool:

@@ -296,6 +296,40 @@ class ScrubConfig:
 
 
 @dataclass(frozen=True, config=_CLOSED)
+class EventsConfig:
+    """KV events: routers are told which tier holds which of an engine's blocks. Who can connect learns the tokens of every tenant."""
+
+    enabled: bool = _key(False, "Publish them. Needs pyzmq: pip install 'tierd[events]'.", unit="")
+    bind: str = _key(
+        "tcp://127.0.0.1:5557",
+        "Where subscribers connect: tcp://host:port, or ipc://path, whose file only its owner can open. Nothing is encrypted and nobody is asked who he is.",
+        unit="address",
+    )
+    replay_bind: str = _key(
+        "tcp://127.0.0.1:5558", "Where they ask for messages that they have missed. Empty: nowhere.", unit="address"
+    )
+    topic: str = _key("", 'First frame of each message; llm-d wants "kv@<pod>@<model>".', unit="text")
+    format: Literal["map", "array"] = _key("map", 'How an event is written: as vLLM does now, or as it did ("array").')
+    hashes: Literal["int", "bytes"] = _key(
+        "int", "A block's hash: the last eight bytes of the engine's as an integer, or all of them."
+    )
+    buffer: int = _key(
+        10000,
+        "Messages kept for replays, 64 MiB of them at most.",
+        unit="messages",
+        least=1,
+        most=10**6,
+    )
+    blocks: int = _key(
+        262144,
+        "Blocks that routers know of at one time, about 1 KiB of memory each; beyond it the oldest are told as removed, though they are held.",
+        unit="blocks",
+        least=1,
+        most=10**7,
+    )
+
+
+@dataclass(frozen=True, config=_CLOSED)
 class Config:
     """All settings. The tiers of one kind are indexed in the order in which they are written."""
 
@@ -306,6 +340,7 @@ class Config:
     nvme: tuple[NvmeConfig, ...] = Field(default_factory=lambda: (NvmeConfig(),))
     mover: MoverConfig = Field(default_factory=MoverConfig)
     scrub: ScrubConfig = Field(default_factory=ScrubConfig)
+    events: EventsConfig = Field(default_factory=EventsConfig)
 
 
 SECTIONS: Mapping[str, type] = {
@@ -316,6 +351,7 @@ SECTIONS: Mapping[str, type] = {
     "nvme": NvmeConfig,
     "mover": MoverConfig,
     "scrub": ScrubConfig,
+    "events": EventsConfig,
 }
 """TOML table -> the settings in it."""
 

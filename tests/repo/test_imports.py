@@ -30,10 +30,11 @@ PARTS: dict[str, set[str]] = {
     "tiers": {"core", "codecs"} | EDGE,
     "mover": {"core", "tiers", "codecs"} | EDGE,
     "cache": {"core", "policies", "mover", "tiers", "metrics", "logs"} | EDGE,
-    "server": {"core", "cache", "tiers", "_proto", "metrics", "logs", "notify"} | EDGE,
+    "events": {"core", "cache", "_proto"} | EDGE,
+    "server": {"core", "cache", "events", "tiers", "_proto", "metrics", "logs", "notify"} | EDGE,
     "client": {"core", "_proto"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
-    "integrations": {"core", "client"} | EDGE,
+    "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
 }

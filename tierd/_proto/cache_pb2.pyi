@@ -180,18 +180,26 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PutGroup(_message.Message):
-    __slots__ = ("namespace", "rank", "parent", "position", "blocks")
+    __slots__ = ("namespace", "rank", "parent", "position", "blocks", "engine_hashes", "engine_per_block", "engine_parent", "token_ids")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_HASHES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     rank: int
     parent: bytes
     position: int
     blocks: bytes
-    def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ...) -> None: ...
+    engine_hashes: bytes
+    engine_per_block: int
+    engine_parent: bytes
+    token_ids: bytes
+    def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("groups", "tier", "durability")
@@ -346,9 +354,11 @@ class Event(_message.Message):
         KIND_STORED: _ClassVar[Event.Kind]
         KIND_REMOVED: _ClassVar[Event.Kind]
         KIND_LOST: _ClassVar[Event.Kind]
+        KIND_ENDED: _ClassVar[Event.Kind]
     KIND_STORED: Event.Kind
     KIND_REMOVED: Event.Kind
     KIND_LOST: Event.Kind
+    KIND_ENDED: Event.Kind
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,6 +29,7 @@ class EventKind(enum.IntEnum):
     STORED = 0
     REMOVED = 1
     LOST = 2
+    ENDED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ class EventLog:
         self._bell = asyncio.Event()
         self._is_closed = False
 
+    @property
+    def last(self) -> int:
+        """Sequence number of the last event, or of the one before the first."""
+        return self._last
+
     def close(self) -> None:
         """Lets every watcher finish once it has what there is: nothing follows."""
         self._is_closed = True
@@ -62,7 +68,7 @@ class EventLog:
 
     def add(self, kind: EventKind, *, tier: int, namespace: int, hashes: bytes, reason: str) -> None:
         """Appends an event, or several where there are many hashes, and wakes the watchers."""
-        for start in range(0, len(hashes), EVENT_BYTES):
+        for start in range(0, max(len(hashes), 1), EVENT_BYTES):
             part = hashes[start : start + EVENT_BYTES]
             self._last += 1
             self._events.append(Event(self._last, kind, tier, namespace, part, reason))
@@ -72,7 +78,9 @@ class EventLog:
         self._bell.set()
         self._bell = asyncio.Event()
 
-    async def follow(self, after: int = 0, *, sees: Callable[[int], bool] | None = None) -> AsyncIterator[list[Event]]:
+    async def follow(
+        self, after: int = 0, *, sees: Callable[[int], bool] | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Batches of events after a sequence number (0: from now on), until `close`.
 
         sees: whether the watcher may hear of a namespace id; None: of all. A gap shows as one LOST event.

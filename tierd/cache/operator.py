@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierd.cache.cache import Cache
+from tierd.cache.events import EventKind
 from tierd.core.block import Namespace
-from tierd.core.model import StructArray, TierKind
+from tierd.core.model import Reason, StructArray, TierKind
 from tierd.core.plan import Ids
 from tierd.errors import InvalidArgument, NotFound
 from tierd.failpoint import failpoint
@@ -130,6 +131,10 @@ class Operator:
         blocks = sum(len(self._core.blocks(namespace=i)) for i in ids)
         failpoint("operator.epoch.before_bump")
         fresh = [registry.bump(n) for n in old]
+        for namespace in old:
+            self._cache.events.add(
+                EventKind.ENDED, tier=0, namespace=namespace.id, hashes=b"", reason=Reason.EPOCH_BUMPED.name.lower()
+            )
         failpoint("operator.epoch.before_forgetting")
         self._cache.flights.start(self._core.forget_namespaces(ids, now=self._cache.clock.now()))
         return fresh, blocks

@@ -12,6 +12,7 @@ from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation, Reservation
 from tierd.client.target import resolve_target
 from tierd.client.values import (
+    About,
     Committed,
     Event,
     EventKind,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tierd.client.aio import AsyncClient
 
 __all__ = [
+    "About",
     "AsyncClient",
     "AsyncReservation",
     "BlockStatus",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tierd import errors
 from tierd._proto import cache_pb2 as pb
-from tierd.client.values import Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
+from tierd.client.values import About, Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import HANDLE, HASH_BYTES, PUT_BLOCK, BlockStatus, Durability, StructArray, TierKind
 from tierd.errors import InvalidArgument, OperatorError, StaleHandle, TierdError
@@ -24,6 +24,8 @@ SESSION_KEY = "tierd-session"
 CREDENTIAL_KEY = "authorization"
 REQUEST_KEY = "tierd-request"
 CHUNK_BYTES = 1 << 20
+ABOUT_BYTES = 2 << 20
+"""Of hashes, and of tokens, that an engine says of one group: with them a message stays below the 8 MiB that gRPC takes."""
 
 GROUP_BLOCKS_MAX = 1 << 20
 """Nothing a daemon would take comes near; it keeps a mistake from building a message of gigabytes."""
@@ -138,7 +140,8 @@ def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *
             " rest if it shall be stored"
         )
     tail = len(lengths) > full
-    return PutGroup(namespace, namespace.hash(what, with_tail=tail), count if tail else full * size, lengths)
+    hashes, covered = namespace.hash(what, with_tail=tail), count if tail else full * size
+    return PutGroup(namespace, hashes, covered, lengths, about=About(tokens=what[:covered]))
 
 
 def _is_hashes(what: Tokens | Hashes) -> bool:
@@ -193,26 +196,39 @@ def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
     return np.asarray(group.lengths, dtype=np.uint32)
 
 
-def put_group_message(group: PutGroup) -> pb.PutGroup:
-    """A group as Reserve and Put carry it. Raises InvalidArgument."""
+def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
+    """A group as Reserve and Put carry it. tells: with what the engine says of it, for routers. Raises InvalidArgument."""
     hashes = checked_hashes(group.hashes)
     blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
     blocks["hash"] = hashes
     blocks["tokens"] = group.namespace.block_tokens(len(hashes), tokens=group.tokens)
     blocks["length"] = put_lengths(group)
-    return pb.PutGroup(
+    message = pb.PutGroup(
         namespace=group.namespace.id,
         rank=group.rank,
         parent=group.parent,
         position=group.position,
         blocks=blocks.tobytes(),
     )
+    if tells and group.about is not None:
+        _tell(message, group.about)
+    return message
 
 
-def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool) -> pb.ReserveRequest:
+def _tell(message: pb.PutGroup, about: About) -> None:
+    """What is too much for a message is left out: the blocks matter more than what is said of them."""
+    hashes, tokens = b"".join(about.hashes), np.asarray(about.tokens, dtype="<u4").tobytes()
+    if len(hashes) <= ABOUT_BYTES:
+        message.engine_hashes, message.engine_per_block = hashes, about.per_block if hashes else 0
+        message.engine_parent = about.parent if hashes else b""
+    if len(tokens) <= ABOUT_BYTES and len(hashes) <= ABOUT_BYTES:
+        message.token_ids = tokens
+
+
+def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tells: bool = False) -> pb.ReserveRequest:
     """durable: what the commit will ask for; blocks that exist already are made durable now. Raises InvalidArgument."""
     return pb.ReserveRequest(
-        groups=[put_group_message(group) for group in groups],
+        groups=[put_group_message(group, tells=tells) for group in groups],
         tier=int(tier_kind(tier)),  # type: ignore[arg-type]
         durability=(Durability.DURABLE if durable else Durability.MEMORY).value,  # type: ignore[arg-type]
     )

@@ -56,6 +56,7 @@ class Session:
         self.instance = str(hello.get("instance", ""))
         self.tiers: tuple[str, ...] = tuple(str(tier["name"]) for tier in hello.get("tiers", ()))
         self.credits = int(hello.get("credits", 0))
+        self.tells_events = bool(hello.get("events", False))
         self._connection = connection
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
         self._glance = connection.dup()

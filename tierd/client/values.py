@@ -111,9 +111,26 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class About:
+    """What an engine says of consecutive blocks, for routers (KV events); sent only where the daemon publishes them. hashes: its own, of equal length,
+    `per_block` for each block (none: tierd's); parent: its hash of the block before the first; tokens: of all blocks (none: not told)."""
+
+    hashes: Sequence[bytes] = ()
+    parent: bytes = b""
+    tokens: Tokens = ()
+    per_block: int = 1
+
+    def part(self, start: int, stop: int, *, size: int) -> About:
+        """Of blocks start to stop, each of so many tokens."""
+        first, last = start * self.per_block, stop * self.per_block
+        parent = self.hashes[first - 1] if first and self.hashes else self.parent
+        return About(self.hashes[first:last], parent, self.tokens[start * size : stop * size], self.per_block)
+
+
+@dataclass(frozen=True, slots=True)
 class PutGroup:
     """Consecutive blocks of one rank to be stored. tokens: covered by all (None: all are full); lengths: bytes of each (None: in
-    proportion to their tokens); parent, position: hash of the block before the first, and the first one's number."""
+    proportion to their tokens); parent, position: hash of the block before the first, and the first one's number; about: for routers."""
 
     namespace: OpenedNamespace
     hashes: Hashes
@@ -122,6 +139,7 @@ class PutGroup:
     rank: int = 0
     parent: bytes = ROOT
     position: int = 0
+    about: About | None = None
 
     @classmethod
     def private(cls, namespace: OpenedNamespace, count: int) -> PutGroup:
@@ -178,6 +196,8 @@ class EventKind(enum.IntEnum):
     REMOVED = 1
     LOST = 2
     """Events were dropped for a slow watcher: what follows is not gapless."""
+    ENDED = 3
+    """The namespace's epoch has ended: nothing of it is served any more, whatever is still held. No hashes."""
 
 
 @dataclass(frozen=True, slots=True)

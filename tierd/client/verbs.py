@@ -196,7 +196,9 @@ class Verbs:
     ) -> Steps[ReservedPages]:
         self._check_local("reserve")
         link, reply = yield from self._ask(
-            lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable)), _spaces(groups), deadline
+            lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable, tells=self._tells)),
+            _spaces(groups),
+            deadline,
         )
         given = [
             protocol.handles_of(data, count=len(group.hashes))
@@ -343,6 +345,12 @@ class Verbs:
             self._is_silent |= isinstance(error, DeadlineExceeded)
             self._complaints.note(error)
             return nothing()
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the daemon tells routers of blocks, and wants to know what engines call them."""
+        link = self.connector.link
+        return link is not None and link.session is not None and link.session.tells_events
 
     def _check_local(self, verb: str) -> None:
         if isinstance(self.connector.target, RemoteTarget):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
-from tierd.client import BlockStatus, Client, Found, Group, Lease, NamespaceSpec, OpenedNamespace, PutGroup
+from tierd.client import About, BlockStatus, Client, Found, Group, Lease, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.client.values import Hashes
 from tierd.errors import TierdError
 from tierd.integrations.facts import EngineFacts
@@ -90,9 +90,13 @@ class EngineStore:
         self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=int(lease.handles["length"].sum()))
         return loaded
 
-    def save(self, group: PutGroup, sources: Sequence[Pieces]) -> int:
-        """Stores consecutive blocks; how many are stored now, from the first on. One of a name that exists already counts, and is not copied."""
+    def save(self, group: PutGroup, sources: Sequence[Pieces], about: About | None = None) -> int:
+        """Stores consecutive blocks; how many are stored now, from the first on. One of a name that exists already counts, and is not copied.
+
+        about: what the engine calls them, and their tokens, for routers.
+        """
         stored = 0
+        group = group if about is None else replace(group, about=about)
         for start in range(0, len(group.hashes), SAVE_BLOCKS):
             part = slice(start, start + SAVE_BLOCKS)
             saved = self._save(_part_of(group, start), sources[part])
@@ -170,7 +174,8 @@ def _part_of(group: PutGroup, start: int) -> PutGroup:
     lengths = None if group.lengths is None else list(group.lengths[start:stop])
     parent = group.parent if start == 0 else group.hashes[start - 1].tobytes()
     hashes: Hashes = group.hashes[start:stop]
-    return PutGroup(group.namespace, hashes, tokens, lengths, group.rank, parent, group.position + start)
+    about = group.about and group.about.part(start, stop, size=size)
+    return PutGroup(group.namespace, hashes, tokens, lengths, group.rank, parent, group.position + start, about)
 
 
 def _leading(good: np.ndarray) -> int:

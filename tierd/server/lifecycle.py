@@ -22,6 +22,7 @@ import tierd
 from tierd import notify
 from tierd.config import Config
 from tierd.errors import Unsupported
+from tierd.events.feed import publishing
 from tierd.failpoint import failpoint
 from tierd.server.assembly import Assembly, assemble
 from tierd.server.fault_socket import fault_socket
@@ -33,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 KERNEL_LEAST = (5, 15)
 PR_SET_DUMPABLE = 4
+EVENTS_END_S = 1.0
+"""For the last KV events to leave."""
 SLACK_S = 5.0
 """Beyond twice the shutdown deadline: for calls and transfers, and for the tiers to close."""
 
@@ -68,7 +71,13 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
     async with assemble(config) as daemon:
         begun.set()
         daemon.release = release or any(host.release_on_exit for host in config.host)
-        async with Listeners(daemon) as listeners, _watchdog(daemon):
+        async with (
+            Listeners(daemon) as listeners,
+            _watchdog(daemon),
+            publishing(daemon.cache, config.events, end_s=EVENTS_END_S) as feed,
+        ):
+            if feed:
+                listeners.note_names(feed.note)
             daemon.cache.health.start()
             daemon.cache.background.start()
             daemon.scrub.start()

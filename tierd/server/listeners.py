@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,7 @@ import tierd
 from tierd import metrics, places
 from tierd.config import split_address
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
+from tierd.events.told import Names
 from tierd.server.admin import About, AdminService, SessionRow
 from tierd.server.assembly import Assembly
 from tierd.server.credits import Credits
@@ -83,6 +85,7 @@ class Listeners:
                 "instance": daemon.instance,
                 "tiers": [{"name": t.spec.name, "kind": int(t.spec.kind)} for t in daemon.tiers],
                 "credits": self._credits.share,
+                "events": daemon.config.events.enabled,
             },
         )
         self._rpc = self._build_rpc()
@@ -117,6 +120,10 @@ class Listeners:
         if server.metrics_listen:
             self._metrics = self._listen_metrics(server.metrics_listen)
         self._gauges.start()
+
+    def note_names(self, note: Callable[[Names], None]) -> None:
+        """From now on what clients call their blocks goes there."""
+        self._service.note_names = note
 
     async def refuse_new(self) -> None:
         """No new sessions; health checks are told."""

@@ -16,8 +16,10 @@ from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.core.block import Namespace
 from tierd.core.model import TierKind
-from tierd.core.plan import GroupQuery
+from tierd.core.plan import GroupQuery, PutQuery
 from tierd.errors import InvalidArgument
+from tierd.events.naming import names_of
+from tierd.events.told import Names
 from tierd.server import streams, wire
 from tierd.server.grants import Grants
 from tierd.server.guard import CALLER
@@ -36,6 +38,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._batch_limit = batch_limit
         self.grants = Grants(release=cache.release, abort=cache.abort)
         self.openings = Openings()
+        self.note_names: Callable[[Names], None] | None = None
+        """Where routers are told of blocks: what clients call them."""
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
         session = CALLER.get().session
@@ -74,7 +78,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
         caller = CALLER.get()
-        groups = wire.put_queries(request.groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)
+        groups = self._put_queries(request.groups)
         reserved = await self._cache.reserve(
             caller.session,
             groups,
@@ -114,7 +118,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Put(self, chunks: AsyncIterator[pb.PutChunk], context: Any) -> pb.PutReply:
         first = await streams.first_chunk(chunks)
-        group = wire.put_queries([first.group], namespace_of=self._namespace_of, batch_limit=self._batch_limit)[0]
+        group = self._put_queries([first.group])[0]
         statuses = await streams.put(self._cache, CALLER.get(), group, first=first, chunks=chunks)
         return pb.PutReply(statuses=statuses.astype("<u2").tobytes())
 
@@ -151,6 +155,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     def _queries(self, groups: Any) -> list[GroupQuery]:
         return wire.queries(groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)
+
+    def _put_queries(self, groups: Any) -> list[PutQuery]:
+        found = wire.put_queries(groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)
+        if self.note_names:
+            for names in [names_of(group, self._namespace_of(group.namespace)) for group in groups]:
+                self.note_names(names)
+        return found
 
     def _namespace_of(self, namespace_id: int) -> Namespace:
         return self._cache.namespace_for(CALLER.get().session, namespace_id)

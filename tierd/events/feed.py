@@ -1,0 +1,145 @@
+"""Follows the log of what happened to blocks, on the daemon's event loop, and has the publisher tell it.
+
+Purpose: log entries and what clients say of their blocks, in order, as work for the publisher's thread. Non-purpose: sockets (publisher.py). Invariants: the loop
+hands over and never waits for a subscriber, nor a call for the loop's handing over; after anything was lost, or an epoch has ended, routers are told to forget
+everything and then what is held now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from tierd.cache.cache import Cache
+from tierd.cache.events import Event as LogEvent
+from tierd.cache.events import EventKind
+from tierd.config import EventsConfig
+from tierd.events.naming import space_of
+from tierd.events.publisher import Publisher
+from tierd.events.told import Names, Space, Told
+from tierd.events.wire import MEDIUM, Event
+
+log = structlog.get_logger(__name__)
+
+NAMES_BYTES = 32 << 20
+"""What clients have said of their blocks and was not handed over yet; beyond it the oldest is forgotten, and tierd's own hashes are told."""
+RETRY_S = 1.0
+"""Before everything is told anew after an accident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Blocks of one namespace and rank that came to a tier, or left it."""
+
+    space: Space
+    rank: int
+    tier: int
+    hashes: bytes
+    is_stored: bool
+
+
+class Feed:
+    """One per daemon. `note` is for the service, `run` for the lifecycle."""
+
+    def __init__(self, cache: Cache, publisher: Publisher) -> None:
+        self._cache, self._publisher = cache, publisher
+        self._turn = threading.Lock()
+        self._names: deque[Names] = deque()
+        self._names_bytes = 0
+
+    def note(self, names: Names) -> None:
+        """A client says what it calls blocks that it is about to store, or finds stored."""
+        with self._turn:
+            is_first = not self._names
+            self._names.append(names)
+            self._names_bytes += _size(names)
+            while self._names_bytes > NAMES_BYTES and len(self._names) > 1:
+                self._names_bytes -= _size(self._names.popleft())
+        if is_first:
+            self._publisher.do(self._take_names)
+
+    async def run(self) -> None:
+        """Until the log is closed."""
+        is_open = True
+        while is_open:
+            try:
+                is_open = await self._tell()
+            except Exception:
+                log.exception("KV events: told anew")
+                await asyncio.sleep(RETRY_S)
+
+    async def _tell(self) -> bool:
+        """Everything that is held, then what happens, until something was lost; False: the log is closed."""
+        after = self._cache.events.last
+        await self._hand(list(self._held()), is_anew=True)
+        async with contextlib.aclosing(self._cache.events.follow(after)) as batches:
+            async for batch in batches:
+                if any(event.kind in (EventKind.LOST, EventKind.ENDED) for event in batch):
+                    return True
+                await self._hand([step for event in batch if (step := self._step(event))])
+        return False
+
+    async def _hand(self, steps: Sequence[Step], *, is_anew: bool = False) -> None:
+        def work(told: Told) -> list[Event]:
+            events = told.clear() if is_anew else []
+            for step in steps:
+                act = told.stored if step.is_stored else told.removed
+                events += act(step.space, step.hashes, tier=step.tier, rank=step.rank)
+            return events
+
+        await asyncio.wrap_future(self._publisher.do(work))
+
+    def _take_names(self, told: Told) -> list[Event]:
+        """In the publisher's thread."""
+        with self._turn:
+            names, self._names, self._names_bytes = self._names, deque(), 0
+        return [event for one in names for event in told.name(one)]
+
+    def _step(self, event: LogEvent) -> Step | None:
+        namespace = self._cache.registry.get(event.namespace)
+        if not self._cache.registry.is_current(namespace):
+            return None
+        is_stored = event.kind is EventKind.STORED
+        return Step(space_of(namespace), event.namespace - namespace.id, event.tier, event.hashes, is_stored)
+
+    def _held(self) -> Iterator[Step]:
+        """What is held now and served, by tier and namespace."""
+        core, registry = self._cache.core, self._cache.registry
+        rows = core.describe(core.blocks())
+        for number in np.unique(rows["namespace"]).tolist():
+            namespace, of = registry.get(number), rows[rows["namespace"] == number]
+            for tier in range(len(self._cache.tiers)) if registry.is_current(namespace) else ():
+                here = of[(of["tiers"] >> np.uint64(tier) & np.uint64(1)).astype(bool)]
+                if len(here):
+                    yield Step(space_of(namespace), number - namespace.id, tier, here["hash"].tobytes(), True)
+
+
+@contextlib.asynccontextmanager
+async def publishing(cache: Cache, settings: EventsConfig, *, end_s: float) -> AsyncIterator[Feed | None]:
+    """The feed while the daemon lives; None where events are off. end_s: for its end. Raises ConfigError."""
+    if not settings.enabled:
+        yield None
+        return
+    media = [MEDIUM[tier.spec.kind] for tier in cache.tiers]
+    publisher = Publisher(settings, Told(media, settings.blocks, has_whole_hashes=settings.hashes == "bytes"))
+    log.info("KV events", bind=settings.bind, replay_bind=settings.replay_bind, format=settings.format)
+    feed = Feed(cache, publisher)
+    task = asyncio.create_task(feed.run())
+    try:
+        yield feed
+    finally:
+        cache.events.close()
+        await asyncio.wait([task], timeout=end_s)
+        task.cancel()
+        await asyncio.to_thread(publisher.close, timeout_s=end_s)
+
+
+def _size(names: Names) -> int:
+    return len(names.hashes) + len(names.names) + len(names.tokens)

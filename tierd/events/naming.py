@@ -1,0 +1,58 @@
+"""What a client says that its engine calls blocks, from the message of a put.
+
+Purpose: fields of PutGroup become names, or an InvalidArgument. Non-purpose: whether the blocks are stored. Pure. Invariant: what passes here fits together: as
+many names as blocks, of equal length, as many tokens as the blocks cover.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from tierd._proto import cache_pb2 as pb
+from tierd.core.block import Namespace
+from tierd.core.model import HASH_BYTES, PUT_BLOCK, ROOT
+from tierd.errors import InvalidArgument
+from tierd.events.told import Names, Space
+from tierd.events.wire import NAME_BYTES_MAX
+
+
+def names_of(group: pb.PutGroup, namespace: Namespace) -> Names:
+    """Of one group whose blocks are well-formed; without any words of the engine the blocks have tierd's own names. Raises InvalidArgument."""
+    space, blocks = space_of(namespace), np.frombuffer(group.blocks, dtype=PUT_BLOCK)
+    if not blocks["hash"].any():
+        return Names(space, b"", 0)  # private pages: nobody knows yet what they will be
+    covered, per_block = int(blocks["tokens"].sum()), group.engine_per_block or 1
+    width = _width(group, count=len(blocks) * per_block)
+    if per_block > 1 and (not group.engine_hashes or space.size % per_block):
+        raise InvalidArgument(
+            f"group.engine_per_block: {per_block} of a block of {space.size} tokens; send engine_hashes, and a number that divides it"
+        )
+    if len(group.token_ids) not in (0, 4 * covered):
+        raise InvalidArgument(
+            f"group.token_ids: {len(group.token_ids)} bytes for {covered} tokens; send a u32 for each, or none"
+        )
+    parent = group.engine_parent if group.engine_hashes else group.parent if group.parent != ROOT else b""
+    hashes = np.ascontiguousarray(blocks["hash"]).tobytes()
+    return Names(space, hashes, covered, group.engine_hashes, width, per_block, parent, group.token_ids)
+
+
+@lru_cache(maxsize=1024)
+def space_of(namespace: Namespace) -> Space:
+    """A namespace as routers see it."""
+    spec = namespace.spec
+    group = int(spec.group) if spec.group.isdecimal() else None
+    return Space(namespace.id, spec.tokens_per_block, spec.rank_count, spec.adapter or None, group)
+
+
+def _width(group: pb.PutGroup, *, count: int) -> int:
+    if not group.engine_hashes:
+        return HASH_BYTES
+    width, rest = divmod(len(group.engine_hashes), count)
+    if rest or not 1 <= width <= NAME_BYTES_MAX or len(group.engine_parent) > NAME_BYTES_MAX:
+        raise InvalidArgument(
+            f"group.engine_hashes: {len(group.engine_hashes)} bytes for {count} blocks of the engine, parent {len(group.engine_parent)};"
+            f" send hashes of equal length, 1 to {NAME_BYTES_MAX} bytes"
+        )
+    return width

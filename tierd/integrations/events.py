@@ -1,0 +1,144 @@
+"""KV events as a router receives them: from tierd, and from the engines whose format it is.
+
+Purpose: `Subscriber`, which follows one publisher and closes gaps by replays, and `Whereabouts`, which media hold a block. Non-purpose: the format
+(tierd/events/wire.py), choosing a worker. Invariants: batches come once, in order; where one cannot be had, "cleared" stands in its place, so that nobody
+goes on believing in blocks that have gone; every wait has its time. Needs pyzmq: the extra `events`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Self
+
+import zmq
+
+from tierd.events.wire import END, Batch, Cleared, Event, Hash, Stored, decode
+
+REPLAY_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a publisher. number: of this publisher's, rising by one."""
+
+    number: int
+    topic: str
+    batch: Batch
+
+
+class Subscriber:
+    """Follows one publisher. address, replay: as `events.bind` and `events.replay_bind` ("": gaps stay, and clear); topic: how those that are wanted begin.
+
+    With replay it begins with what the publisher has kept, else with what comes. A context manager; one thread at a time. Raises CorruptRecord for what is no event.
+    """
+
+    def __init__(
+        self, address: str, replay: str = "", *, topic: str = "", replay_timeout_s: float = REPLAY_TIMEOUT_S
+    ) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.connect(address)
+        self._replay, self._replay_timeout_s = replay, replay_timeout_s
+        self._expected = 0
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        """What has come by then, at least one message unless time ran out; with what was missed before it."""
+        if not self._socket.poll(max(0, round(timeout_s * 1000))):
+            return []
+        return list(self._received())
+
+    def catch_up(self) -> list[Message]:
+        """What the publisher has kept and was not seen here yet. Nothing without a replay address, or if it does not answer."""
+        found = list(self._replayed(None)) if self._replay else []
+        self._note(found)
+        return found
+
+    def close(self) -> None:
+        """Ends."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _received(self) -> Iterator[Message]:
+        topic, number, payload = self._socket.recv_multipart()
+        message = _message(topic, number, payload)
+        if message.number < self._expected:
+            return  # seen in a replay
+        missed = list(self._missed(message)) if message.number > self._expected else []
+        self._note([message])
+        yield from [*missed, message]
+
+    def _missed(self, message: Message) -> Iterator[Message]:
+        """What lies between; "cleared" for what cannot be had."""
+        found = list(self._replayed(message.number)) if self._replay else []
+        numbers = [one.number for one in found]
+        if numbers[-1:] != [message.number - 1] or numbers != list(range(numbers[0], message.number)):
+            yield _cleared(message)
+        elif numbers[0] > self._expected and found[0].batch.events != (Cleared(),):
+            yield _cleared(message)
+            yield from found
+        else:
+            yield from found
+
+    def _replayed(self, stop: int | None) -> Iterator[Message]:
+        """From the expected number on, below `stop`."""
+        deadline = time.monotonic() + self._replay_timeout_s
+        with self._context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.setsockopt(zmq.RCVHWM, 0)
+            asking.connect(self._replay)
+            asking.send_multipart((b"", self._expected.to_bytes(8, "big")))
+            while asking.poll(max(0, round((deadline - time.monotonic()) * 1000))):
+                _, topic, number, payload = asking.recv_multipart()
+                if number == END:
+                    return
+                if stop is None or int.from_bytes(number, "big") < stop:
+                    yield _message(topic, number, payload)
+
+    def _note(self, messages: list[Message]) -> None:
+        if messages:
+            self._expected = messages[-1].number + 1
+
+
+@dataclass
+class Whereabouts:
+    """Which media hold which blocks, as one publisher tells it."""
+
+    media: dict[Hash, set[str]] = field(default_factory=dict)
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """In order."""
+        for event in events:
+            if isinstance(event, Cleared):
+                self.media.clear()
+            elif isinstance(event, Stored):
+                for one in event.hashes:
+                    self.media.setdefault(one, set()).add(event.medium or "")
+            else:
+                for one in event.hashes:
+                    self._forget(one, event.medium or "")
+
+    def of(self, block: Hash) -> frozenset[str]:
+        """The media that hold a block."""
+        return frozenset(self.media.get(block, ()))
+
+    def _forget(self, block: Hash, medium: str) -> None:
+        held = self.media.get(block, set())
+        held.discard(medium)
+        if not held:
+            self.media.pop(block, None)
+
+
+def _message(topic: bytes, number: bytes, payload: bytes) -> Message:
+    return Message(int.from_bytes(number, "big"), topic.decode(errors="replace"), decode(payload))
+
+
+def _cleared(before: Message) -> Message:
+    return Message(before.number - 1, before.topic, Batch(before.batch.time_s, (Cleared(),), before.batch.rank))
