@@ -320,7 +320,7 @@ class Clients(RuleBasedStateMachine):
     def take_published(self, commit: Commit, statuses: list[int], digests: np.ndarray, *, good: bool) -> None:
         if not good:
             assert set(statuses) == {FAILED}
-        elif not self.is_lost(commit) and commit.keys[0][0] not in self.model.forgotten:
+        elif commit.keys[0][0] not in self.model.forgotten:
             assert FAILED not in statuses
         rows = zip(statuses, commit.keys, commit.generations, digests.reshape(-1, 16), strict=True)
         for status, key, generation, digest in rows:
@@ -331,9 +331,6 @@ class Clients(RuleBasedStateMachine):
                 self.model.supersede(key, self.model.pages[generation].tier, same=same)
                 self.model.publish(generation, key)
                 self.digests[key] = digest.tobytes()
-
-    def is_lost(self, commit: Commit) -> bool:
-        return any(self.model.pages[g].tier in self.model.lost for g in commit.generations)
 
     def close_commit(self, commit: Commit, statuses: list[int], *, keep_open: bool) -> None:
         made = self.reservations.get(commit.committing.reservation)

@@ -79,7 +79,6 @@ class Model:
     descriptors: dict[int, dict[int, bool]] = field(default_factory=dict)  # segment -> session -> writable
     sessions: dict[int, int] = field(default_factory=dict)  # live session -> domain
     forgotten: set[int] = field(default_factory=set)  # namespaces
-    lost: set[int] = field(default_factory=set)  # tiers
     landed: set[int] = field(default_factory=set)  # generations that became ready in the step under way
 
     # -- plans
@@ -219,7 +218,7 @@ class Model:
         assert key is not None
         page = self.pages[generation]
         page.content = key
-        if key[0] in self.forgotten or page.tier in self.lost or page.condemned:
+        if key[0] in self.forgotten or page.condemned:
             return
         page.stage = Stage.READY
         self.landed.add(generation)
@@ -248,12 +247,6 @@ class Model:
         for key in [k for k in self.held if k[0] in namespaces]:
             del self.held[key]
 
-    def lose(self, tier: int) -> None:
-        """Nothing in this tier may be found any more."""
-        self.lost.add(tier)
-        for tiers in self.held.values():
-            tiers.pop(tier, None)
-
     def _unhold(self, page: Page) -> None:
         if page.content is not None:
             tiers = self.held.get(page.content, {})
@@ -263,10 +256,9 @@ class Model:
     # -- a new daemon
 
     def restart(self, written: set[int], sessions: dict[int, int]) -> None:
-        """Flights, pins and pages that nobody can name are gone; tiers serve again; a lost tier's segments went with it."""
+        """Flights, pins and pages that nobody can name are gone; tiers serve again."""
         ready = {g for tiers in self.held.values() for g in tiers.values()}
-        self.pages = {g: page for g, page in self.pages.items() if g in ready | written and page.tier not in self.lost}
-        self.segments = {(t, p): a for (t, p), a in self.segments.items() if t not in self.lost}
+        self.pages = {g: page for g, page in self.pages.items() if g in ready | written}
         self.segments = {
             at: replace(a, writer=self.writers[a.segment] if self.writers[a.segment] in sessions else 0)
             for at, a in self.segments.items()
@@ -277,7 +269,7 @@ class Model:
             page.page = UNKNOWN
         self.slots = {(page.tier, page.segment, page.slot): g for g, page in self.pages.items()}
         self.flights, self.pins, self.used_flights = {}, Counter(), set()
-        self.lost, self.serving, self.sessions = set(), {}, dict(sessions)
+        self.serving, self.sessions = {}, dict(sessions)
 
     def move(self, extent: StructArray) -> None:
         """The new core calls a page by another number."""

@@ -143,19 +143,11 @@ class CoreMachine(Clients):
         left = [p for p in self.model.pages.values() if p.stage is Stage.READY and p.content and p.content[0] == old]
         assert all(self.may_be_pinned(p.generation) for p in left)
 
-    @precondition(lambda self: len(self.specs) > 1 and not self.model.lost)
-    @rule(which=picks)
-    def drop_tier(self, which: int) -> None:
-        tier = which % len(self.specs)
-        self.model.lose(tier)
-        self.apply(self.core.drop_tier(tier, self.tick()))
-
     @rule(which=picks, serving=st.booleans())
     def set_serving(self, which: int, serving: bool) -> None:
         tier = which % len(self.specs)
-        if tier not in self.model.lost:
-            self.model.serving[tier] = serving
-            self.core.set_serving(tier, serving)
+        self.model.serving[tier] = serving
+        self.core.set_serving(tier, serving)
 
     # -- a new daemon
 

@@ -111,7 +111,8 @@ class Audit:
             assert segment.pages * segment.key.class_bytes <= tier.spec.segment_bytes, "a segment is over-full"
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans)), "page ids of two segments overlap"
-        used = tier.generation[tier.state != PageState.FREE]
+        # A page that is quarantined has no handles, and one that was from a segment's beginning never had a generation.
+        used = tier.generation[~np.isin(tier.state, (PageState.FREE, PageState.QUARANTINED))]
         assert len(np.unique(used)) == len(used), f"{tier.spec.name}: a generation is used twice"
         assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation from the future"
 

@@ -251,12 +251,6 @@ class Core:
         """How many were pinned."""
         return self._upkeep.unpin_blocks(blocks)
 
-    def drop_tier(self, tier: int, now: float) -> Plan:
-        """The tier is lost: out of service, all its pages freed; pinned ones are never found again and freed when released."""
-        draft = Draft(now)
-        self._upkeep.drop_tier(tier, draft)
-        return draft.plan()
-
     def set_serving(self, tier: int, serving: bool) -> None:  # noqa: FBT001
         """Out of service: a tier's blocks are not found and it is no target; nothing of it is freed."""
         self._index.tiers[tier].serving = serving

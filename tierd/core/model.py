@@ -132,7 +132,6 @@ class Reason(enum.IntEnum):
     FAILED = 11
     EPOCH_BUMPED = 12
     ADMIN = 13
-    TIER_LOST = 14
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,7 @@ class Puts:
         where = Where(held.tiers[commit.rows], held.pages[commit.rows])
         statuses = np.full(count, BlockStatus.FAILED, np.uint16)
         ids = np.full(count, -1, np.int64)
-        if bool(ok.all()) and not self._is_lost(held, commit.rows):
+        if bool(ok.all()) and not self.dead & set(held.namespaces[commit.rows].tolist()):
             commit.metas["digest"] = digests
             ids = self._publish(commit, where, statuses, draft=draft)
         self._close(commit, failed=bool((ids < 0).any()), keep_open=keep_open, draft=draft)
@@ -267,15 +267,6 @@ class Puts:
             return
         for tier in np.unique(held.tiers[rows]).tolist():
             self._sessions.reserve(holder, tier, held.pages[rows[held.tiers[rows] == tier]], step=-1)
-
-    def _is_lost(self, held: Reservation, rows: Ids) -> bool:
-        """A namespace was forgotten, or a page's tier was lost, since the reserve."""
-        if self.dead & set(held.namespaces[rows].tolist()):
-            return True
-        return any(
-            self._index.tiers[int(held.tiers[part[0]])].doom[held.pages[part]].any()
-            for part in (rows[run] for run in runs(held.tiers[rows]))
-        )
 
     def _nearest(self, ids: Ids) -> Where:
         """The nearest readable page of each block in any tier in service."""

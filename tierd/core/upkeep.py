@@ -1,6 +1,6 @@
 """Upkeep: what happens to the books outside gets and puts.
 
-Purpose: ends of sessions, start after a restart, verification's verdicts, epochs, operators' wishes, lost tiers. Non-purpose: choosing victims
+Purpose: ends of sessions, start after a restart, verification's verdicts, epochs, operators' wishes. Non-purpose: choosing victims
 (room.py). Common rule: pages that somebody pins are never freed; they are detached, so that nobody finds them, and freed with their last pin.
 """
 
@@ -174,13 +174,6 @@ class Upkeep:
     def unpin_blocks(self, blocks: Ids) -> int:
         """How many were pinned."""
         return self._set_pinned(blocks, pinned=False)
-
-    def drop_tier(self, tier: int, draft: Draft) -> None:
-        """Its pages are gone, those reserved by clients too (their commits will fail)."""
-        pages_of = self._index.tiers[tier]
-        pages_of.serving = False
-        self._doom_all(tier, np.flatnonzero(self._index.page[tier] >= 0), Reason.TIER_LOST, draft)
-        pages_of.doom[(pages_of.state == PageState.RESERVED) & (pages_of.doom == 0)] = Reason.TIER_LOST
 
     # -- inside
 

@@ -113,6 +113,19 @@ def test_a_class_does_not_keep_a_segment_for_one_bad_page() -> None:
     assert withheld(kit) == [(3, 0)]
 
 
+def test_the_next_life_withholds_all_that_lies_on_bad_bytes() -> None:
+    """Where a large page was found bad, every small page of the place's next life that lies there is withheld; books are in order."""
+    kit = Kit(tier(HOST, 8, segment=8, quarantine_share=0.5))
+    large, small = chain("l", 4), chain("s", 6)
+    kit.put(large, length=2 * PAGE)
+    condemned(kit, large[1:2])
+    kit.took(kit.core.evict(kit.ids(large), tier=0, now=kit.tick()))
+    kit.put(small)
+    assert kit.tiers_of(small) == [0] * 6
+    assert withheld(kit) == [(2, 2), (2, 3)]
+    kit.core.check()
+
+
 def test_a_segment_that_is_mostly_bad_stays_withheld() -> None:
     """Its place is not used by anybody, whoever wants room."""
     kit = Kit(tier(HOST, 8, quarantine_share=0.5))

@@ -1,4 +1,4 @@
-"""Ends of sessions, restarts, verdicts, epochs, operators, lost tiers; listings."""
+"""Ends of sessions, restarts, verdicts, epochs, operators; listings."""
 
 from __future__ import annotations
 
@@ -227,23 +227,6 @@ def test_a_condemned_page_is_never_found_again() -> None:
     assert kit.took(kit.core.condemn(extents, now=kit.tick())).is_empty
     kit.core.verified(extents)
     assert kit.tiers_of(a) == [0, 0]
-
-
-def test_a_lost_tier_takes_its_blocks_with_it() -> None:
-    """Its pages are freed, pinned ones when released, its reservations fail at commit; other copies are still served."""
-    kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
-    kit.put(a)
-    kit.took(kit.core.persist(kit.ids(a[:2]), now=kit.tick()))
-    kit.land()
-    acquired, reserved = kit.acquire(group(a[:1])), kit.reserve(chain("b", 1))
-    plan = kit.took(kit.core.drop_tier(0, kit.tick()))
-    assert plan.freed["reason"].tolist() == [Reason.TIER_LOST] * 3
-    assert kit.tiers_of(a) == [1, 1, -1, -1]
-    assert kit.settle(acquired).tokens == 0
-    assert kit.commit(reserved).statuses.tolist() == [FAILED]
-    assert kit.core.tier_stats()[0].used_bytes == 0
-    kit.core.set_serving(0, True)
-    assert kit.get(group(a)).tokens == 32
 
 
 def test_listings_tell_what_is_held() -> None:

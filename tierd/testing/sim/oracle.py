@@ -17,15 +17,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import Reason
 from tierd.core.plan import Plan
 from tierd.testing.content import content_of
 
 Key = tuple[int, bytes]
 """Namespace id and block hash."""
-
-LOST = (Reason.TIER_LOST,)
-"""A store that has failed keeps what is durable on it: the next life finds it."""
 
 
 @lru_cache(maxsize=4096)
@@ -96,10 +92,10 @@ class Oracle:
     # -- what the daemon decided
 
     def saw(self, plan: Plan, nvme: int) -> None:
-        """Blocks that it let go of on NVMe need not come back; a lost tier's need."""
+        """Blocks that it let go of on NVMe need not come back."""
         if not len(plan.freed):
             return
-        gone = plan.freed[(plan.freed["extent"]["tier"] == nvme) & ~np.isin(plan.freed["reason"], LOST)]
+        gone = plan.freed[plan.freed["extent"]["tier"] == nvme]
         for namespace, block_hash in zip(gone["namespace"].tolist(), gone["hash"], strict=True):
             self.durable.discard((namespace, block_hash.tobytes()))
 
