@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -182,6 +183,7 @@ def _forked(function: Callable[[Connection], None], pipe: Connection, env: dict[
     os.dup2(log, 2)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 -- for the process's life
     os.environ.update(env)
+    warnings.simplefilter("ignore")  # pytest's errors are for our own code
     status = 0
     try:
         function(pipe)

@@ -1,0 +1,166 @@
+"""`TierdTier` beneath the real vLLM engine on the CPU: what comes back through it is what would have been computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+from tests.depth import report
+from tests.engines.vllm.engine import Answer, Engine
+from tests.engines.vllm.tiered import (
+    CHUNK_TOKENS,
+    TRUSTING,
+    VERIFIED,
+    cold_restart,
+    connector,
+    far_from,
+    flushed,
+    pages_like,
+    prompt,
+    spoil,
+    stored,
+)
+from tests.system.blocks import await_true
+from tests.system.damaged import copy
+from tierd.testing import Daemon
+from tierd.tiers.slots import HEADER_BYTES
+
+pytestmark = pytest.mark.timeout(900)
+LENGTH, WHOLE = 400, 384
+CHUNKS = WHOLE // CHUNK_TOKENS
+TOUCH = 1e-6
+"""Log-probabilities that are nearer than that are the same."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(VERIFIED) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def vllm(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> Callable[..., Engine]:
+    """vllm(): the engine that all tests share; a daemon that a test has ended runs again."""
+
+    def give(**given: object) -> Engine:
+        if daemon.has_ended:
+            daemon.start()
+        return engine(make_model("llama"), connector=connector(daemon), **given)
+
+    return give
+
+
+def say(engine: Engine, tokens: list[int]) -> Answer:
+    """One prompt; what was computed is with tierd when it returns, and vLLM has forgotten it."""
+    answer = engine.generate([tokens], max_tokens=16)[0]
+    assert engine.reset(connector=True)
+    return answer
+
+
+def kept(daemon: Daemon, engine: Engine, tokens: list[int]) -> Answer:
+    """The answer when everything is computed; its blocks are in the daemon's store after this."""
+    before = len(flushed(daemon))
+    first = say(engine, tokens)
+    assert first.cached == 0
+    assert len(flushed(daemon)) >= before + CHUNKS
+    return first
+
+
+def assert_same(one: Answer, other: Answer) -> None:
+    assert one.tokens == other.tokens and far_from(one.logprobs, other.logprobs) <= TOUCH
+
+
+def loaded(engine: Engine) -> float:
+    """Chunks that came from tierd so far, as vLLM's own metrics tell."""
+    return sum(value for name, value in engine.metrics().items() if "tierd_loaded_blocks_total" in name)
+
+
+def test_from_host_memory(vllm: Callable[..., Engine]) -> None:
+    """What vLLM has forgotten comes back from tierd's memory: the same tokens and log-probabilities, and the metrics count it."""
+    engine = vllm()
+    first, before = say(engine, prompt(1)), loaded(engine)
+    second = say(engine, prompt(1))
+    assert first.cached == 0 and second.cached == WHOLE
+    assert_same(first, second)
+    assert loaded(engine) - before == CHUNKS
+    report("vLLM tier, host", computed_s=first.seconds, restored_s=second.seconds)
+
+
+def test_from_the_store_after_a_restart(daemon: Daemon, vllm: Callable[..., Engine]) -> None:
+    """After the daemon's restart without its memory the same engine gets the same from NVMe."""
+    engine = vllm()
+    first = kept(daemon, engine, prompt(2))
+    cold_restart(daemon)
+    second = say(engine, prompt(2))
+    assert second.cached == WHOLE
+    assert_same(first, second)
+    report("vLLM tier, NVMe", computed_s=first.seconds, restored_s=second.seconds)
+
+
+def test_another_process(vllm: Callable[..., Engine], make_model: Callable[..., Path], daemon: Daemon) -> None:
+    """A second vLLM gets what the first one computed, and leaves none of vLLM's mappings behind when it ends."""
+    first = say(vllm(), prompt(3))
+    name = "tierd-second"
+    with Engine(make_model("llama"), connector=connector(daemon) | {"engine_id": name}) as second:
+        again = second.generate([prompt(3)], max_tokens=16)[0]
+        assert list(Path("/dev/shm").glob(f"vllm_offload_{name}*"))
+    assert again.cached == WHOLE
+    assert_same(first, again)
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_{name}*"))
+
+
+@pytest.mark.parametrize("verify", ["always", "first_hit"])
+def test_a_corrupted_chunk(daemon: Daemon, vllm: Callable[..., Engine], verify: str) -> None:
+    """Bytes that change in tierd's memory and on its disk cost the hit where hits are verified; where they are trusted they change what is said."""
+    seed = 4 + (verify == "always")
+    engine = vllm()
+    known = {place for place, _ in flushed(daemon)}
+    first = kept(daemon, engine, prompt(seed))
+    place, meta = next((p, m) for p, m in stored(daemon) if p not in known and m["position"] == 0)
+    head = copy(place, HEADER_BYTES + 64)[HEADER_BYTES:]
+    cold_restart(daemon, config=VERIFIED if verify == "always" else TRUSTING)
+    assert_same(first, say(engine, prompt(seed)))
+    spoil(place._replace(offset=place.offset + HEADER_BYTES), int(meta["logical_length"]))
+    (page,) = pages_like(daemon, head)
+    spoil(page, int(meta["logical_length"]))
+    third = say(engine, prompt(seed))
+    if verify == "always":
+        assert third.cached == 0
+        assert_same(first, third)
+    else:
+        assert third.cached == WHOLE and far_from(first.logprobs, third.logprobs) > 0.01
+
+
+def test_a_daemon_that_dies_while_it_loads(daemon: Daemon, vllm: Callable[..., Engine]) -> None:
+    """The request is computed and answers the same; when the daemon is back the next one is served."""
+    engine = vllm()
+    first = kept(daemon, engine, prompt(6))
+    cold_restart(daemon, failpoints="mover.load.before_verify=kill")
+    second = say(engine, prompt(6))
+    assert daemon.has_ended and second.cached == 0 and second.finish == "length"
+    assert_same(first, second)
+    daemon.start()
+    third = say(engine, prompt(6))
+    assert_same(first, third)
+
+    def served() -> bool:
+        return say(engine, prompt(6)).cached == WHOLE
+
+    await_true(served, "hits after the daemon came back")
+
+
+def test_requests_that_share_a_prefix(vllm: Callable[..., Engine]) -> None:
+    """Requests that come together and share a prefix get it, each its own rest, and say the same as when all was computed."""
+    engine = vllm()
+    prompts = [prompt(7, 256) + prompt(70 + i, 80 + 16 * i) for i in range(4)]
+    first = engine.generate(prompts, max_tokens=16)
+    assert engine.reset(connector=True)
+    second = engine.generate(prompts, max_tokens=16)
+    assert engine.reset(connector=True)
+    assert all(answer.cached >= 256 for answer in second)
+    for one, other in zip(first, second, strict=True):
+        assert one.tokens == other.tokens and far_from(one.logprobs, other.logprobs) < 1e-3

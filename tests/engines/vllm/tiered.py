@@ -1,0 +1,102 @@
+"""What tests of `TierdTier` share: the configuration of vLLM's connector, prompts, and damage to what the daemon keeps."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.system.blocks import connected
+from tests.system.damaged import PAGE_BYTES, Place, paste
+from tierd._proto import admin_pb2 as apb
+from tierd.core.meta import META, META_BYTES, META_MAGIC
+from tierd.testing import Daemon
+
+CHUNK_TOKENS = 64
+VERIFIED = """\
+[server]
+shutdown_deadline = "5 s"
+[scrub]
+period = "0 s"
+[[host]]
+capacity = "64 MiB"
+segment = "2 MiB"
+verify = "always"
+[[nvme]]
+capacity = "128 MiB"
+segment = "4 MiB"
+"""
+TRUSTING = VERIFIED.replace('verify = "always"', 'verify = "first_hit"')
+
+
+def connector(
+    daemon: Daemon, *, host_bytes: int = 16 << 20, extra: dict[str, Any] | None = None, **tier: Any
+) -> dict[str, Any]:
+    """kv_transfer_config: vLLM's OffloadingConnector with a host tier of so many bytes, and tierd beneath it. tier: more of our options."""
+    entry = {"type": "TierdTier", "module_path": "tierd.integrations.vllm", "target": daemon.target, "lookup_timeout_s": 10, "timeout_s": 30} | tier
+    spec = {
+        "spec_name": "CpuTiering",
+        "spec_module_path": "tests.engines.vllm.cpu_tiering",
+        "cpu_bytes_to_use": host_bytes,
+    }
+    sizes = {"block_size": CHUNK_TOKENS} if extra is None else extra
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": spec | sizes | {"secondary_tiers": [entry]},
+    }
+
+
+def prompt(seed: int, length: int = 400) -> list[int]:
+    """Tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 500) for _ in range(length)]
+
+
+def far_from(first: list[float], second: list[float]) -> float:
+    """The largest difference of two rows of log-probabilities."""
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def flushed(daemon: Daemon) -> list[tuple[Place, Any]]:
+    """What is stored, once everything in memory is on the disk too."""
+    with connected(daemon) as client:
+        client.call(client.admin.Flush, apb.FlushRequest())
+    return stored(daemon)
+
+
+def stored(daemon: Daemon) -> list[tuple[Place, Any]]:
+    """Each block in the daemon's store, with its META."""
+    found = []
+    for path in sorted((daemon.root / "state" / "nvme-0").glob("seg-*.slots")):
+        rows = np.fromfile(path, dtype=np.uint8).reshape(-1, PAGE_BYTES)[:, :META_BYTES]
+        metas = np.ascontiguousarray(rows).view(META).reshape(-1)
+        found += [(Place(path, at * PAGE_BYTES), metas[at]) for at in np.flatnonzero(metas["magic"] == META_MAGIC)]
+    return found
+
+
+def cold_restart(daemon: Daemon, *, config: str | None = None, failpoints: str = "") -> None:
+    """The daemon ends in order and begins anew without its memory: everything comes from the store."""
+    daemon.terminate()
+    daemon.await_end()
+    for path in daemon.arena.iterdir():
+        shutil.rmtree(path)
+    if config:
+        daemon.configure(config)
+    daemon.start(failpoints=failpoints)
+
+
+def spoil(place: Place, length: int) -> None:
+    """Other bytes, finite as floats, in place of a block's."""
+    paste(place, np.full(length // 4, 0.5, dtype="<f4").tobytes())
+
+
+def pages_like(daemon: Daemon, data: bytes) -> list[Place]:
+    """Where in the daemon's memory a page begins with these bytes."""
+    found = []
+    for path in sorted(Path(daemon.arena).rglob("[0-9]*.data")):
+        memory = path.read_bytes()
+        found += [Place(path, at) for at in range(0, len(memory), PAGE_BYTES) if memory.startswith(data, at)]
+    return found
