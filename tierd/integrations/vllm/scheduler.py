@@ -136,8 +136,9 @@ class SchedulerSide:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, tokens in output.num_scheduled_tokens.items():
             entry = self._entries.get(request_id)
-            if entry is not None:
-                self._save(entry, self._cache.get_block_ids(request_id), computed.get(request_id, 0) + tokens)
+            ready = computed.get(request_id, 0) + tokens
+            if entry is not None and self._has_unsaved(entry, ready):
+                self._save(entry, self._cache.get_block_ids(request_id), ready)
         orders, self._orders = self._orders, Orders()
         orders.spaces = self._spaces if orders.loads or orders.saves else ()
         return orders
@@ -172,8 +173,9 @@ class SchedulerSide:
         """What was stored so far is no longer to be found by this engine, whose weights may have changed."""
         self._salt = secrets.token_hex(16)
         self._spaces, self._opened = spaces_of(self._config, self._kv, self._options, salt=self._salt), {}
-        for entry in list(self._entries.values()):
-            if not entry.is_spent:
+        known, self._entries = self._entries, {}
+        for entry in known.values():
+            if entry.request.num_computed_tokens == 0:  # what others compute stands on the old weights: it is not saved
                 self.begin(entry.request)
 
     def take_counts(self) -> Counter[str]:
@@ -231,6 +233,12 @@ class SchedulerSide:
     def _blocks_found(self, found: Found) -> list[int]:
         """Per group, blocks from the first on that need no saving: what a window needs none of may not be there."""
         return [found.tokens // space.tokens if not space.need else 0 for space in self._spaces]
+
+    def _has_unsaved(self, entry: Entry, tokens: int) -> bool:
+        """Whether a block is full once so many tokens are computed that was not; cheap, for every request in every step."""
+        hashes = entry.request.block_hashes
+        pairs = zip(self._spaces, entry.saved, strict=True)
+        return any(space.blocks(hashes, tokens=tokens) > saved for space, saved in pairs)
 
     def _save(self, entry: Entry, ids: Sequence[Sequence[int]], tokens: int) -> None:
         """Orders saves of all blocks that are full once so many tokens are computed, and retains them."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -71,8 +72,8 @@ class Space:
 def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = "") -> tuple[Space, ...]:
     """One of each group of a KVCacheConfig. salt: more that divides. Raises Unsupported for what tierd does not keep."""
     check_supported(config, kv)
-    words = _words(config, kv) | {"salt": salt}
-    hash_tokens = kv.hash_block_size or min(group.kv_cache_spec.block_size for group in kv.kv_cache_groups)
+    words = _words(config, kv, options) | {"salt": salt}
+    hash_tokens = getattr(kv, "hash_block_size", None) or kv_cache_utils.resolve_kv_cache_block_sizes(kv, config)[1]
     return tuple(
         _space(config, (index, group), options, words=words, hash_tokens=hash_tokens)
         for index, group in enumerate(kv.kv_cache_groups)
@@ -157,13 +158,14 @@ def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, wo
     return Space(index, named, hashes_per_block=size)
 
 
-def _words(config: Any, kv: Any) -> dict[str, Any]:
+def _words(config: Any, kv: Any, options: ConnectorOptions) -> dict[str, Any]:
     """What else decides a block's bytes, or what its hash means."""
     model, cache = config.model_config, config.cache_config
     return {
         "face": "TierdConnector",
         "release": ".".join(vllm.__version__.split(".")[:2]),
         "revision": model.revision,
+        "files": [] if options.weights_digest else _files(model.model),
         "quantization": str(model.quantization),
         "dtype": _dtype(config),
         "layout": kv.kv_cache_layout,
@@ -171,6 +173,13 @@ def _words(config: Any, kv: Any) -> dict[str, Any]:
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex(),
     }
+
+
+def _files(model: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of a local checkpoint's weights, whose directory may come to hold others; [] of a model that is known by its name."""
+    directory = Path(model)
+    found = [(path.name, path.stat()) for path in directory.glob("*.safetensors")] if directory.is_dir() else []
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def _dtype(config: Any) -> str:

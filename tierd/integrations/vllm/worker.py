@@ -26,6 +26,8 @@ from tierd.integrations.vllm.spaces import Space, check_supported, facts_of, is_
 
 END_S = 10.0
 """What a shutdown waits for transfers in flight."""
+SAVE_GRACE_S = 0.001
+"""The same for saves, for which nobody waits."""
 
 
 @dataclass
@@ -56,7 +58,6 @@ class WorkerSide:
         self._refused: list[Load] = []
         self._saved: list[int] = []
         self._is_idle = False
-        self._blocks: set[int] = set()
 
     def register(self, caches: Any) -> None:
         """vLLM's KV memory, by layer."""
@@ -80,7 +81,7 @@ class WorkerSide:
     def take_loads(self) -> Ended:
         """What has ended; waits a little if there is nothing else to do."""
         if self._is_idle and not self._refused:
-            self._loading.await_any(timeout_s=self._options.load_grace_s)
+            self._rest()
         ended = Ended()
         for outcome in self._loading.finished():
             self._note(ended, outcome.key, _all_of(outcome.key) if outcome.value is None else outcome.value)
@@ -144,6 +145,13 @@ class WorkerSide:
         return self._memory.pieces(group, block)
 
     # -- reports
+
+    def _rest(self) -> None:
+        """A step that computes nothing is the last one for a while if nothing ends: vLLM asks again at once, and would take the interpreter from the threads."""
+        if self._loading.unfinished:
+            self._loading.await_any(timeout_s=self._options.load_grace_s)
+        elif self._saving.unfinished:
+            self._saving.await_any(timeout_s=min(SAVE_GRACE_S, self._options.load_grace_s))
 
     def _note(self, ended: Ended, load: Load, missing: Sequence[int]) -> None:
         """vLLM takes blocks that are bad only where they are of one group; of several, the whole request."""

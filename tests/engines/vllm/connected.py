@@ -1,0 +1,42 @@
+"""What tests of `TierdConnector` share: its configuration, and what must be equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engines.vllm.engine import Answer
+from tests.system.blocks import connected
+from tierd._proto import admin_pb2 as apb
+from tierd.testing import Daemon
+
+BLOCK_TOKENS = 32
+CLOSE = 1e-3
+"""Log-probabilities of batches that were made up otherwise; of the same shapes they are equal to the bit."""
+
+
+def connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
+    """kv_transfer_config. options: of kv_connector_extra_config."""
+    return {
+        "kv_connector": "TierdConnector",
+        "kv_connector_module_path": "tierd.integrations.vllm",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"target": daemon.target, **options},
+    }
+
+
+def assert_same(first: Answer, second: Answer, *, within: float = 0.0) -> None:
+    """The same tokens, and log-probabilities no farther apart."""
+    assert first.tokens == second.tokens and first.finish == second.finish == "length"
+    assert max(abs(a - b) for a, b in zip(first.logprobs, second.logprobs, strict=True)) <= within
+
+
+def to_the_store(daemon: Daemon) -> None:
+    """Everything in memory is written, and leaves it."""
+    with connected(daemon) as client:
+        client.call(client.admin.Flush, apb.FlushRequest())
+        client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+
+
+def counted(metrics: dict[str, float], name: str) -> float:
+    """Of one of our counters."""
+    return sum(value for key, value in metrics.items() if key.startswith(f"vllm:tierd_{name}_total"))

@@ -1,0 +1,174 @@
+"""What TierdConnector is made of, against vLLM's own classes and without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
+
+import tierd.integrations.vllm as face
+from tierd.core.model import Need
+from tierd.errors import ConfigError, Unsupported
+from tierd.integrations.pieces import copy_in, copy_out
+from tierd.integrations.vllm.memory import KVMemory
+from tierd.integrations.vllm.options import ConnectorOptions
+from tierd.integrations.vllm.scheduler import _runs
+from tierd.integrations.vllm.spaces import block_bytes, check_supported, spaces_of
+from tierd.integrations.vllm_plugin import register
+
+LAYERS, BLOCKS, HEADS, TOKENS, HEAD = 3, 8, 2, 32, 64
+FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32)
+NAMES = [f"layer.{i}" for i in range(LAYERS)]
+
+
+def kv_config(*specs: Any, **more: Any) -> Any:
+    """As much of a KVCacheConfig as is read."""
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=NAMES) for spec in specs]
+    return SimpleNamespace(
+        **{"kv_cache_groups": groups, "num_blocks": BLOCKS, "kv_cache_layout": "LBNHC", "hash_block_size": TOKENS}
+        | more
+    )
+
+
+def config(**more: Any) -> Any:
+    """As much of a VllmConfig as is read."""
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "tensor_parallel_size": 1}
+    cache = {"calculate_kv_scales": False, "cache_dtype": "auto", "prefix_caching_hash_algo": "sha256_cbor"}
+    model = {"model": "m", "revision": None, "quantization": None, "dtype": torch.float32}
+    parts = {"parallel_config": parallel, "cache_config": cache, "model_config": model}
+    return SimpleNamespace(
+        **{name: SimpleNamespace(**part | {k: v for k, v in more.items() if k in part}) for name, part in parts.items()}
+    )
+
+
+def caches(layout: KVCacheLayout, *, parts: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Layers of logical [blocks * parts, heads, tokens / parts, content] over one allocation of that physical order."""
+    shape = (LAYERS, BLOCKS * parts, HEADS, TOKENS // parts, 2 * HEAD)
+    raw = np.random.default_rng(seed).random([shape[i] for i in layout.value], dtype=np.float32)
+    whole = torch.from_numpy(raw).permute(*np.argsort(layout.value).tolist())
+    return dict(zip(NAMES, whole, strict=True))
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_layout_comes_back(layout: KVCacheLayout, parts: int) -> None:
+    """A block that is copied out of one memory and into another, of the same layout, is the same there; no other block changes."""
+    kv = kv_config(FULL)
+    one, other = caches(layout, parts=parts), caches(layout, parts=parts, seed=1)
+    before = {name: tensor.clone() for name, tensor in other.items()}
+    page = np.zeros(block_bytes(kv.kv_cache_groups[0]), dtype=np.uint8)
+    copy_in(KVMemory(one, kv).pieces(0, 5), page)
+    copy_out(page, KVMemory(other, kv).pieces(0, 2))
+    for name in NAMES:
+        assert torch.equal(other[name][2 * parts : 3 * parts], one[name][5 * parts : 6 * parts])
+        rest = [i for i in range(BLOCKS * parts) if i // parts != 2]
+        assert torch.equal(other[name][rest], before[name][rest])
+
+
+def test_memory_that_is_not_what_was_said() -> None:
+    """Tensors of another size than vLLM's books say are refused, not stored."""
+    with pytest.raises(Unsupported, match="in vLLM's own books"):
+        KVMemory({name: tensor[:, :1] for name, tensor in caches(KVCacheLayout.LBHNC).items()}, kv_config(FULL))
+    with pytest.raises(Unsupported, match="use TierdTier"):
+        KVMemory({name: tensor[:-1] for name, tensor in caches(KVCacheLayout.LBHNC).items()}, kv_config(FULL))
+
+
+def test_names_are_those_that_vllm_gives_larger_blocks() -> None:
+    """A group whose blocks are several of vLLM's hashed pieces calls them as vLLM does."""
+    hashes = [bytes([i]) for i in range(7)]
+    space = spaces_of(config(), kv_config(FULL, hash_block_size=16), ConnectorOptions())[0]
+    assert list(space.names(hashes, tokens=1000)) == list(BlockHashListWithBlockSize(hashes, 16, 32)[:])
+    assert space.names(hashes, tokens=64 + 31) == (bytes([1]), bytes([3]))
+
+
+def _hashes(**more: Any) -> list[bytes]:
+    hasher = get_request_block_hasher(32, sha256_cbor)
+    return list(
+        Request("r", list(range(100)), SamplingParams(max_tokens=1), None, block_hasher=hasher, **more).block_hashes
+    )
+
+
+def test_adapters_and_salts_are_in_the_hashes() -> None:
+    """Adapters of other names, and other salts, share no block, from the first one on."""
+    init_none_hash(sha256_cbor)
+    adapters = [LoRARequest(name, number, "/nowhere") for number, name in enumerate(("one", "two"), start=1)]
+    kinds = [
+        _hashes(),
+        *(_hashes(lora_request=lora) for lora in adapters),
+        *(_hashes(cache_salt=salt) for salt in "ab"),
+    ]
+    assert all(len(kind) == 3 for kind in kinds) and _hashes() == kinds[0]
+    assert len({name for kind in kinds for name in kind}) == sum(map(len, kinds))
+
+
+def test_what_divides_namespaces() -> None:
+    """Whatever changes a block's bytes, or the meaning of its hash, opens another namespace."""
+    window = SlidingWindowSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32, sliding_window=96
+    )
+    plain, options = (config(), kv_config(FULL)), ConnectorOptions()
+    named = [
+        spaces_of(*plain, options),
+        spaces_of(config(dtype=torch.bfloat16), kv_config(FULL), options),
+        spaces_of(config(cache_dtype="fp8"), kv_config(FULL), options),
+        spaces_of(config(revision="r2"), kv_config(FULL), options),
+        spaces_of(config(tensor_parallel_size=2), kv_config(FULL), options),
+        spaces_of(config(prefix_caching_hash_algo="sha256"), kv_config(FULL), options),
+        spaces_of(config(), kv_config(FULL, kv_cache_layout="LBHNC"), options),
+        spaces_of(*plain, ConnectorOptions(model="other")),
+        spaces_of(*plain, ConnectorOptions(weights_digest="w2")),
+        spaces_of(*plain, options, salt="s"),
+        spaces_of(config(), kv_config(window), options),
+    ]
+    assert len({str(spaces[0].spec) for spaces in named}) == len(named)
+    assert spaces_of(*plain, options) == named[0]
+    assert (named[-1][0].need, named[-1][0].need_tokens) == (Need.LAST_TOKENS, 95)
+
+
+def test_null_blocks_are_not_saved() -> None:
+    """Saves are the stretches between blocks that a window has passed."""
+    assert _runs([0, 0, 3, 4, 0, 6], 0, 6) == [(2, 4), (5, 6)]
+    assert _runs([1, 2, 3], 1, 2) == [(1, 2)] and _runs([], 0, 0) == []
+
+
+def test_what_is_not_kept_is_refused() -> None:
+    """Before anything runs, with what to do instead."""
+    mamba = MambaSpec(block_size=TOKENS, shapes=((2, 4),), dtypes=(torch.float32,))
+    for asked, kv, words in (
+        (config(pipeline_parallel_size=2), kv_config(FULL), "pipeline_parallel_size 2"),
+        (config(calculate_kv_scales=True), kv_config(FULL), "calculate_kv_scales"),
+        (config(), kv_config(FULL, mamba), "groups of kind mamba"),
+    ):
+        with pytest.raises(Unsupported, match=words):
+            check_supported(asked, kv)
+    with pytest.raises(ConfigError, match="kv_connector_extra_config.loads"):
+        ConnectorOptions.read({"loads": 1}, where="kv_connector_extra_config")
+
+
+def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that this release does not know is told so in a sentence, before anything of its interfaces is touched."""
+    monkeypatch.setattr(vllm, "__version__", "0.30.2")
+    with pytest.raises(Unsupported, match=r"vllm 0\.30\.2: tierd supports vllm>=0\.31,<0\.34"):
+        face.__getattr__("TierdConnector")
+
+
+def test_vllm_knows_the_connector_by_name() -> None:
+    """What the entry point registers is found without a module path; a second call changes nothing."""
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name("TierdConnector") is face.TierdConnector

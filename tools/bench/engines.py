@@ -1,0 +1,129 @@
+"""vLLM on the CPU: time to first token of a prompt whose prefix is computed, in vLLM's own cache, in tierd's memory, or on tierd's store.
+
+    python -m tools.bench.engines [--rounds 15] [--prefix 1024] [--dtype bfloat16]
+
+Run by a Python that has vLLM; it is no suite of `make bench`. Two engines, one without and one with the connector, take turns within each round, so that a
+drifting machine colours all rows alike; ratios are taken round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm.engine import ENVIRONMENT, Engine
+from tests.engines.vllm.models import make_in_fork
+from tierd.testing import Daemon
+
+SUFFIX_TOKENS = 16
+CONFIG = """\
+[server]
+shutdown_deadline = "5 s"
+[scrub]
+period = "0 s"
+[[host]]
+capacity = "1 GiB"
+segment = "64 MiB"
+[[nvme]]
+capacity = "4 GiB"
+segment = "64 MiB"
+"""
+ROWS = {
+    "computed": "no connector, nothing is cached",
+    "miss": "tierd, nothing is stored: a complete miss",
+    "own": "no connector, vLLM's own prefix cache",
+    "own+": "tierd's connector, vLLM's own prefix cache",
+    "host": "tierd's memory",
+    "nvme": "tierd's store",
+}
+LIMITS = {"host": 1.15, "nvme": 1.35}
+"""Of the time from vLLM's own prefix cache."""
+
+
+def connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
+    """kv_transfer_config."""
+    return {
+        "kv_connector": "TierdConnector",
+        "kv_connector_module_path": "tierd.integrations.vllm",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"target": daemon.target, **options},
+    }
+
+
+def tierctl(daemon: Daemon, *arguments: str) -> None:
+    """Asks the daemon."""
+    command = [sys.executable, "-m", "tierd.cli.ctl", *arguments, "--target", daemon.target]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def one_round(plain: Engine, tiered: Engine, daemon: Daemon, prompt: list[int]) -> dict[str, float]:
+    """Seconds of each row, for a prompt that nobody has seen."""
+
+    def first_token(engine: Engine, *, cached: bool) -> float:
+        answer = engine.generate([prompt], max_tokens=1)[0]
+        assert (answer.cached > 0) == cached, f"{answer.cached} tokens were cached"
+        return answer.seconds
+
+    times = {"computed": first_token(plain, cached=False), "miss": first_token(tiered, cached=False)}
+    times["own"], times["own+"] = first_token(plain, cached=True), first_token(tiered, cached=True)
+    tiered.reset()
+    times["host"] = first_token(tiered, cached=True)
+    tierctl(daemon, "flush")
+    tierctl(daemon, "evict", "--tier", "host.0")
+    tiered.reset()
+    times["nvme"] = first_token(tiered, cached=True)
+    return times
+
+
+def main() -> None:
+    """Prints medians and ratios."""
+    asked = _arguments()
+    rng = random.Random(asked.seed)
+    with tempfile.TemporaryDirectory() as directory, Daemon(CONFIG) as daemon:
+        model = asked.model or make_in_fork("bench", Path(directory))
+        how = {"dtype": asked.dtype, "disable_log_stats": False}
+        with Engine(model, **how) as plain, Engine(model, connector=connector(daemon), **how) as tiered:
+            rounds = [
+                one_round(plain, tiered, daemon, [rng.randrange(3, 500) for _ in range(asked.prefix + SUFFIX_TOKENS)])
+                for _ in range(asked.rounds + 1)
+            ][1:]  # the first one warms
+    _print(rounds, asked)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--prefix", type=int, default=1024, help="tokens")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="a directory with a model; made if it is not given")
+    return parser.parse_args()
+
+
+def _print(rounds: list[dict[str, float]], asked: argparse.Namespace) -> None:
+    print(f"time to first token, prefix {asked.prefix}, {asked.dtype}, median of {asked.rounds}, seed {asked.seed}")
+    for name, meaning in ROWS.items():
+        times = [times[name] * 1e3 for times in rounds]
+        of_own = statistics.median(times[name] / times["own"] for times in rounds)
+        of_all = statistics.median(times[name] / times["computed"] for times in rounds)
+        limit = f" (at most {LIMITS[name]})" if name in LIMITS else ""
+        spread = f"{min(times):8.2f} to {max(times):8.2f}"
+        print(
+            f"{name:9} {statistics.median(times):8.2f} ms, {spread}; {of_own:6.3f} of own{limit}, {of_all:6.3f} of computed; {meaning}"
+        )
+    extra = [(times["miss"] - times["computed"]) * 1e3 for times in rounds]
+    print(f"a miss costs {statistics.median(extra):+.2f} ms (median of the rounds' differences)")
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    import vllm  # noqa: F401 -- before the engines fork
+
+    main()
