@@ -1,0 +1,96 @@
+"""The publisher's thread and sockets: what is kept, what is lost, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.blocks import await_true
+from tierd.config import EventsConfig
+from tierd.errors import ConfigError
+from tierd.events import publisher as module
+from tierd.events.told import Told
+from tierd.events.wire import Cleared, Event, Stored
+
+zmq = pytest.importorskip("zmq", reason="KV events need the extra `events`")
+
+from tierd.events.publisher import Publisher, parts  # noqa: E402
+from tierd.integrations.events import Subscriber  # noqa: E402
+
+
+def stored(number: int, tokens: int = 1) -> Stored:
+    return Stored((number,), None, tuple(range(tokens)), tokens, "CPU")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> EventsConfig:
+    return EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/e", replay_bind=f"ipc://{tmp_path}/r", buffer=5)
+
+
+@pytest.fixture
+def publisher(settings: EventsConfig) -> Iterator[Publisher]:
+    running = Publisher(settings, Told(("CPU",), 10))
+    yield running
+    running.close(timeout_s=10)
+
+
+def send(publisher: Publisher, *events: Event) -> int:
+    return publisher.do(lambda _told: list(events)).result(10)
+
+
+def replay(settings: EventsConfig) -> list[tuple[Event, ...]]:
+    """What has events, from the first message that is kept."""
+    with Subscriber(settings.bind, settings.replay_bind) as subscriber:
+        return [m.batch.events for m in subscriber.catch_up() if m.batch.events]
+
+
+def test_what_is_kept_is_bounded(publisher: Publisher, settings: EventsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many messages are kept, so many bytes at most; a replay that begins before them begins with cleared."""
+    for number in range(20):
+        send(publisher, stored(number))
+    kept = replay(settings)
+    assert kept[0] == (Cleared(),) and len(kept) <= 6 and kept[-1] == (stored(19),)
+    monkeypatch.setattr(module, "REPLAY_BYTES", 10)
+    send(publisher, stored(20))
+    assert replay(settings) == [(Cleared(),)]
+
+
+def test_work_that_fails_tells_its_caller_and_ends_nothing(publisher: Publisher, settings: EventsConfig) -> None:
+    """An exception reaches who gave the work; the next work is done."""
+
+    def broken(_told: Told) -> list[Event]:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        publisher.do(broken).result(10)
+    assert send(publisher, stored(1)) == 1 and (stored(1),) in replay(settings)
+
+
+def test_many_events_are_many_messages(publisher: Publisher, settings: EventsConfig) -> None:
+    """Events are spread over messages of bounded size, none is lost, in order; nothing is no message."""
+    many = [stored(number, 5000) for number in range(9)]
+    assert send(publisher, *many) == 3 and send(publisher) == 0
+    assert [event for part in parts(many) for event in part] == many
+    assert [event for events in replay(settings)[1:] for event in events] == many
+
+
+def test_silence_is_broken(publisher: Publisher, settings: EventsConfig) -> None:
+    """A message without events follows after a while, with the next number, so that a lost last message is missed."""
+    with Subscriber(settings.bind) as subscriber:
+        heard = []
+
+        def has_two() -> bool:
+            heard.extend(message for message in subscriber.poll(0.1) if not message.batch.events)
+            return len(heard) > 1
+
+        await_true(has_two, "two messages without events")
+    assert heard[1].number == heard[0].number + 1
+
+
+def test_an_address_in_use_is_said(publisher: Publisher, tmp_path: Path) -> None:
+    """What cannot be bound is a ConfigError that names the setting and the address."""
+    wrong = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/other", replay_bind=f"ipc://{tmp_path}/none/r")
+    with pytest.raises(ConfigError, match=r"events\.replay_bind: ipc://.*cannot be bound"):
+        Publisher(wrong, Told(("CPU",), 10))
