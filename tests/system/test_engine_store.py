@@ -60,6 +60,30 @@ def test_what_one_engine_saves_another_loads(daemon: Daemon, store: EngineStore)
         assert loaded.tokens == count * 16 and loaded.good == (count,) and (back == kv).all()
 
 
+def test_a_save_of_what_is_partly_there(store: EngineStore) -> None:
+    """Blocks that are stored already count, wherever among new ones they stand."""
+    ns, kv = store.open(SPEC), memory(6)
+    hashes = ns.fold(names(6))
+    for one in (0, 3):
+        assert store.save(PutGroup(ns, hashes[one : one + 1]), pieces(kv)[one : one + 1]) == 1
+    assert store.save(PutGroup(ns, hashes), pieces(kv)) == 6
+
+
+def test_blocks_that_do_not_follow_each_other(store: EngineStore) -> None:
+    """Blocks of their own are stored in one call, each with its length, and each is told of."""
+    ns, kv, lengths = store.open(SPEC), memory(3).reshape(3, -1), [64, LAYERS * PIECE, 640]
+    hashes = ns.fold(names(3))
+    sources = [[kv[i, :length]] for i, length in enumerate(lengths)]
+    groups = [PutGroup(ns, hashes[i : i + 1], lengths=[length]) for i, length in enumerate(lengths)]
+    assert store.save_each(groups[:2], sources[:2]) == [True, True]
+    assert store.save_each(groups, [*sources[:2], [kv[2][:1]]]) == [False] * 3
+    assert store.save_each(groups, sources) == [True] * 3
+    for i, length in enumerate(lengths):
+        out = np.zeros(length, dtype=np.uint8)
+        assert store.load([Group(ns, hashes[i : i + 1])], [[[out]]]).good == (1,)
+        assert (out == sources[i][0]).all()
+
+
 def test_only_wanted_blocks_are_copied(store: EngineStore) -> None:
     """Blocks whose pieces are not given are leased and checked, not copied."""
     kv, ns = memory(4), store.open(SPEC)

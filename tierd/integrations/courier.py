@@ -31,11 +31,12 @@ class Outcome(Generic[K, T]):
 
 
 class Courier(Generic[K, T]):
-    """name: of its threads, for debuggers. Threads may share it."""
+    """name: of its threads, for debuggers. wake: called on a thread of it, after a job's outcome is there; it must not raise. Threads may share it."""
 
-    def __init__(self, name: str, *, threads: int, limit: int) -> None:
+    def __init__(self, name: str, *, threads: int, limit: int, wake: Callable[[], object] = lambda: None) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._limit = limit
+        self._wake = wake
         self._done: deque[Outcome[K, T]] = deque()
         self._turn = threading.Condition()
         self._unfinished = 0
@@ -90,6 +91,7 @@ class Courier(Generic[K, T]):
             error = ended.exception()
             outcome = Outcome(key, None if error else ended.result(), error, seconds)
         self._done.append(outcome)
+        self._wake()
         with self._turn:
             self._unfinished -= 1
             self._turn.notify_all()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierd.client import About, BlockStatus, Client, Found, Group, Lease, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.client.values import Hashes
@@ -48,6 +49,11 @@ class EngineStore:
         self._turn = threading.Lock()
         self.counts: Counter[str] = Counter()
         """Blocks and bytes loaded and saved, misses, drops: by name, for the engine's metrics."""
+
+    @property
+    def client(self) -> Client:
+        """For what has no verb here: pages that are written and read in place."""
+        return self._client
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -99,11 +105,17 @@ class EngineStore:
         group = group if about is None else replace(group, about=about)
         for start in range(0, len(group.hashes), SAVE_BLOCKS):
             part = slice(start, start + SAVE_BLOCKS)
-            saved = self._save(_part_of(group, start), sources[part])
+            saved = _leading(self._save([_part_of(group, start)], sources[part]))
             stored += saved
             if saved < len(group.hashes[part]):
                 break
         self._count(saves=1, saved_blocks=stored, dropped_blocks=len(group.hashes) - stored)
+        return stored
+
+    def save_each(self, groups: Sequence[PutGroup], sources: Sequence[Pieces]) -> list[bool]:
+        """Stores blocks that do not follow each other, one a group, in one call; which of them are stored now. The caller bounds how many."""
+        stored: list[bool] = self._save(groups, sources).tolist()
+        self._count(saves=1, saved_blocks=sum(stored), dropped_blocks=len(stored) - sum(stored))
         return stored
 
     def take_counts(self) -> Counter[str]:
@@ -122,18 +134,20 @@ class EngineStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _save(self, group: PutGroup, sources: Sequence[Pieces]) -> int:
+    def _save(self, groups: Sequence[PutGroup], sources: Sequence[Pieces]) -> NDArray[np.bool_]:
+        """Which blocks are stored now."""
         try:
-            with self._client.reserve(group) as reservation:
-                statuses = reservation.statuses
-                for i in np.flatnonzero(statuses == BlockStatus.RESERVED).tolist():
+            with self._client.reserve(groups) as reservation:
+                statuses = reservation.statuses.copy()
+                given = statuses == BlockStatus.RESERVED
+                for i in np.flatnonzero(given).tolist():
                     copy_in(sources[i], reservation.buffer(i))
-                if (statuses == BlockStatus.RESERVED).any():
-                    statuses = reservation.commit().statuses
+                if given.any():
+                    statuses[given] = reservation.commit().statuses
         except TierdError:
             self._count(failed_saves=1)
-            return 0
-        return _leading(np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS)))
+            return np.zeros(len(sources), dtype=np.bool_)
+        return np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS))
 
     def _count(self, **amounts: int) -> None:
         with self._turn:
@@ -178,5 +192,5 @@ def _part_of(group: PutGroup, start: int) -> PutGroup:
     return PutGroup(group.namespace, hashes, tokens, lengths, group.rank, parent, group.position + start, about)
 
 
-def _leading(good: np.ndarray) -> int:
+def _leading(good: NDArray[np.bool_]) -> int:
     return int(np.argmin(good)) if not good.all() else len(good)

@@ -112,6 +112,17 @@ def test_a_closed_courier_leaves_nobody_waiting() -> None:
     assert ended[1].value is True and ended[2].value is None and not isinstance(ended[2].error, CancelledError)
 
 
+def test_a_courier_wakes_after_each_outcome() -> None:
+    """Whoever is woken finds the outcome there, also that of a job that never began; all have been told of when it is closed."""
+    seen: list[int] = []
+    courier: Courier[int, int] = Courier(
+        "test", threads=1, limit=9, wake=lambda: seen.extend(o.key for o in courier.finished())
+    )
+    for key in range(4):
+        assert courier.submit(key, lambda: 0)
+    assert courier.close(timeout_s=SOON_S) and sorted(seen) == [0, 1, 2, 3]
+
+
 def test_facts_fit_a_hello() -> None:
     """Only what is known is said, and never more than a hello carries."""
     words = EngineFacts("vllm", "0.32.0", "TierdConnector", model="m" * 300).words()
