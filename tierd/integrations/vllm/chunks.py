@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
 
+UNKNOWN = -1
+"""Place of a chunk that the request does not know."""
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
@@ -60,10 +62,6 @@ class ChunkNames:
         self._spaces: dict[int, OpenedNamespace] = {}
         self._turn = threading.Lock()
 
-    def tokens_of(self, group: int) -> int:
-        """Tokens of a chunk."""
-        return self._tokens[group]
-
     def group(self, keys: Sequence[OffloadKey], *, group: int) -> Group:
         """To be found or loaded; without hashes while there is no daemon."""
         space = self._space(group)
@@ -75,25 +73,30 @@ class ChunkNames:
         hashes = space.fold([get_offload_block_hash(chunks.keys[i]) for i in run.members])
         known = space.is_open and run.before is not None
         parent = space.fold([get_offload_block_hash(run.before)])[0].tobytes() if known else ROOT
-        return PutGroup(space, hashes, parent=parent, position=run.position)
+        return PutGroup(space, hashes, parent=parent, position=max(0, run.position))
 
-    def runs(self, chunks: Chunks) -> Iterator[Run]:
+    def runs(self, chunks: Chunks) -> list[Run]:
         """The job's chunks in the order of their sequences."""
-        places = {i: self._place(key, chunks) for i, key in enumerate(chunks.keys)}
-        at = {self._place(key, chunks): key for key in chunks.ends}
-        run: list[int] = []
-        for i in sorted(places, key=places.__getitem__):
-            if run and not _follows(places[run[-1]], places[i]):
-                yield _run(run, places, at)
-                run = []
-            run.append(i)
-        if run:
-            yield _run(run, places, at)
+        places = [self._place(key, chunks) for key in chunks.keys]
+        parts: list[list[int]] = []
+        for i in sorted(range(len(places)), key=places.__getitem__):
+            if parts and _follows(places[parts[-1][-1]], places[i]):
+                parts[-1].append(i)
+            else:
+                parts.append([i])
+        before = self._before(chunks, {places[part[0]] for part in parts})
+        return [Run(*places[part[0]], tuple(part), before.get(places[part[0]])) for part in parts]
+
+    def _before(self, chunks: Chunks, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], OffloadKey]:
+        """Which keys the request knows to stand before these places."""
+        ends = {position * self._tokens[group] for group, position in places if position > 0}
+        known = ((*self._place(key, chunks), key) for key, end in chunks.ends.items() if end in ends)
+        return {(group, position + 1): key for group, position, key in known}
 
     def _place(self, key: OffloadKey, chunks: Chunks) -> tuple[int, int]:
-        """Group, and number of the chunk in its sequence: -1 if the request does not know it."""
+        """Group, and number of the chunk in its sequence."""
         group, end = get_offload_group_idx(key), chunks.ends.get(key, 0)
-        return group, (end - 1) // self._tokens[group]
+        return group, (end - 1) // self._tokens[group] if end else UNKNOWN
 
     def _space(self, group: int) -> OpenedNamespace:
         with self._turn:
@@ -167,8 +170,3 @@ def facts_of(spec: Any) -> EngineFacts:
 
 def _follows(before: tuple[int, int], after: tuple[int, int]) -> bool:
     return before[0] == after[0] and 0 <= before[1] == after[1] - 1
-
-
-def _run(members: list[int], places: Mapping[int, tuple[int, int]], at: Mapping[tuple[int, int], OffloadKey]) -> Run:
-    group, position = places[members[0]]
-    return Run(group, max(0, position), tuple(members), at.get((group, position - 1)) if position > 0 else None)
