@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.vllm.engine import Answer
+from tests.engines.vllm.engine import Answer, Engine
 from tests.system.blocks import connected
 from tierd._proto import admin_pb2 as apb
 from tierd.testing import Daemon
@@ -15,12 +15,13 @@ CLOSE = 1e-3
 
 
 def connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
-    """kv_transfer_config. options: of kv_connector_extra_config."""
+    """kv_transfer_config. options: of kv_connector_extra_config; waits are long, so that a busy machine is not taken for a daemon that is gone."""
+    patient = {"lookup_timeout_s": 20.0, "timeout_s": 60.0}
     return {
         "kv_connector": "TierdConnector",
         "kv_connector_module_path": "tierd.integrations.vllm",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"target": daemon.target, **options},
+        "kv_connector_extra_config": {"target": daemon.target, **patient, **options},
     }
 
 
@@ -40,3 +41,13 @@ def to_the_store(daemon: Daemon) -> None:
 def counted(metrics: dict[str, float], name: str) -> float:
     """Of one of our counters."""
     return sum(value for key, value in metrics.items() if key.startswith(f"vllm:tierd_{name}_total"))
+
+
+def await_hits(llm: Engine, asked: list[int]) -> None:
+    """Until the engine is served all that it may be of a prompt: best effort connects, and connects anew, within seconds, not with the first call."""
+    for _ in range(60):
+        assert llm.reset()
+        if llm.generate([asked], max_tokens=1)[0].cached == (len(asked) - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
+            assert llm.reset()
+            return
+    raise AssertionError("the daemon serves nothing")

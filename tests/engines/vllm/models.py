@@ -88,10 +88,5 @@ def _config_of(kind: str) -> Any:
     }
     shape = SHAPE | {"num_key_value_heads": SHAPE["num_attention_heads"]}
     del shape["head_dim"]
-    return transformers.DeepseekV2Config(
-        **shape,
-        **latent,
-        n_routed_experts=None,
-        first_k_dense_replace=SHAPE["num_hidden_layers"],
-        n_shared_experts=None,
-    )
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return transformers.DeepseekV2Config(**shape, **latent, **experts, first_k_dense_replace=SHAPE["num_hidden_layers"])

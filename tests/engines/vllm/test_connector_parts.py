@@ -47,10 +47,16 @@ def kv_config(*specs: Any, **more: Any) -> Any:
 
 def config(**more: Any) -> Any:
     """As much of a VllmConfig as is read."""
-    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "tensor_parallel_size": 1}
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "world_size": 1,
+    }
     cache = {"calculate_kv_scales": False, "cache_dtype": "auto", "prefix_caching_hash_algo": "sha256_cbor"}
     model = {"model": "m", "revision": None, "quantization": None, "dtype": torch.float32}
-    parts = {"parallel_config": parallel, "cache_config": cache, "model_config": model}
+    transfer = {"kv_load_failure_policy": "recompute"}
+    parts = {"kv_transfer_config": transfer, "parallel_config": parallel, "cache_config": cache, "model_config": model}
     return SimpleNamespace(
         **{name: SimpleNamespace(**part | {k: v for k, v in more.items() if k in part}) for name, part in parts.items()}
     )

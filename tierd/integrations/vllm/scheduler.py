@@ -234,40 +234,48 @@ class SchedulerSide:
         """Per group, blocks from the first on that need no saving: what a window needs none of may not be there."""
         return [found.tokens // space.tokens if not space.need else 0 for space in self._spaces]
 
+    def _savable(self, request: Any, tokens: int) -> int:
+        return tokens if self._options.save_generated else min(tokens, request.num_prompt_tokens)
+
     def _has_unsaved(self, entry: Entry, tokens: int) -> bool:
         """Whether a block is full once so many tokens are computed that was not; cheap, for every request in every step."""
-        hashes = entry.request.block_hashes
+        hashes, tokens = entry.request.block_hashes, self._savable(entry.request, tokens)
         pairs = zip(self._spaces, entry.saved, strict=True)
         return any(space.blocks(hashes, tokens=tokens) > saved for space, saved in pairs)
 
     def _save(self, entry: Entry, ids: Sequence[Sequence[int]], tokens: int) -> None:
         """Orders saves of all blocks that are full once so many tokens are computed, and retains them."""
         request = entry.request
-        if not self._options.save_generated:
-            tokens = min(tokens, request.num_prompt_tokens)
+        tokens = self._savable(request, tokens)
         for at, space in enumerate(self._spaces):
             full = min(space.blocks(request.block_hashes, tokens=tokens), len(ids[at]))
             if full <= entry.saved[at]:
                 continue
             names = space.names(request.block_hashes, tokens=tokens)
-            for start, stop in _runs(ids[at], entry.saved[at], full):
-                if not self._retain(ids[at][start:stop]):
+            for start, end in _runs(ids[at], entry.saved[at], full):
+                stop = min(end, start + self._room())
+                if start < stop:
+                    before = names[start - 1] if start else b""
+                    part = tuple(ids[at][start:stop])
+                    self._orders.saves.append(Save(self._retain(part), at, start, before, names[start:stop], part))
+                entry.saved[at] = stop
+                if stop < end:  # the rest waits for a later step
                     return
-                before = names[start - 1] if start else b""
-                save = Save(self._number, at, start, before, names[start:stop], tuple(ids[at][start:stop]))
-                self._orders.saves.append(save)
             entry.saved[at] = full
 
-    def _retain(self, ids: Sequence[int]) -> bool:
-        """Numbers a save, unless too many blocks are retained already."""
+    def _room(self) -> int:
+        """Blocks that may still be retained."""
+        retained = sum(map(len, self._retained.values()))
+        return max(0, int(self._options.retained_share * self._cache.block_pool.num_gpu_blocks) - retained)
+
+    def _retain(self, ids: Sequence[int]) -> int:
+        """Number of a save that keeps these blocks from reuse."""
         pool = self._cache.block_pool
-        if sum(map(len, self._retained.values())) + len(ids) > self._options.retained_share * pool.num_gpu_blocks:
-            return False
         blocks = [pool.blocks[i] for i in ids]
         pool.touch(blocks)
         self._number += 1
         self._retained[self._number] = blocks
-        return True
+        return self._number
 
     def _release(self, number: int) -> None:
         del self._ended[number]

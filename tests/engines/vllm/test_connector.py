@@ -1,0 +1,188 @@
+"""vLLM with TierdConnector: what comes back from tierd is what was computed, wherever it lay and whatever broke meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
+from tests.engines.vllm.engine import Engine
+from tests.engines.vllm.tiered import TRUSTING, VERIFIED, far_from, flushed, pages_like, prompt, spoil
+from tests.system.damaged import Place, copy
+from tierd.testing import Daemon
+from tierd.tiers.slots import HEADER_BYTES
+
+pytestmark = [pytest.mark.timeout(900)]
+PROMPT_TOKENS = 200
+WHOLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+"""Tokens of a prompt that may be restored."""
+DAMAGED = 3
+"""Number of the block that is damaged."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """Checks blocks at each hit."""
+    with Daemon(VERIFIED, faults=True) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def llm(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> Engine:
+    """The one engine of most tests; each has prompts of its own."""
+    llm = engine(make_model(), connector=connector(daemon))
+    await_hits(llm, prompt(100, 70))
+    return llm
+
+
+def test_from_memory(llm: Engine) -> None:
+    """A prompt whose KV comes from tierd's memory is continued as one that was computed, to the last bit, and vLLM counts it by its source."""
+    asked = [prompt(1, PROMPT_TOKENS)]
+    computed = llm.generate(asked, max_tokens=24)[0]
+    before = llm.metrics()
+    assert computed.cached == 0 and llm.reset()
+    restored = llm.generate(asked, max_tokens=24)[0]
+    assert restored.cached == WHOLE
+    assert_same(computed, restored)
+    after = llm.metrics()
+    assert counted(after, "hit_tokens_host") - counted(before, "hit_tokens_host") == WHOLE
+    assert counted(after, "loaded_bytes") > counted(before, "loaded_bytes")
+
+
+def test_from_the_store(llm: Engine, daemon: Daemon) -> None:
+    """From NVMe too."""
+    asked = [prompt(2, PROMPT_TOKENS)]
+    computed = llm.generate(asked, max_tokens=24)[0]
+    assert llm.reset()
+    to_the_store(daemon)
+    before = counted(llm.metrics(), "hit_tokens_disk")
+    restored = llm.generate(asked, max_tokens=24)[0]
+    assert restored.cached == WHOLE and counted(llm.metrics(), "hit_tokens_disk") - before == WHOLE
+    assert_same(computed, restored)
+
+
+def test_after_the_daemon_died(llm: Engine, daemon: Daemon) -> None:
+    """A daemon that was killed and started again serves the engine that goes on; while it is gone requests are computed."""
+    asked = [prompt(3, PROMPT_TOKENS)]
+    computed = llm.generate(asked, max_tokens=24)[0]
+    assert llm.reset()
+    daemon.kill()
+    without = llm.generate(asked, max_tokens=24)[0]
+    assert without.cached == 0
+    assert_same(computed, without)
+    daemon.start()
+    await_hits(llm, asked[0])
+    restored = llm.generate(asked, max_tokens=24)[0]
+    assert restored.cached == WHOLE
+    assert_same(computed, restored)
+
+
+def test_by_another_process(
+    llm: Engine, daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
+) -> None:
+    """A second vLLM finds what the first one stored, what it generated included."""
+    first = prompt(4, PROMPT_TOKENS)
+    computed = llm.generate([first], max_tokens=60)[0]
+    longer = first + computed.tokens + prompt(5, 20)
+    known = llm.generate([longer], max_tokens=24)[0]
+    llm.settle()
+    second = engine(make_model(), connector=connector(daemon), fresh=True)
+    await_hits(second, prompt(101, 70))
+    restored = second.generate([longer], max_tokens=24)[0]
+    assert restored.cached >= (PROMPT_TOKENS + 59) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert_same(known, restored, within=CLOSE)
+
+
+@pytest.mark.parametrize("verify", ["always", "first_hit"])
+def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
+    """Other bytes in a page and on the store cost a smaller hit and nothing else where hits are verified; where they are trusted, the same is heard in the
+    answer."""
+    asked = [prompt(6 + (verify == "always"), PROMPT_TOKENS)]
+    known = {place for place, _ in flushed(daemon)}
+    computed = llm.generate(asked, max_tokens=24)[0]
+    llm.settle()
+    stored = [(place, meta) for place, meta in flushed(daemon) if place not in known]
+    try:
+        daemon.configure(VERIFIED if verify == "always" else TRUSTING)
+        daemon.restart()
+        await_hits(llm, asked[0])
+        _damage(daemon, *next((place, meta) for place, meta in stored if meta["position"] == DAMAGED))
+        before = counted(llm.metrics(), "loaded_blocks")
+        restored = llm.generate(asked, max_tokens=24)[0]
+        loaded = counted(llm.metrics(), "loaded_blocks") - before
+        if verify == "always":
+            assert loaded == DAMAGED
+            assert_same(computed, restored, within=CLOSE)
+        else:
+            assert loaded == WHOLE // BLOCK_TOKENS
+            assert restored.tokens != computed.tokens or far_from(restored.logprobs, computed.logprobs) > CLOSE
+    finally:
+        daemon.configure(VERIFIED)
+        daemon.restart()
+
+
+def _damage(daemon: Daemon, place: Place, meta: Any) -> None:
+    """Other bytes in a block, in memory and on the store."""
+    length = int(meta["logical_length"])
+    (page,) = pages_like(daemon, copy(place, HEADER_BYTES + 64)[HEADER_BYTES:])
+    spoil(place._replace(offset=place.offset + HEADER_BYTES), length)
+    spoil(page, length)
+
+
+def test_a_daemon_that_dies_in_a_load(llm: Engine, daemon: Daemon) -> None:
+    """A daemon that is killed when it was found to have a prompt, and has not given it yet, costs computing it, not the request."""
+    asked = [prompt(8, PROMPT_TOKENS)]
+    computed = llm.generate(asked, max_tokens=24)[0]
+    await_hits(llm, asked[0])
+    before = counted(llm.metrics(), "hit_tokens_host")
+    try:
+        with daemon.faults() as faults:
+            faults.arm("cache.acquire.before_hold", "kill")
+        restored = llm.generate(asked, max_tokens=24)[0]
+        assert daemon.await_end() < 0
+        assert_same(computed, restored, within=CLOSE)
+        assert counted(llm.metrics(), "hit_tokens_host") - before == WHOLE, "no load had begun: this test shows nothing"
+        after = llm.generate([prompt(9, PROMPT_TOKENS)], max_tokens=2)[0]
+        assert after.finish == "length"
+    finally:
+        daemon.restart()
+    await_hits(llm, asked[0])
+
+
+def test_many_at_once(llm: Engine) -> None:
+    """Prompts that share a beginning, more of them than run at one time, are answered the same whether computed or restored, together or alone."""
+    common = prompt(12, 128)
+    asked = [common + prompt(20 + i, 40 + 16 * i) for i in range(8)]
+    computed = llm.generate(asked, max_tokens=16)
+    assert llm.reset()
+    restored = llm.generate(asked, max_tokens=16)
+    assert all(answer.cached >= len(common) for answer in restored)
+    for first, second in zip(computed, restored, strict=True):
+        assert_same(first, second, within=CLOSE)
+
+
+def test_salts_divide(llm: Engine) -> None:
+    """`cache_salt` is in vLLM's own hashes: another salt is a miss, the same one a hit."""
+    asked = [prompt(10, PROMPT_TOKENS)]
+    llm.generate(asked, max_tokens=2, salts=["one"])
+    assert llm.reset()
+    assert llm.generate(asked, max_tokens=2, salts=["other"])[0].cached == 0
+    assert llm.reset()
+    assert llm.generate(asked, max_tokens=2, salts=["one"])[0].cached == WHOLE
+    assert llm.reset()
+    assert llm.generate(asked, max_tokens=2)[0].cached == 0
+
+
+def test_a_reset_of_the_connector_forgets(llm: Engine) -> None:
+    """After reset_prefix_cache(reset_connector=True), as after new weights, nothing stored before is found by this engine, and what comes after is."""
+    asked = [prompt(11, PROMPT_TOKENS)]
+    llm.generate(asked, max_tokens=2)
+    assert llm.reset(connector=True)
+    assert llm.generate(asked, max_tokens=2)[0].cached == 0
+    assert llm.reset()
+    assert llm.generate(asked, max_tokens=2)[0].cached == WHOLE

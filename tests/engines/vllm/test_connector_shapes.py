@@ -1,0 +1,85 @@
+"""vLLM with TierdConnector: other models than a plain one, and less memory than is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+from tests.engines.vllm.connected import CLOSE, assert_same, await_hits, connector, counted, to_the_store
+from tests.engines.vllm.engine import Engine
+from tests.engines.vllm.tiered import VERIFIED, prompt
+from tierd.testing import Daemon
+
+pytestmark = [pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(VERIFIED) as daemon:
+        yield daemon
+
+
+def _is_restored(llm: Engine, daemon: Daemon, asked: list[int], *, is_like_computed: bool = True) -> None:
+    """As with vLLM's own prefix cache, which for latent attention goes on otherwise than what was computed as a whole."""
+    await_hits(llm, asked[:70][::-1])
+    before = counted(llm.metrics(), "loads")
+    computed = llm.generate([asked], max_tokens=24)[0]
+    own = llm.generate([asked], max_tokens=24)[0]
+    assert computed.cached == 0 and own.cached > 0
+    for move in (lambda: None, lambda: to_the_store(daemon)):
+        assert llm.reset()
+        move()
+        restored = llm.generate([asked], max_tokens=24)[0]
+        assert restored.cached == own.cached
+        assert_same(own, restored)
+        if is_like_computed:
+            assert_same(computed, restored, within=CLOSE)
+    assert counted(llm.metrics(), "loads") - before == 2 and counted(llm.metrics(), "failed_loads") == 0
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "mla"])
+def test_other_attention_comes_back(
+    kind: str, daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
+) -> None:
+    """Groups of sliding and of full layers, of which windows need their last blocks only, and latent attention, from memory and from the store."""
+    llm = engine(make_model(kind), connector=connector(daemon))
+    _is_restored(llm, daemon, prompt(1, 300), is_like_computed=kind != "mla")
+
+
+def test_a_trained_model_comes_back(shared: Path, daemon: Daemon, engine: Callable[..., Engine]) -> None:
+    """With trained weights, in vLLM's own choice of a type."""
+    model = shared / "models" / "tiny-llama"
+    if not model.is_dir():
+        pytest.skip("../shared/models/tiny-llama is not beside this checkout")
+    text = b"def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\n" * 4
+    _is_restored(engine(model, connector=connector(daemon), max_model_len=1024, dtype="bfloat16"), daemon, list(text))
+
+
+def test_little_memory(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
+    """Requests that are preempted while their blocks are saved and loaded say the same as in an engine with room, and nothing is lost of vLLM's blocks."""
+    asked = [prompt(30 + i, 200) for i in range(4)]
+    roomy = engine(make_model())
+    known = roomy.generate(asked, max_tokens=60)
+    tight = engine(
+        make_model(),
+        connector=connector(daemon),
+        num_gpu_blocks_override=24,
+        max_model_len=512,
+        enable_chunked_prefill=True,
+    )
+    for _ in range(2):  # computed, then restored where it is still there
+        answers = tight.generate(asked, max_tokens=60)
+        for first, second in zip(known, answers, strict=True):
+            assert_same(first, second, within=CLOSE)
+        assert tight.reset()
+    preempted = [value for name, value in tight.metrics().items() if name.startswith("vllm:num_preemptions_total")]
+    assert sum(preempted) > 0, "there was room: this test shows nothing"
+    assert tight.ask("evaluate", code=FREE) == 23  # all but the null block
+    assert counted(tight.metrics(), "loads") > 0
+
+
+FREE = "llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()"

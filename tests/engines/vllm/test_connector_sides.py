@@ -1,0 +1,208 @@
+"""TierdConnector's two sides with a real daemon and vLLM's own block pool, without an engine: what they may wait for, and what they keep from reuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from tests.depth import report
+from tests.engines.vllm.test_connector_parts import BLOCKS, FULL, HEAD, HEADS, NAMES, TOKENS, caches, config, kv_config
+from tests.system.blocks import await_true
+from tierd.integrations.store import Loaded
+from tierd.integrations.vllm.options import ConnectorOptions
+from tierd.integrations.vllm.plan import NULL_BLOCK, GroupLoad, Load, Orders
+from tierd.integrations.vllm.scheduler import SchedulerSide
+from tierd.integrations.vllm.worker import WorkerSide, _missing
+from tierd.testing import Daemon
+
+WINDOW = SlidingWindowSpec(
+    block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32, sliding_window=65
+)
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as daemon:
+        yield daemon
+
+
+def request(name: str, blocks: int) -> Any:
+    """As much of a vLLM request as is read: its prompt is so many blocks and a token."""
+    return SimpleNamespace(
+        request_id=name,
+        num_preemptions=0,
+        num_tokens=blocks * TOKENS + 1,
+        num_prompt_tokens=blocks * TOKENS + 1,
+        num_computed_tokens=blocks * TOKENS,
+        num_output_placeholders=0,
+        block_hashes=[f"{i}".encode() for i in range(blocks)],
+    )
+
+
+def step(tokens: dict[str, int]) -> Any:
+    """As much of a SchedulerOutput as is read, of new requests."""
+    new = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in tokens]
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=tokens)
+
+
+def outcome(worker: WorkerSide) -> Any:
+    """As much of a KVConnectorOutput as is read, once all saves have ended."""
+    assert worker._saving.drain(timeout_s=10)
+    return SimpleNamespace(
+        kv_connector_worker_meta=worker.take_saves(),
+        invalid_block_ids=set(),
+        failed_recving=set(),
+        finished_recving=set(),
+    )
+
+
+class Sides:
+    """Both, over one memory and one pool."""
+
+    def __init__(self, daemon: Daemon, kv: Any, **options: Any) -> None:
+        setup, words = config(), ConnectorOptions(target=daemon.target, **options)
+        self.pool = BlockPool(kv.num_blocks, enable_caching=True, hash_block_size=TOKENS)
+        self.scheduler = SchedulerSide(setup, kv, words)
+        self.tables: dict[str, tuple[list[int], ...]] = {}
+        self.scheduler.bind(SimpleNamespace(block_pool=self.pool, get_block_ids=self.tables.__getitem__))
+        self.worker = WorkerSide(setup, kv, words, rank=0)
+        self.caches = caches(KVCacheLayout.LBNHC)
+        self.worker.register(self.caches)
+
+    def match(self, asked: Any) -> int:
+        """Asks until there is an answer."""
+        found: list[int] = []
+
+        def known() -> bool:
+            tokens = self.scheduler.match(asked, 0)
+            found.extend([] if tokens is None else [tokens])
+            return bool(found)
+
+        await_true(known, "a lookup's answer")
+        return found[0]
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+def test_blocks_are_retained_until_they_are_copied(daemon: Daemon) -> None:
+    """Blocks that a request gives back while they are saved are not given to another one before the worker has reported, and no more than the share."""
+    sides = Sides(daemon, kv_config(FULL), retained_share=0.5)
+    asked, blocks = request("r", 6), sides.pool.get_new_blocks(6)
+    assert sides.match(asked) == 0
+    sides.tables["r"] = ([block.block_id for block in blocks],)
+    orders = sides.scheduler.orders(step({"r": 6 * TOKENS}))
+    assert [len(save.ids) for save in orders.saves] == [BLOCKS // 2] and sides.scheduler.is_retaining
+    sides.pool.free_blocks(blocks)
+    assert sides.pool.get_num_free_blocks() == BLOCKS - 1 - BLOCKS // 2
+    sides.worker.begin_saves(orders)
+    sides.scheduler.reported(outcome(sides.worker))
+    assert sides.pool.get_num_free_blocks() == BLOCKS - 1 and not sides.scheduler.is_retaining
+    assert sides.match(request("again", 6)) == BLOCKS // 2 * TOKENS
+    sides.close()
+
+
+def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
+    """Of a group with a window the blocks that it has passed are neither saved nor asked for; those of both groups come back where vLLM wants them."""
+    sides = Sides(daemon, kv_config(FULL, WINDOW), retained_share=1.0)
+    asked, full = request("r", 3), [1, 2, 3]
+    assert sides.match(asked) == 0
+    sides.tables["r"] = (full, [NULL_BLOCK, 4, 5])
+    orders = sides.scheduler.orders(step({"r": 3 * TOKENS}))
+    assert [(save.group, save.position, save.ids) for save in orders.saves] == [(0, 0, (1, 2, 3)), (1, 1, (4, 5))]
+    kept = {name: tensor.clone() for name, tensor in sides.caches.items()}
+    sides.worker.begin_saves(orders)
+    sides.scheduler.reported(outcome(sides.worker))
+    again = request("again", 3)
+    assert sides.match(again) == 3 * TOKENS
+    for name in NAMES:
+        sides.caches[name][1:6] = 0
+    sides.scheduler.allocated(again, (full, [NULL_BLOCK, 4, 5]), 3 * TOKENS)
+    sides.worker.begin_loads(sides.scheduler.orders(step({})), is_idle=True)
+    assert sides.worker._loading.drain(timeout_s=10)
+    ended = sides.worker.take_loads()
+    assert ended.requests == {"again"} and not ended.failed and not ended.blocks
+    assert all(torch.equal(sides.caches[name], kept[name]) for name in NAMES)
+    sides.close()
+
+
+def test_blocks_that_a_need_passes_over_are_missing() -> None:
+    """A block that vLLM wants and tierd did not copy is told, wherever it is: it would be taken for good otherwise."""
+    part = GroupLoad((b"a", b"b", b"c", b"d"), 1, (5, 6, NULL_BLOCK))
+    assert _missing(part, Loaded(128, (4,), (0,)), 0) == []
+    assert _missing(part, Loaded(128, (4,), (2,)), 0) == [5]
+    assert _missing(part, Loaded(64, (2,), (0,)), 0) == [6]
+    assert _missing(part, Loaded(), 0) == [5, 6]
+
+
+def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
+    """A load of blocks that nobody stored names each of them, of several groups the request, and each load once."""
+    for kv, failed, blocks in ((kv_config(FULL), set(), {5, 6}), (kv_config(FULL, FULL), {"r"}, set())):
+        sides = Sides(daemon, kv)
+        sides.scheduler.begin(request("r", 2))
+        part = GroupLoad((b"x", b"y"), 0, (5, 6))
+        spaces = sides.scheduler._spaces
+        sides.worker.begin_loads(Orders(spaces, [Load("r", (part,) * len(spaces))]), is_idle=False)
+        assert sides.worker._loading.drain(timeout_s=10)
+        ended = sides.worker.take_loads()
+        assert (ended.requests, ended.failed, ended.blocks) == ({"r"}, failed, blocks)
+        assert sides.worker.take_loads().requests == set()
+        sides.close()
+
+
+def test_a_daemon_that_hangs_is_not_waited_for(daemon: Daemon) -> None:
+    """With a daemon that does not answer, the scheduler is told to ask again at once, and after the lookup's time that there is nothing."""
+    sides = Sides(daemon, kv_config(FULL), lookup_grace_s=0.001, lookup_timeout_s=0.2)
+    assert sides.match(request("first", 4)) == 0
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        asked, answers, times = request("r", 4), [], []
+        until = time.monotonic() + 20
+        while (not answers or answers[-1] is None) and time.monotonic() < until:
+            began = time.monotonic()
+            answers.append(sides.scheduler.match(asked, 0))
+            times.append(time.monotonic() - began)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    report(
+        "vLLM connector, hung daemon",
+        asked=len(answers),
+        longest_s=f"{max(times):.4f}",
+        median_s=f"{np.median(times):.4f}",
+    )
+    assert answers[0] is None and answers[-1] == 0
+    assert np.median(times) < 0.05
+    sides.close()
+
+
+def test_without_a_daemon_nothing_is_kept_waiting(daemon: Daemon) -> None:
+    """When it has died, matches are none, saves end and give their blocks back."""
+    sides = Sides(daemon, kv_config(FULL))
+    assert sides.match(request("first", 4)) == 0
+    daemon.kill()
+    asked, blocks = request("r", 3), sides.pool.get_new_blocks(3)
+    assert sides.match(asked) == 0
+    sides.tables["r"] = ([block.block_id for block in blocks],)
+    orders = sides.scheduler.orders(step({"r": 3 * TOKENS}))
+    sides.pool.free_blocks(blocks)
+    sides.worker.begin_saves(orders)
+    sides.scheduler.reported(outcome(sides.worker))
+    assert sides.pool.get_num_free_blocks() == BLOCKS - 1
+    sides.close()
+    daemon.start()
