@@ -7,7 +7,7 @@ the call returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def copy_in(pieces: Pieces, page: Bytes) -> None:
     """Engine to page. Raises InvalidArgument if the pieces do not add up to the page."""
     for piece, part in _matched(pieces, page):
         if isinstance(piece, np.ndarray):
-            np.copyto(part.view(piece.dtype).reshape(piece.shape), piece)
+            np.copyto(_shaped(part, piece), piece)
         else:
             _tensor(part, piece).copy_(piece)
 
@@ -34,7 +34,7 @@ def copy_out(page: Bytes, pieces: Pieces) -> None:
     """Page to engine. Raises InvalidArgument if the pieces do not add up to the page."""
     for piece, part in _matched(pieces, page):
         if isinstance(piece, np.ndarray):
-            np.copyto(piece, part.view(piece.dtype).reshape(piece.shape))
+            np.copyto(piece, _shaped(part, piece))
         else:
             piece.copy_(_tensor(part, piece))
 
@@ -44,14 +44,21 @@ def piece_bytes(piece: Piece) -> int:
     return int(piece.nbytes)
 
 
-def _matched(pieces: Pieces, page: Bytes) -> list[tuple[Piece, Bytes]]:
-    ends = np.cumsum([piece_bytes(piece) for piece in pieces], dtype=np.int64).tolist()
-    if (ends[-1] if ends else 0) != len(page):
+def _matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
+    found = sum(piece.nbytes for piece in pieces)
+    if found != len(page):
         raise InvalidArgument(
-            f"block: {len(page)} bytes in tierd, {ends[-1] if ends else 0} in the engine's {len(pieces)} pieces; the namespace's block_bytes is wrong"
+            f"block: {len(page)} bytes in tierd, {found} in the engine's {len(pieces)} pieces; the namespace's block_bytes is wrong"
         )
-    starts = [0, *ends[:-1]]
-    return [(piece, page[start:end]) for piece, start, end in zip(pieces, starts, ends, strict=True)]
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.nbytes
+        yield piece, page[start:end]
+
+
+def _shaped(part: Bytes, like: Any) -> Any:
+    """The bytes as an array of the piece's type and shape; a row of bytes, which most pieces are, as it is."""
+    return part if like.ndim == 1 and like.dtype == np.uint8 else part.view(like.dtype).reshape(like.shape)
 
 
 def _tensor(part: Bytes, like: Any) -> Any:
