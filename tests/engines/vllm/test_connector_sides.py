@@ -62,7 +62,7 @@ def step(tokens: dict[str, int]) -> Any:
 
 def outcome(worker: WorkerSide) -> Any:
     """As much of a KVConnectorOutput as is read, once all saves have ended."""
-    assert worker._saving.drain(timeout_s=10)
+    assert worker._saving.drain(timeout_s=60)
     return SimpleNamespace(
         kv_connector_worker_meta=worker.take_saves(),
         invalid_block_ids=set(),
@@ -75,7 +75,8 @@ class Sides:
     """Both, over one memory and one pool."""
 
     def __init__(self, daemon: Daemon, kv: Any, **options: Any) -> None:
-        setup, words = config(), ConnectorOptions(target=daemon.target, **options)
+        patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0}  # a busy machine is no daemon that is gone
+        setup, words = config(), ConnectorOptions(target=daemon.target, **patient | options)
         self.pool = BlockPool(kv.num_blocks, enable_caching=True, hash_block_size=TOKENS)
         self.scheduler = SchedulerSide(setup, kv, words)
         self.tables: dict[str, tuple[list[int], ...]] = {}
@@ -135,7 +136,7 @@ def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
         sides.caches[name][1:6] = 0
     sides.scheduler.allocated(again, (full, [NULL_BLOCK, 4, 5]), 3 * TOKENS)
     sides.worker.begin_loads(sides.scheduler.orders(step({})), is_idle=True)
-    assert sides.worker._loading.drain(timeout_s=10)
+    assert sides.worker._loading.drain(timeout_s=60)
     ended = sides.worker.take_loads()
     assert ended.requests == {"again"} and not ended.failed and not ended.blocks
     assert all(torch.equal(sides.caches[name], kept[name]) for name in NAMES)
@@ -159,7 +160,7 @@ def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
         part = GroupLoad((b"x", b"y"), 0, (5, 6))
         spaces = sides.scheduler._spaces
         sides.worker.begin_loads(Orders(spaces, [Load("r", (part,) * len(spaces))]), is_idle=False)
-        assert sides.worker._loading.drain(timeout_s=10)
+        assert sides.worker._loading.drain(timeout_s=60)
         ended = sides.worker.take_loads()
         assert (ended.requests, ended.failed, ended.blocks) == ({"r"}, failed, blocks)
         assert sides.worker.take_loads().requests == set()
