@@ -125,6 +125,7 @@ def test_a_block_counts_when_every_rank_holds_it() -> None:
     """Of several ranks the last to store makes it held, and the first to lose it makes it gone."""
     told, space = Told(MEDIA, 100), Space(1, 4, ranks=2)
     told.name(names(1, space=space))
+    assert told.stored(space, own(1), tier=3, rank=0) == told.removed(space, own(1), tier=3, rank=0) == []
     assert told.stored(space, own(1), tier=1, rank=1) == []
     assert [type(e) for e in told.stored(space, own(1), tier=2, rank=0)] == [Stored]
     assert told.removed(space, own(1), tier=2, rank=0) == [Removed(short(1), "CPU")]
@@ -146,7 +147,7 @@ def test_the_books_are_bounded() -> None:
     told.stored(SPACE, own(1, 2, 3), tier=1)
     told.removed(SPACE, own(3), tier=1)
     assert told.name(names(4)) == []
-    assert told.stored(SPACE, own(4, 5), tier=1)[-1:] != [] and len(told) == 3
+    assert Removed(short(1), "CPU", 1) in told.stored(SPACE, own(4, 5), tier=1) and len(told) == 3
     assert told.removed(SPACE, own(1), tier=1) == []
 
 
@@ -191,6 +192,10 @@ def test_routers_never_believe_in_more_than_is_held(run: list[tuple[str, int, in
         truth = {(number, MEDIA[tier]) for number, tier in held}
         assert _believed(beliefs[0]) <= truth and _believed(beliefs[1]) == truth
         assert len(small) <= limit
+    for number, tier in sorted(held):
+        for told, belief in zip((small, large), beliefs, strict=True):
+            belief.apply(told.removed(SPACE, own(number), tier=tier))
+    assert _believed(beliefs[0]) == _believed(beliefs[1]) == set()
 
 
 def _step(told: Told, what: str, number: int, tier: int) -> Iterable[Event]:
