@@ -1,0 +1,52 @@
+"""SGLang on a machine without a GPU, for tests: its own modules as they are, and one daemon a module.
+
+A torchvision whose C++ part does not load (the one on PyPI is for CUDA) declares fakes of two of its operators, which must exist: they are named here, and
+nothing calls them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from tierd.testing import Daemon
+
+OPERATORS = ("nms", "qnms")
+kept: list[object] = []
+
+
+def name_operators() -> None:
+    """torchvision's operators without a body, if it cannot load its own."""
+    import torch
+
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in OPERATORS:
+            library.define(f"{name}(Tensor a) -> Tensor")
+        kept.append(library)
+
+
+if importlib.util.find_spec("sglang") and importlib.util.find_spec("torchvision"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sglang's, of what lacks on a CPU
+        name_operators()
+        importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """A daemon that runs when a test begins."""
+    with Daemon() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def alive(daemon: Daemon) -> None:
+    """One that a test has ended runs again."""
+    if daemon.has_ended:
+        daemon.start()

@@ -1,0 +1,122 @@
+"""What SGLang's page hashes do not say: everything else that decides the bytes of a page.
+
+Purpose: a storage configuration and a pool become a namespace and a rank in it. Non-purpose: opening it. Invariants: SGLang's keys name tokens, the request's
+extra key and its cache salt; model, parallel shape, layout, types and lengths are the namespace's; a rank that holds other bytes has another number, ranks
+that hold the same (MLA) have one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.version import __version__
+
+from tierd.client import NamespaceSpec
+from tierd.errors import ConfigError
+from tierd.integrations.facts import EngineFacts
+from tierd.integrations.options import Options
+from tierd.integrations.sglang.pages import HostPages
+
+MAMBA = "mamba"
+"""The one kind of pool that each tensor-parallel rank has its own part of, even where the model's KV is replicated."""
+THEIRS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+"""Words of the extra configuration that SGLang reads itself and leaves in."""
+SHAPE = (
+    "layout",
+    "dtype",
+    "temporal_dtype",
+    "conv_dtype",
+    "start_layer",
+    "end_layer",
+    "layer_num",
+    "head_num",
+    "head_dim",
+    "storage_format_tag",
+)
+"""Attributes of pools that decide what their bytes mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank among those that hold different bytes of the same pages."""
+
+    rank: int
+    count: int
+    is_writer: bool
+
+
+def options_of(config: Any) -> Options:
+    """Ours of the extra configuration. Raises ConfigError."""
+    words = {name: value for name, value in (config.extra_config or {}).items() if name not in THEIRS}
+    return Options.read(words, where="hicache-storage-backend-extra-config")
+
+
+def place_of(config: Any, pool_name: str) -> Place:
+    """Where a pool of this rank stands, and whether it is the one to write it."""
+    is_shared = bool(config.is_mla_model) and pool_name != MAMBA
+    rank, count = (config.dcp_rank, config.dcp_size) if is_shared else (config.tp_rank, config.tp_size)
+    for part, parts in ((config.pp_rank, config.pp_size), (config.attn_cp_rank, config.attn_cp_size)):
+        rank, count = rank * parts + part, count * parts
+    return Place(rank, count, is_writer=not is_shared or bool(config.is_storage_writer))
+
+
+def spec_of(config: Any, options: Options, pages: HostPages, *, name: str, cleared: str = "") -> NamespaceSpec:
+    """The namespace of a pool's pages. cleared: sets apart what is stored after SGLang has asked to clear. Raises ConfigError."""
+    model = options.model or config.model_name
+    if not model:
+        raise ConfigError(
+            "hicache-storage-backend-extra-config.model: not set, and SGLang gives no model name; name the model"
+        )
+    return NamespaceSpec(
+        model=model,
+        weights_digest=options.weights_digest,
+        tokens_per_block=pages.page_tokens,
+        block_bytes=sum(pages.lengths),
+        group=name,
+        salt=_digest(_words(config, pages, name) | {"cleared": cleared}),
+        rank_count=place_of(config, name).count,
+    )
+
+
+def facts_of(config: Any, options: Options, pages: HostPages | None = None) -> EngineFacts:
+    """What is known now; of the pool only when SGLang has registered it."""
+    pool = pages.pool if pages else None
+    return EngineFacts(
+        engine="sglang",
+        version=__version__,
+        face="TierdHiCache",
+        model=options.model or config.model_name or "",
+        hash_algorithm="sha256",
+        tokens_per_block=str(pages.page_tokens) if pages else "",
+        dtype=_word(getattr(pool, "dtype", "")),
+        layout=str(getattr(pool, "layout", "")),
+        ranks=f"{config.tp_rank}/{config.tp_size}",
+        role=f"hicache pp{config.pp_rank}" if config.pp_size > 1 else "hicache",
+    )
+
+
+def _words(config: Any, pages: HostPages, name: str) -> dict[str, Any]:
+    is_shared = bool(config.is_mla_model) and name != MAMBA
+    return {
+        "face": "TierdHiCache",
+        "release": ".".join(__version__.split(".")[:2]),
+        "form": pages.form,
+        "pool": type(pages.pool).__name__,
+        "lengths": pages.lengths,
+        "is_mla": bool(config.is_mla_model),
+        "tp": 0 if is_shared else config.tp_size,
+        "pp": config.pp_size,
+        "cp": config.attn_cp_size,
+        "dcp": config.dcp_size,
+    } | {word: _word(getattr(pages.pool, word, None)) for word in SHAPE}
+
+
+def _word(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _digest(words: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,130 @@
+"""Pages of SGLang's host pools, as pieces: by pointer where the pool tells pointers, as flat tensors where it does not.
+
+Purpose: what lies between `host_indices` and bytes. Non-purpose: names of pages (names.py), moving them. Invariants: the lengths of the pieces are the
+pool's own answer, never computed here; a piece keeps its pool alive; by pointer a page is copied once, as a flat tensor twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierd.errors import InvalidArgument, Unsupported
+from tierd.integrations.pieces import Bytes, Pieces
+
+
+class Span:
+    """Memory of a pool as numpy takes it: by interface, from an object that keeps the pool."""
+
+    __slots__ = ("__array_interface__", "pool")
+
+    def __init__(self, pointer: int, length_bytes: int, pool: Any) -> None:
+        self.pool = pool
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (int(length_bytes),),
+            "data": (int(pointer), False),
+        }
+
+
+class PointerPages:
+    """Pages whose parts the pool names by pointer and size. Raises Unsupported for a layout that the pool cannot tell so."""
+
+    form = "pointers"
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.page_tokens = page_tokens(pool)
+        self.is_logical = is_logical(pool)
+        self.lengths: tuple[int, ...] = () if self.is_logical else tuple(self._meta_of_one())
+
+    def sources(self, host_indices: Any, *, pages: int) -> list[Pieces]:
+        """Per page its parts, in the order of the block. Raises InvalidArgument for indices that are not so many pages."""
+        _check(host_indices, pages=pages, page_tokens=self.page_tokens)
+        if not pages:
+            return []
+        pointers, lengths = self.pool.get_page_buffer_meta(host_indices)
+        parts = [_array(pointer, length, self.pool) for pointer, length in zip(pointers, lengths, strict=True)]
+        per_page, rest = divmod(len(parts), pages)
+        if rest:
+            raise InvalidArgument(f"host pool: {len(parts)} buffers for {pages} pages; give it whole pages")
+        return [parts[i * per_page : (i + 1) * per_page] for i in range(pages)]
+
+    targets = sources
+
+    def settle(self, host_indices: Any, targets: Sequence[Pieces], *, good: int) -> None:
+        """Nothing to do: the bytes are where they belong."""
+
+    def _meta_of_one(self) -> list[int]:
+        try:
+            _, lengths = self.pool.get_page_buffer_meta(torch.arange(self.page_tokens))
+        except (ValueError, NotImplementedError) as error:
+            raise Unsupported(
+                f"hicache-mem-layout: {getattr(self.pool, 'layout', '?')!r} of {type(self.pool).__name__} has no buffers by pointer ({error}); use page_first"
+            ) from error
+        return [int(length) for length in lengths]
+
+
+class FlatPages:
+    """Pages that the pool gives and takes as flat tensors."""
+
+    form = "flat"
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.page_tokens = page_tokens(pool)
+        self.is_logical = is_logical(pool)
+        self.lengths: tuple[int, ...] = () if self.is_logical else (int(pool.get_dummy_flat_data_page().nbytes),)
+
+    def sources(self, host_indices: Any, *, pages: int) -> list[Pieces]:
+        """Per page its bytes. Raises InvalidArgument for indices that are not so many pages."""
+        _check(host_indices, pages=pages, page_tokens=self.page_tokens)
+        return [[self.pool.get_data_page(index, flat=True)] for index in self._starts(host_indices)]
+
+    def targets(self, host_indices: Any, *, pages: int) -> list[Pieces]:
+        """Per page room for its bytes. Raises InvalidArgument for indices that are not so many pages."""
+        _check(host_indices, pages=pages, page_tokens=self.page_tokens)
+        return [[self.pool.get_dummy_flat_data_page()] for _ in range(pages)]
+
+    def settle(self, host_indices: Any, targets: Sequence[Pieces], *, good: int) -> None:
+        """Puts the first so many pages where they belong."""
+        for index, (page,) in zip(self._starts(host_indices)[:good], targets[:good], strict=True):
+            self.pool.set_from_flat_data_page(index, page)
+
+    def _starts(self, host_indices: Any) -> list[int]:
+        return [int(index) for index in host_indices[:: self.page_tokens]]
+
+
+HostPages = PointerPages | FlatPages
+
+
+def pages_of(pool: Any) -> HostPages:
+    """A side pool's pages: by pointer if it tells pointers."""
+    try:
+        return PointerPages(pool)
+    except Unsupported:
+        return FlatPages(pool)
+
+
+def page_tokens(pool: Any) -> int:
+    """Indices that make a page: with decode context parallelism more than the rows that lie here."""
+    return int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 0) or 1)
+
+
+def is_logical(pool: Any) -> bool:
+    """Whether the pool only counts, and others hold its bytes."""
+    return getattr(pool, "kv_buffer", pool) is None
+
+
+def _array(pointer: int, length: int, pool: Any) -> Bytes:
+    return np.asarray(Span(pointer, length, pool))
+
+
+def _check(host_indices: Any, *, pages: int, page_tokens: int) -> None:
+    found = 0 if host_indices is None else len(host_indices)
+    if found != pages * page_tokens:
+        raise InvalidArgument(f"host_indices: {found} for {pages} pages of {page_tokens}; give page_size of them a key")

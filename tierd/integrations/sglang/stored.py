@@ -1,0 +1,86 @@
+"""One host pool's pages in tierd: which are there, load, save.
+
+Purpose: keys of SGLang over an EngineStore. Non-purpose: host memory (pages.py). Invariants: nothing raises; what is loaded or saved is counted from the first
+key on; the namespace opens itself as soon as there is a daemon.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tierd.client import Group, NamespaceSpec, PutGroup
+from tierd.client.values import NO_HASHES, Hashes
+from tierd.core.model import ROOT
+from tierd.integrations.pieces import Pieces
+from tierd.integrations.store import EngineStore
+
+LOAD_PAGES = 64
+"""Pages that are held at one time while they are copied."""
+LOOKUP_PAGES = 1024
+"""Pages that are asked for in one call."""
+
+
+class StoredPages:
+    """Threads may share it. spec, rank: whose pages they are. Raises InvalidArgument for an impossible spec, later nothing."""
+
+    def __init__(self, store: EngineStore, spec: NamespaceSpec, *, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._space = store.open(spec)
+
+    def present(self, keys: Sequence[str]) -> list[bool]:
+        """Which are stored."""
+        found: list[bool] = []
+        for start in range(0, len(keys), LOOKUP_PAGES):
+            part = keys[start : start + LOOKUP_PAGES]
+            tiers = self._store.lookup([self._group(part)]).tier_of
+            found += (tiers[0][0] >= 0).tolist() if tiers else [False] * len(part)
+        return found
+
+    def leading(self, keys: Sequence[str]) -> int:
+        """How many are stored, from the first on."""
+        count = 0
+        for start in range(0, len(keys), LOOKUP_PAGES):
+            part = keys[start : start + LOOKUP_PAGES]
+            here = leading(self.present(part))
+            count += here
+            if here < len(part):
+                break
+        return count
+
+    def load(self, keys: Sequence[str], targets: Sequence[Pieces]) -> int:
+        """Copies pages into the targets; how many are good, from the first on."""
+        good = 0
+        for start in range(0, len(keys), LOAD_PAGES):
+            part = keys[start : start + LOAD_PAGES]
+            group = self._group(part)
+            if len(group.hashes) < len(part):  # no daemon
+                break
+            here = self._store.load([group], [targets[start : start + LOAD_PAGES]]).good[0]
+            good += here
+            if here < len(part):
+                break
+        return good
+
+    def save(self, keys: Sequence[str], sources: Sequence[Pieces], *, before: Sequence[str] = ()) -> int:
+        """Stores pages; how many are stored now, from the first on. before: keys of the pages before the first, from the start of the sequence."""
+        hashes = self._hashes(keys)
+        if len(hashes) < len(keys):  # no daemon
+            return 0
+        parent = self._space.fold([before[-1].encode()])[0].tobytes() if before else ROOT
+        group = PutGroup(self._space, hashes, rank=self._rank, parent=parent, position=len(before))
+        return self._store.save(group, sources)
+
+    def _group(self, keys: Sequence[str]) -> Group:
+        return Group(self._space, self._hashes(keys), ranks=(self._rank,))
+
+    def _hashes(self, keys: Sequence[str]) -> Hashes:
+        if not self._space.is_open:
+            self._store.lookup([Group(self._space, NO_HASHES, ranks=(self._rank,))])  # opens it if there is a daemon
+        return self._space.fold([key.encode() for key in keys])
+
+
+def leading(good: Sequence[Any]) -> int:
+    """How many hold, from the first on."""
+    return sum(1 for _ in itertools.takewhile(bool, good))
