@@ -20,6 +20,10 @@ from tierd.client import About, Client, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.core.block import NamespaceSpec as Spec
 from tierd.errors import Unavailable
 from tierd.events.wire import Cleared, Event, Hash, Removed, Stored, short_hash
+from tierd.integrations import store as store_module
+from tierd.integrations.facts import EngineFacts
+from tierd.integrations.options import Options
+from tierd.integrations.store import EngineStore
 from tierd.testing import Daemon
 
 zmq = pytest.importorskip("zmq", reason="KV events need the extra `events`")
@@ -168,6 +172,24 @@ def test_a_put_of_tokens_tells_them(daemon: Daemon) -> None:
         first, _ = (event for event in router.events if isinstance(event, Stored))
     hashes = tuple(short_hash(row.tobytes()) for row in space.hash(tokens))
     assert (first.hashes, first.tokens, first.parent) == (hashes, tuple(range(32)), None)
+
+
+def test_an_engines_store_tells_names_over_all_its_parts(daemon: Daemon) -> None:
+    """What an engine saves in one go, more than is reserved at one time, is one chain to a router: every block under its name, each event after the one before."""
+    numbers = range(40)
+    names, space_bytes = [name(n) for n in numbers], SPEC.block_bytes
+    options, facts = Options(target=daemon.target), EngineFacts("test", "1", "store")
+    with EngineStore(options, facts) as store, routed(daemon) as router, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store_module, "SAVE_BLOCKS", 16)
+        space = store.open(SPEC)
+        about = About(names, name(1000), np.concatenate([tokens_of(n) for n in numbers]))
+        pieces = [[np.full(space_bytes, n, np.uint8)] for n in numbers]
+        assert store.save(PutGroup(space, space.fold(names)), pieces, about) == len(numbers)
+        await_true(lambda: len(router.believes()) == len(numbers), "all are told")
+        stored = [event for event in router.events if isinstance(event, Stored)]
+    assert [one for event in stored for one in event.hashes] == [short_hash(one) for one in names]
+    assert [event.parent for event in stored] == [short_hash(name(n)) for n in (1000, 15, 31)]
+    assert [token for event in stored for token in event.tokens] == list(range(16 * len(numbers)))
 
 
 def test_what_was_missed_comes_by_replay(daemon: Daemon) -> None:

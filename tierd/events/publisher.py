@@ -85,6 +85,8 @@ class Publisher:
         self._out = self._context.socket(zmq.PUB)
         self._out.set_hwm(QUEUE_MESSAGES)
         self._replays = self._context.socket(zmq.ROUTER) if settings.replay_bind else None
+        if self._replays is not None:
+            self._replays.set_hwm(settings.buffer + 2)  # a whole replay, its "cleared" and its end
         pairs = [(self._out, "bind", settings.bind), (self._replays, "replay_bind", settings.replay_bind)]
         for socket, name, address in pairs:
             if socket is None:
@@ -98,8 +100,6 @@ class Publisher:
                 raise ConfigError(
                     f"events.{name}: {address} cannot be bound ({error}); choose another address"
                 ) from error
-        if self._replays is not None:
-            self._replays.set_hwm(settings.buffer + 1)
 
     def _run(self) -> None:
         zmq, poller = self._zmq, self._zmq.Poller()

@@ -12,7 +12,7 @@ from tierd.config import EventsConfig
 from tierd.errors import ConfigError
 from tierd.events import publisher as module
 from tierd.events.told import Told
-from tierd.events.wire import Cleared, Event, Stored
+from tierd.events.wire import END, Cleared, Event, Stored
 
 zmq = pytest.importorskip("zmq", reason="KV events need the extra `events`")
 
@@ -74,6 +74,32 @@ def test_many_events_are_many_messages(publisher: Publisher, settings: EventsCon
     assert send(publisher, *many) == 3 and send(publisher) == 0
     assert [event for part in parts(many) for event in part] == many
     assert [event for events in replay(settings)[1:] for event in events] == many
+
+
+def test_a_long_replay_is_whole(tmp_path: Path) -> None:
+    """Everything that is kept comes, in order, also to one that reads only when all has been sent."""
+    count = 3000
+    settings = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/e", replay_bind=f"ipc://{tmp_path}/r", buffer=count)
+    publisher = Publisher(settings, Told(("CPU",), 10))
+    try:
+        for number in range(count):
+            publisher.do(lambda _told, number=number: [stored(number)])  # type: ignore[misc]
+        assert send(publisher) == 0
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.setsockopt(zmq.RCVHWM, 1)
+            asking.connect(settings.replay_bind)
+            asking.send_multipart((b"", bytes(8)))
+            assert asking.poll(10_000)
+            assert send(publisher, stored(0)) == 1  # behind the replay: it has been sent
+            frames = []
+            while not frames or frames[-1][2] != END:
+                assert asking.poll(10_000)
+                frames.append(asking.recv_multipart())
+        numbers = [int.from_bytes(number, "big") for _, _, number, _ in frames[1:-1]]
+        assert len(numbers) >= count and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    finally:
+        publisher.close(timeout_s=10)
 
 
 def test_silence_is_broken(publisher: Publisher, settings: EventsConfig) -> None:
