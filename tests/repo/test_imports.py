@@ -46,6 +46,10 @@ BUILDERS: dict[str, set[str]] = {
     "cli/daemon.py": {"server", "logs"},
     "cli/leftovers.py": {"server", "tiers"},
     "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
+    # Paged caches are tables of the worker's pages under the paged kernel.
+    "integrations/transformers/attention.py": {"kernels"},
+    "integrations/transformers/paged.py": {"worker"},
+    "integrations/transformers/store.py": {"worker"},
     "cli/advice.py": {"integrations"},  # which versions of engines were run
     "cli/conversation.py": {"worker"},
     "cli/demo.py": {"worker", "testing", "kernels"},

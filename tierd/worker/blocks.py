@@ -69,10 +69,22 @@ class BlockTable:
         """All layers up to this length have been written."""
         self.length = max(self.length, length)
 
+    def crop(self, length: int) -> None:
+        """Forgets what comes behind so many tokens; what is left of a named page is copied, since that cannot be written."""
+        if length >= self.length:
+            return
+        keep = -(-length // self._tokens_per_block)
+        gone, self.pages = self.pages[keep:], self.pages[:keep]
+        self._source.release(gone)
+        self.length = length
+        self.named = min(self.named, length // self._tokens_per_block)
+        if self.named < keep and not self.pages[-1].is_private:
+            self._own(keep - 1)
+
     def commit(self, tokens: Sequence[int]) -> int:
-        """Names every full block that is still private. tokens: of the whole sequence. Returns how many were named."""
+        """Names every full block that is still private. tokens: of the sequence, from its first one on. Returns how many were named."""
         size = self._tokens_per_block
-        full = self.length // size
+        full = min(self.length, len(tokens)) // size
         if full <= self.named:
             return 0
         before, after = self.named, self.pages[self.named - 1] if self.named else None

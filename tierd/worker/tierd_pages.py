@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup, Reservation
 from tierd.client.values import Hashes
 from tierd.core.model import ROOT
-from tierd.errors import ForkedClient, TierdError
+from tierd.errors import ForkedClient, InvalidArgument, TierdError
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape
 
@@ -66,17 +66,21 @@ class TierdPages:
     def __init__(
         self,
         client: Client,
-        model: Llama,
+        model: Llama | NamespaceSpec,
         *,
-        name: str,
+        name: str = "",
         shape: PageShape | None = None,
         options: TierdOptions | None = None,
     ) -> None:
-        """name: of the model, for people; the weights' digest tells models apart. Raises what Client.open_namespace raises."""
+        """model: or a namespace of the caller's own, with `shape`; name: of the model, for people; the weights' digest tells models apart.
+
+        Raises what Client.open_namespace raises.
+        """
         self._client = client
-        self._shape = shape or page_shape(model)
+        self._shape = shape or _shape_of(model)
         self._options = options or TierdOptions()
-        self._namespace = client.open_namespace(namespace_spec(model, self._shape, name=name))
+        spec = model if isinstance(model, NamespaceSpec) else namespace_spec(model, self._shape, name=name)
+        self._namespace = client.open_namespace(spec)
         self._spare: list[Page] = []
         self._memory = LocalPages(self._shape)
         self.faults: Counter[str] = Counter()
@@ -266,6 +270,12 @@ def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpe
         weights_digest=f"{model.digest}/{model.backend.dtype}",
         geometry=shape.geometry,
     )
+
+
+def _shape_of(model: Llama | NamespaceSpec) -> PageShape:
+    if isinstance(model, NamespaceSpec):
+        raise InvalidArgument("TierdPages: a namespace does not say what computes on its pages; give `shape`")
+    return page_shape(model)
 
 
 def _reservation_of(page: Page) -> Reservation | Page | None:

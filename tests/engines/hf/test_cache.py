@@ -1,0 +1,222 @@
+"""`TierdCache` under transformers' own generate(): what is restored is what would have been computed."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: make test-engines has environments for it")
+pytest.importorskip("torch", reason="torch is not installed: make test-engines has environments for it")
+
+import torch
+from transformers import DynamicCache
+
+from tests.depth import report
+from tests.engines.hf.models import padded, prompt
+from tests.engines.hf.said import NEW_TOKENS, assert_same, far_from, say
+from tierd.errors import InvalidArgument
+from tierd.integrations.transformers import TierdCache
+
+pytestmark = pytest.mark.timeout(600)
+WHOLE = 96  # of prompts of 101 tokens, in blocks of 32
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding", "latent"])
+def test_greedy(kind: str, model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """A prompt is said on alike without tierd, with an empty cache and with a restored one: full attention, sliding windows, latent attention."""
+    one, kept = model(kind), store(model(kind))
+    ids = prompt(1)
+    plain = say(one, ids)
+    cache = TierdCache.restore(kept, ids)
+    assert cache.restored == 0
+    assert_same(plain, say(one, ids, cache=cache))
+    assert cache.save(plain.tokens) == WHOLE
+    again = TierdCache.restore(kept, ids)
+    assert again.restored == again.get_seq_length() == WHOLE
+    for layer, before in zip(again.layers, cache.layers, strict=True):
+        assert torch.equal(layer.keys, before.keys[:, :, :WHOLE]) and torch.equal(
+            layer.values, before.values[:, :, :WHOLE]
+        )
+    assert_same(plain, say(one, ids, cache=again))
+
+
+def test_bfloat16(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """In bfloat16 a restored cache says, bit for bit, what transformers' own cache says after it was cropped to the same prefix."""
+    one = model("llama", dtype="bfloat16")
+    kept, ids = store(one), prompt(2)
+    first = TierdCache(kept)
+    say(one, ids, cache=first)
+    assert first.save(ids) == WHOLE
+    own = DynamicCache(config=one.config)
+    say(one, ids, cache=own)
+    own.crop(WHOLE - own.get_seq_length())
+    restored = TierdCache.restore(kept, ids)
+    assert restored.restored == WHOLE and restored.layers[0].keys.dtype is torch.bfloat16
+    ours, theirs = say(one, ids, cache=restored), say(one, ids, cache=own)
+    assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.logits, theirs.logits)
+
+
+def test_what_was_said_is_kept_too(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """A conversation's next turn finds the prompt and the answer of the last one, without the answer's last token."""
+    one, kept, ids = model(), store(model()), prompt(3, 117)
+    cache = TierdCache(kept)
+    turn = say(one, ids, cache=cache).tokens
+    assert cache.save(turn) == 128 == (turn.shape[1] - 1) // 32 * 32
+    longer = torch.cat([turn, prompt(4, 20)], dim=1)
+    again = TierdCache.restore(kept, longer)
+    assert again.restored == 128
+    assert_same(say(one, longer), say(one, longer, cache=again))
+
+
+def test_beams_with_padding(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Three beams over prompts of different lengths: the same as with transformers' cache, computed and restored; only prompts are stored, not mixed beams."""
+    one, kept = model(), store(model())
+    ids, mask = padded(prompt(5, 70), prompt(6))
+    how: dict[str, Any] = {"mask": mask, "num_beams": 3}
+    plain = say(one, ids, **how)
+    cache = TierdCache.restore(kept, ids, mask)
+    assert cache.restored == 0
+    assert_same(plain, say(one, ids, cache=cache, **how))
+    assert cache.save(plain.tokens, mask) == 64 + 96
+    again = TierdCache.restore(kept, ids, mask)
+    assert again.restored == 31 + 64  # what both rows have: 31 columns of padding and two blocks of the shorter one
+    restored = say(one, ids, cache=again, **how)
+    assert restored.tokens.tolist() == plain.tokens.tolist()
+    single = TierdCache.restore(kept, prompt(6))
+    assert single.restored == 96
+    assert_same(say(one, prompt(6)), say(one, prompt(6), cache=single))
+
+
+def test_several_answers(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Samples that part after a restored prompt are stored each under its own tokens, and a prompt given alone only as far as they agree."""
+    one, kept, ids = model(), store(model()), prompt(7)
+    first = TierdCache(kept)
+    say(one, ids, cache=first)
+    first.save(ids)
+    cache = TierdCache.restore(kept, ids)
+    torch.manual_seed(7)
+    out = say(one, ids, cache=cache, do_sample=True, temperature=5.0, num_return_sequences=2, max_new_tokens=40).tokens
+    assert out[0, 101:110].tolist() != out[1, 101:110].tolist()
+    assert cache.save(out[:1]) == WHOLE  # which of the two rows is it? Only what both have is certain
+    assert TierdCache.restore(kept, out[0]).restored == WHOLE
+    assert cache.save(out) == 2 * 128
+    for row in out:
+        again = TierdCache.restore(kept, row)
+        assert again.restored == 128
+        assert_same(say(one, row[None]), say(one, row[None], cache=again))
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_prompt_lookup(filled: bool, model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Prompt lookup decoding says the same, and what it leaves is stored right; transformers computes the whole prompt, so that a restored prefix is dropped."""
+    one, kept = model(), store(model())
+    ids = torch.cat([prompt(8 + filled, 40)] * 3, dim=1)
+    if filled:
+        first = TierdCache(kept)
+        say(one, ids, cache=first)
+        first.save(ids)
+    cache = TierdCache.restore(kept, ids)
+    assert cache.restored == (WHOLE if filled else 0)
+    plain = say(one, ids)
+    looked = say(one, ids, cache=cache, prompt_lookup_num_tokens=4)
+    assert looked.tokens.tolist() == plain.tokens.tolist()
+    assert cache.get_seq_length() == ids.shape[1] + NEW_TOKENS - 1 and cache.restored == 0
+    assert cache.save(looked.tokens) == 128
+    assert_same(plain, say(one, ids, cache=TierdCache.restore(kept, ids)))
+
+
+def test_crop(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """A restored cache that is cropped goes on as if it had never been longer; a positive length is what the installed transformers makes of it."""
+    one, kept, ids = model(), store(model()), prompt(10)
+    cache, own = TierdCache(kept), DynamicCache(config=one.config)
+    say(one, ids, cache=cache)
+    say(one, ids, cache=own)
+    cache.save(ids)
+    again = TierdCache.restore(kept, ids)
+    again.crop(-36)
+    assert again.get_seq_length() == 60
+    assert_same(say(one, ids), say(one, ids, cache=again))
+    outcomes = []
+    for any_cache in (cache, own):
+        try:
+            any_cache.crop(50)
+            outcomes.append(any_cache.get_seq_length())
+        except ValueError:
+            outcomes.append(-1)
+    assert outcomes in ([-1, -1], [50, 50])
+
+
+def test_copied_caches(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """A restored document serves several questions by copies, as transformers' guides do it."""
+    one, kept, document = model(), store(model()), prompt(11)
+    first = TierdCache(kept)
+    with torch.no_grad():
+        one(document, past_key_values=first)
+    first.save(document)
+    cache = TierdCache.restore(kept, torch.cat([document, document[:, :1]], dim=1))
+    for question in (12, 13):
+        ids = torch.cat([document, prompt(question, 9)], dim=1)
+        assert_same(say(one, ids), say(one, ids, cache=copy.deepcopy(cache)))
+    assert cache.get_seq_length() == WHOLE
+
+
+def test_wrong_tokens_are_refused(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Tokens that the cache was not restored for, rows that do not divide and padding on the right are errors; nothing is stored."""
+    one, kept, ids = model(), store(model()), prompt(14)
+    cache = TierdCache(kept)
+    say(one, ids, cache=cache)
+    assert cache.save(ids) == WHOLE
+    again = TierdCache.restore(kept, ids)
+    with pytest.raises(InvalidArgument, match="row 0 begins with other tokens"):
+        again.save(prompt(15))
+    with pytest.raises(InvalidArgument, match="2 rows of tokens for 1 of the cache"):
+        cache.save(torch.cat([ids, ids]))
+    with pytest.raises(InvalidArgument, match="pad on the left"):
+        TierdCache.restore(kept, ids, torch.cat([torch.ones(1, 100), torch.zeros(1, 1)], dim=1).long())
+    assert TierdCache.restore(kept, prompt(15)).restored == 0
+
+
+def test_the_last_token_is_computed(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """A prompt that is stored to its last token is restored but for its last block, so that there are logits to begin with."""
+    one, kept, ids = model(), store(model()), prompt(16, 96)
+    cache = TierdCache(kept)
+    say(one, ids, cache=cache)
+    assert cache.save(ids) == 96
+    again = TierdCache.restore(kept, ids)
+    assert again.restored == 64
+    assert_same(say(one, ids), say(one, ids, cache=again))
+
+
+def test_a_trained_model(store: Callable[..., Any], shared: Any) -> None:
+    """tiny-llama, in its bfloat16 made float32, goes on from a restored kilobyte of text as if it had read it; the times are reported."""
+    if not (shared / "models" / "tiny-llama" / "config.json").exists():
+        pytest.skip("../shared/models/tiny-llama is not beside this checkout")
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    one = AutoModelForCausalLM.from_pretrained(shared / "models" / "tiny-llama", dtype=torch.float32).eval()
+    text = (shared / "models" / "tiny-llama" / "eval.txt").read_bytes()[:980]
+    kept, ids = store(one), torch.tensor([[256, *text]])
+    cache = TierdCache(kept)
+    began = time.monotonic()
+    plain = say(one, ids, cache=cache)
+    middle = time.monotonic()
+    assert cache.save(plain.tokens) == 992  # of 992 that were computed, the answer included
+    saved = time.monotonic()
+    again = TierdCache.restore(kept, ids)
+    restored = time.monotonic()
+    assert again.restored == 960
+    answer = say(one, ids, cache=again)
+    report(
+        "transformers, tiny-llama, 960 tokens",
+        computed_s=middle - began,
+        saved_s=saved - middle,
+        restored_s=restored - saved,
+        answered_s=time.monotonic() - restored,
+        far=far_from(plain, answer),
+    )
+    assert_same(plain, answer)

@@ -1,0 +1,142 @@
+"""`PagedTierdCache` and the kernel `tierd_paged`: K and V are attended to in tierd's own pages, and that changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: make test-engines has environments for it")
+pytest.importorskip("torch", reason="torch is not installed: make test-engines has environments for it")
+
+import torch
+
+from tests.engines.hf.models import padded, prompt
+from tests.engines.hf.said import NEW_TOKENS, assert_same, say
+from tierd.errors import InvalidArgument, Unsupported
+from tierd.integrations.transformers import PagedTierdCache
+
+pytestmark = pytest.mark.timeout(600)
+WHOLE = 96  # of prompts of 101 tokens, in blocks of 32
+
+
+@pytest.fixture
+def paged(model: Callable[..., Any]) -> Any:
+    return model("llama", attention="tierd_paged")
+
+
+def test_greedy(paged: Any, model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """The same as sdpa says, with transformers' own cache, an empty paged one and a restored one, which copies nothing of the prefix."""
+    ids, kept = prompt(1), store(paged)
+    plain = say(model(), ids)
+    assert_same(plain, say(paged, ids))
+    cache = PagedTierdCache.restore(kept, ids)
+    assert cache.restored == 0
+    assert_same(plain, say(paged, ids, cache=cache))
+    assert not any(page.origin is None for page in cache.tables[0].pages)  # all of them are the daemon's
+    assert cache.save(ids) == WHOLE
+    again = PagedTierdCache.restore(kept, ids)
+    assert again.restored == again.get_seq_length() == WHOLE
+    assert [page.is_private for page in again.tables[0].pages] == [False] * 3
+    assert_same(plain, say(paged, ids, cache=again))
+
+
+def test_bfloat16(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """A restored prefix holds the bits that were computed, and is said on as from the cache that computed it."""
+    one, ids = model("llama", attention="tierd_paged", dtype="bfloat16"), prompt(2)
+    kept = store(one)
+    cache = PagedTierdCache(kept)
+    say(one, ids, cache=cache)
+    cache.save(ids)
+    cache.crop(WHOLE - cache.get_seq_length())
+    again = PagedTierdCache.restore(kept, ids)
+    for page, before in zip(again.tables[0].pages, cache.tables[0].pages, strict=True):
+        assert page.array.dtype is torch.bfloat16 and torch.equal(page.array, before.array)
+    ours, theirs = say(one, ids, cache=again), say(one, ids, cache=cache)
+    assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.logits, theirs.logits)
+
+
+def test_beams_with_padding(paged: Any, model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Three beams over padded prompts share pages and copy those that they write; computed and restored they say what sdpa says."""
+    kept = store(paged)
+    ids, mask = padded(prompt(5, 70), prompt(6))
+    how: dict[str, Any] = {"mask": mask, "num_beams": 3}
+    plain = say(model(), ids, **how)
+    assert say(paged, ids, **how).tokens.tolist() == plain.tokens.tolist()
+    cache = PagedTierdCache.restore(kept, ids, mask)
+    assert say(paged, ids, cache=cache, **how).tokens.tolist() == plain.tokens.tolist()
+    assert cache.save(plain.tokens, mask) == 64 + 96
+    again = PagedTierdCache.restore(kept, ids, mask)
+    assert again.restored == 31 + 64
+    assert say(paged, ids, cache=again, **how).tokens.tolist() == plain.tokens.tolist()
+    pages = {id(page) for table in again.tables for page in table.pages}
+    assert len(again.tables) == 6 and len(pages) < sum(len(table.pages) for table in again.tables)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_prompt_lookup(filled: bool, paged: Any, store: Callable[..., Any]) -> None:
+    """Prompt lookup decoding, which crops, says the same, and what it leaves is stored right."""
+    kept, ids = store(paged), torch.cat([prompt(8 + filled, 40)] * 3, dim=1)
+    plain = say(paged, ids)
+    if filled:
+        first = PagedTierdCache(kept)
+        say(paged, ids, cache=first)
+        first.save(ids)
+    cache = PagedTierdCache.restore(kept, ids)
+    assert cache.restored == (WHOLE if filled else 0)
+    looked = say(paged, ids, cache=cache, prompt_lookup_num_tokens=4)
+    assert looked.tokens.tolist() == plain.tokens.tolist()
+    assert cache.get_seq_length() == ids.shape[1] + NEW_TOKENS - 1
+    assert cache.save(looked.tokens) == 128
+    assert_same(plain, say(paged, ids, cache=PagedTierdCache.restore(kept, ids)))
+
+
+def test_crop_and_copies(paged: Any, store: Callable[..., Any]) -> None:
+    """A cache cropped within a named page writes to a copy of it; copies of a cache go on apart, and the stored page is what it was."""
+    kept, ids = store(paged), prompt(10)
+    plain = say(paged, ids)
+    cache = PagedTierdCache(kept)
+    say(paged, ids, cache=cache)
+    cache.save(ids)
+    again = PagedTierdCache.restore(kept, ids)
+    again.crop(-16)
+    assert again.get_seq_length() == 80
+    for one in (copy.deepcopy(again), again):
+        other = torch.cat([ids[:, :80], prompt(11, 30)], dim=1)
+        assert_same(say(paged, other), say(paged, other, cache=one))
+    assert_same(plain, say(paged, ids, cache=PagedTierdCache.restore(kept, ids)))
+    with pytest.raises(ValueError, match="crop: 50 is positive"):
+        again.crop(50)
+
+
+def test_rows_that_are_chosen(paged: Any, store: Callable[..., Any]) -> None:
+    """Rows may be repeated and chosen, as contrastive and other searches do, and go on as rows of their own."""
+    kept, ids = store(paged), torch.cat([prompt(12, 70), prompt(13, 70)])
+    cache = PagedTierdCache(kept)
+    with torch.no_grad():
+        paged(ids[:, :-1], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert_same(say(paged, ids.flip(0)), say(paged, ids.flip(0), cache=cache))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_same(say(paged, ids), say(paged, ids, cache=cache))
+
+
+def test_without_a_daemon(paged: Any, store: Callable[..., Any], tmp_path: Any) -> None:
+    """With no daemon the pages are this process's own memory."""
+    kept, ids = store(paged, target=str(tmp_path / "nobody")), prompt(14)
+    cache = PagedTierdCache.restore(kept, ids)
+    assert_same(say(paged, ids), say(paged, ids, cache=cache))
+    assert cache.restored == 0 and cache.save(ids) == 0
+    assert all(page.origin is None for page in cache.tables[0].pages)
+
+
+def test_what_the_kernel_does_not_do(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Sliding windows are refused by the kernel, layers that differ and another attention by the cache: each with a remedy."""
+    with pytest.raises(Unsupported, match="sliding_window.*attn_implementation='sdpa'"):
+        say(model("sliding", attention="tierd_paged"), prompt(15))
+    with pytest.raises(InvalidArgument, match="set_attn_implementation"):
+        PagedTierdCache(store(model()))

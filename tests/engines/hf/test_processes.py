@@ -1,0 +1,133 @@
+"""What outlives a process: prefixes restored by another one, after a restart, from NVMe, and from blocks that have rotted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: make test-engines has environments for it")
+pytest.importorskip("torch", reason="torch is not installed: make test-engines has environments for it")
+
+import torch
+
+from tests.engines.hf.models import prompt
+from tests.engines.hf.said import Answer, assert_same, far_from, say
+from tests.engines.vllm.tiered import TRUSTING, VERIFIED, cold_restart, flushed, pages_like, spoil, stored
+from tests.system.blocks import await_true
+from tests.system.damaged import copy
+from tierd.integrations.transformers import PagedTierdCache, TierdCache
+from tierd.testing import Daemon
+from tierd.tiers.slots import HEADER_BYTES
+
+pytestmark = pytest.mark.timeout(600)
+WHOLE = 96
+OTHER_S = 300.0
+KINDS = pytest.mark.parametrize("kind", [TierdCache, PagedTierdCache])
+
+
+@pytest.fixture
+def ready(model: Callable[..., Any], store: Callable[..., Any]) -> Callable[..., Any]:
+    """ready(kind): a model whose attention fits that cache, and its store."""
+
+    def give(kind: type) -> tuple[Any, Any]:
+        one = model("llama", **({"attention": "tierd_paged"} if kind is PagedTierdCache else {"seed": 0}))
+        return one, store(one)
+
+    return give
+
+
+def kept(kind: Any, one: Any, store: Any, seed: int) -> Answer:
+    """The answer when everything is computed, and its prompt is stored after this."""
+    cache = kind(store)
+    answer = say(one, prompt(seed), cache=cache)
+    assert cache.save(prompt(seed)) == WHOLE
+    return answer
+
+
+def other(daemon: Daemon, kind: type, seed: int) -> dict[str, Any]:
+    """What a second process says."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engines.hf.other", daemon.target, kind.__name__, str(seed)]
+    root = Path(__file__).resolve().parents[3]
+    env = os.environ | {"PYTHONPATH": str(root), "TQDM_DISABLE": "1"}
+    run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=OTHER_S, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    said: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return said
+
+
+@KINDS
+def test_another_process(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
+    """A second process with the same weights restores what the first one computed, says the same, and what it stores the first one finds."""
+    one, store = ready(kind)
+    first = kept(kind, one, store, 21)
+    second = other(daemon, kind, 21)
+    assert second["restored"] == WHOLE
+    assert_same(first, Answer(torch.tensor(second["tokens"]), torch.tensor(second["logits"])))
+    third = other(daemon, kind, 22)
+    assert third["restored"] == 0 and third["saved"] == WHOLE
+    cache = kind.restore(store, prompt(22))
+    assert cache.restored == WHOLE
+    assert say(one, prompt(22), cache=cache).tokens.tolist() == third["tokens"]
+
+
+@KINDS
+def test_after_a_restart(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
+    """After the daemon's restart without its memory the same store gives the same from NVMe; caches from before are whole."""
+    one, store = ready(kind)
+    first = kept(kind, one, store, 23)
+    before = kind.restore(store, prompt(23))
+    flushed(daemon)
+    cold_restart(daemon)
+    assert_same(first, say(one, prompt(23), cache=before))
+    again = kind.restore(store, prompt(23))
+    assert again.restored == WHOLE
+    assert_same(first, say(one, prompt(23), cache=again))
+
+
+@KINDS
+@pytest.mark.parametrize("verify", ["always", "first_hit"])
+def test_a_corrupted_block(verify: str, kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
+    """Bytes that change in tierd's memory and on its disk make a smaller prefix where hits are verified; where they are trusted they change what is said."""
+    seed = 24 + (verify == "always")
+    one, store = ready(kind)
+    known = {place for place, _ in stored(daemon)}
+    first = kept(kind, one, store, seed)
+    flushed(daemon)
+    place, meta = next((p, m) for p, m in stored(daemon) if p not in known and m["position"] == 1)
+    head = copy(place, HEADER_BYTES + 64)[HEADER_BYTES:]
+    cold_restart(daemon, config=VERIFIED if verify == "always" else TRUSTING)
+    near = kind.restore(store, prompt(seed))
+    assert near.restored == WHOLE
+    assert_same(first, say(one, prompt(seed), cache=near))
+    spoil(place._replace(offset=place.offset + HEADER_BYTES), int(meta["length"]))
+    (page,) = pages_like(daemon, head)
+    spoil(page, int(meta["length"]))
+    again = kind.restore(store, prompt(seed))
+    answer = say(one, prompt(seed), cache=again)
+    if verify == "always":
+        assert again.restored == WHOLE // 3
+        assert_same(first, answer)
+    else:
+        assert again.restored == WHOLE and far_from(first, answer) > 0.01
+
+
+@KINDS
+def test_a_daemon_that_goes_and_comes(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
+    """Without a daemon every cache is a plain one and says the same; when it is back the same store restores again."""
+    one, store = ready(kind)
+    first = kept(kind, one, store, 26)
+    flushed(daemon)
+    daemon.kill()
+    cache = kind.restore(store, prompt(26))
+    assert cache.restored == 0
+    assert_same(first, say(one, prompt(26), cache=cache))
+    assert cache.save(prompt(26)) == 0
+    daemon.start()
+    await_true(lambda: kind.restore(store, prompt(26)).restored == WHOLE, "prefixes after the daemon came back")

@@ -1,0 +1,32 @@
+"""tierd for Hugging Face transformers: caches for `generate()` that other processes, and later ones, go on from.
+
+Purpose: the names that a program uses. Non-purpose: anything that can be imported without transformers. Invariant: transformers is imported only when one of
+the names is asked for, and its version is checked before anything of its interfaces is touched.
+
+    with TierdStore(model) as store:
+        cache = TierdCache.restore(store, input_ids)
+        out = model.generate(input_ids, past_key_values=cache)
+        cache.save(out)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tierd.integrations.versions import check_version
+
+FACES = {"TierdStore": "store", "TierdCache": "cache", "PagedTierdCache": "paged", "weights_digest": "identity"}
+"""Name -> module of this package."""
+__all__ = ["PagedTierdCache", "TierdCache", "TierdStore", "weights_digest"]
+
+
+def __getattr__(name: str) -> Any:
+    """What a program imports by name. Raises Unsupported for a version of transformers that is not known."""
+    if name not in FACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import transformers  # noqa: PLC0415
+
+    check_version("transformers", transformers.__version__)
+    importlib.import_module(f"{__name__}.attention")  # registers tierd_paged
+    return getattr(importlib.import_module(f"{__name__}.{FACES[name]}"), name)

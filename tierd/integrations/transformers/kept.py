@@ -1,0 +1,103 @@
+"""What both caches share: which tokens their rows hold for certain, and `save`.
+
+Purpose: nothing is stored under the name of tokens that it does not belong to. Non-purpose: where K and V lie. Invariants: of a row that beams have mixed nothing
+is stored behind the prompt; where a row of tokens stands for several of the cache, only what these have in common.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from tierd.errors import InvalidArgument
+from tierd.integrations.transformers.rows import Row, rows_of
+from tierd.integrations.transformers.store import TierdStore
+
+
+class KeptCache(Cache):
+    """A cache over a TierdStore. restored: columns of the batch that need not be computed."""
+
+    def __init__(self, store: TierdStore, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        self.store = store
+        self.restored = 0
+        self._certain: int | None = None  # columns of which it is known whose they are; None: all
+        self._rows: list[Row] = []
+
+    def save(self, tokens: Any, attention_mask: Any = None) -> int:
+        """Stores whole blocks of what was computed; how many tokens of all rows are stored now.
+
+        tokens: those that the cache was filled with, one row for each of its rows or for each prompt: what generate() returned, or the prompt; attention_mask: as
+        generate() was given it. Blocks end where the tokens do, or where beams were mixed. Raises InvalidArgument for tokens that cannot be these.
+        """
+        rows = rows_of(tokens, attention_mask)
+        self._check_same(rows)
+        held = self._held_rows()
+        copies, odd = divmod(held, len(rows))
+        if odd or (held and not copies):
+            raise InvalidArgument(f"save: {len(rows)} rows of tokens for {held} of the cache; give the prompts")
+        return sum(self._save_row(row, i * copies, copies) for i, row in enumerate(rows)) if held else 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Beams: whose tokens a row holds from here on, only the search knows."""
+        self._doubt()
+        super().reorder_cache(beam_idx)
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding begins: it computes the whole prompt even where a cache holds some of it, so that what was restored has to go."""
+        if self.restored and self.get_seq_length() == self.restored:
+            self.reset()
+        elif self.get_seq_length():
+            self._doubt()
+        super().activate_past_recording()
+
+    def reset(self) -> None:
+        """Empty again."""
+        super().reset()
+        self._certain, self._rows, self.restored = None, [], 0
+
+    @abstractmethod
+    def _held_rows(self) -> int:
+        """Rows of the cache; 0 while it is empty."""
+
+    @abstractmethod
+    def _first_keys(self, row: int) -> Any:
+        """Of the first layer, [tokens, ...], without padding."""
+
+    @abstractmethod
+    def _store(self, row: int, kept: Row) -> int:
+        """Stores whole blocks of a row; how many tokens are stored now. kept: as many of its tokens as are certain."""
+
+    def _save_row(self, row: Row, first: int, copies: int) -> int:
+        length = self.get_seq_length()
+        count = max(0, (length if self._certain is None else min(self._certain, length)) - row.start)
+        keys = self._first_keys(first)[:count] if copies > 1 else None
+        for other in range(first + 1, first + copies):
+            count = min(count, _common(keys, self._first_keys(other)[:count]))
+        return self._store(first, Row(row.tokens[:count], row.start))
+
+    def _doubt(self) -> None:
+        length = self.get_seq_length()
+        self._certain = length if self._certain is None else min(self._certain, length)
+
+    def _check_same(self, rows: list[Row]) -> None:
+        """What was restored was restored for certain tokens."""
+        if not self.restored or len(rows) % len(self._rows):
+            return
+        copies = len(rows) // len(self._rows)
+        for i, row in enumerate(rows):
+            known = self._rows[i // copies]
+            whole = max(0, min(self.restored - known.start, len(row.tokens)))
+            if row.start != known.start or (row.tokens[:whole] != known.tokens[:whole]).any():
+                raise InvalidArgument(
+                    f"save: row {i} begins with other tokens, or other padding, than the prompt that was restored"
+                )
+
+
+def _common(first: Any, second: Any) -> int:
+    """Tokens from the first on of which two rows of the first layer's keys are the same: those keys follow from the token alone."""
+    same = (first[: len(second)] == second[: len(first)]).flatten(1).all(dim=1)
+    return int(same.long().cumprod(0).sum())

@@ -1,0 +1,103 @@
+"""tierd for one model: what there is of a sequence, load it, save it.
+
+Purpose: an EngineStore and the namespace of a model that is loaded. Non-purpose: where K and V lie in this process (cache.py). Invariants: nothing but a
+wrong call raises once it is made, and nothing outlasts its timeout: a failure is a smaller number; the weights are those of when it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.client import Group, PutGroup
+from tierd.core.model import ROOT
+from tierd.errors import Unsupported
+from tierd.integrations.match import Match, claim
+from tierd.integrations.pieces import Pieces
+from tierd.integrations.store import EngineStore
+from tierd.integrations.transformers.identity import check_supported, facts_of, shapes_of, spec_of
+from tierd.integrations.transformers.options import StoreOptions
+from tierd.worker.backend import Backend
+from tierd.worker.pages import PageShape
+from tierd.worker.tierd_pages import TierdPages
+
+Tokens = NDArray[np.int64]
+
+
+class TierdStore:
+    """TierdStore(model, target=..., tokens_per_block=...): see StoreOptions. A context manager; threads may share it.
+
+    Make another one after weights were changed. Raises Unsupported for a model that tierd cannot keep, ConfigError for a wrong option, InvalidArgument as weights_digest.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        check_supported(model)
+        self.options = StoreOptions.read(options, where="TierdStore")
+        self.shapes = shapes_of(model)
+        self.attention = str(model.config._attn_implementation)
+        self.spec = spec_of(model, self.shapes, self.options)
+        self.engine = EngineStore(self.options, facts_of(model, self.shapes, self.options))
+        self._opened = self.engine.open(self.spec)
+
+    @cached_property
+    def pages(self) -> TierdPages:
+        """Pages to be written and read in place, of one thread. Raises Unsupported where layers differ."""
+        if not self.spec.geometry.layers:
+            raise Unsupported("PagedTierdCache: the model's layers have K and V of different shapes; use TierdCache")
+        shape = PageShape(self.spec.geometry, self.options.tokens_per_block, Backend("torch"))
+        return TierdPages(self.engine.client, self.spec, shape=shape)
+
+    def find(self, tokens: Tokens) -> int:
+        """Tokens from the first on that are worth loading: whole blocks, and at least one token is left to compute."""
+        hashes = self._hash(tokens)
+        found = self.engine.lookup([Group(self._opened, hashes)]).tokens if len(hashes) else 0
+        match = Match(found, computed=0, prompt=len(tokens))
+        return claim(match, tokens_per_block=self.options.tokens_per_block, least_tokens=self.options.least_load_tokens)
+
+    def load(self, tokens: Tokens, targets: Sequence[Pieces]) -> int:
+        """Copies the first len(targets) blocks; how many tokens are there, from the first on."""
+        hashes, done = self._hash(tokens)[: len(targets)], 0
+        while done < len(hashes):  # what does not fit into the near tier at one time comes in parts
+            good = self.engine.load([Group(self._opened, hashes[done:])], [targets[done:]]).good[0]
+            if not good:
+                break
+            done += good
+        return done * self.options.tokens_per_block
+
+    def save(self, tokens: Tokens, pieces: Callable[[int], Pieces]) -> int:
+        """Stores whole blocks; how many tokens are stored now. pieces: of block i, asked for only where it is not stored yet."""
+        hashes = self._hash(tokens)
+        stored = (
+            self.engine.lookup([Group(self._opened, hashes)]).tokens // self.options.tokens_per_block
+            if len(hashes)
+            else 0
+        )
+        rest = hashes[stored:]
+        parent = hashes[stored - 1].tobytes() if stored else ROOT
+        group = PutGroup(self._opened, rest, parent=parent, position=stored)
+        stored += self.engine.save(group, [pieces(i) for i in range(stored, len(hashes))]) if len(rest) else 0
+        return stored * self.options.tokens_per_block
+
+    def close(self) -> None:
+        """Ends the session with the daemon."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, _: object) -> Self:
+        """A copied cache, as transformers' guides make them to use a prompt twice, has the same store."""
+        return self
+
+    def _hash(self, tokens: Tokens) -> NDArray[np.uint8]:
+        """Of whole blocks; none while there is no daemon."""
+        if not self._opened.is_open:
+            self._opened = self.engine.open(self.spec)
+        return self._opened.hash(tokens)
