@@ -20,6 +20,7 @@ from tests.engines.hf.models import padded, prompt
 from tests.engines.hf.said import NEW_TOKENS, assert_same, far_from, say
 from tierd.errors import InvalidArgument
 from tierd.integrations.transformers import TierdCache
+from tierd.integrations.transformers.rows import Padding
 
 pytestmark = pytest.mark.timeout(600)
 WHOLE = 96  # of prompts of 101 tokens, in blocks of 32
@@ -178,6 +179,20 @@ def test_wrong_tokens_are_refused(model: Callable[..., Any], store: Callable[...
     with pytest.raises(InvalidArgument, match="pad on the left"):
         TierdCache.restore(kept, ids, torch.cat([torch.ones(1, 100), torch.zeros(1, 1)], dim=1).long())
     assert TierdCache.restore(kept, prompt(15)).restored == 0
+
+
+def test_padding_without_a_mask(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Without a mask padding is what generate() takes for it; where the token of padding may also be text, the mask is asked for."""
+    one = model()
+    ids, mask = padded(prompt(17, 70), prompt(18))
+    kept = store(one)
+    cache = TierdCache(kept)
+    plain = say(one, ids, mask=mask, cache=cache)
+    assert cache.save(plain.tokens) == 64 + 96
+    assert TierdCache.restore(kept, ids).restored == TierdCache.restore(kept, ids, mask).restored == 31 + 64
+    kept.padding = Padding(0, is_told=False)  # as of a model whose end is its padding
+    with pytest.raises(InvalidArgument, match="rows begin with token 0, which pads and ends alike"):
+        cache.save(plain.tokens)
 
 
 def test_the_last_token_is_computed(model: Callable[..., Any], store: Callable[..., Any]) -> None:

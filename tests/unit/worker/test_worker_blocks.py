@@ -121,8 +121,25 @@ def test_a_stored_tail_is_continued_in_a_private_copy(new_source: NewSource) -> 
     assert source.held == 0
 
 
+@pytest.mark.parametrize("length", [10, 8, 6, 4, 1, 0])
+def test_a_cropped_table_goes_on(length: int, new_source: NewSource) -> None:
+    """A table that was cropped, also within a named page, goes on with other tokens, and what is stored is what it was."""
+    source, tokens = new_source(), list(range(10))
+    table = BlockTable(source)
+    fill(table, tokens, 10)
+    assert table.commit(tokens[:9]) == 2
+    table.crop(length)
+    assert contents(table) == tokens[:length]
+    other = [*tokens[:length], *range(20, 29)]
+    fill(table, other, len(other))
+    assert contents(table) == other
+    assert contents(BlockTable(source, source.acquire(tokens))) == tokens[:8]
+    table.commit(other)
+    assert contents(BlockTable(source, source.acquire(other))) == other[: len(other) // 4 * 4]
+
+
 class ForksOfTables(RuleBasedStateMachine):
-    """Any history of growing, forking and releasing: each table reads its own tokens, and no page is lost or kept."""
+    """Any history of growing, cropping, forking and releasing: each table reads its own tokens, and no page is lost or kept."""
 
     @initialize()
     def start(self) -> None:
@@ -136,6 +153,12 @@ class ForksOfTables(RuleBasedStateMachine):
         tokens += range(self.next, self.next + count)
         self.next += count
         fill(table, tokens, len(tokens))
+
+    @rule(which=st.integers(0, 99), count=st.integers(1, 5))
+    def crop(self, which: int, count: int) -> None:
+        table, tokens = self.tables[which % len(self.tables)]
+        del tokens[max(0, len(tokens) - count) :]
+        table.crop(len(tokens))
 
     @rule(which=st.integers(0, 99))
     def fork(self, which: int) -> None:

@@ -45,10 +45,11 @@ class TierdCache(KeptCache):
     def restore(cls, store: TierdStore, input_ids: Any, attention_mask: Any = None) -> Self:
         """The longest prefix that tierd has of every row; empty if there is none. Give both to generate() too, whole.
 
-        input_ids: tokens [n] or [rows, n], tensor or list; attention_mask: of a batch padded on the left. Raises InvalidArgument for what is not that.
+        input_ids: tokens [n] or [rows, n], tensor or list; attention_mask: of a batch padded on the left; without one, what
+        generate() would take for padding is that. Raises InvalidArgument for what is not that.
         """
         cache = cls(store)
-        cache._rows = rows_of(input_ids, attention_mask)
+        cache._rows = rows_of(input_ids, attention_mask, store.padding)
         columns = min(row.start + store.find(row.tokens) for row in cache._rows)
         if columns > min(row.start for row in cache._rows):
             cache._load(columns)

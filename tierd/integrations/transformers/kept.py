@@ -33,7 +33,7 @@ class KeptCache(Cache):
         tokens: those that the cache was filled with, one row for each of its rows or for each prompt: what generate() returned, or the prompt; attention_mask: as
         generate() was given it. Blocks end where the tokens do, or where beams were mixed. Raises InvalidArgument for tokens that cannot be these.
         """
-        rows = rows_of(tokens, attention_mask)
+        rows = rows_of(tokens, attention_mask, self.store.padding)
         self._check_same(rows)
         held = self._held_rows()
         copies, odd = divmod(held, len(rows))

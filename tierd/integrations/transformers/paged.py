@@ -72,7 +72,7 @@ class PagedTierdCache(KeptCache):
     def restore(cls, store: TierdStore, input_ids: Any, attention_mask: Any = None) -> Self:
         """As TierdCache.restore."""
         cache = cls(store)
-        rows = rows_of(input_ids, attention_mask)
+        rows = rows_of(input_ids, attention_mask, store.padding)
         held = [store.pages.acquire(row.tokens[: store.find(row.tokens)].tolist()) for row in rows]
         columns = min(row.start + one.tokens for row, one in zip(rows, held, strict=True))
         if columns > min(row.start for row in rows):

@@ -1,7 +1,7 @@
 """The sequences of a batch, apart from their padding.
 
-Purpose: input_ids and attention_mask as sequences of tokens, each with where it begins. Non-purpose: K and V. Invariant: a sequence is without gaps; what is
-not left padding is refused.
+Purpose: input_ids and attention_mask as sequences of tokens, each with where it begins. Non-purpose: K and V. Invariants: a sequence is without gaps; what is
+not left padding is refused; without a mask padding is what generate() would take for it, and where that cannot be told it is asked for.
 """
 
 from __future__ import annotations
@@ -23,10 +23,40 @@ class Row:
     start: int = 0
 
 
-def rows_of(input_ids: Any, attention_mask: Any = None) -> list[Row]:
-    """Of a list of tokens, or a tensor or list [n] or [rows, n], and its mask. Raises InvalidArgument for gaps and padding on the right."""
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """token: of padding, -1 if the model has none; is_told: it stands for nothing else, so that generate() masks it without being told."""
+
+    token: int = -1
+    is_told: bool = False
+
+
+def padding_of(model: Any) -> Padding:
+    """As generate() sees it."""
+    config = getattr(model, "generation_config", None) or model.config
+    pad, eos = config.pad_token_id, config.eos_token_id
+    return Padding() if pad is None else Padding(pad, pad not in (eos if isinstance(eos, list) else [eos]))
+
+
+def rows_of(input_ids: Any, attention_mask: Any, padding: Padding) -> list[Row]:
+    """Of a list of tokens, or a tensor or list [n] or [rows, n], and its mask. Raises InvalidArgument for gaps, and for padding on the right or untold."""
     ids = _matrix(input_ids, "input_ids")
-    mask = np.ones(ids.shape, dtype=np.int64) if attention_mask is None else _matrix(attention_mask, "attention_mask")
+    starts = _guessed(ids, padding) if attention_mask is None else _told(ids, _matrix(attention_mask, "attention_mask"))
+    return [Row(tokens[start:], start) for tokens, start in zip(ids, starts.tolist(), strict=True)]
+
+
+def _guessed(ids: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
+    leading = (ids == padding.token).cumprod(axis=1).sum(axis=1)
+    if padding.is_told:
+        return np.asarray(leading)
+    if leading.max(initial=0) > 1 or len(set(leading.tolist())) > 1:
+        raise InvalidArgument(
+            f"attention_mask: missing, and rows begin with token {padding.token}, which pads and ends alike; give it"
+        )
+    return np.zeros_like(leading)
+
+
+def _told(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.int64]:
     if mask.shape[0] != ids.shape[0] or mask.shape[1] > ids.shape[1]:
         raise InvalidArgument(
             f"attention_mask: {mask.shape} for input_ids {ids.shape}; give the one that generate() is given"
@@ -34,7 +64,7 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[Row]:
     starts = (mask == 0).sum(axis=1)
     if (mask != (np.arange(mask.shape[1]) >= starts[:, None])).any():
         raise InvalidArgument("attention_mask: zeros after a one; pad on the left (tokenizer.padding_side = 'left')")
-    return [Row(tokens[start:], start) for tokens, start in zip(ids, starts.tolist(), strict=True)]
+    return np.asarray(starts)
 
 
 def _matrix(given: Any, name: str) -> NDArray[np.int64]:

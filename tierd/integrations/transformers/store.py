@@ -21,6 +21,7 @@ from tierd.integrations.pieces import Pieces
 from tierd.integrations.store import EngineStore
 from tierd.integrations.transformers.identity import check_supported, facts_of, shapes_of, spec_of
 from tierd.integrations.transformers.options import StoreOptions
+from tierd.integrations.transformers.rows import padding_of
 from tierd.worker.backend import Backend
 from tierd.worker.pages import PageShape
 from tierd.worker.tierd_pages import TierdPages
@@ -38,6 +39,7 @@ class TierdStore:
         check_supported(model)
         self.options = StoreOptions.read(options, where="TierdStore")
         self.shapes = shapes_of(model)
+        self.padding = padding_of(model)
         self.attention = str(model.config._attn_implementation)
         self.spec = spec_of(model, self.shapes, self.options)
         self.engine = EngineStore(self.options, facts_of(model, self.shapes, self.options))
