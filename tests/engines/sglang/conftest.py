@@ -18,24 +18,28 @@ OPERATORS = ("nms", "qnms")
 kept: list[object] = []
 
 
-def name_operators() -> None:
-    """torchvision's operators without a body, if it cannot load its own."""
+def import_pools() -> None:
+    """SGLang's host pools, and torchvision's operators without a body if it cannot load its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sglang's, of what lacks on a CPU
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError:
+            kept.append(_named_operators())
+        importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
+
+
+def _named_operators() -> object:
     import torch
 
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in OPERATORS:
-            library.define(f"{name}(Tensor a) -> Tensor")
-        kept.append(library)
+    library = torch.library.Library("torchvision", "DEF")
+    for name in OPERATORS:
+        library.define(f"{name}(Tensor a) -> Tensor")
+    return library
 
 
 if importlib.util.find_spec("sglang") and importlib.util.find_spec("torchvision"):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sglang's, of what lacks on a CPU
-        name_operators()
-        importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
+    import_pools()
 
 
 @pytest.fixture(scope="module")

@@ -116,8 +116,8 @@ def page(pool: Any, index: int) -> list[bytes]:
 
 
 def config(target: str, *, is_mla: bool = False, interface_v1: int = 1, **given: Any) -> HiCacheStorageConfig:
-    """As SGLang makes it of its own configuration; given: its fields, `extra` more words of ours."""
-    extra = {
+    """As SGLang makes it of its own configuration; given: its fields, `extra` more words of ours, `words` all of them."""
+    extra = given.pop("words", None) or {
         "backend_name": "tierd",
         "module_path": "tierd.integrations.sglang",
         "class_name": "TierdHiCache",
