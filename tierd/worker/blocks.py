@@ -1,8 +1,8 @@
 """Block tables: the ordered pages of one sequence.
 
 Purpose: grow, write, commit, fork and drop the pages behind a sequence. Non-purpose: computing keys and values; knowing
-where pages come from. Invariants: pages[: named] are named and never written; every page after them is private; a page
-that several tables hold is copied before it is written; `length` counts tokens whose keys and values are in all layers.
+where pages come from. Invariants: pages[: named] are named and never written; after them a page that is
+named (its end was cropped) or that several tables hold is copied before it is written; `length` counts tokens whose keys and values are in all layers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class BlockTable:
         return len(self.pages) * self._tokens_per_block
 
     def grow(self, length: int) -> None:
-        """Makes positions self.length to length writable: reserves pages, and copies the page to be continued if it is shared."""
+        """Makes positions self.length to length writable: reserves pages, and copies the page to be continued if it is shared or named."""
         missing = -(-length // self._tokens_per_block) - len(self.pages)
         if missing > 0:
             self.pages += self._source.reserve(missing)
         first = self.length // self._tokens_per_block
         for index in range(first, -(-length // self._tokens_per_block)):
-            if self.pages[index].holders > 1:
+            if self.pages[index].holders > 1 or not self.pages[index].is_private:
                 self._own(index)
 
     def write(self, layer: int, start: int, *, k: Array, v: Array) -> None:
@@ -70,7 +70,7 @@ class BlockTable:
         self.length = max(self.length, length)
 
     def crop(self, length: int) -> None:
-        """Forgets what comes behind so many tokens; what is left of a named page is copied, since that cannot be written."""
+        """Forgets what comes behind so many tokens."""
         if length >= self.length:
             return
         keep = -(-length // self._tokens_per_block)
@@ -78,8 +78,6 @@ class BlockTable:
         self._source.release(gone)
         self.length = length
         self.named = min(self.named, length // self._tokens_per_block)
-        if self.named < keep and not self.pages[-1].is_private:
-            self._own(keep - 1)
 
     def commit(self, tokens: Sequence[int]) -> int:
         """Names every full block that is still private. tokens: of the sequence, from its first one on. Returns how many were named."""
@@ -118,7 +116,7 @@ class BlockTable:
         self._source.release(pages)
 
     def _own(self, index: int) -> None:
-        """Replaces a shared private page by a copy of what it holds so far."""
+        """Replaces a shared page, or a named one of which the end was cropped, by a copy of what it holds so far."""
         shared = self.pages[index]
         copy = self._source.reserve(1)[0]
         used = min(self._tokens_per_block, self.length - index * self._tokens_per_block)
