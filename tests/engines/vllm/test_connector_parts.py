@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
@@ -28,7 +28,7 @@ from tierd.integrations.pieces import copy_in, copy_out
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.scheduler import _runs
-from tierd.integrations.vllm.spaces import block_bytes, check_supported, spaces_of
+from tierd.integrations.vllm.spaces import block_bytes, check_supported, is_replicated, spaces_of
 from tierd.integrations.vllm_plugin import register
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD = 3, 8, 2, 32, 64
@@ -53,7 +53,12 @@ def config(**more: Any) -> Any:
         "tensor_parallel_size": 1,
         "world_size": 1,
     }
-    cache = {"calculate_kv_scales": False, "cache_dtype": "auto", "prefix_caching_hash_algo": "sha256_cbor"}
+    cache = {
+        "calculate_kv_scales": False,
+        "cache_dtype": "auto",
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "enable_prefix_caching": True,
+    }
     model = {"model": "m", "revision": None, "quantization": None, "dtype": torch.float32}
     transfer = {"kv_load_failure_policy": "recompute"}
     parts = {"kv_transfer_config": transfer, "parallel_config": parallel, "cache_config": cache, "model_config": model}
@@ -84,6 +89,22 @@ def test_every_layout_comes_back(layout: KVCacheLayout, parts: int) -> None:
         assert torch.equal(other[name][2 * parts : 3 * parts], one[name][5 * parts : 6 * parts])
         rest = [i for i in range(BLOCKS * parts) if i // parts != 2]
         assert torch.equal(other[name][rest], before[name][rest])
+
+
+def test_latent_attention_comes_back() -> None:
+    """Its one head is the same on every rank: one namespace without ranks, and bytes that come back."""
+    latent = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    kv = kv_config(latent)
+    (space,) = spaces_of(config(tensor_parallel_size=4), kv, ConnectorOptions())
+    assert space.spec.rank_count == 1 and is_replicated(kv) and not is_replicated(kv_config(FULL, latent))
+    assert spaces_of(config(tensor_parallel_size=4), kv_config(FULL), ConnectorOptions())[0].spec.rank_count == 4
+    one, other = ({name: torch.randn(BLOCKS, 1, TOKENS, 576).bfloat16() for name in NAMES} for _ in range(2))
+    page = np.zeros(space.spec.block_bytes, dtype=np.uint8)
+    copy_in(KVMemory(one, kv).pieces(0, 1), page)
+    copy_out(page, KVMemory(other, kv).pieces(0, 6))
+    assert all(
+        torch.equal(other[name][6], one[name][1]) and not torch.equal(other[name][5], one[name][5]) for name in NAMES
+    )
 
 
 def test_memory_that_is_not_what_was_said() -> None:

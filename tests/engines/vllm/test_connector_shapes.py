@@ -23,31 +23,36 @@ def daemon() -> Iterator[Daemon]:
         yield daemon
 
 
-def _is_restored(llm: Engine, daemon: Daemon, asked: list[int], *, is_like_computed: bool = True) -> None:
-    """As with vLLM's own prefix cache, which for latent attention goes on otherwise than what was computed as a whole."""
+def _is_restored(llm: Engine, daemon: Daemon, asked: list[int]) -> None:
     await_hits(llm, asked[:70][::-1])
     before = counted(llm.metrics(), "loads")
     computed = llm.generate([asked], max_tokens=24)[0]
-    own = llm.generate([asked], max_tokens=24)[0]
-    assert computed.cached == 0 and own.cached > 0
+    assert computed.cached == 0
     for move in (lambda: None, lambda: to_the_store(daemon)):
         assert llm.reset()
         move()
         restored = llm.generate([asked], max_tokens=24)[0]
-        assert restored.cached == own.cached
-        assert_same(own, restored)
-        if is_like_computed:
-            assert_same(computed, restored, within=CLOSE)
+        assert restored.cached >= len(asked) // 2
+        assert_same(computed, restored, within=CLOSE)
     assert counted(llm.metrics(), "loads") - before == 2 and counted(llm.metrics(), "failed_loads") == 0
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "mla"])
-def test_other_attention_comes_back(
-    kind: str, daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
+def test_windows_come_back(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
+    """Groups of sliding and of full layers, of which windows need their last blocks only, from memory and from the store."""
+    _is_restored(engine(make_model("hybrid"), connector=connector(daemon)), daemon, prompt(1, 300))
+
+
+def test_without_vllms_caching_tierd_is_off(
+    daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
-    """Groups of sliding and of full layers, of which windows need their last blocks only, and latent attention, from memory and from the store."""
-    llm = engine(make_model(kind), connector=connector(daemon))
-    _is_restored(llm, daemon, prompt(1, 300), is_like_computed=kind != "mla")
+    """vLLM switches prefix caching off for latent attention on the CPU, which cannot go on from a prefix: nothing is saved, nothing claimed."""
+    llm, asked = engine(make_model("mla"), connector=connector(daemon)), [prompt(2, 300)]
+    computed = llm.generate(asked, max_tokens=24)[0]
+    llm.settle()
+    again = llm.generate(asked, max_tokens=24)[0]
+    assert computed.cached == again.cached == 0
+    assert_same(computed, again)
+    assert counted(llm.metrics(), "saves") == counted(llm.metrics(), "lookups") == 0
 
 
 def test_a_trained_model_comes_back(shared: Path, daemon: Daemon, engine: Callable[..., Engine]) -> None:

@@ -206,4 +206,3 @@ def test_without_a_daemon_nothing_is_kept_waiting(daemon: Daemon) -> None:
     sides.scheduler.reported(outcome(sides.worker))
     assert sides.pool.get_num_free_blocks() == BLOCKS - 1
     sides.close()
-    daemon.start()

@@ -45,6 +45,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             _warn_of_policy(transfer.kv_load_failure_policy)
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+            if self._scheduler.is_off:
+                logger.warning_once("vLLM's prefix caching is off: tierd looks up, loads and saves nothing.")
         else:
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(vllm_config, kv_cache_config, options, rank=rank)
@@ -113,7 +115,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """The lookup begins here, before the scheduler asks."""
-        self._of_scheduler.begin(request)
+        if not self._of_scheduler.is_off:
+            self._of_scheduler.begin(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What tierd has beyond vLLM's own hit; None: not known yet."""

@@ -65,6 +65,13 @@ class SchedulerSide:
         self._cache: Any = None
         self._number = 0
         self._has_begun = False
+        self._is_off = not config.cache_config.enable_prefix_caching
+        """vLLM goes on from no prefix, by choice or because this backend cannot (latent attention on the CPU): what was loaded would be passed over."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is looked up, loaded or saved."""
+        return self._is_off
 
     def bind(self, cache: Any) -> None:
         """vLLM's KVCacheManager."""
@@ -87,6 +94,8 @@ class SchedulerSide:
 
     def match(self, request: Any, computed: int) -> int | None:
         """Tokens beyond `computed` to load; None: not known yet."""
+        if self._is_off:
+            return 0
         entry = self._entries.get(request.request_id)
         is_new = entry is None or entry.life != request.num_preemptions
         entry = self.begin(request) if entry is None or is_new else entry
