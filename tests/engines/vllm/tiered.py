@@ -36,7 +36,13 @@ def connector(
     daemon: Daemon, *, host_bytes: int = 16 << 20, extra: dict[str, Any] | None = None, **tier: Any
 ) -> dict[str, Any]:
     """kv_transfer_config: vLLM's OffloadingConnector with a host tier of so many bytes, and tierd beneath it. tier: more of our options."""
-    entry = {"type": "TierdTier", "module_path": "tierd.integrations.vllm", "target": daemon.target, "lookup_timeout_s": 10, "timeout_s": 30} | tier
+    entry = {
+        "type": "TierdTier",
+        "module_path": "tierd.integrations.vllm",
+        "target": daemon.target,
+        "lookup_timeout_s": 10,
+        "timeout_s": 30,
+    } | tier
     spec = {
         "spec_name": "CpuTiering",
         "spec_module_path": "tests.engines.vllm.cpu_tiering",
