@@ -126,6 +126,12 @@ class Stack:
         """The bytes that are in the host tier for these."""
         return self.rows[self.manager.prepare_load(keys, context).chunk_ids].copy()
 
+    def ask(self, context: ReqContext, keys: Sequence[Any]) -> list[LookupResult]:
+        """The tier's own answers, in a step."""
+        answers = [self.tier.lookup(one, context) for one in keys]
+        self.tier.on_schedule_end(STEP)
+        return answers
+
     def load(self, keys: Sequence[Any], *, job: int = 900) -> list[Any]:
         """A promotion straight to the tier, into rows 0, 1, ...; what it reports."""
         self.tier.submit_load(TransferJob(job, list(keys), np.arange(len(keys)), True, request()))
@@ -207,9 +213,13 @@ def test_part_of_a_promotion(stack: Callable[..., Stack]) -> None:
     """A promotion that ends at a chunk that is not there reports those before it, and the rest is a miss from then on."""
     one, keys = stack(), [key(i) for i in range(400, 404)]
     kv = one.offload(request(keys, name="a"), keys)
-    (result,) = one.load([keys[0], keys[1], key(2), keys[3]])
+    context, wanted = request(name="b"), [keys[0], keys[1], key(2), keys[3]]
+    await_true(lambda: LookupResult.RETRY not in one.ask(context, wanted), "lookups")
+    assert one.ask(context, wanted)[3] is LookupResult.HIT
+    (result,) = one.load(wanted)
     assert not result.success and tuple(result.successful_keys) == (keys[0], keys[1])
     assert (one.rows[:2] == kv[:2]).all() and result.transfer_bytes == 2 * ROW
+    assert one.ask(context, wanted) == [LookupResult.HIT] * 2 + [LookupResult.MISS] * 2
 
 
 def test_a_chain_is_recovered(daemon: Daemon, stack: Callable[..., Stack]) -> None:
