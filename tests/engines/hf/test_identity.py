@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.engines.hf.models import SHAPE, llama, prompt
 from tests.engines.hf.said import say
 from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.integrations.transformers import TierdCache, TierdStore, weights_digest
+from tierd.integrations.versions import WINDOWS, Window
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -83,9 +85,9 @@ def test_models_that_are_refused() -> None:
 
 
 def test_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another major version of transformers is refused with a sentence when a name is imported."""
-    from tierd.integrations import transformers as face
-
-    monkeypatch.setattr(transformers, "__version__", "6.0.0")
-    with pytest.raises(Unsupported, match=r"transformers 6.0.0: tierd supports transformers>=5.19,<6.0"):
-        assert face.TierdCache
+    """A version of transformers outside the window is refused with a sentence when a name is imported."""
+    monkeypatch.setitem(WINDOWS, "transformers", Window((6, 0), (7, 0), ran=("6.0",)))
+    with pytest.raises(
+        Unsupported, match=rf"transformers {transformers.__version__}: tierd supports transformers>=6.0,<7.0"
+    ):
+        importlib.import_module("tierd.integrations.transformers").__getattr__("TierdCache")
