@@ -271,7 +271,7 @@ def test_after_a_kill_routers_hear_of_a_new_life(daemon: Daemon) -> None:
 def test_who_does_not_read_slows_nobody(daemon: Daemon) -> None:
     """Ten subscribers that never read, and one that asks for replays and reads none, cost puts nothing beyond noise; another router misses nothing."""
     events, replays = addresses(daemon)
-    puts = count(test=300, nightly=3000, weekly=20_000)
+    puts = count(test=100, nightly=2000, weekly=20_000)
     with Client(daemon.target) as client, contextlib.ExitStack() as stack, routed(daemon) as router:
         space = client.open_namespace(SPEC)
         numbers = iter(range(10**6))
@@ -284,22 +284,21 @@ def test_who_does_not_read_slows_nobody(daemon: Daemon) -> None:
             stuck.setsockopt(zmq.RCVBUF, 4096)
             stuck.subscribe(b"")
             stuck.connect(events)
+        beside = [_timed(client, space, next(numbers), router) for _ in range(puts)]
         asking = stack.enter_context(context.socket(zmq.DEALER))
         asking.setsockopt(zmq.LINGER, 0)
         asking.setsockopt(zmq.RCVHWM, 1)
         asking.connect(replays)
-        after = []
+        asked = []
         for _ in range(puts):
-            asking.send_multipart((b"", bytes(8)))
-            after.append(_timed(client, space, next(numbers), router))
-        await_true(lambda: router.believes() == is_so(daemon, space, range(2 * puts)), "the good router misses nothing")
-    report(
-        "put beside subscribers that do not read",
-        alone_us=round(percentile(before, 0.5) * 1e6),
-        beside_us=round(percentile(after, 0.5) * 1e6),
-        messages=len(router.heard),
-    )
-    assert percentile(after, 0.5) < 10 * percentile(before, 0.5)
+            asking.send_multipart((b"", bytes(8)))  # for everything that is kept, with each put
+            asked.append(_timed(client, space, next(numbers), router))
+        await_true(lambda: router.believes() == is_so(daemon, space, range(3 * puts)), "the good router misses nothing")
+    medians = [percentile(times, 0.5) for times in (before, beside, asked)]
+    names = ("alone_us", "beside_stuck_us", "beside_replays_us")
+    figures = {name: round(median * 1e6) for name, median in zip(names, medians, strict=True)}
+    report("put beside subscribers that do not read", messages=len(router.heard), **figures)
+    assert max(medians[1:]) < 10 * medians[0]
 
 
 def _timed(client: Client, space: OpenedNamespace, number: int, router: Router) -> float:
