@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,6 +238,13 @@ async def test_lost_session_table(left: Left, how: str) -> None:
     assert await start(left, held) == str(WHOLE)
 
 
+async def extent_of(world: World, seed: int) -> Any:
+    """Where the block of a seed lies, after a hit that has ended; None after a miss."""
+    lease = await world.acquire(chain(seed, 1))
+    world.cache.release(world.session, [lease.lease])
+    return lease.served.groups[0].extents.reshape(-1)[0].copy() if lease.served.tokens else None
+
+
 async def test_first_hit_of_every_block_is_verified() -> None:
     """Any byte of any page changed while the daemon is down: the first hit of that block is a miss, counted; of every page of a sample, and no other."""
     pages, chance = count(test=48, nightly=300, weekly=400), random.Random(SEED)
@@ -244,17 +252,14 @@ async def test_first_hit_of_every_block_is_verified() -> None:
         async with opened(places=places) as world:
             for seed in range(pages):
                 await world.put(chain(seed, 1))
-            leases = [await world.acquire(chain(seed, 1)) for seed in range(pages)]
-            extents = [lease.served.groups[0].extents.reshape(-1)[0].copy() for lease in leases]
+            extents = [await extent_of(world, seed) for seed in range(pages)]
             tier = world.daemon.tiers[0]
-            for lease in leases:
-                world.cache.release(world.session, [lease.lease])
         damaged = set(chance.sample(range(pages), pages // 2))
         for seed in damaged:
             at = int(extents[seed]["offset"]) + chance.randrange(int(extents[seed]["length"]))
             change(Path(tier.place) / f"{extents[seed]['segment']}.data", at, chance)
         async with opened(places=places) as world:
-            hits = [bool((await world.acquire(chain(seed, 1))).served.tokens) for seed in range(pages)]
+            hits = [await extent_of(world, seed) is not None for seed in range(pages)]
             corrupt = world.cache.metrics.counters()['tierd_corrupt_total{tier="host.0"}']
     assert [seed for seed, hit in enumerate(hits) if not hit] == sorted(damaged)
     assert corrupt == len(damaged)

@@ -145,6 +145,7 @@ async def test_compaction_that_fails_changes_nothing(
     monkeypatch.undo()
     await world.write([2], segment=1, slots=[1])
     await world.store.sync()
+    await world.store._ledger._compaction  # or it would go on in the next life's directory
     die(world)
     other = await next_life(tmp_path)
     assert set(other.held) == {1, 2}

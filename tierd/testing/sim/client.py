@@ -268,6 +268,7 @@ class Client:
             pages = await self.pages(held, extents, [ways.wanted.key(ways.wanted.first + i) for i in ways.given])
             self.writing += pages
             await self.write(pages, rng)
+            self.writing = [page for page in self.writing if page not in pages]  # what is committed is not written to
             if rng.random() < 0.9:
                 await self.commit(held, ways, rng, timeout_s=rng.choice((0.5, 2.0, 5.0)))
                 self.written = [*self.written[-16:], *pages]
@@ -321,6 +322,7 @@ class Client:
     async def _commit(self, held: _Held, ways: _Commit, part: _Part, *, timeout_s: float) -> Committed:
         request, keys = self.new_request(), [ways.wanted.key(ways.wanted.first + i) for i in part.given]
         self.world.oracle.commit_begins(keys)
+        began_s = self.loop.time()
 
         async def work(assembly: Assembly) -> Committed:
             committed = await assembly.cache.commit(
@@ -332,6 +334,9 @@ class Client:
                 keep_open=not part.is_last,
                 timeout_s=timeout_s * 0.8,
             )
+            if part.lease:  # a hit of those that existed
+                theirs = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
+                self.world.oracle.hit([keys[i] for i in theirs.tolist()], began_s)
             if ways.durability is Durability.DURABLE:
                 good = np.isin(committed.statuses, (BlockStatus.READY, BlockStatus.EXISTS))
                 self.world.acknowledge(assembly, [key for key, ok in zip(keys, good.tolist(), strict=True) if ok])

@@ -33,8 +33,9 @@ def bytes_of(key: Key, length: int) -> bytes:
 
 @dataclass
 class _Spoilt:
-    """A page whose bytes somebody changed after the commit. seen_until: gets that begin before may see it, as it had been asked for before."""
+    """A page whose bytes somebody changed after the commit of key. seen_until: gets that begin before may see it, as it had been asked for before."""
 
+    key: Key
     at_s: float
     seen_until: float
 
@@ -63,6 +64,14 @@ class Oracle:
         for key in keys:
             self._asked.setdefault(key, self._now())
 
+    def hit(self, keys: list[Key], began_s: float) -> None:
+        """A commit that began then found that these exist, and leased them: they were looked at as by a get, before what was changed since."""
+        for key in keys:
+            self._asked.setdefault(key, began_s)
+        for spoilt in self._spoilt.values():
+            if spoilt.key in keys and spoilt.at_s >= began_s:
+                spoilt.seen_until = math.inf
+
     def acknowledged(self, key: Key) -> None:
         """A client was told that the block is durable."""
         self.counts["durable acknowledged"] += 1
@@ -71,7 +80,7 @@ class Oracle:
     def spoils(self, generation: int, key: Key) -> None:
         """Somebody changes bytes of a committed page: no copy made from it from now on can be relied on to be good."""
         self.durable.discard(key)
-        self._spoilt[generation] = _Spoilt(self._now(), math.inf if key in self._asked else 0.0)
+        self._spoilt[generation] = _Spoilt(key, self._now(), math.inf if key in self._asked else 0.0)
 
     def epoch_ended(self, namespaces: list[int]) -> None:
         """The bump was acknowledged."""
