@@ -27,7 +27,7 @@ UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias")
 @dataclass(frozen=True, slots=True)
 class Written:
     """What a cache has just written of one layer. pages: of all rows, [2, page_tokens, kv_heads, head_dim] each; tables: per row, which; lengths: tokens of each
-    row; starts: columns of padding before them."""
+    row."""
 
     layer: int
     pages: Sequence[Any]
@@ -46,10 +46,9 @@ def kernel_for(_: torch.device) -> Callable[..., Attended]:
     return paged_attention
 
 
-def attend(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *, scaling: float | None = None, **more: Any
-) -> tuple[Any, None]:
-    """transformers' attention function. query: [rows, heads, tokens, head_dim]; gives [rows, tokens, heads, head_dim]. Raises Unsupported."""
+def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> tuple[Any, None]:
+    """transformers' attention function. query: [rows, heads, tokens, head_dim]; gives [rows, tokens, heads, head_dim]. more: scaling, and what the
+    kernel may not know. Raises Unsupported."""
     _check(module, attention_mask, more)
     written = WRITTEN.get()
     WRITTEN.set(None)
@@ -59,7 +58,7 @@ def attend(
     counts = [min(new, length) for length in written.lengths]  # the others are padding
     rows = torch.cat([row[:, new - count :].transpose(0, 1) for row, count in zip(query, counts, strict=True)])
     batch = PagedBatch([0, *accumulate(counts)], written.lengths, written.tables)
-    attended = kernel_for(query.device)(rows, written.pages, batch, scale=scaling).out
+    attended = kernel_for(query.device)(rows, written.pages, batch, scale=more.get("scaling")).out
     out = query.new_zeros((len(query), new, *attended.shape[1:]))
     for row, count, part in zip(out, counts, attended.split(counts), strict=True):
         row[new - count :] = part
