@@ -165,8 +165,12 @@ class Daemon:
         return self.start()
 
     def __enter__(self) -> Self:
-        if self._process is None or self._process.poll() is not None:
-            self.start()
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self.start()
+        except BaseException:
+            self.__exit__(None, None, None)  # a daemon that was too slow to be ready is running still
+            raise
         return self
 
     def __exit__(
