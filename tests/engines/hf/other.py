@@ -12,10 +12,11 @@ from tests.engines.hf.said import say
 def main() -> None:
     """TARGET: the daemon's; KIND: TierdCache or PagedTierdCache; SEED: of each prompt."""
     from tierd.integrations import transformers as face
+    from tierd.integrations.transformers import TierdStore  # before the model: it registers tierd_paged
 
     target, kind, *seeds = sys.argv[1:]
     model = llama(attention="tierd_paged" if kind == "PagedTierdCache" else "sdpa")
-    with face.TierdStore(model, target=target, timeout_s=60, lookup_timeout_s=60) as store:
+    with TierdStore(model, target=target, timeout_s=60, lookup_timeout_s=60) as store:
         said = []
         for seed in seeds:
             ids = prompt(int(seed))

@@ -106,9 +106,9 @@ def test_a_corrupted_block(verify: str, kind: Any, daemon: Daemon, ready: Callab
     near = kind.restore(store, prompt(seed))
     assert near.restored == WHOLE
     assert_same(first, say(one, prompt(seed), cache=near))
-    spoil(place._replace(offset=place.offset + HEADER_BYTES), int(meta["length"]))
+    spoil(place._replace(offset=place.offset + HEADER_BYTES), int(meta["logical_length"]))
     (page,) = pages_like(daemon, head)
-    spoil(page, int(meta["length"]))
+    spoil(page, int(meta["logical_length"]))
     again = kind.restore(store, prompt(seed))
     answer = say(one, prompt(seed), cache=again)
     if verify == "always":
