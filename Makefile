@@ -76,6 +76,23 @@ nightly-torch: ## the worker against torch and transformers, in an environment o
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5' --editable '.[dev]'
 	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py
 
+# --- engines: each in an environment of its own, of exactly the packages that it ran with ------------------------------------
+
+ENGINES := vllm32 vllm31 sglang lmcache hf hf519
+
+test-engines: $(ENGINES:%=test-engine-%) ## vLLM, SGLang, LMCache and transformers as they are, against a real daemon; test-engine-hf for one
+
+test-engine-%: .venv-%/.engine
+	.venv-$*/bin/python -m pytest -n 0 -p no:cacheprovider --timeout 1200 tests/engines/$(shell echo $* | tr -d 0-9)
+
+.venv-%/.engine: tests/engines/requirements/%.txt pyproject.toml
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+.PRECIOUS: .venv-%/.engine
+
 mutate: .venv/.dev ## takes checks away, one at a time, and says which test notices
 	$(BIN)/python -m tools.mutate
 
