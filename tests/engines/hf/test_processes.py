@@ -97,7 +97,7 @@ def test_a_corrupted_block(verify: str, kind: Any, daemon: Daemon, ready: Callab
     """Bytes that change in tierd's memory and on its disk make a smaller prefix where hits are verified; where they are trusted they change what is said."""
     seed = 24 + (verify == "always")
     one, store = ready(kind)
-    known = {place for place, _ in stored(daemon)}
+    known = {place for place, _ in flushed(daemon)}
     first = kept(kind, one, store, seed)
     flushed(daemon)
     place, meta = next((p, m) for p, m in stored(daemon) if p not in known and m["position"] == 1)
