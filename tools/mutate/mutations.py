@@ -247,7 +247,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "epoch-commit",
         "pages that were reserved before an epoch ended are not published in it",
         "tierd/core/puts.py",
-        "if bool(ok.all()) and not self._is_lost(held, commit.rows):",
+        "if bool(ok.all()) and not self.dead & set(held.namespaces[commit.rows].tolist()):",
         "if bool(ok.all()):",
         ("tests/unit/core/test_upkeep.py", "tests/unit/core/test_puts.py"),
     ),
