@@ -61,7 +61,7 @@ async def life(
     """One life: stores these chains, then says for each of SEEDS in which tiers its blocks were found, and calls `during` before it ends."""
     async with opened(CONFIG, places=places) as world:
         world.namespace = world.cache.open_namespace(world.session, SPEC)
-        await world.daemon.keep_namespace(world.namespace)
+        await world.daemon.keep_namespaces(world.namespace)
         for seed, durability in (stores or {}).items():
             await _put(world, seed, durability)
         found = {what: await _found(world, seed) for what, seed in SEEDS.items()}

@@ -19,7 +19,6 @@ from tierd._proto import admin_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
 from tierd.cache.scrub import Scrub
-from tierd.core.block import Namespace
 from tierd.core.model import PageState, StructArray
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
@@ -60,7 +59,7 @@ class About:
     notices: Sequence[str]
     state: Callable[[], str]
     sessions: Callable[[], list[SessionRow]]
-    keep_namespace: Callable[[Namespace], Awaitable[None]]
+    keep_namespaces: Callable[..., Awaitable[None]]
     release: Callable[[], None]
     scrub: Scrub
 
@@ -172,8 +171,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def BumpEpoch(self, request: pb.BumpEpochRequest, context: Any) -> pb.BumpEpochReply:
         fresh, blocks = self._operator.bump_epoch(model=request.model, namespace_id=request.namespace)
-        for namespace in fresh:
-            await self._about.keep_namespace(namespace)
+        await self._about.keep_namespaces(*fresh)
         return pb.BumpEpochReply(namespaces=len(fresh), blocks=blocks)
 
     async def Quiesce(self, request: pb.QuiesceRequest, context: Any) -> pb.QuiesceReply:

@@ -82,15 +82,16 @@ class Assembly:
         """The arena is to be freed when the daemon ends."""
         self.release = True
 
-    async def keep_namespace(self, namespace: Namespace) -> None:
-        """Makes a namespace known to the next life, before anybody may use it: who opens one that is new to somebody else waits too."""
+    async def keep_namespaces(self, *namespaces: Namespace) -> None:
+        """Makes namespaces known to the next life, before anybody may use them: who opens one that is new to somebody else waits too."""
         async with self.naming:
-            if namespace.id in self.named:
-                return
-            await asyncio.to_thread(self.keeper.keep_namespaces, self.cache.registry.records())
-            for tier in self.tiers:
-                await tier.keep_namespace(namespace_record(namespace))
-            self.named.add(namespace.id)
+            new = [namespace for namespace in namespaces if namespace.id not in self.named]
+            if new:  # one file for all: an epoch of a model may end in thousands of namespaces
+                await asyncio.to_thread(self.keeper.keep_namespaces, self.cache.registry.records())
+            for namespace in new:
+                for tier in self.tiers:
+                    await tier.keep_namespace(namespace_record(namespace))
+                self.named.add(namespace.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Listeners:
             daemon.config.identity.credential_file,
         )
         cache = daemon.cache
-        self._service = CacheService(cache, keep_namespace=daemon.keep_namespace, batch_limit=server.max_batch_blocks)
+        self._service = CacheService(cache, keep_namespaces=daemon.keep_namespaces, batch_limit=server.max_batch_blocks)
         self._credits = Credits(
             queue_limit=server.queue_limit,
             session_credits=server.session_credits,
@@ -170,7 +170,7 @@ class Listeners:
             notices=[notice for tier in daemon.tiers for notice in tier.notices],
             state=lambda: "draining" if daemon.cache.is_draining else daemon.state,
             sessions=self.rows,
-            keep_namespace=daemon.keep_namespace,
+            keep_namespaces=daemon.keep_namespaces,
             release=daemon.release_at_end,
             scrub=daemon.scrub,
         )

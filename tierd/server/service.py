@@ -25,16 +25,16 @@ from tierd.server.grants import Grants
 from tierd.server.guard import CALLER
 from tierd.server.openings import Openings
 
-KeepNamespace = Callable[[Namespace], Awaitable[None]]
+KeepNamespaces = Callable[[Namespace], Awaitable[None]]
 """Stores the record of a namespace, if that is still to do, before anybody may use it."""
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
     """The engines' verbs. batch_limit: blocks in one call."""
 
-    def __init__(self, cache: Cache, *, keep_namespace: KeepNamespace, batch_limit: int) -> None:
+    def __init__(self, cache: Cache, *, keep_namespaces: KeepNamespaces, batch_limit: int) -> None:
         self._cache = cache
-        self._keep_namespace = keep_namespace
+        self._keep_namespaces = keep_namespaces
         self._batch_limit = batch_limit
         self.grants = Grants(release=cache.release, abort=cache.abort)
         self.openings = Openings()
@@ -44,7 +44,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
         session = CALLER.get().session
         namespace = self._cache.open_namespace(session, wire.spec_of(request))
-        await self._keep_namespace(namespace)
+        await self._keep_namespaces(namespace)
         self.openings.note(session, namespace.id)
         return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
 

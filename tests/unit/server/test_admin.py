@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from tests.unit.cache.world import BLOCK_BYTES, SOON_S
 from tests.unit.server.test_guard import rigged
 from tierd._proto import admin_pb2 as apb
 from tierd.core.model import Durability
+from tierd.core.namespaces import NamespaceRegistry
 from tierd.testing import chain
 
 NAMES = chain(1, 4)
@@ -55,6 +58,23 @@ async def test_a_scrub_tells_each_page_that_it_set_aside() -> None:
         (page,) = status.quarantine
         assert (page.tier, page.segment, page.offset) == ("host.0", int(extent["segment"]), int(extent["offset"]))
         assert (page.fault, page.age_s >= 0) == ("digest", True)
+
+
+async def test_an_epoch_of_many_namespaces_is_kept_at_once() -> None:
+    """When a bump has returned, the next life knows every namespace's new epoch, and their file was written once for all."""
+    async with rigged() as rig, rig.stubs() as (_, admin):
+        metadata, world = await rig.session(), rig.world
+        specs = [replace(world.namespace.spec, salt=str(i)) for i in range(6)]
+        opened = [world.cache.open_namespace(world.session, spec) for spec in specs]
+        await world.daemon.keep_namespaces(*opened)
+        with mock.patch.object(
+            world.daemon.keeper, "keep_namespaces", wraps=world.daemon.keeper.keep_namespaces
+        ) as kept:
+            reply: Any = await admin.BumpEpoch(apb.BumpEpochRequest(model="m"), metadata=metadata, timeout=SOON_S)
+        next_life = NamespaceRegistry()
+        world.daemon.keeper.restore_namespaces(next_life)
+        assert (reply.namespaces, kept.call_count) == (7, 1)
+        assert [namespace.epoch for namespace in next_life.current(model="m")] == [2] * 7
 
 
 async def test_sessions_tell_what_they_hold() -> None:

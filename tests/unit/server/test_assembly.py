@@ -23,7 +23,7 @@ REQUEST = pb.OpenNamespaceRequest(model="another", tokens_per_block=16, block_by
 def _service(world: World) -> CacheService:
     deadline = asyncio.get_running_loop().time() + SOON_S
     CALLER.set(Caller(world.session, "t", is_admin=False, request="r", deadline=deadline))
-    return CacheService(world.cache, keep_namespace=world.daemon.keep_namespace, batch_limit=64)
+    return CacheService(world.cache, keep_namespaces=world.daemon.keep_namespaces, batch_limit=64)
 
 
 async def test_a_namespace_is_kept_before_anybody_has_it() -> None:

@@ -131,7 +131,7 @@ class Client:
 
             async def opening(assembly: Assembly) -> Namespace:
                 namespace = assembly.cache.open_namespace(held.session, spec)
-                await assembly.keep_namespace(namespace)
+                await assembly.keep_namespaces(namespace)
                 return namespace
 
             self._namespaces[model] = await self.ask(held, opening, timeout_s=3.0)

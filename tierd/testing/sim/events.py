@@ -197,8 +197,7 @@ class Happenings:
         model = rng.choice(("m0", "m1"))
         old = [i for n in assembly.cache.registry.current(model=model) for i in n.ids]
         fresh, _ = operator.bump_epoch(model=model, namespace_id=0)
-        for namespace in fresh:
-            await assembly.keep_namespace(namespace)
+        await assembly.keep_namespaces(*fresh)
         self._world.oracle.epoch_ended(old)
 
     def _some(self, rng: random.Random) -> list[str]:
