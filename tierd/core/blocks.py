@@ -140,11 +140,13 @@ class Blocks:
         return found
 
     def add(self, metas: StructArray, now: float) -> Ids:
-        """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before."""
+        """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
+        operator's pin, which is of the name."""
         names = Names(metas["namespace"], words(metas["hash"]))
         ids = self.find(names)
         new = np.flatnonzero(ids < 0)
         ids[new] = self._new_ids(len(new))
+        self.pinned[ids[new]] = False
         self._write(ids, metas, now)
         self.key[ids[new]] = self._keys(names.at(new))
         self.table.insert(ids[new])
@@ -234,7 +236,6 @@ class Blocks:
         self.parent_hash[ids] = words(metas["parent"])
         self.digest[ids] = words(metas["digest"])
         self.named[ids] = True
-        self.pinned[ids] = False
         self.hits[ids] = 0
         self.attention[ids] = 0
         self.last_used[ids] = now

@@ -229,6 +229,22 @@ def test_a_condemned_page_is_never_found_again() -> None:
     assert kit.tiers_of(a) == [0, 0]
 
 
+def test_an_operators_pin_outlives_a_store_out_of_service() -> None:
+    """A pinned block that is put again while its tier is out of service stays pinned."""
+    kit, a = Kit(tier(HOST, 8), tier(HOST, 8, index=1)), chain("a", 2)
+    kit.put(a)
+    assert kit.core.pin_blocks(kit.ids(a[:1])) == 1
+    kit.core.set_serving(0, False)
+    kit.put(a)
+    assert kit.tiers_of(a) == [1, 1]
+    kit.core.check()
+    kit.core.set_serving(0, True)
+    kit.took(kit.core.evict(kit.ids(a), tier=None, now=kit.tick()))
+    assert kit.tiers_of(a) == [1, -1]
+    assert kit.core.unpin_blocks(kit.ids(a[:1])) == 1
+    kit.core.check()
+
+
 def test_listings_tell_what_is_held() -> None:
     """Filters, prefixes, pages, pins, hits and tiers of blocks, as operators see them."""
     kit, a, b = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 3), chain("b", 2)
