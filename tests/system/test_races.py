@@ -97,7 +97,7 @@ def test_one_winner(daemon: Daemon, mortals: int) -> None:
     for process in dying:
         process.start()
     for _ in dying:
-        assert ready.get(timeout=60) == "ready"
+        assert ready.get(timeout=300) == "ready"
     writers = [
         SPAWN.Process(
             target=write,
