@@ -220,11 +220,10 @@ def test_a_disk_is_asked_for_ten_times_what_it_can(busy: Busy) -> None:
     assert told.counts["cut off"] > 0
     assert share > 0.4, "the goal is 0.8; the slack is for a machine that others use too"
     assert grown < 64 * MIB
-    late_ms, busy_ms = checks.percentile_ms(*REFUSED, share=0.9), checks.percentile_ms("whole")
+    late_ms, busy_ms = checks.percentile_ms(*REFUSED), checks.percentile_ms("whole")
     assert late_ms < 10 * max(50.0, busy_ms), "health checks say how busy the machine is"
     assert checks.percentile_ms("whole") < 1000
-    assert set(checks.counts) <= {"whole", "served", "DEADLINE_EXCEEDED", *REFUSED}
-    assert checks.counts["DEADLINE_EXCEEDED"] <= max(2, 0.1 * checks.counts["served"]), "the daemon works for nobody"
+    assert set(checks.counts) <= {"whole", "served", *REFUSED}
     assert_nothing_stays(busy)
 
 
