@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from tests.system.blocks import await_true
+from tests.system.blocks import SOON_S, await_true
 from tests.system.raw import RawClient
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutResult
@@ -36,12 +38,23 @@ def right(views: Sequence[np.ndarray], seed: int) -> int:
 
 
 def churn(client: Client, *, seed: int, total: int = TENFOLD, byte: int = 0xEE) -> int:
-    """Stores blocks of 2 MiB that are all one byte until so many bytes have gone through; how many were stored."""
+    """Stores blocks of 2 MiB that are all one byte until so many bytes have gone in; how many were stored.
+
+    A put that comes while another writer is still giving its segments back finds no room and stores nothing: the next one does.
+    """
     namespace = client.open_namespace(BIG)
-    block, stored = np.full(BIG.block_bytes, byte, dtype=np.uint8), 0
-    for turn in range(total // (4 * BIG.block_bytes)):
-        stored += client.put(namespace, chain(seed * 100_000 + turn, 4), [block] * 4).stored
+    block, stored, turns = np.full(BIG.block_bytes, byte, dtype=np.uint8), 0, itertools.count()
+    while stored * BIG.block_bytes < total:
+        stored += _store(client, namespace, block, names=(chain(seed * 100_000 + turn, 4) for turn in turns))
     return stored
+
+
+def _store(client: Client, namespace: OpenedNamespace, block: np.ndarray, names: Iterator[np.ndarray]) -> int:
+    """Puts four blocks until some of them are stored; how many."""
+    begun = time.monotonic()
+    while not (stored := client.put(namespace, next(names), [block] * 4).stored):
+        assert time.monotonic() - begun < SOON_S, f"no block was stored for {SOON_S:g} s"
+    return int(stored)
 
 
 def held(daemon: Daemon) -> tuple[int, int, int, int]:

@@ -94,6 +94,7 @@ def test_reads_fail(tmp_path: Path) -> None:
         client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
         with io.armed(READS, "EIO", f"{daemon.root}/b/*"):
             assert _found(client, seed=1000) == (where == "nvme.0").tolist()
+            await_true(lambda: bool(client.tiers()["nvme.1"].trouble), "the store out of service")
         await_true(lambda: not client.tiers()["nvme.1"].trouble, "the store in service")
         client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
         assert _found(client, seed=1000) == [True] * CHAINS
