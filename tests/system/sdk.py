@@ -40,7 +40,7 @@ def right(views: Sequence[np.ndarray], seed: int) -> int:
 def churn(client: Client, *, seed: int, total: int = TENFOLD, byte: int = 0xEE) -> int:
     """Stores blocks of 2 MiB that are all one byte until so many bytes have gone in; how many were stored.
 
-    A put that comes while another writer is still giving its segments back finds no room and stores nothing: the next one does.
+    A put that comes while all that may leave is still on its way to NVMe finds no room and stores nothing: a later one does.
     """
     namespace = client.open_namespace(BIG)
     block, stored, turns = np.full(BIG.block_bytes, byte, dtype=np.uint8), 0, itertools.count()
