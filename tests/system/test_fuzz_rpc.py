@@ -102,12 +102,14 @@ class Fuzzer:
 
     def _shuffled(self, made: list[Message]) -> list[Message]:
         chance = self.mutator.random
-        return chance.choice((
-            lambda: made[:-1] or made,
-            lambda: made[:1] + chance.sample(made[1:], len(made) - 1),
-            lambda: made + made[-1:],
-            lambda: made[1:],
-        ))()  # fmt: skip
+        return chance.choice(
+            (
+                lambda: made[:-1] or made,
+                lambda: made[:1] + chance.sample(made[1:], len(made) - 1),
+                lambda: made + made[-1:],
+                lambda: made[1:],
+            )
+        )()
 
     def unchanged(self, mutated: Counter[str]) -> set[str]:
         """Fields of the request that were left alone."""

@@ -427,7 +427,13 @@ def test_names_are_believed_within_a_domain() -> None:
             served(daemon)
 
 
-ROWS = {"always": "always", "first_hit": "first_hit", "sampled": "sampled", '"always"': "verify_always", "containers": "containers"}  # fmt: skip
+ROWS = {
+    "always": "always",
+    "first_hit": "first_hit",
+    "sampled": "sampled",
+    '"always"': "verify_always",
+    "containers": "containers",
+}
 COLUMNS = ["accident", "buggy_same", "buggy_other", "hostile_same", "hostile_other"]
 
 

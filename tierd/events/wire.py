@@ -125,17 +125,33 @@ def _to_array(event: Event) -> list[Any]:
         return ["BlockRemoved", event.hashes, event.medium, *group]
     last = [None, *group] if group else []  # extra_keys stand before the group
     return [
-        "BlockStored", event.hashes, event.parent, event.tokens, event.block_size, None, event.medium, event.adapter, *last,
-    ]  # fmt: skip
+        "BlockStored",
+        event.hashes,
+        event.parent,
+        event.tokens,
+        event.block_size,
+        None,
+        event.medium,
+        event.adapter,
+        *last,
+    ]
 
 
 FIELDS: Mapping[str, Sequence[str]] = {
     "BlockStored": (
-        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys", "group_idx",
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
-}  # fmt: skip
+}
 """The order of an array's fields, after the type."""
 
 

@@ -74,7 +74,17 @@ _ROW_WORDS = HOLD.itemsize // 8
 _HOLDER_WORDS = HOLDER.itemsize // 8
 _ROWS_AT = PAGE_ALIGN_BYTES + HOLDER_LIMIT * HOLDER.itemsize
 _FIRST_ROWS = 16_384
-_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53], dtype=np.uint64)  # fmt: skip
+_FACTORS = np.array(
+    [
+        0x9E3779B97F4A7C15,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0xD6E8FEB86659FD93,
+        0xFF51AFD7ED558CCD,
+        0xC4CEB9FE1A85EC53,
+    ],
+    dtype=np.uint64,
+)
 
 Rows = NDArray[np.int64]
 """Numbers of rows in the table; good until they are erased."""

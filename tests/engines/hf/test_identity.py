@@ -72,9 +72,17 @@ def test_models_that_are_refused() -> None:
     """Linear layers, encoders beside the decoder, and options that do not exist: each an error that says what to do."""
     small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     linear = transformers.Qwen3NextConfig(
-        **small, intermediate_size=32, num_key_value_heads=1, head_dim=16, layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2,
-    )  # fmt: skip
+        **small,
+        intermediate_size=32,
+        num_key_value_heads=1,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+    )
     with pytest.raises(Unsupported, match="layers of kind linear_attention.*use DynamicCache"):
         TierdStore(transformers.Qwen3NextForCausalLM(linear))
     both = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)

@@ -153,9 +153,17 @@ def test_tierd_reads_what_vllm_tells() -> None:
         0, endpoint=f"tcp://*:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[1]}", topic="kv@pod@m"
     )
     stored = kv_events.BlockStored(
-        block_hashes=[5, 6], parent_block_hash=4, token_ids=[1, 2], block_size=1, lora_id=None, medium="GPU", lora_name=None,
-        extra_keys=[None, ("salt",)], group_idx=3, session_id="s",
-    )  # fmt: skip
+        block_hashes=[5, 6],
+        parent_block_hash=4,
+        token_ids=[1, 2],
+        block_size=1,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        extra_keys=[None, ("salt",)],
+        group_idx=3,
+        session_id="s",
+    )
     told = [stored, kv_events.BlockRemoved(block_hashes=[5], medium="GPU"), kv_events.AllBlocksCleared()]
     try:
         for event in told:

@@ -43,7 +43,19 @@ def test_assembly(lengths, step, data):
     for i, block in enumerate(blocks):
         for offset in range(0, len(block), step):
             part = block[offset : offset + step].tobytes()
-            chunks.append((i, pb.GetChunk(index=i, offset=offset, data=part, length=len(block), status=1, checksum=xxhash.xxh3_64_intdigest(part))))  # fmt: skip
+            chunks.append(
+                (
+                    i,
+                    pb.GetChunk(
+                        index=i,
+                        offset=offset,
+                        data=part,
+                        length=len(block),
+                        status=1,
+                        checksum=xxhash.xxh3_64_intdigest(part),
+                    ),
+                )
+            )
     at = data.draw(st.integers(0, len(chunks) - 1))
     fault = data.draw(st.sampled_from(["none", "byte", "checksum", "drop", "twice", "status", "length"]))
     index, chunk = chunks[at]

@@ -75,8 +75,11 @@ def test_copies_are_told_by_medium(told: Told) -> None:
         told.removed(SPACE, own(1), tier=3)[0],
     ]
     assert [(type(k), k.medium) for k in kinds if not isinstance(k, Cleared)] == [
-        (Stored, "CPU"), (Stored, "STORAGE"), (Removed, "CPU"), (Removed, "STORAGE"),
-    ]  # fmt: skip
+        (Stored, "CPU"),
+        (Stored, "STORAGE"),
+        (Removed, "CPU"),
+        (Removed, "STORAGE"),
+    ]
     assert kinds[1] == Stored(short(1), None, tokens(1), 4, "STORAGE", "lora", 1)
 
 

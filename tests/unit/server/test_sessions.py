@@ -242,7 +242,13 @@ async def test_garbage(rig, message, greeted):
         assert (await rig.ask(other, HELLO))["ok"]
 
 
-@given(st.binary(max_size=64) | st.recursive(st.none() | st.integers(-9, 9) | st.text(max_size=5), lambda x: st.dictionaries(st.sampled_from(["op", "tier", "proto", "name"]), x)).map(msgpack.packb))  # fmt: skip
+@given(
+    st.binary(max_size=64)
+    | st.recursive(
+        st.none() | st.integers(-9, 9) | st.text(max_size=5),
+        lambda x: st.dictionaries(st.sampled_from(["op", "tier", "proto", "name"]), x),
+    ).map(msgpack.packb)
+)
 def test_any_bytes_are_a_map_or_refused(data):
     """Whatever arrives is a map or an InvalidArgument, never another error."""
     with contextlib.suppress(session_socket.InvalidArgument):
