@@ -11,6 +11,7 @@ import signal
 import threading
 import traceback
 from collections import Counter
+from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -164,7 +165,7 @@ def _insisting(call: Any) -> Any:
             continue
 
 
-def die(target: str, told: Queue[Any], *, rounds: int, writer: int) -> None:
+def die(target: str, told: Connection, *, rounds: int, writer: int) -> None:
     """A writer that has reserved every key before the others come, commits a few of them, and dies in a commit."""
     client = Client(target)
     namespace = client.open_namespace(SPEC)
@@ -175,7 +176,7 @@ def die(target: str, told: Queue[Any], *, rounds: int, writer: int) -> None:
             if page is not None:
                 page[:] = bytes_of(name, writer)
         held.append(pages)
-    told.put("ready")
+    told.send("ready")
     chance = random.Random(writer)
     reserved = [pages for pages in held if pages]  # of the others another has committed every key before
     for pages in chance.sample(reserved[1:], len(reserved) // 3):

@@ -84,20 +84,7 @@ def test_evict_against_read(daemon: Daemon) -> None:
 def test_one_winner(daemon: Daemon, mortals: int) -> None:
     """Of 64 writers of the same keys, each with bytes of its own, one wins each key and all of them read its bytes; also where writers die before and in their commits."""
     begun, told, barrier = time.monotonic(), SPAWN.Queue(), SPAWN.Barrier(PROCESSES * THREADS)
-    ready = SPAWN.Queue()
-    dying = [
-        SPAWN.Process(
-            target=die,
-            args=(daemon.target, ready),
-            kwargs={"rounds": min(ROUNDS, 40), "writer": 200 + number},
-            daemon=True,
-        )
-        for number in range(mortals)
-    ]
-    for process in dying:
-        process.start()
-    for _ in dying:
-        assert ready.get(timeout=300) == "ready"
+    dying = _dying(daemon.target, mortals)
     writers = [
         SPAWN.Process(
             target=write,
@@ -124,6 +111,22 @@ def test_one_winner(daemon: Daemon, mortals: int) -> None:
         winners=len(set(won.values())),
         seconds=round(time.monotonic() - begun, 1),
     )
+
+
+def _dying(target: str, count: int) -> list[Any]:
+    """Writers that have reserved every key and die later on. Each tells over a pipe of its own: one that is killed holds no lock of the others'."""
+    processes, pipes = [], []
+    for number in range(count):
+        ours, theirs = SPAWN.Pipe(duplex=False)
+        plan = {"rounds": min(ROUNDS, 40), "writer": 200 + number}
+        processes.append(SPAWN.Process(target=die, args=(target, theirs), kwargs=plan, daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        assert pipe.poll(300)
+        assert pipe.recv() == "ready"
+    return processes
 
 
 def _winners(rows: list[Any], *, mortals: int) -> dict[tuple[int, int], int]:
