@@ -55,7 +55,7 @@ reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 
 # --- long checks: SCALE=0.1 makes them short; figures go to build/figures.jsonl ------------------
 
-NIGHTLY := nightly-unit+contract+property+sim nightly-system nightly-torch
+NIGHTLY := nightly-unit+contract+property+sim+system nightly-alone nightly-torch test-engines
 
 nightly: ## every kind of test in depth, the slow ones too; SCALE= scales their counts
 	rm -f build/figures.jsonl
@@ -69,7 +69,10 @@ weekly: ## the same with the full counts
 	$(MAKE) nightly TIERD_DEPTH=weekly
 
 nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system; or some together: sim+property
-	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m "not gpu" $(SPREAD) --timeout 3600 --durations 30 $(patsubst %,tests/%,$(subst +, ,$*))
+	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m "not gpu and not alone" $(SPREAD) --timeout 3600 --durations 30 $(patsubst %,tests/%,$(subst +, ,$*))
+
+nightly-alone: .venv/.dev ## what measures times in depth, with nothing else beside it
+	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m alone -n 0 --timeout 3600 --durations 10
 
 nightly-torch: ## the worker against torch and transformers, in an environment of their own
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch

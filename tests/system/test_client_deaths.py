@@ -139,6 +139,7 @@ def kill(ward: Ward, faults: Faults, client: BlockClient, times: Times) -> None:
     times.back.append(time.monotonic() - begun)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_deaths(tmp_path: Path) -> None:
     """Killed with leases and reservations, alone or with a fork that holds the socket, running or stopped, idle or under load: noticed at once, 0 bytes leaked."""

@@ -183,6 +183,7 @@ def overload(busy: Busy, seconds: float, rate: float) -> tuple[Outcome, Outcome]
     return outcome, ended(*checks)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_disk_is_asked_for_ten_times_what_it_can(busy: Busy) -> None:
     """Goodput stays near the peak, refusals come at once with a hint, memory stays, health answers, and it is over with the load."""
@@ -234,6 +235,7 @@ def assert_nothing_stays(busy: Busy) -> None:
         assert all(tier.pages_pinned == 0 for tier in client.tiers().values())
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_more_lookups_than_can_be_answered(busy: Busy) -> None:
     """With hundreds of lookups in flight as many are answered as before, or nearly; health answers, and memory stays."""
