@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,14 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from tierd.integrations.versions import check_version
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import Done, Orders
 from tierd.integrations.vllm.scheduler import SchedulerSide
 from tierd.integrations.vllm.stats import TierdMetrics, TierdStats, sources_of
 from tierd.integrations.vllm.worker import Ended, WorkerSide
 
-check_version("vllm", vllm.__version__)
 WHERE = "kv_connector_extra_config"
 logger = init_logger(__name__)
 

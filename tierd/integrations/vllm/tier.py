@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
@@ -38,7 +37,6 @@ from tierd.errors import Unavailable
 from tierd.integrations.courier import Courier, Outcome
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
-from tierd.integrations.versions import check_version
 from tierd.integrations.vllm.chunks import ChunkNames, Chunks, facts_of
 
 LOAD_BLOCKS = 64
@@ -97,7 +95,6 @@ class TierdTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **words: Any,
     ) -> None:
-        check_version("vllm", vllm.__version__)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = TierOptions.read(words, where=f"secondary_tiers.{tier_type}")
         self.locality = Locality(self._options.locality) if self._options.locality else None
