@@ -231,7 +231,8 @@ class TierdHiCache(HiCacheStorage):
         if pages.is_logical:
             return Shelf(pages, None, is_writer=place.is_writer)
         spec = spec_of(self._config, self._options, pages, name=name, cleared=self._cleared)
-        return Shelf(pages, StoredPages(self._store, spec, rank=place.rank), is_writer=place.is_writer)
+        stored = StoredPages(self._store, spec, rank=place.rank, is_told=name == KV)  # other pools have the same keys
+        return Shelf(pages, stored, is_writer=place.is_writer)
 
     def _done(self, name: str, keys: Sequence[str], work: Callable[[Shelf], int]) -> list[bool]:
         """One verdict a key: true for so many as the work says."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.version import __version__
 
-from tierd.client import NamespaceSpec
+from tierd.client import About, NamespaceSpec
 from tierd.errors import ConfigError
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
@@ -37,6 +39,9 @@ SHAPE = (
     "storage_format_tag",
 )
 """Attributes of pools that decide what their bytes mean."""
+HASH = re.compile("[0-9a-f]{64}")
+TOLD_CHARS = 16
+"""Of a hash, in the integers of SGLang's own KV events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,15 @@ def spec_of(config: Any, options: Options, pages: HostPages, *, name: str, clear
         salt=_digest(_words(config, pages, name) | {"cleared": cleared}),
         rank_count=place_of(config, name).count,
     )
+
+
+def about_of(keys: Sequence[str], before: Sequence[str]) -> About | None:
+    """What SGLang's own KV events call these pages, for routers; None for keys that are no hashes. before: keys of the pages before the first."""
+    known = [*before[-1:], *keys]
+    if not all(map(HASH.fullmatch, known)):
+        return None
+    names = [bytes.fromhex(key[:TOLD_CHARS]) for key in known]
+    return About(names[-len(keys) :], names[0] if before else b"")
 
 
 def facts_of(config: Any, options: Options, pages: HostPages | None = None) -> EngineFacts:

@@ -14,6 +14,7 @@ from tierd.client import Group, NamespaceSpec, PutGroup
 from tierd.client.values import NO_HASHES, Hashes
 from tierd.core.model import ROOT
 from tierd.integrations.pieces import Pieces
+from tierd.integrations.sglang.names import about_of
 from tierd.integrations.store import EngineStore
 
 LOAD_PAGES = 64
@@ -23,10 +24,10 @@ LOOKUP_PAGES = 1024
 
 
 class StoredPages:
-    """Threads may share it. spec, rank: whose pages they are. Raises InvalidArgument for an impossible spec, later nothing."""
+    """Threads may share it. spec, rank: whose pages they are; is_told: whether routers hear what SGLang calls them. Raises InvalidArgument for an impossible spec, later nothing."""
 
-    def __init__(self, store: EngineStore, spec: NamespaceSpec, *, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: EngineStore, spec: NamespaceSpec, *, rank: int, is_told: bool) -> None:
+        self._store, self._rank, self._is_told = store, rank, is_told
         self._space = store.open(spec)
 
     def present(self, keys: Sequence[str]) -> list[bool]:
@@ -70,7 +71,7 @@ class StoredPages:
             return 0
         parent = self._space.fold([before[-1].encode()])[0].tobytes() if before else ROOT
         group = PutGroup(self._space, hashes, rank=self._rank, parent=parent, position=len(before))
-        return self._store.save(group, sources)
+        return self._store.save(group, sources, about_of(keys, before) if self._is_told else None)
 
     def _group(self, keys: Sequence[str]) -> Group:
         return Group(self._space, self._hashes(keys), ranks=(self._rank,))
