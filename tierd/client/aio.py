@@ -55,6 +55,11 @@ class AsyncClient:
         link = self._connector.link
         return link.session.tiers if link and link.session else ()
 
+    @property
+    def tells_events(self) -> bool:
+        """As Client.tells_events."""
+        return self._verbs.tells_events
+
     def introduce(self, engine: Mapping[str, str]) -> None:
         """As Client.introduce."""
         self._connector.introduce(engine)

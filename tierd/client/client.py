@@ -73,6 +73,11 @@ class Client:
         link = self._connector.link
         return link.session.tiers if link and link.session else ()
 
+    @property
+    def tells_events(self) -> bool:
+        """Whether the daemon tells routers what it holds, and so wants to know what an engine calls it (`About`); False before the first call."""
+        return self._verbs.tells_events
+
     def introduce(self, engine: Mapping[str, str]) -> None:
         """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection."""
         self._connector.introduce(engine)

@@ -196,7 +196,7 @@ class Verbs:
     ) -> Steps[ReservedPages]:
         self._check_local("reserve")
         link, reply = yield from self._ask(
-            lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable, tells=self._tells)),
+            lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable, tells=self.tells_events)),
             _spaces(groups),
             deadline,
         )
@@ -347,7 +347,7 @@ class Verbs:
             return nothing()
 
     @property
-    def _tells(self) -> bool:
+    def tells_events(self) -> bool:
         """Whether the daemon tells routers of blocks, and wants to know what engines call them."""
         link = self.connector.link
         return link is not None and link.session is not None and link.session.tells_events

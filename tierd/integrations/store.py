@@ -60,6 +60,11 @@ class EngineStore:
         """The daemon's tiers, near to far, as tier_tokens counts them."""
         return self._client.tiers
 
+    @property
+    def tells_events(self) -> bool:
+        """Whether routers hear of blocks: then even one that is stored already is worth a save, which tells what the engine calls it and copies nothing."""
+        return self._client.tells_events
+
     def introduce(self, facts: EngineFacts) -> None:
         """Says anew whom it serves, where not all was known at the beginning: told with the next connection."""
         self._client.introduce(facts.words())

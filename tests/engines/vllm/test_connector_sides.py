@@ -50,6 +50,8 @@ def request(name: str, blocks: int) -> Any:
         num_computed_tokens=blocks * TOKENS,
         num_output_placeholders=0,
         block_hashes=[f"{i}".encode() for i in range(blocks)],
+        all_token_ids=list(range(blocks * TOKENS + 1)),
+        **dict.fromkeys(("lora_request", "cache_salt", "mm_features", "prompt_embeds")),
     )
 
 

@@ -20,7 +20,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
-from tierd.client import Group, NamespaceSpec, OpenedNamespace, PutGroup
+from tierd.client import About, Group, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.client.values import NO_HASHES
 from tierd.core.model import ROOT
 from tierd.integrations.facts import EngineFacts
@@ -68,12 +68,13 @@ class ChunkNames:
         return Group(space, space.fold([get_offload_block_hash(key) for key in keys]))
 
     def put_group(self, chunks: Chunks, run: Run) -> PutGroup:
-        """To be stored."""
+        """To be stored, with vLLM's names for routers; its tokens are not known here."""
         space = self._space(run.group)
-        hashes = space.fold([get_offload_block_hash(chunks.keys[i]) for i in run.members])
-        known = space.is_open and run.before is not None
-        parent = space.fold([get_offload_block_hash(run.before)])[0].tobytes() if known else ROOT
-        return PutGroup(space, hashes, parent=parent, position=max(0, run.position))
+        names = [get_offload_block_hash(chunks.keys[i]) for i in run.members]
+        before = b"" if run.before is None else get_offload_block_hash(run.before)
+        parent = space.fold([before])[0].tobytes() if space.is_open and before else ROOT
+        about = About(names, before)
+        return PutGroup(space, space.fold(names), parent=parent, position=max(0, run.position), about=about)
 
     def runs(self, chunks: Chunks) -> list[Run]:
         """The job's chunks in the order of their sequences."""

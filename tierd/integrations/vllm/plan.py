@@ -1,6 +1,6 @@
 """What the scheduler's side of the connector tells the workers' side, and what comes back.
 
-Purpose: plain values, pickled with every step: vLLM's own hashes and block ids, nothing longer. Non-purpose: deciding. Invariant: a plan names each block by
+Purpose: plain values, pickled with every step: vLLM's own hashes, block ids and tokens, nothing longer. Non-purpose: deciding. Invariant: a plan names each block by
 vLLM's hash of it; every worker folds these into names of its own rank.
 """
 
@@ -37,7 +37,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Stores consecutive blocks of one group. number: of this save; before: name of the block before the first, b"" for the first of a sequence."""
+    """Stores consecutive blocks of one group. number: of this save; before: name of the block before the first, b"" for the first of a sequence; tokens: of all
+    of them, for routers."""
 
     number: int
     group: int
@@ -45,6 +46,7 @@ class Save:
     before: bytes
     names: tuple[bytes, ...]
     ids: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass

@@ -24,7 +24,7 @@ from tierd.integrations.match import Match, claim
 from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
-from tierd.integrations.vllm.spaces import Space, facts_of, is_replicated, spaces_of, step_tokens
+from tierd.integrations.vllm.spaces import Space, facts_of, is_replicated, spaces_of, step_tokens, tokens_of
 from tierd.integrations.vllm.stats import medium_of
 
 END_S = 2.0
@@ -135,7 +135,7 @@ class SchedulerSide:
         for space, of_group in zip(self._spaces, ids, strict=True):
             first, stop = entry.computed // space.tokens, total // space.tokens
             loads.append(GroupLoad(space.names(request.block_hashes, tokens=total), first, tuple(of_group[first:stop])))
-        entry.saved = [total // space.tokens for space in self._spaces]
+        entry.saved = self._known([total // space.tokens for space in self._spaces])
         self._orders.loads.append(Load(request.request_id, tuple(loads)))
 
     def orders(self, output: Any) -> Orders:
@@ -241,7 +241,11 @@ class SchedulerSide:
 
     def _blocks_found(self, found: Found) -> list[int]:
         """Per group, blocks from the first on that need no saving: what a window needs none of may not be there."""
-        return [found.tokens // space.tokens if not space.need else 0 for space in self._spaces]
+        return self._known([found.tokens // space.tokens if not space.need else 0 for space in self._spaces])
+
+    def _known(self, blocks: list[int]) -> list[int]:
+        """None where routers are told: a daemon that was started anew has blocks, and has forgotten what vLLM calls them."""
+        return [0] * len(blocks) if self._store.tells_events else blocks
 
     def _savable(self, request: Any, tokens: int) -> int:
         return tokens if self._options.save_generated else min(tokens, request.num_prompt_tokens)
@@ -260,17 +264,22 @@ class SchedulerSide:
             full = min(space.blocks(request.block_hashes, tokens=tokens), len(ids[at]))
             if full <= entry.saved[at]:
                 continue
-            names = space.names(request.block_hashes, tokens=tokens)
             for start, end in _runs(ids[at], entry.saved[at], full):
                 stop = min(end, start + self._room())
                 if start < stop:
-                    before = names[start - 1] if start else b""
-                    part = tuple(ids[at][start:stop])
-                    self._orders.saves.append(Save(self._retain(part), at, start, before, names[start:stop], part))
+                    self._orders.saves.append(self._ordered(request, at, start, ids[at][start:stop]))
                 entry.saved[at] = stop
                 if stop < end:  # the rest waits for a later step
                     return
             entry.saved[at] = full
+
+    def _ordered(self, request: Any, group: int, start: int, ids: Sequence[int]) -> Save:
+        """A save of blocks of one group from number `start` on, which are retained."""
+        size, stop = self._spaces[group].tokens, start + len(ids)
+        names = self._spaces[group].names(request.block_hashes, tokens=stop * size)
+        before = names[start - 1] if start else b""
+        tokens = tokens_of(request, start * size, stop * size)
+        return Save(self._retain(ids), group, start, before, names[start:], tuple(ids), tokens)
 
     def _room(self) -> int:
         """Blocks that may still be retained."""

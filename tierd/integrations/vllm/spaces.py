@@ -119,6 +119,12 @@ def step_tokens(spaces: Sequence[Space]) -> int:
     return max(space.tokens for space in spaces)
 
 
+def tokens_of(request: Any, start: int, stop: int) -> tuple[int, ...]:
+    """Of a vLLM request, for routers; none where tokens alone do not say what a block holds, and a router that goes by them would be misled."""
+    is_more = request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None
+    return () if is_more else tuple(request.all_token_ids[start:stop])
+
+
 def facts_of(config: Any, kv: Any, *, role: str, rank: int = 0) -> EngineFacts:
     """What `tierctl engines` shows."""
     transfer, cache = config.kv_transfer_config, config.cache_config
@@ -141,14 +147,14 @@ def facts_of(config: Any, kv: Any, *, role: str, rank: int = 0) -> EngineFacts:
 def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, words: Any, hash_tokens: int) -> Space:
     index, spec = group[0], group[1].kv_cache_spec
     kind, window = get_kv_cache_spec_kind(spec), get_kv_cache_spec_sliding_window(spec)
-    words = words | {"spec": str(spec), "layers": list(group[1].layer_names)}
+    words = words | {"kind": kind.value, "spec": str(spec), "layers": list(group[1].layer_names)}
     tp = config.parallel_config.tensor_parallel_size
     named = NamespaceSpec(
         model=options.model or config.model_config.model,
         weights_digest=options.weights_digest,
         tokens_per_block=spec.block_size,
         block_bytes=block_bytes(group[1]),
-        group=f"{index}:{kind.value}",
+        group=str(index),
         salt=hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest(),
         rank_count=1 if kind in REPLICATED else tp,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tierd.client import OpenedNamespace, PutGroup
+from tierd.client import About, OpenedNamespace, PutGroup
 from tierd.core.model import ROOT
 from tierd.errors import TierdError
 from tierd.integrations.courier import Courier
@@ -127,7 +127,8 @@ class WorkerSide:
             return 0
         parent = opened.fold([save.before])[0].tobytes() if save.before else ROOT
         group = PutGroup(opened, hashes, rank=self._rank, parent=parent, position=save.position)
-        return self._store.save(group, [self._pieces(save.group, block) for block in save.ids])
+        pieces = [self._pieces(save.group, block) for block in save.ids]
+        return self._store.save(group, pieces, About(save.names, save.before, save.tokens))
 
     def _space(self, space: Space) -> OpenedNamespace:
         found = self._opened.get(space.index)
