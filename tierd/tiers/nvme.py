@@ -84,7 +84,7 @@ class _Batch:
     tables: list[SliceTable]
     statuses: NDArray[np.uint16] = field(init=False)
     files: dict[int, SlotFile] = field(default_factory=dict)
-    """Segments to the files that were written."""
+    """Rows to the files that they were written to."""
 
     def __post_init__(self) -> None:
         self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
@@ -457,7 +457,8 @@ class NvmeStore:
         buffers = vector(headers, payloads, class_bytes=run.class_bytes, filler=self._headers.zeros)
         if self._ledger.failure:
             raise _GoneError(errno.ESTALE, "the file may have failed")
-        batch.files[run.segment] = file = self._file(run)
+        file = self._file(run)
+        batch.files.update(dict.fromkeys(rows, file))
         await self._opened.io.write(file, run.offset, buffers)
         batch.statuses[rows] = BlockStatus.READY
 
@@ -478,12 +479,13 @@ class NvmeStore:
         for segment in np.unique(batch.extents["segment"]).tolist():
             rows = np.flatnonzero((batch.extents["segment"] == segment) & (batch.statuses == BlockStatus.READY))
             held = self._segments.get(segment)
-            if held is None or not self._takes(held.begun.place, batch.files.get(segment)):
-                batch.statuses[rows] = BlockStatus.FAILED
-            elif len(rows):
-                held.generations[batch.extents["slot"][rows]] = batch.extents["generation"][rows]
-                self._ledger.add(BlocksStored(batch.metas[rows]), place=held.begun.place)
+            taken = [held is not None and self._takes(held.begun.place, batch.files[i]) for i in rows.tolist()]
+            kept = rows[np.array(taken, dtype=np.bool_)]
+            batch.statuses[np.setdiff1d(rows, kept)] = BlockStatus.FAILED
+            if held is not None and len(kept):
+                held.generations[batch.extents["slot"][kept]] = batch.extents["generation"][kept]
+                self._ledger.add(BlocksStored(batch.metas[kept]), place=held.begun.place)
 
-    def _takes(self, place: int, file: SlotFile | None) -> bool:
+    def _takes(self, place: int, file: SlotFile) -> bool:
         """Whether what was written to the file can become durable there."""
         return place not in self._ledger.abandoned and self._opened.files.get(place) is file

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.tiers.store_world import FAILED, READY, World, content, die, kind_of, next_life
+from tests.unit.tiers.store_world import CLASS_BYTES, FAILED, READY, World, content, die, kind_of, next_life
 from tierd.errors import TierFailed
 from tierd.tiers import slots
 from tierd.tiers.files import OsFiles
@@ -87,6 +87,31 @@ async def test_slot_file_gives_way(world: World, tmp_path: Path, monkeypatch: py
     assert set(other.held) == {1, 2, 4}
     assert await other.read([1, 2, 4]) == [content(key) for key in (1, 2, 4)]
     await other.store.close(release=False)
+
+
+async def test_a_batch_over_a_file_that_gives_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a slot file gives way while a part of a batch hangs, what had gone to the old file is FAILED, and what goes to the new one is held and read."""
+    gate, hangs, first, real = threading.Event(), threading.Event(), threading.Event(), slots.write_at
+
+    def hang(fd: int, offset: int, *more: object) -> None:
+        if offset == 5 * CLASS_BYTES and not hangs.is_set():
+            hangs.set()
+            gate.wait(30)
+            raise OSError(errno.EIO, "bad disk")
+        real(fd, offset, *more)  # type: ignore[arg-type]
+        first.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "write_at", hang)
+        writing = asyncio.create_task(world.write([4, 5, 6], segment=1, slots=[3, 5, 6]))
+        assert await asyncio.to_thread(lambda: first.wait(10) and hangs.wait(10))
+        with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
+            await world.store.sync()
+        await world.store.probe()
+        gate.set()
+        assert await writing == [FAILED, READY, READY]
+    await world.store.sync()
+    assert await world.read([1, 5, 6]) == [content(key) for key in (1, 5, 6)]
 
 
 async def test_journal_gives_way(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
