@@ -47,6 +47,8 @@ LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve",
 DETAILS_LIMIT_CHARS = 500
 """Of an error's text, which may quote what the client sent: a longer one would not fit gRPC's metadata, and the error would lose its name."""
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+BATCH_FAILED = 'Failed "execute_batch"'
+"""What grpc.aio's error begins with when the call was over before what was sent for it; its other errors say that it was used wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 contextlib.aclosing(inner(_parsed(parse, raw), context)) as replies,
             ):
                 async for reply in replies:
-                    await context.write(reply)
+                    with _unless_over():
+                        await context.write(reply)
 
         return call
 
@@ -206,19 +209,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             except (TierdError, TimeoutError) as error:
                 outcome.name = type(error).__name__
                 await _abort(context, error)
-            except (
-                asyncio.CancelledError,
-                grpc.aio.AbortError,
-                grpc.aio.InternalError,
-            ):  # the last: nobody takes the reply
+            except (asyncio.CancelledError, grpc.aio.AbortError):
                 outcome.name = "Cancelled"
                 raise
             except Exception as error:
                 outcome.name = type(error).__name__
                 log.exception("call failed")
-                await context.abort(
-                    grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log"
-                )
+                with _unless_over():
+                    await context.abort(
+                        grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log"
+                    )
 
     @contextlib.contextmanager
     def _timed(self, method: str) -> Iterator[Outcome]:
@@ -298,4 +298,19 @@ async def _abort(context: Any, error: TierdError | TimeoutError) -> None:
     if isinstance(error, Overloaded) and error.retry_after_s:
         trailing.append((RETRY_KEY, str(math.ceil(error.retry_after_s * 1000))))
     status = getattr(grpc.StatusCode, GRPC_STATUS[type(error)])
-    await context.abort(status, str(error)[:DETAILS_LIMIT_CHARS], trailing_metadata=tuple(trailing))
+    with _unless_over():
+        await context.abort(status, str(error)[:DETAILS_LIMIT_CHARS], trailing_metadata=tuple(trailing))
+
+
+@contextlib.contextmanager
+def _unless_over() -> Iterator[None]:
+    """What is sent to a client that has gone is lost, and the call ends as cancelled: its deadline may come at the same moment from gRPC's own timer.
+
+    grpc.aio would log a traceback: it hears of the end of a call only after what is sent for it has failed. Raises CancelledError.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        if not str(error).startswith(BATCH_FAILED):
+            raise
+        raise asyncio.CancelledError from error

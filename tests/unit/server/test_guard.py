@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgpack
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.depth import count, report
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, directories, opened
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
@@ -291,6 +293,21 @@ async def test_unread_get_ends() -> None:
         await call.initial_metadata()
         assert rig.world.pins
         await rig.quiet()
+
+
+async def test_a_deadline_at_both_ends_of_a_call_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls whose deadline passes in gRPC at the moment at which the daemon ends them end quietly: no traceback is logged, and nothing is left of them."""
+    together = 100
+    async with rigged(session_credits=together, queue_limit=16 * together) as rig, rig.stubs() as (cache, _):
+        # In the header alone: the client's own timer would end the call before.
+        metadata, ends = (*await rig.session(), ("grpc-timeout", "60m")), Counter[str]()
+        for _ in range(count(test=1_000, nightly=20_000, weekly=100_000) // together):
+            ends.update(await asyncio.gather(*(error_of(cache.Put(metadata=metadata)) for _ in range(together))))
+            await rig.quiet()
+    report("deadlines at both ends of a call", calls=ends.total(), by_the_daemon=ends.pop("DeadlineExceeded", 0))
+    (by_grpc,) = ends
+    assert "DEADLINE_EXCEEDED" in by_grpc
+    assert "Traceback" not in caplog.text
 
 
 async def test_cancelled_streams_leave_nothing() -> None:
