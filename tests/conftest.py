@@ -13,6 +13,7 @@ LONGEST_FIRST = (
     "system/test_fuzz_rpc.py",
     "property/test_core_machine.py",
     "system/test_errno.py",
+    "system/test_errno_buffered.py",
     "system/test_failpoints.py",
     "system/test_crash.py",
     "system/test_soak.py",

@@ -42,7 +42,7 @@ LIFE = 2_000
 SHORT_LIFE = {"OpenNamespace": 250}
 """Where each message leaves something behind that the next one has to write again."""
 CHECK_EVERY = 250
-CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05, "Scrub": 0.05}
+CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05, "Scrub": 0.01}
 LONG_S = 1.0
 """A call that takes longer is a stall; asserted with tenfold slack, since machines are shared."""
 MEMORY_BYTES = 256 << 20
