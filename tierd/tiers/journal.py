@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import msgpack
@@ -31,6 +31,8 @@ from tierd.tiers.files import OS, Files
 JOURNAL_MAGIC = b"tierdJNL"
 FRAME_LIMIT_BYTES = 64 << 20
 """A longer frame is taken for damage."""
+REMOVED_LIMIT = 1 << 20
+"""Rows of one record, 16 MiB: a plan may free every block that there is."""
 SECTOR_BYTES = 512
 """What a disk writes whole or not at all."""
 
@@ -175,7 +177,7 @@ class Journal:
         Raises OSError; then none of them is in the file, or the file is abandoned.
         """
         frames, end = [], self.bytes
-        for record in records:
+        for record in chain.from_iterable(map(_pieces, records)):
             frames.append(self._frame(encode_record(record), offset=end))
             end += len(frames[-1])
         try:
@@ -205,6 +207,15 @@ class Journal:
             self._disk.truncate(self._fd, self.bytes)
         except OSError:
             self.is_abandoned = True
+
+
+def _pieces(record: Record) -> Iterator[Record]:
+    """The record, or several that say the same and fit a frame each."""
+    if not isinstance(record, BlocksRemoved):
+        yield record
+        return
+    for start in range(0, len(record.rows), REMOVED_LIMIT):
+        yield BlocksRemoved(record.rows[start : start + REMOVED_LIMIT])
 
 
 @dataclass(frozen=True, slots=True)

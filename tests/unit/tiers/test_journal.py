@@ -20,6 +20,7 @@ from tierd.tiers import durable
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.files import Files, OsFiles
 from tierd.tiers.journal import (
+    FRAME_LIMIT_BYTES,
     REMOVED,
     BlocksRemoved,
     BlocksStored,
@@ -88,6 +89,20 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
     assert plain(text.records) == plain(RECORDS)
     assert text.cut_bytes == 0
     assert journal.bytes == journal_path(tmp_path, 4).stat().st_size
+
+
+def test_removals_of_any_number_are_read_back(tmp_path: Path) -> None:
+    """Of more removed blocks than a frame has room for each is read back, and so is what was told after them."""
+    rows = np.zeros(FRAME_LIMIT_BYTES // REMOVED.itemsize + 1, dtype=REMOVED)
+    rows["segment"] = np.arange(len(rows))
+    written = Journal.create(tmp_path, store=STORE, number=7)
+    written.append([BlocksRemoved(rows), NamespaceKept(b"after")])
+    written.close()
+    *parts, last = read_journal(tmp_path, store=STORE, number=7).records
+    assert last == NamespaceKept(b"after")
+    assert all(isinstance(record, BlocksRemoved) for record in parts)
+    found = np.concatenate([record.rows for record in parts])  # type: ignore[union-attr]
+    assert np.array_equal(found, rows)
 
 
 def test_tail_torn_anywhere_is_cut(tmp_path: Path) -> None:
