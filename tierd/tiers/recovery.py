@@ -25,7 +25,7 @@ _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
 class Loaded:
     """index: what the files say. base: number of the snapshot it began with, None for none. next_number: above every file's.
 
-    changes: how many records of journals told more than marks. notices: what an operator should hear.
+    changes: how many records of journals told more than marks, and segments were moved since. notices: what an operator should hear.
     """
 
     index: StoredIndex

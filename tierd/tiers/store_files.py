@@ -110,7 +110,8 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
     failpoint("nvme.open.before_index")
     loaded = recovery.load_index(directory, store=store, disk=disk)
     index, moves = _fitting(loaded, spec)
-    loaded = replace(loaded, index=index)
+    # What has moved is a change too: a snapshot of the former places would bring ended segments back, and move others again.
+    loaded = replace(loaded, index=index, changes=loaded.changes + len(moves))
     files = _open_files(opening, io, moves)
     marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
     failpoint("nvme.open.before_settle")

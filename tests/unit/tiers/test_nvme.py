@@ -319,3 +319,23 @@ async def test_larger_segments_keep_what_fits(world: World, tmp_path: Path) -> N
         other = await next_life(tmp_path, spec=spec(segment_bytes=size))
         assert set(other.held) == kept
         await other.store.close(release=False)
+
+
+async def test_segments_that_moved_stay_where_they_are(tmp_path: Path) -> None:
+    """Where a smaller store has moved segments and lost none, what ends there and begins anew does not move the others once more at the next start."""
+    world = World.at(tmp_path / "store", spec=spec(places=8))
+    await world.open()
+    for number, place in ((1, 6), (2, 7)):
+        await world.begin(number, place=place)
+        assert await world.write([number], segment=number, slots=[0]) == [READY]
+    await world.store.close(release=False)
+    world = World.at(tmp_path / "store")
+    assert [(s.segment, s.slot) for s in (await world.open()).segments] == [(1, 0), (2, 1)]
+    world.free([1])
+    await world.begin(3, place=0)
+    assert await world.write([3], segment=3, slots=[0]) == [READY]
+    await world.store.close(release=False)
+    world = World.at(tmp_path / "store")
+    assert {s.segment: s.slot for s in (await world.open()).segments} == {3: 0, 2: 1}
+    assert await world.read([2, 3]) == [content(2), content(3)]
+    await world.store.close(release=False)
