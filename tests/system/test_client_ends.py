@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 
@@ -11,6 +13,7 @@ import pytest
 
 from tests.system.blocks import BlockClient, Memory, await_true, connected
 from tests.system.puppet import Puppet
+from tests.system.raw import RawClient, ask
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.testing import Daemon, chain
@@ -159,3 +162,34 @@ def test_reader_across_a_crash(daemon: Daemon, way: str) -> None:
             assert reader.wrong() == 0
             assert not held & _pages_given(client, rounds=2)
         assert reader.wrong() == 0
+
+
+def _descriptors(daemon: Daemon) -> set[int]:
+    return {int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")}
+
+
+@contextlib.contextmanager
+def _one_descriptor_left(daemon: Daemon) -> Iterator[None]:
+    taken, limits = _descriptors(daemon), resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    free = next(number for number in itertools.count() if number not in taken)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_segment_that_cannot_be_given_costs_no_descriptor(daemon: Daemon) -> None:
+    """A client that asks for a segment while the daemon has a descriptor for one of its two files alone is refused, and the daemon keeps none open."""
+    with RawClient(daemon.target) as client:
+        handle = client.reserve(client.open_namespace(), chain(1, 1))[1][0]
+        request = {"op": "map", "tier": int(handle["tier"]), "segment": int(handle["segment"])}
+        before = len(_descriptors(daemon))
+        for _ in range(5):
+            with _one_descriptor_left(daemon):
+                assert ask(client.socket, request)[0]["error"] == "TierFailed"
+        await_true(lambda: len(_descriptors(daemon)) == before, "the descriptors come back")
+        answer, given = ask(client.socket, request)
+        assert answer["ok"] and len(given) == 2
+        for fd in given:
+            os.close(fd)

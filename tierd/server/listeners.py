@@ -245,7 +245,12 @@ class Listeners:
             raise NotPermitted(f"segment {segment} of tier {tier}: belongs to another trust domain")
         core.note_attached(session.id, tier=tier, segment=segment)
         is_writable = found[0].writer == session.id
-        data, catalogue = arena.descriptor(segment, writable=is_writable), arena.catalogue_descriptor(segment)
+        data = arena.descriptor(segment, writable=is_writable)
+        try:
+            catalogue = arena.catalogue_descriptor(segment)
+        except TierdError:
+            os.close(data.fd)
+            raise
         return MappedFiles(data.fd, data.bytes, is_writable, catalogue.fd, catalogue.bytes)
 
 
