@@ -53,8 +53,8 @@ class Holdings:
         if self._held[key[0]] >= HOLDS_LIMIT:
             raise Overloaded(f"session: it holds {HOLDS_LIMIT} leases and reservations, the most; release some of them")
         where = np.arange(len(extents)) if at is None else at
-        self._held[key[0]] += 1
         self._rows[key] = (where, self._table.append(key[0], extents, kind=key[1]))
+        self._held[key[0]] += 1
 
     def drop(self, key: Key, *, only: Ids | None = None) -> None:
         """Forgets all of it, or these positions. What is not there is no fault."""

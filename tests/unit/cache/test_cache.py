@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.unit.cache.world import SOON_S, World, opened
+from tierd import failpoint
 from tierd.cache import holdings
 from tierd.core.model import HANDLE, TRANSFER, BlockStatus, Durability, TierKind
-from tierd.errors import Overloaded, SessionLost
+from tierd.errors import Overloaded, SessionLost, TierFailed
 from tierd.server import wire
 from tierd.testing import chain, is_content
 
@@ -206,6 +207,24 @@ async def test_a_session_holds_only_so_much(monkeypatch: pytest.MonkeyPatch) -> 
         leases.append((await world.acquire(chain(1, 2))).lease)
         world.cache.release(world.session, leases)
         assert world.pins == 0
+
+
+async def test_what_cannot_be_recorded_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the session table is full and cannot grow, calls fail and count for nothing: when it can, the session gets as many leases as ever."""
+    monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
+    async with opened() as world:
+        await world.put(chain(1, 2))
+        world.daemon.holds._free_count = 0
+        failpoint.arm("holds.grow.before_map", "error:ENOSPC")
+        try:
+            for _ in range(3):
+                with pytest.raises(TierFailed, match="cannot grow"):
+                    await world.acquire(chain(1, 2))
+        finally:
+            failpoint.disarm()
+        leases = [(await world.acquire(chain(1, 2))).lease for _ in range(2)]
+        world.cache.release(world.session, leases)
+        assert world.cache.core.stats().leases == 0
 
 
 async def test_a_full_disk_queue_is_told_at_once() -> None:
