@@ -72,7 +72,7 @@ class Link:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:  # a refusal gives no place
                 self._pass_on()
             raise
 

@@ -146,6 +146,25 @@ async def test_who_waits_for_a_refused_link_is_told() -> None:
     await go()
 
 
+async def test_who_is_refused_and_cancelled_at_once_had_no_place() -> None:
+    """A batch that is cancelled in the moment in which its link refuses it gives back nothing: no more batches than allowed are on the link afterwards."""
+    link = Link(1)
+
+    async def go() -> None:
+        async with link.slot(0):
+            assert link.active == 1
+
+    async with link.slot(0):
+        waiting = asyncio.create_task(go())
+        await asyncio.sleep(0)
+        link.refuse(TierFailed("nvme.0: out of service"))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert link.active == 1
+    await go()
+    assert link.active == 0
+
+
 async def test_no_thread_is_left_behind() -> None:
     """Work of which one part fails ends with its last part: until then threads may touch the pages."""
     mover = Mover([], hash_threads=2, link_limit=1)
