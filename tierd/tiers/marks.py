@@ -17,6 +17,7 @@ from tierd.core import versions
 from tierd.core.model import PAGE_ALIGN_BYTES
 from tierd.core.words import words_of
 from tierd.errors import CorruptRecord
+from tierd.tiers import durable
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.mapping import map_file
 
@@ -91,11 +92,15 @@ def begin_anew(path: Path) -> Marks:
 
 
 def append_record(path: Path, record: bytes) -> None:
-    """Add one record to a log: length u32, zero u32, xxh3-64 u64, bytes. Raises OSError."""
+    """Add one record to a log: length u32, zero u32, xxh3-64 u64, bytes. Raises OSError; then nothing of it is there."""
     head = len(record).to_bytes(8, "little") + record_checksum(record).to_bytes(8, "little")
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    end = os.fstat(fd).st_size
     try:
-        os.write(fd, head + record)
+        durable.write_fully(fd, head + record, offset=end)
+    except OSError:
+        os.ftruncate(fd, end)  # what follows a torn record would be lost
+        raise
     finally:
         os.close(fd)
 

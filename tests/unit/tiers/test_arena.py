@@ -266,6 +266,22 @@ async def test_torn_name_of_a_namespace_ends_the_log(directory: Path) -> None:
     await last.close(release=True)
 
 
+async def test_name_that_finds_no_room_harms_no_other(directory: Path) -> None:
+    """A record for which there is no room is told as an error and leaves nothing: those that are written later are found."""
+    arena, _ = await opened(directory)
+    await arena.keep_namespace(b"first")
+    with (
+        file_size_limit((arena_path(directory) / "namespaces.log").stat().st_size + 20),
+        pytest.raises(TierFailed, match="File too large"),
+    ):
+        await arena.keep_namespace(b"second")
+    await arena.keep_namespace(b"third")
+    await arena.close(release=False)
+    again, found = await opened(directory)
+    assert found.namespaces == [b"first", b"third"]
+    await again.close(release=True)
+
+
 async def test_position_in_the_tier_list_may_change(directory: Path) -> None:
     """Segments belong to the tier by name: a tier put before it in the configuration changes their position only."""
     arena, _ = await opened(directory, SPEC, segment(1))
