@@ -84,14 +84,20 @@ class Assembly:
 
     async def keep_namespaces(self, *namespaces: Namespace) -> None:
         """Makes namespaces known to the next life, before anybody may use them: who opens one that is new to somebody else waits too."""
-        async with self.naming:
-            new = [namespace for namespace in namespaces if namespace.id not in self.named]
-            if new:  # one file for all: an epoch of a model may end in thousands of namespaces
-                await asyncio.to_thread(self.keeper.keep_namespaces, self.cache.registry.records())
-            for namespace in new:
-                for tier in self.tiers:
-                    await tier.keep_namespace(namespace_record(namespace))
-                self.named.add(namespace.id)
+        await self.naming.acquire()
+        # Not to be cut short with the call: its thread writes on, and of two that write one file neither would have it whole.
+        work = asyncio.ensure_future(self._keep(namespaces))
+        work.add_done_callback(lambda _: self.naming.release())
+        await asyncio.shield(work)
+
+    async def _keep(self, namespaces: tuple[Namespace, ...]) -> None:
+        new = [namespace for namespace in namespaces if namespace.id not in self.named]
+        if new:  # one file for all: an epoch of a model may end in thousands of namespaces
+            await asyncio.to_thread(self.keeper.keep_namespaces, self.cache.registry.records())
+        for namespace in new:
+            for tier in self.tiers:
+                await tier.keep_namespace(namespace_record(namespace))
+            self.named.add(namespace.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
         stack.push_async_callback(daemon.cache.commits_ended)
+        stack.push_async_callback(daemon.naming.acquire)  # namespaces are being written no more
         yield daemon
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -56,6 +57,26 @@ async def test_a_namespace_that_cannot_be_kept_is_not_given() -> None:
             path.rmdir()
             path.write_text(kept)
             reply = await service.OpenNamespace(REQUEST, None)
+            assert reply.namespace in [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+async def test_two_namespaces_are_never_written_at_once() -> None:
+    """Who opens a namespace while that of a call which was cut off is still being written waits for that write, and gets its own, kept."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            service, path = _service(world), Path(places["root"]) / "state" / "namespaces.jsonl"
+            os.mkfifo(path.with_name(path.name + ".tmp"))  # who writes to it hangs until there is a reader
+            first = asyncio.create_task(service.OpenNamespace(REQUEST, None))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+            is_written_on = world.daemon.naming.locked()
+            other = pb.OpenNamespaceRequest(model="a third", tokens_per_block=16, block_bytes=4096)
+            second = asyncio.create_task(service.OpenNamespace(other, None))
+            reader = os.open(path.with_name(path.name + ".tmp"), os.O_RDONLY | os.O_NONBLOCK)
+            reply = await second
+            os.close(reader)
+            assert is_written_on
             assert reply.namespace in [json.loads(line)["id"] for line in path.read_text().splitlines()]
 
 
