@@ -7,6 +7,7 @@ parts of the daemon are imported only by the command that needs them, so that `-
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import click
@@ -47,9 +48,12 @@ def serve(config: Path | None, *, release_on_exit: bool) -> None:
 
 def run_daemon(settings: Config, *, release: bool) -> int:
     """The daemon's whole life; its exit status."""
+    gc.disable()  # what imports make stays for life: a search of it for garbage takes a good part of the start, and later stops the event loop
     from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
     from tierd.server import lifecycle  # noqa: PLC0415
 
+    gc.freeze()
+    gc.enable()
     logs.configure(style=settings.server.log_format, level=settings.server.log_level)
     return asyncio.run(lifecycle.serve(settings, release=release))
 
