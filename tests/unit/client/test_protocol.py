@@ -13,7 +13,8 @@ from tierd import errors
 from tierd._proto import cache_pb2 as pb
 from tierd.client import protocol
 from tierd.client.protocol import Assembly, LeasedGroup, error_of, put_chunks, valid_blocks
-from tierd.client.values import EventKind, OpenedNamespace, PutGroup, PutResult
+from tierd.client.values import About, EventKind, OpenedNamespace, PutGroup, PutResult
+from tierd.core.block import NamespaceSpec
 from tierd.core.model import HANDLE, BlockStatus
 from tierd.errors import ERROR_KEY, GRPC_STATUS, InvalidArgument, OperatorError, TierdError
 
@@ -152,6 +153,25 @@ def test_a_group_of_ones_own_is_put_as_it_is():
     """Who has a PutGroup is not asked for lengths again."""
     group = PutGroup(NS, np.zeros((1, 32), np.uint8), lengths=[5])
     assert protocol.sequence_put(NS, group, lengths=[7, 7]) is group
+
+
+def _told(about: About, *, tells: bool) -> tuple[int, int, int, int]:
+    """Bytes of the engine's hashes, of their parent and of the tokens in a put's message, and hashes per block."""
+    space = OpenedNamespace(NamespaceSpec("m", max(1, len(about.tokens)), 64), id=5, digest=bytes(32))
+    sent = protocol.put_group_message(PutGroup(space, np.zeros((1, 32), np.uint8), about=about), tells=tells)
+    return len(sent.engine_hashes), len(sent.engine_parent), len(sent.token_ids), sent.engine_per_block
+
+
+def test_what_an_engine_says_is_sent_where_it_fits():
+    """A daemon without events is sent nothing of the engine; tokens beyond the bound stay away alone, hashes beyond it with all that goes with them."""
+    limit = protocol.ABOUT_BYTES
+    full, over = np.zeros(limit // 4, "<u4"), np.zeros(limit // 4 + 1, "<u4")
+    assert _told(About([b"one!"], b"zero", full), tells=False) == (0, 0, 0, 0)
+    assert _told(About([b"one!"], b"zero", full), tells=True) == (4, 4, limit, 1)
+    assert _told(About([b"one!"], b"zero", over), tells=True) == (4, 4, 0, 1)
+    assert _told(About([bytes(limit)], b"zero", full), tells=True) == (limit, 4, limit, 1)
+    assert _told(About([bytes(limit + 1)], b"zero", full), tells=True) == (0, 0, 0, 0)
+    assert _told(About((), b"zero", full), tells=True) == (0, 0, limit, 0)
 
 
 def test_unopened_namespaces_hash_to_nothing():

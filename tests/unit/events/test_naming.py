@@ -9,7 +9,7 @@ import pytest
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import About, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.client.protocol import ABOUT_BYTES, put_group_message
+from tierd.client.protocol import put_group_message
 from tierd.core.block import Namespace
 from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
@@ -42,23 +42,6 @@ def test_without_words_the_parent_is_tierds() -> None:
     assert names_of(message(), NAMESPACE) == Names(SPACE, HASHES.tobytes(), 8, parent=b"p" * 32)
     private = put_group_message(PutGroup.private(OPENED, 2), tells=True)
     assert names_of(private, NAMESPACE).hashes == b""
-
-
-def test_nothing_is_said_where_nobody_listens() -> None:
-    """A daemon without events is sent nothing of the engine."""
-    about = About([b"one!", b"two!"], b"zero", TOKENS)
-    plain = put_group_message(PutGroup(OPENED, HASHES, about=about))
-    assert not (plain.engine_hashes or plain.engine_parent or plain.token_ids or plain.engine_per_block)
-
-
-def test_what_is_too_long_for_a_message_is_left_out() -> None:
-    """Tokens beyond the bound are not sent, the hashes still are."""
-    size = 1 << 20
-    space = OpenedNamespace(NamespaceSpec("m", size, 64), id=5, digest=bytes(32))
-    sent = put_group_message(
-        PutGroup(space, HASHES[:1], about=About([b"one!"], tokens=np.zeros(size, dtype="<u4"))), tells=True
-    )
-    assert 4 * size > ABOUT_BYTES and sent.engine_hashes == b"one!" and not sent.token_ids
 
 
 @pytest.mark.parametrize(

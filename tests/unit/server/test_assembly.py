@@ -21,7 +21,8 @@ from tierd.testing import chain
 REQUEST = pb.OpenNamespaceRequest(model="another", tokens_per_block=16, block_bytes=4096)
 
 
-def _service(world: World) -> CacheService:
+def service_of(world: World) -> CacheService:
+    """The Cache service as a client of its one session calls it."""
     deadline = asyncio.get_running_loop().time() + SOON_S
     CALLER.set(Caller(world.session, "t", is_admin=False, request="r", deadline=deadline))
     return CacheService(world.cache, keep_namespaces=world.daemon.keep_namespaces, batch_limit=64)
@@ -31,7 +32,7 @@ async def test_a_namespace_is_kept_before_anybody_has_it() -> None:
     """Of two who open a namespace at once, neither is told its id before its record is on the disk."""
     with directories() as places:
         async with opened(places=places) as world:
-            service = _service(world)
+            service = service_of(world)
             async with world.daemon.naming:
                 calls = [asyncio.create_task(service.OpenNamespace(REQUEST, None)) for _ in range(2)]
                 for _ in range(10):
@@ -46,7 +47,7 @@ async def test_a_namespace_that_cannot_be_kept_is_not_given() -> None:
     """While the state directory cannot be written, opening fails each time; afterwards it works, and is kept."""
     with directories() as places:
         async with opened(places=places) as world:
-            service, path = _service(world), Path(places["root"]) / "state" / "namespaces.jsonl"
+            service, path = service_of(world), Path(places["root"]) / "state" / "namespaces.jsonl"
             kept = path.read_text()
             path.unlink()
             (path / "in the way").mkdir(parents=True)
@@ -64,7 +65,7 @@ async def test_two_namespaces_are_never_written_at_once() -> None:
     """Who opens a namespace while that of a call which was cut off is still being written waits for that write, and gets its own, kept."""
     with directories() as places:
         async with opened(places=places) as world:
-            service, path = _service(world), Path(places["root"]) / "state" / "namespaces.jsonl"
+            service, path = service_of(world), Path(places["root"]) / "state" / "namespaces.jsonl"
             os.mkfifo(path.with_name(path.name + ".tmp"))  # who writes to it hangs until there is a reader
             first = asyncio.create_task(service.OpenNamespace(REQUEST, None))
             await asyncio.sleep(0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +85,14 @@ def test_stump_is_refused(tmp_path: Path, length: int) -> None:
     write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
     os.truncate(snapshot_path(tmp_path, 3), length)
     with pytest.raises(CorruptRecord):
+        read_snapshot(tmp_path, store=STORE, number=3)
+
+
+@pytest.mark.parametrize("namespaces", ["a text", [b"one", 2]])
+def test_namespaces_of_another_shape_refuse_the_file(tmp_path: Path, namespaces: Any) -> None:
+    """Where namespaces are no list of texts, though every checksum holds, the file is damaged, and nothing of it is handed on."""
+    write_snapshot(tmp_path, replace(index_of(1), namespaces=namespaces), store=STORE, number=3)
+    with pytest.raises(CorruptRecord, match="no list of texts"):
         read_snapshot(tmp_path, store=STORE, number=3)
 
 
