@@ -372,7 +372,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tierd/tiers/nvme.py",
         'extents["flags"] = UNVERIFIED',
         'extents["flags"] = 0',
-        ("tests/system/test_restart.py",),
+        ("tests/system/test_restart.py", "-k", "durable"),
     ),
     Mutation(
         "commits-ended",
