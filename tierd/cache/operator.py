@@ -115,6 +115,7 @@ class Operator:
             size += int(part["length"][stored].sum())
             if loop.time() >= deadline:
                 break
+        await self._cache.persistence.sync(timeout_s=deadline - loop.time())  # what demotion has written before
         return blocks, size
 
     def bump_epoch(self, *, model: str, namespace_id: int) -> tuple[list[Namespace], int]:

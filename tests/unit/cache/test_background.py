@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from structlog.testing import capture_logs
 
 from tests.unit.cache.world import CONFIG, SOON_S, World, directories, opened
 from tierd.cache import background
+from tierd.cache.operator import Operator
 from tierd.testing import chain
+from tierd.tiers.nvme import NvmeStore
 
 FULL = chain(1, 120)
 """Of the 4 MiB that hold 512 blocks; a low mark of 10 % lets 51 stay."""
@@ -36,6 +39,22 @@ async def test_what_was_found_full_is_demoted() -> None:
             await _until_demoted(world)
             await world.cache.background.stop()
             assert len(world.cache.core.blocks(tier=1)) >= 60
+
+
+async def test_what_was_demoted_before_a_flush_is_durable_after_it(tmp_path: Path) -> None:
+    """Blocks that lie on NVMe and were not synced yet are when a flush has ended: a store over a copy of the files finds them."""
+    with directories() as places:
+        async with opened(places=places) as world:
+            committed = await world.put(chain(1, 4))
+            plan = world.cache.core.persist(committed.blocks, now=0.0)
+            world.cache.flights.start(plan)
+            assert await world.cache.flights.landed(plan, timeout_s=SOON_S)
+            assert await Operator(world.cache).flush(timeout_s=SOON_S) == (0, 0)
+            await asyncio.to_thread(shutil.copytree, f"{places['root']}/nvme", tmp_path / "copy")
+            store = NvmeStore(world.daemon.tiers[1].spec, position=1, path=tmp_path / "copy")
+            found = await store.open()
+            await store.close(release=True)
+    assert sorted(m["hash"].tobytes() for m in found.metas) == sorted(name.tobytes() for name in chain(1, 4))
 
 
 async def test_demotion_survives_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
