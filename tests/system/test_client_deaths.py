@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.nursery import Nursery, Ward
 from tests.system.sdk import HOST_BYTES, MIB, SMALL, await_nothing_held, churn, held, put, right
 from tierd._proto import admin_pb2 as apb
+from tierd._proto import cache_pb2 as pb
 from tierd.client import Client
 from tierd.testing import Daemon, chain
 from tierd.testing.faults import Faults
@@ -259,3 +261,20 @@ def test_orphan_that_maps(tmp_path: Path) -> None:
         with Client(daemon.target, credential_file=str(tmp_path / "b")) as stranger:
             assert churn(stranger, seed=9, total=4 * 64 * MIB, byte=FOREIGN) > 0
         assert other.ask() == 0
+
+
+def test_a_call_that_ends_after_its_session() -> None:
+    """A session that stops while its namespace is being stored has lost its call: nothing is remembered of it."""
+    point = "instance.namespaces.before_replace"
+    request = pb.OpenNamespaceRequest(model="late", tokens_per_block=16, block_bytes=4096)
+    with (
+        Daemon(CONFIG, faults=True) as daemon,
+        daemon.faults() as faults,
+        ThreadPoolExecutor() as pool,
+        BlockClient(daemon.target) as client,
+    ):
+        faults.arm(point, "delay:1x1")
+        lost = pool.submit(client.error_of, client.cache.OpenNamespace, request)
+        assert faults.await_hits(point)
+        client.socket.close()
+        assert lost.result() == "SessionLost"

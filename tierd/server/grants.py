@@ -6,7 +6,7 @@ or is still to give, is taken back.
 
 Purpose: numbers by calls' ids, a bounded number of them for each session. Non-purpose: leases themselves (core), deadlines (guard.py).
 Invariants: whichever comes first, the call's end or the word that it was given up, nothing stays held; no session makes another's be
-forgotten; of a session that has stopped nothing is remembered.
+forgotten; of a session that has stopped nothing is remembered, though a call of it may end after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tierd.errors import Unavailable
+from tierd.errors import TierdError, Unavailable
 
 LIMIT = 1024
 """Calls of a session that are remembered; its client speaks within a moment, if it does, and has far fewer in flight."""
@@ -28,21 +28,31 @@ T = TypeVar("T")
 
 
 class Grants:
-    """One per daemon. release(session, leases) and abort(session, reservation) as in the cache; they know of no fault."""
+    """One per daemon. release(session, leases) and abort(session, reservation) as in the cache; they know of no fault.
 
-    def __init__(self, *, release: Callable[[int, Sequence[int]], None], abort: Callable[[int, int], None]) -> None:
+    check_open(session) raises SessionLost for one that has stopped.
+    """
+
+    def __init__(
+        self,
+        *,
+        release: Callable[[int, Sequence[int]], None],
+        abort: Callable[[int, int], None],
+        check_open: Callable[[int], object],
+    ) -> None:
         self._release = release
         self._abort = abort
+        self._check_open = check_open
         self._given: dict[int, OrderedDict[str, Given]] = {}
         self._revoked: dict[int, OrderedDict[str, None]] = {}
 
     def give(self, call: Call, reply: T, *, lease: int = 0, reservation: int = 0) -> T:
-        """The reply of a call, on its way. Raises Unavailable if its client has given the call up."""
-        session, request = call
-        if request in self._revoked.get(session, ()):
-            del self._revoked[session][request]
-            self._take_back(session, (lease, reservation))
-            raise Unavailable(f"call {call[1]}: its client gave it up; call again")
+        """The reply of a call, on its way. Raises Unavailable if its client has given the call up, SessionLost if it has gone."""
+        try:
+            self._check_wanted(*call)
+        except TierdError:
+            self._take_back(call[0], (lease, reservation))
+            raise
         if lease or reservation:
             _remember(self._given, call, (lease, reservation))
         return reply
@@ -65,6 +75,12 @@ class Grants:
     def count(self) -> int:
         """Calls that are remembered."""
         return sum(map(len, self._given.values())) + sum(map(len, self._revoked.values()))
+
+    def _check_wanted(self, session: int, request: str) -> None:
+        self._check_open(session)
+        if request in self._revoked.get(session, ()):
+            del self._revoked[session][request]
+            raise Unavailable(f"call {request}: its client gave it up; call again")
 
     def _take_back(self, session: int, given: Given) -> None:
         lease, reservation = given

@@ -36,7 +36,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._cache = cache
         self._keep_namespaces = keep_namespaces
         self._batch_limit = batch_limit
-        self.grants = Grants(release=cache.release, abort=cache.abort)
+        self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)
         self.openings = Openings()
         self.note_names: Callable[[Names], None] | None = None
         """Where routers are told of blocks: what clients call them."""
@@ -45,6 +45,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         session = CALLER.get().session
         namespace = self._cache.open_namespace(session, wire.spec_of(request))
         await self._keep_namespaces(namespace)
+        # Raises SessionLost: of a session that has stopped meanwhile nothing is remembered.
+        self._cache.tenant_of(session)
         self.openings.note(session, namespace.id)
         return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierd.errors import Unavailable
+from tierd.errors import SessionLost, Unavailable
 from tierd.server import grants
 from tierd.server.grants import Grants
 
@@ -17,11 +17,17 @@ class Cache:
     def __init__(self) -> None:
         self.released: list[tuple[int, list[int]]] = []
         self.aborted: list[tuple[int, int]] = []
+        self.stopped: set[int] = set()
+
+    def check_open(self, session: int) -> None:
+        if session in self.stopped:
+            raise SessionLost(f"session {session}: it has ended")
 
     def grants(self) -> Grants:
         return Grants(
             release=lambda session, leases: self.released.append((session, list(leases))),
             abort=lambda session, reservation: self.aborted.append((session, reservation)),
+            check_open=self.check_open,
         )
 
 
@@ -100,3 +106,13 @@ def test_forgotten_with_its_session() -> None:
     assert given.count == 2
     given.forget(7)
     assert given.count == 0
+
+
+def test_a_call_that_ends_after_its_session() -> None:
+    """What a call gives when its session has stopped comes back at once, and is not remembered."""
+    cache = Cache()
+    given = cache.grants()
+    cache.stopped.add(7)
+    with pytest.raises(SessionLost):
+        given.give(CALL, "reply", lease=3, reservation=4)
+    assert (cache.released, cache.aborted, given.count) == ([(7, [3])], [(7, 4)], 0)

@@ -142,7 +142,7 @@ class SimDaemon:
         cache = self.assembly.cache
         _count_flying(cache.parts.mover, self.watch)
         self.operator = Operator(cache)
-        self.grants = Grants(release=cache.release, abort=cache.abort)
+        self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)
         for former in self.assembly.former:
             self._take_up(former)
         cache.health.start()
