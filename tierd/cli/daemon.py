@@ -14,7 +14,6 @@ import click
 
 from tierd.cli.exits import Program
 from tierd.cli.figures import human_bytes
-from tierd.config import Config, load_config
 
 CONFIG = click.option(
     "--config",
@@ -42,18 +41,19 @@ def cli() -> None:
 )
 def serve(config: Path | None, *, release_on_exit: bool) -> None:
     """Runs the daemon in the foreground until SIGTERM or SIGINT."""
-    settings = load_config(config)
-    raise click.exceptions.Exit(run_daemon(settings, release=release_on_exit))
+    raise click.exceptions.Exit(run_daemon(config, release=release_on_exit))
 
 
-def run_daemon(settings: Config, *, release: bool) -> int:
-    """The daemon's whole life; its exit status."""
+def run_daemon(config: Path | None, *, release: bool) -> int:
+    """The daemon's whole life, with the settings of this file; its exit status."""
     gc.disable()  # what imports make stays for life: a search of it for garbage takes a good part of the start, and later stops the event loop
     from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
+    from tierd.config import load_config  # noqa: PLC0415
     from tierd.server import lifecycle  # noqa: PLC0415
 
     gc.freeze()
     gc.enable()
+    settings = load_config(config)
     logs.configure(style=settings.server.log_format, level=settings.server.log_level)
     return asyncio.run(lifecycle.serve(settings, release=release))
 
@@ -64,6 +64,7 @@ def run_daemon(settings: Config, *, release: bool) -> int:
 def purge(config: Path | None, *, orphans: bool) -> None:
     """Frees the host memory that a daemon left behind; what lies on NVMe stays."""
     from tierd.cli.leftovers import free_memory  # noqa: PLC0415  # the tiers' imports
+    from tierd.config import load_config  # noqa: PLC0415
 
     freed = free_memory(load_config(config), orphans=orphans)
     for directory, size in freed.items():
