@@ -328,7 +328,11 @@ class Arena:
             self._data.discard(old.assignment.segment)
             return
         failpoint("arena.begin.before_rename")
-        self._data.rename(old.assignment.segment, new.assignment.segment)
+        try:
+            self._data.rename(old.assignment.segment, new.assignment.segment)
+        except OSError:
+            self._data.discard(old.assignment.segment)  # else the place would never have a file again
+            raise
         new.memory = old.memory
 
     def _head(self, assignment: SegmentAssignment) -> CatalogueHead:

@@ -110,7 +110,11 @@ class DataFiles:
             if not self._spares:
                 return None
             path, memory = self._spares.popleft()
-            os.rename(path, self.path(segment))
+            try:
+                os.rename(path, self.path(segment))
+            except OSError:
+                self._unmade += 1  # somebody has removed it: another one is made when it is wanted
+                raise
             return memory
 
     def take(self, segment: int) -> memoryview:

@@ -282,6 +282,21 @@ async def test_name_that_finds_no_room_harms_no_other(directory: Path) -> None:
     await again.close(release=True)
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+async def test_files_that_somebody_removed_are_made_anew(directory: Path, is_used: bool) -> None:
+    """Data files that were removed behind the daemon's back cost the segments that were to take them, and no place of the tier."""
+    arena, _ = await opened(directory, SPEC, *([segment(n + 1, n) for n in range(4)] if is_used else []))
+    arena._data.wait_idle()
+    for path in arena_path(directory).glob("*.data"):
+        path.unlink()
+    for life, before in ((10, 1 if is_used else None), (20, 10)):
+        begun = [segment(life + n, n, replaces=None if before is None else before + n) for n in range(4)]
+        arena.apply(Plan(segments=begun))
+    await arena.prepare(begun)
+    put(arena, page(23))
+    await arena.close(release=True)
+
+
 async def test_position_in_the_tier_list_may_change(directory: Path) -> None:
     """Segments belong to the tier by name: a tier put before it in the configuration changes their position only."""
     arena, _ = await opened(directory, SPEC, segment(1))
