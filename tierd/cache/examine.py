@@ -69,7 +69,3 @@ class Examiner:
         for size in sizes:
             yield self._scratch[start : start + size]
             start += size
-
-    def rest(self) -> None:
-        """Gives the memory back until the next batch."""
-        self._scratch = memoryview(b"")

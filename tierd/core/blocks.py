@@ -133,12 +133,6 @@ class Blocks:
         """The id with each name, else -1. It may have no page at the moment."""
         return self.table.find(self._keys(names), lambda rows, ids: self._same(names, rows, ids))
 
-    def parents_of(self, names: Names) -> Ids:
-        """The ids with those names that have a page, else -1."""
-        found = self.find(names)
-        found[(found >= 0) & (self.places[found] == 0)] = -1
-        return found
-
     def add(self, metas: StructArray, now: float) -> Ids:
         """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
         operator's pin, which is of the name."""
