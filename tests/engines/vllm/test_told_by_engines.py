@@ -115,7 +115,9 @@ def test_the_tiers_blocks(daemon: Daemon, engine: Callable[..., Engine], make_mo
     """Of a chunk that vLLM's own offloading handed to TierdTier they hear vLLM's hash, parent and group; a tier is not told tokens."""
     of_blocks = tiered.connector(daemon, extra={"blocks_per_chunk": 1})
     llm = engine(make_model(), connector=of_blocks, kv_events_config=publishing(daemon, "offloading"))
-    llm.generate([prompt(2, 200)], max_tokens=2)
+    for length in (100, 200):  # the second time some chunks are stored already: the rest has a parent of another job
+        llm.generate([prompt(2, length)], max_tokens=2)
+        llm.settle()
     assert llm.reset(connector=True)
     theirs, ours = told_of_both(daemon, "offloading", least=200 // BLOCK_TOKENS)
     assert ours == {one: (parent, (), 0, group) for one, (parent, _, _, group) in theirs.items()}
