@@ -47,8 +47,9 @@ LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve",
 DETAILS_LIMIT_CHARS = 500
 """Of an error's text, which may quote what the client sent: a longer one would not fit gRPC's metadata, and the error would lose its name."""
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
-BATCH_FAILED = 'Failed "execute_batch"'
-"""What grpc.aio's error begins with when the call was over before what was sent for it; its other errors say that it was used wrongly."""
+OVER = ('Failed "execute_batch"', "CALL_ERROR_ALREADY_FINISHED", "CALL_ERROR_TOO_MANY_OPERATIONS")
+"""What grpc.aio's error says when the call was over before what was sent for it, or what was sent before is still under way, to a client that does not
+read; its other errors say that it was used wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,13 +305,13 @@ async def _abort(context: Any, error: TierdError | TimeoutError) -> None:
 
 @contextlib.contextmanager
 def _unless_over() -> Iterator[None]:
-    """What is sent to a client that has gone is lost, and the call ends as cancelled: its deadline may come at the same moment from gRPC's own timer.
+    """What is sent to a client that has gone is lost, and the call ends as cancelled: gRPC's own timer may end it at the same moment as the daemon.
 
     grpc.aio would log a traceback: it hears of the end of a call only after what is sent for it has failed. Raises CancelledError.
     """
     try:
         yield
     except grpc.aio.InternalError as error:
-        if not str(error).startswith(BATCH_FAILED):
+        if not any(said in str(error) for said in OVER):
             raise
         raise asyncio.CancelledError from error

@@ -81,6 +81,24 @@ async def test_two_namespaces_are_never_written_at_once() -> None:
             assert reply.namespace in [json.loads(line)["id"] for line in path.read_text().splitlines()]
 
 
+async def test_the_end_waits_for_what_is_written() -> None:
+    """A namespace of a call which was cut off is written to its end before the daemon lets go of its directory."""
+    with directories() as places:
+        temporary = Path(places["root"]) / "state" / "namespaces.jsonl.tmp"
+        async with opened(places=places) as world:
+            os.mkfifo(temporary)
+            call = asyncio.create_task(service_of(world).OpenNamespace(REQUEST, None))
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait([call])
+            readers: list[int] = []
+            flags = os.O_RDONLY | os.O_NONBLOCK
+            asyncio.get_running_loop().call_later(0.5, lambda: readers.append(os.open(temporary, flags)))
+        assert len(readers) == 1
+        os.close(readers[0])
+        assert not temporary.exists()
+
+
 async def test_blocks_are_found_again() -> None:
     """What was committed in one life is served in the next, from memory."""
     with directories() as places:
