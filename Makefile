@@ -5,9 +5,13 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 BIN := .venv/bin
 SCALE ?= 1
 TIERD_DEPTH ?= nightly
-WORKERS ?= auto
+# One more than cores: tests wait for disks, clocks and pauses a good part of their time.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# A night starts a thousand daemons; each would compile the whole package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench coverage mutate nightly figures weekly gpu proto reference clean

@@ -17,6 +17,7 @@ LONGEST_FIRST = (
     "system/test_failpoints.py",
     "system/test_crash.py",
     "system/test_soak.py",
+    "system/test_replay.py",
     "system/test_flips.py",
     "system/test_client_deaths.py",
     "system/test_races.py",
