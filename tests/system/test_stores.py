@@ -100,6 +100,19 @@ def test_reads_fail(tmp_path: Path) -> None:
         assert _found(client, seed=1000) == [True] * CHAINS
 
 
+def test_flush_over_stores_that_fail(tmp_path: Path) -> None:
+    """What a flush could not bring onto NVMe it counts; once the disks work again it leaves nothing."""
+    io = IoFaults(tmp_path)
+    with Daemon(TWO_STORES, env=io.env) as daemon, connected(daemon) as client:
+        namespace = client.open_namespace()
+        with io.armed(SYNCS, "EIO", f"{daemon.root}/*"):
+            for i in range(CHAINS):
+                client.put(namespace, chain(1000 + i, 1))
+            assert client.call(client.admin.Flush, apb.FlushRequest(deadline_s=SOON_S)).left > 0
+        await_true(lambda: not client.call(client.admin.Flush, apb.FlushRequest(deadline_s=SOON_S)).left, "all flushed")
+        assert _put_single(client, namespace, seed=1000, count=CHAINS).all()
+
+
 def test_dead_store_after_a_restart(tmp_path: Path) -> None:
     """What was acknowledged is there after kill -9, in the living store or in the one whose syncs failed meanwhile; what the files hold beside it is never wrong."""
     io = IoFaults(tmp_path)

@@ -330,12 +330,14 @@ class FlushRequest(_message.Message):
     def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
 
 class FlushReply(_message.Message):
-    __slots__ = ("blocks", "bytes")
+    __slots__ = ("blocks", "bytes", "left")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     bytes: int
-    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    left: int
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
 
 class BumpEpochRequest(_message.Message):
     __slots__ = ("model", "namespace")

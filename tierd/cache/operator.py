@@ -45,6 +45,15 @@ class Evicted:
     pinned: int
 
 
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """blocks and bytes that are on NVMe now and were not before; left: blocks that no store could be made sure to hold, in the time there was."""
+
+    blocks: int
+    bytes: int
+    left: int
+
+
 class Operator:
     """The operators' verbs on one cache."""
 
@@ -100,14 +109,15 @@ class Operator:
         """The inverse of pin."""
         return self._core.unpin_blocks(self._named(prefixes))
 
-    async def flush(self, *, timeout_s: float) -> tuple[int, int]:
-        """Brings everything onto NVMe, synced; blocks and bytes that are there now and were not before."""
+    async def flush(self, *, timeout_s: float) -> Flushed:
+        """Brings everything onto NVMe, synced. Raises InvalidArgument without an NVMe tier."""
         if not any(t.spec.kind is TierKind.NVME for t in self._cache.tiers):
             raise InvalidArgument("flush: this daemon has no nvme tier to write to; configure one")
         loop = asyncio.get_running_loop()
         deadline, blocks, size = loop.time() + timeout_s, 0, 0
         rows = self._core.describe(self._core.blocks())
-        rows = rows[(rows["tiers"] & self._nvme_bits()) == 0]
+        is_there = (rows["tiers"] & self._nvme_bits()) != 0
+        rows, written_before = rows[~is_there], rows["tiers"][is_there]
         for i in range(0, len(rows), FLUSH_BATCH_BLOCKS):
             part = rows[i : i + FLUSH_BATCH_BLOCKS]
             stored = await self._cache.persistence.persist(part["block"], timeout_s=deadline - loop.time())
@@ -115,8 +125,10 @@ class Operator:
             size += int(part["length"][stored].sum())
             if loop.time() >= deadline:
                 break
-        await self._cache.persistence.sync(timeout_s=deadline - loop.time())  # what demotion has written before
-        return blocks, size
+        synced = await self._cache.persistence.sync(
+            timeout_s=deadline - loop.time()
+        )  # what demotion has written before
+        return Flushed(blocks, size, len(rows) - blocks + int(((written_before & np.uint64(synced)) == 0).sum()))
 
     def bump_epoch(self, *, model: str, namespace_id: int) -> tuple[list[Namespace], int]:
         """Begins a new epoch of one namespace or of all of a model; the new ones, and how many blocks became unreachable."""

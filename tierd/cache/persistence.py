@@ -80,10 +80,11 @@ class Persistence:
                 durable |= here & tier.holds(pages) & ~_unread(pages)
         return durable
 
-    async def sync(self, *, timeout_s: float) -> None:
-        """Makes durable what lies on the stores by now, as far as they and the time allow."""
+    async def sync(self, *, timeout_s: float) -> int:
+        """Makes durable what lies on the stores by now, as far as they and the time allow; the bits of the tiers where that went well."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        await asyncio.gather(*(self._sync(tier, deadline) for tier in self._stored))
+        went_well = await asyncio.gather(*(self._sync(tier, deadline) for tier in self._stored))
+        return sum(1 << tier.position for tier, went in zip(self._stored, went_well, strict=True) if went)
 
     async def _confirm(self, blocks: Ids, deadline: float) -> None:
         """Reads what a former life left of these blocks; what is not theirs any more is no copy. What time does not suffice for stays unread."""

@@ -86,10 +86,17 @@ def drain(ask: Ask, *, release: bool, deadline: float) -> None:
 @click.option("--deadline", type=DURATION, default="60 s", show_default=True, help="How long writing may take.")
 @verb
 def flush(ask: Ask, *, deadline: float) -> None:
-    """Writes whatever has no copy on NVMe there, synced."""
+    """Writes whatever has no copy on NVMe there, synced; ends with exit code 1 if that failed for any block."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.FlushRequest(deadline_s=deadline), timeout_s=deadline + 10)
-    ask.show(answer, said(f"flushed {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}"))
+    left = (
+        f"; {counted(answer.left, 'block')} could not be: `tierctl tiers` shows the store's trouble"
+        if answer.left
+        else ""
+    )
+    ask.show(answer, said(f"flushed {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}{left}"))
+    if answer.left:
+        raise click.exceptions.Exit(1)
 
 
 @click.group()

@@ -166,8 +166,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return pb.DrainReply(leases_left=left)
 
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:
-        blocks, size = await self._operator.flush(timeout_s=_timeout_s(request.deadline_s))
-        return pb.FlushReply(blocks=blocks, bytes=size)
+        flushed = await self._operator.flush(timeout_s=_timeout_s(request.deadline_s))
+        return pb.FlushReply(blocks=flushed.blocks, bytes=flushed.bytes, left=flushed.left)
 
     async def BumpEpoch(self, request: pb.BumpEpochRequest, context: Any) -> pb.BumpEpochReply:
         fresh, blocks = self._operator.bump_epoch(model=request.model, namespace_id=request.namespace)

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.cache.world import CONFIG, SOON_S, World, directories, opened
 from tierd.cache import background
-from tierd.cache.operator import Operator
+from tierd.cache.operator import Flushed, Operator
 from tierd.testing import chain
 from tierd.tiers.nvme import NvmeStore
 
@@ -49,7 +49,7 @@ async def test_what_was_demoted_before_a_flush_is_durable_after_it(tmp_path: Pat
             plan = world.cache.core.persist(committed.blocks, now=0.0)
             world.cache.flights.start(plan)
             assert await world.cache.flights.landed(plan, timeout_s=SOON_S)
-            assert await Operator(world.cache).flush(timeout_s=SOON_S) == (0, 0)
+            assert await Operator(world.cache).flush(timeout_s=SOON_S) == Flushed(0, 0, left=0)
             await asyncio.to_thread(shutil.copytree, f"{places['root']}/nvme", tmp_path / "copy")
             store = NvmeStore(world.daemon.tiers[1].spec, position=1, path=tmp_path / "copy")
             found = await store.open()

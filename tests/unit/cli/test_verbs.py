@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 from fake_admin import HASH, FakeAdmin
 
+from tierd._proto import admin_pb2 as pb
 from tierd.errors import NotFound, NotPermitted, Unavailable
 
 Run = Callable[..., Result]
@@ -45,6 +46,14 @@ def test_every_verb_speaks_json(run: Run, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     assert isinstance(json.loads(result.stdout), dict)
+
+
+def test_a_flush_that_left_something_fails(run: Run, admin: FakeAdmin) -> None:
+    """Blocks that could not be made durable are counted, and the exit code is 1."""
+    admin.answers["Flush"] = pb.FlushReply(blocks=8, bytes=8 << 20, left=2)
+    result = run("flush")
+    assert result.exit_code == 1
+    assert "flushed 8 blocks, 8.00 MiB; 2 blocks could not be" in result.stdout
 
 
 def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
