@@ -307,31 +307,6 @@ def read_boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> bytes:
     return bytes.fromhex(path.read_text().strip().replace("-", ""))
 
 
-def find_start_time(pid: int) -> int | None:
-    """When the process began, clock ticks since boot; None if there is none of this id."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def find_pidfd(holder: Holder) -> int | None:
-    """A pidfd of the very process that held the session, which the caller closes; None if that process is gone."""
-    if holder.boot != read_boot_id():
-        return None
-    try:
-        fd = os.pidfd_open(holder.pid)
-    except OSError:
-        return None
-    if (
-        find_start_time(holder.pid) == holder.start_time
-    ):  # read after the pidfd is there: the id cannot change hands now
-        return fd
-    os.close(fd)
-    return None
-
-
 # -- records
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +14,10 @@ from hypothesis import strategies as st
 from tierd.core.model import EXTENT, StructArray
 from tierd.core.versions import SESSIONS
 from tierd.errors import InvalidArgument, Overloaded, TierFailed, VersionMismatch
+from tierd.server.peers import find_start_time
 from tierd.tiers import holds
 from tierd.tiers.checksum import record_checksum
-from tierd.tiers.holds import Holder, HoldKind, HoldTable, find_pidfd, find_start_time, read_boot_id
+from tierd.tiers.holds import Holder, HoldKind, HoldTable, read_boot_id
 
 
 def holder(session: int, **changes: object) -> Holder:
@@ -249,19 +248,6 @@ def test_cut_table_is_said(tmp_path: Path, length: int) -> None:
     opened(tmp_path / "s.tbl", 5).append(5, extents(10), kind=HoldKind.LEASE)
     os.truncate(tmp_path / "s.tbl", length)
     held(tmp_path / "s.tbl", is_damaged=True)
-
-
-def test_pidfd_is_of_the_very_process(tmp_path: Path) -> None:
-    """A process is found while it lives, and neither after its death nor for another start time or boot."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as child:
-        start = find_start_time(child.pid)
-        here = holder(5, pid=child.pid, start_time=start)
-        fd = find_pidfd(here)
-        assert fd is not None
-        os.close(fd)
-        assert find_pidfd(replace(here, start_time=here.start_time + 1)) is None
-        assert find_pidfd(replace(here, boot=bytes(16))) is None
-    assert find_pidfd(here) is None and find_start_time(child.pid) is None
 
 
 def test_released_table_is_removed(tmp_path: Path) -> None:
