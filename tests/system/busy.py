@@ -6,6 +6,7 @@ here, outside the daemon. Whatever the SDK promises to raise when its daemon die
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from tests.system.blocks import BlockClient
+from tests.system.blocks import BlockClient, await_true
 from tests.system.raw import ask, connect, hello
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, NamespaceSpec
@@ -94,13 +95,37 @@ class Busy:
 
     def check(self, chains: list[Durable]) -> None:
         """Every byte of what was acknowledged, each fault counted. Raises AssertionError."""
+        gc.collect()  # an error that ended a turn may keep its frames, and with them views and their pins, in a cycle
         for it in chains:
             got = self._client.get(self._spaces[it.kind], it.hashes)
             self._compare(it.hashes, got.views)
             self.checked += it.count
-            self.lost += [f"{name.tobytes().hex()[:16]} of {it}" for name in it.hashes[got.blocks :]]
-        assert not self.lost, f"lost: {self.lost}"
+            missing = it.hashes[got.blocks :]
+            del got
+            self.lost += [f"{name.tobytes().hex()[:16]} of {it}" for name in missing]
+            assert not self.lost, f"lost: {self.lost}\n{self._why(it)}"
         assert not self.wrong, f"wrong: {self.wrong}"
+
+    def await_room(self) -> None:
+        """Until nothing is held any more by whoever died, or was cut off when its daemon did."""
+        with BlockClient(self._target) as raw:
+            try:
+                await_true(
+                    lambda: not any(tier.pages_pinned or tier.pages_reserved for tier in raw.tiers().values()),
+                    "room back",
+                )
+            except AssertionError as error:
+                raise AssertionError(f"{error}; {self._holders(raw)}") from error
+
+    def _holders(self, raw: BlockClient) -> str:
+        sessions = raw.call(raw.admin.Sessions, apb.SessionsRequest()).sessions
+        return f"holders of room, to process {os.getpid()}: {sessions}\n{list(raw.tiers().values())}"
+
+    def _why(self, it: Durable) -> str:
+        """What the daemon says of a chain that did not come, and who holds room."""
+        with BlockClient(self._target) as raw:
+            where = self._client.lookup(self._spaces[it.kind], it.hashes).tier_of
+            return f"tiers of its blocks: {where}\n{self._holders(raw)}"
 
     def _turn(self, raw: BlockClient) -> None:
         self._client.open_namespace(_spec(f"new-{next(self._seeds)}", LENGTHS[0]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,6 +13,7 @@ import textwrap
 import numpy as np
 import pytest
 
+from tests.system.sdk import await_nothing_held
 from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup
 from tierd.errors import NotPermitted, StaleHandle
 from tierd.testing.daemon import SMALL, Daemon
@@ -154,6 +157,19 @@ def test_a_kill_is_survived(own_daemon):
         gc.collect()
         client.lookup(ns, ns.hash(TOKENS))
         assert not client._connector.forgettable
+
+
+def test_a_farewell_to_a_daemon_that_dies(own_daemon):
+    """What a client let go of while its daemon was dying, which took the words and did nothing, comes back under the next one."""
+    with Client(own_daemon.target) as client:
+        ns = put(client, model="farewell", seed=3)
+        views = client.get(ns, TOKENS).views
+        os.kill(own_daemon.pid, signal.SIGSTOP)
+        del views
+        client._connector.lose(client._connector.link)
+        own_daemon.restart()
+        assert client.lookup(ns, ns.hash(TOKENS))
+        await_nothing_held(own_daemon, "a farewell that nobody heeded")
 
 
 def test_pins_of_a_former_daemon_are_given_back(own_daemon):

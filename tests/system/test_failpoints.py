@@ -88,6 +88,7 @@ class Deaths:
             self.in_recovery += 1
         self.daemon.start()
         self.busy.check(self.busy.durable[-RECENT:])
+        self.busy.await_room()
 
     def _die_in_start(self, point: str) -> None:
         self.daemon.start(wait=False, failpoints=f"{point}=kill")

@@ -7,7 +7,6 @@ told when there are none, so that it need not keep their pages for the life of t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
@@ -184,9 +183,17 @@ class Connector:
         """Tells the daemon which sessions, of its predecessor perhaps, nothing uses any more."""
         link = self._link
         while self.forgettable and link is not None and link.session:
-            with contextlib.suppress(IndexError, TierdError):
+            try:
                 session = self.forgettable.popleft()
+            except IndexError:  # another thread tells it
+                return
+            try:
                 link.session.ask({"op": "forget", "session": session}, timeout_s=FORGET_TIMEOUT_S)
+            except RetryError:  # no answer: told again with a later call, since nobody else could let go of its pages
+                self.forgettable.append(session)
+                return
+            except TierdError:
+                pass  # the daemon knows no such session
 
     def close(self) -> None:
         """Ends the session. Views that are alive stay readable."""
@@ -229,8 +236,12 @@ class Connector:
         return Link(self._numbers, None, metadata=metadata, address=str(target))
 
     def _idle(self, link: Link) -> None:
-        """Nothing of a lost link is used any more. Called by finalisers too: no lock, no waiting."""
-        if link.session and link.pid == os.getpid() and not link.session.leave():
+        """Nothing of a lost link is used any more. Called by finalisers too: no lock, no waiting.
+
+        A daemon that dies takes a farewell and does nothing about it; so the next one is told in any case.
+        """
+        if link.session and link.pid == os.getpid():
+            link.session.leave()
             self.forgettable.append(link.session.id)
 
 

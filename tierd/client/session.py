@@ -88,12 +88,10 @@ class Session:
         self._glance.close()
         self._segments.clear()
 
-    def leave(self) -> bool:
-        """Closes, and says that this process uses nothing of it any more; whether the daemon was there to hear it. For finalisers too."""
-        is_heard = self.is_alive
+    def leave(self) -> None:
+        """Closes, and says that this process uses nothing of it any more, if the daemon is there to hear it. For finalisers too."""
         self._farewell()
         self._segments.clear()
-        return is_heard
 
     def next_request(self) -> str:
         """A name for a call, unlike any other of this session."""
