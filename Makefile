@@ -5,10 +5,10 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 BIN := .venv/bin
 SCALE ?= 1
 TIERD_DEPTH ?= nightly
-# One more than cores: tests wait for disks, clocks and pauses a good part of their time.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := $(BIN)/python -m pytest
-SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD := -n $(or $(WORKERS),auto) --dist loadfile --no-loadscope-reorder
+# One worker more than cores: the tests of a night wait for disks, clocks and pauses a good part of their time.
+SPREAD_AT_NIGHT := -n $(or $(WORKERS),$(shell echo $$(($$(nproc) + 1)))) --dist loadfile --no-loadscope-reorder
 
 # A night starts a thousand daemons; each would compile the whole package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -73,7 +73,7 @@ weekly: ## the same with the full counts
 	$(MAKE) nightly TIERD_DEPTH=weekly
 
 nightly-%: .venv/.dev ## one part alone: unit, contract, property, sim or system; or some together: sim+property
-	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m "not gpu and not alone" $(SPREAD) --timeout 3600 --durations 30 $(patsubst %,tests/%,$(subst +, ,$*))
+	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m "not gpu and not alone" $(SPREAD_AT_NIGHT) --timeout 3600 --durations 30 $(patsubst %,tests/%,$(subst +, ,$*))
 
 nightly-alone: .venv/.dev ## what measures times in depth, with nothing else beside it
 	TIERD_DEPTH=$(TIERD_DEPTH) SCALE=$(SCALE) $(PYTEST) -m alone -n 0 --timeout 3600 --durations 10
