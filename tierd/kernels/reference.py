@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from array_api_compat import array_namespace, device, to_device
 
 from tierd.errors import InvalidArgument
@@ -29,11 +30,16 @@ class PagedBatch:
     query_starts: [n + 1]; sequence i owns query rows query_starts[i] to query_starts[i + 1], the last positions of its
     kv_lens[i] tokens (decode: one row; prefill or append: several, causal with the offset that follows from this).
     tables: per sequence the ids of its pages, in order; each but the last is full.
+    sinks, window: a query sees the first `sinks` tokens and the last `window` ones up to its own (StreamingLLM, arXiv 2309.17453); window 0: all.
+    subsets: per sequence and kv head the ordinals of the pages that are seen (Quest, arXiv 2406.10774); None: all.
     """
 
     query_starts: Sequence[int]
     kv_lens: Sequence[int]
     tables: Sequence[Sequence[int]]
+    sinks: int = 0
+    window: int = 0
+    subsets: Sequence[Sequence[Sequence[int]]] | None = None
 
     def checked(self, rows: int, page_tokens: int) -> PagedBatch:
         """The batch itself. Raises InvalidArgument when it does not fit so many query rows or pages so long."""
@@ -49,7 +55,25 @@ class PagedBatch:
                 raise InvalidArgument(
                     f"kv_lens[{i}]: {length} is outside 0 to {len(table)} pages of {page_tokens} tokens"
                 )
+        if min(self.sinks, self.window) < 0 or (self.window and self.subsets is not None):
+            raise InvalidArgument(
+                f"batch: sinks {self.sinks}, window {self.window}, subsets {self.subsets is not None}; give what is not negative, and one of the two"
+            )
         return self
+
+    def hidden(self, sequence: int, rows: int, *, page_tokens: int, kv_heads: int) -> np.ndarray | None:
+        """bool [1 or kv_heads, rows, tokens]: which tokens its queries do not see; None: each sees all."""
+        count = self.kv_lens[sequence]
+        if rows == 1 and not self.window and self.subsets is None:
+            return None
+        positions, tokens = np.arange(count - rows, count)[:, None], np.arange(count)[None, :]
+        hidden = (tokens > positions)[None]
+        if self.window:
+            hidden = hidden | ((tokens >= self.sinks) & (tokens <= positions - self.window))[None]
+        if self.subsets is not None:
+            seen = [np.isin(tokens[0] // page_tokens, self.subsets[sequence][head]) for head in range(kv_heads)]
+            hidden = hidden | ~np.stack(seen)[:, None, :]
+        return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +109,9 @@ def paged_attention(
     parts = []
     for i, (length, table) in enumerate(zip(batch.kv_lens, batch.tables, strict=True)):
         rows = q[batch.query_starts[i] : batch.query_starts[i + 1]]
-        parts.append(_attend(rows, _gather(rows, pages, table, length), factor, with_mass=with_mass))
+        keys = _gather(rows, pages, table, length)
+        hidden = batch.hidden(i, rows.shape[0], page_tokens=keys.page_tokens, kv_heads=keys.k.shape[1])
+        parts.append(_attend(rows, keys, factor, hidden=hidden, with_mass=with_mass))
     mass = [m for part in parts for m in part.mass or []] if with_mass else None
     return Attended(xp.concat([p.out for p in parts]), xp.concat([p.lse for p in parts]), mass)
 
@@ -115,7 +141,7 @@ def _gather(q: Array, pages: Sequence[Array], table: Sequence[int], length: int)
     return _Keys(both[0], both[1], page_tokens)
 
 
-def _attend(q: Array, keys: _Keys, scale: float, *, with_mass: bool) -> Attended:
+def _attend(q: Array, keys: _Keys, scale: float, *, hidden: np.ndarray | None, with_mass: bool) -> Attended:
     """Attention of the last rows of one sequence over all its keys."""
     xp = array_namespace(q)
     rows, q_heads, head_dim = q.shape
@@ -126,7 +152,7 @@ def _attend(q: Array, keys: _Keys, scale: float, *, with_mass: bool) -> Attended
     grouped = xp.permute_dims(xp.reshape(q, (rows, kv_heads, q_heads // kv_heads, head_dim)), (1, 2, 0, 3))
     grouped = xp.astype(xp.reshape(grouped, (kv_heads, -1, head_dim)), _sum_dtype(q), copy=False) * scale
     scores = xp.reshape(xp.matmul(grouped, xp.permute_dims(keys.k, (1, 2, 0))), (q_heads, rows, count))
-    weights, lse = _softmax(_masked(scores) if rows > 1 else scores)
+    weights, lse = _softmax(scores if hidden is None else _masked(scores, hidden))
     mixed = xp.matmul(xp.reshape(weights, (kv_heads, -1, count)), xp.permute_dims(keys.v, (1, 0, 2)))
     out = xp.permute_dims(xp.reshape(mixed, (q_heads, rows, head_dim)), (1, 0, 2))
     mass = [_page_mass(weights, keys.page_tokens)] if with_mass else None
@@ -141,15 +167,17 @@ def _nothing(q: Array, keys: _Keys) -> Attended:
     return Attended(xp.zeros_like(q), xp.full(q.shape[:2], -math.inf, **where), [mass])
 
 
-def _masked(scores: Array) -> Array:
-    """Scores [heads, rows, keys] with -inf where a key comes after the query; the last row sees every key."""
+def _masked(scores: Array, hidden: np.ndarray) -> Array:
+    """Scores [heads, rows, keys] with -inf where a query does not see a key; hidden: bool [1 or kv_heads, rows, keys]."""
     xp = array_namespace(scores)
-    rows, count = scores.shape[1:]
-    last_seen = xp.arange(rows, device=device(scores))[:, None] + (count - rows)
-    hidden = xp.arange(count, device=device(scores))[None, :] > last_seen
-    # Only the last `rows` keys can be hidden from anybody; with more rows than keys that is all of them.
-    first = max(0, count - rows)
-    scores[:, :, first:] = xp.where(hidden[None, :, first:], -math.inf, scores[:, :, first:])
+    columns = np.asarray(hidden.any(axis=(0, 1)))
+    first = (
+        int(np.argmax(columns)) if columns.any() else len(columns)
+    )  # a few queries with a long past hide the last keys alone
+    where = hidden[:, :, first:]
+    if len(where) > 1:
+        where = np.repeat(where, scores.shape[0] // len(where), axis=0)
+    scores[:, :, first:] = xp.where(xp.asarray(where, device=device(scores)), -math.inf, scores[:, :, first:])
     return scores
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -48,18 +48,29 @@ def expected(case: Case, sequence: int, row: int, head: int) -> tuple[F64, float
     rows = starts[sequence + 1] - starts[sequence]
     kv_head = head // (case.q.shape[1] // kv_heads)
     mass = np.zeros(len(table))
-    scores, values = [], []
-    for j in range(max(0, kv_len - rows + row + 1)):
+    scores, values, tokens = [], [], []
+    position = kv_len - rows + row
+    for j in range(max(0, position + 1)):
+        if not is_seen(case.batch, sequence, kv_head, token=j, position=position, page_tokens=page_tokens):
+            continue
         k, v = case.pool[table[j // page_tokens], :, j % page_tokens, kv_head]
         scores.append(float(case.q[starts[sequence] + row, head] @ k) / math.sqrt(len(k)))
         values.append(v)
+        tokens.append(j)
     if not scores:
         return np.zeros(case.q.shape[-1]), -math.inf, mass
     lse = max(scores) + math.log(sum(math.exp(s - max(scores)) for s in scores))
     weights = [math.exp(s - lse) for s in scores]
-    for j, w in enumerate(weights):
+    for j, w in zip(tokens, weights, strict=True):
         mass[j // page_tokens] += w
     return np.sum([w * v for w, v in zip(weights, values, strict=True)], axis=0), lse, mass
+
+
+def is_seen(batch: PagedBatch, sequence: int, kv_head: int, *, token: int, position: int, page_tokens: int) -> bool:
+    """Whether a query sees a token that is not after it."""
+    if batch.subsets is not None and token // page_tokens not in batch.subsets[sequence][kv_head]:
+        return False
+    return not batch.window or token < batch.sinks or token > position - batch.window
 
 
 def check(case: Case) -> None:
@@ -106,6 +117,21 @@ def test_equals_attention_written_out(shape: list[tuple[int, int]], group: int) 
 def test_any_batch_equals_attention_written_out(shape: list[tuple[int, int]], page_tokens: int, seed: int) -> None:
     """Any shape of batch and any page size equal the definition."""
     check(make_case(shape, page_tokens=page_tokens, seed=seed))
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 5), (4, 3), (3, 100), (7, 1)])
+def test_a_window_with_sinks(sinks: int, window: int) -> None:
+    """Each query sees the first tokens and the last ones up to its own, in decode and in a chunk."""
+    case = make_case([(1, 19), (6, 17), (1, 2), (3, 3)])
+    case.batch = replace(case.batch, sinks=sinks, window=window)
+    check(case)
+
+
+def test_a_subset_of_pages() -> None:
+    """Each kv head sees the pages that were chosen for it, and none sees nothing."""
+    case = make_case([(1, 19), (4, 17), (1, 3)])
+    case.batch = replace(case.batch, subsets=[[[0, 3], [4]], [[1, 2], [0, 4]], [[], [0]]])
+    check(case)
 
 
 def test_wild_unused_table_entries_are_ignored() -> None:
@@ -159,8 +185,14 @@ def test_merge_of_nothing_is_nothing() -> None:
 
 @pytest.mark.parametrize(
     "batch",
-    [PagedBatch([0, 2], [3], [[0]]), PagedBatch([0, 1], [5], [[0]]), PagedBatch([0, 1], [1, 1], [[0], [0]])],
-    ids=["rows", "length", "counts"],
+    [
+        PagedBatch([0, 2], [3], [[0]]),
+        PagedBatch([0, 1], [5], [[0]]),
+        PagedBatch([0, 1], [1, 1], [[0], [0]]),
+        PagedBatch([0, 1], [3], [[0]], window=-1),
+        PagedBatch([0, 1], [3], [[0]], window=2, subsets=[[[0], [0]]]),
+    ],
+    ids=["rows", "length", "counts", "window", "both"],
 )
 def test_a_batch_that_does_not_fit_is_refused(batch: PagedBatch) -> None:
     """Rows, lengths and tables that contradict one another raise instead of reading elsewhere."""

@@ -1,0 +1,63 @@
+// simt.h without a GPU: the same names, run by fibers on one CPU thread. NVIDIA's headers of number formats compile as they are.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#undef __global__
+#undef __device__
+#undef __forceinline__
+#define __global__
+#define __device__
+#define __forceinline__ inline
+
+#include "block.h"
+#include "copies.h"
+#include "warp.h"
+
+#define threadIdx (simt::emulator::current().index)
+#define blockIdx (simt::emulator::block().index)
+#define blockDim (simt::emulator::block().size)
+#define gridDim (simt::emulator::block().grid)
+
+#define SIMT_DEV inline
+#define SIMT_SHARED(name) unsigned char* const name = simt::emulator::block().shared
+#define SIMT_KERNEL(NAME, PARAMS, THREADS, BODY)                                                                              \
+  extern "C" __attribute__((visibility("default"))) int NAME(unsigned x, unsigned y, unsigned z, unsigned shared_bytes, const void* given) { \
+    PARAMS params;                                                                                                            \
+    memcpy(&params, given, sizeof params);                                                                                    \
+    simt::emulator::launch({x, y, z}, THREADS, shared_bytes, [params] { BODY(params); });                                     \
+    return 0;                                                                                                                 \
+  }                                                                                                                           \
+  extern "C" __attribute__((visibility("default"))) int NAME##_bytes() { return sizeof(PARAMS); }
+
+using std::max;
+using std::min;
+
+namespace simt {
+
+inline int lane() { return emulator::current().lane; }
+inline int warp() { return emulator::current().warp; }
+inline void load_matrices(uint32_t (&r)[4], const void* row) { emulator::load<false>(r, row); }
+inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulator::load<true>(r, row); }
+template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
+  emulator::multiply<T>(c, a, b0, b1);
+}
+inline float exp2_fast(float x) { return exp2f(x); }
+inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  const uint64_t both = low | uint64_t(high) << 32;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; i++) picked |= uint32_t(both >> 8 * (selectors >> 4 * i & 7) & 0xFF) << 8 * i;
+  return picked;
+}
+
+}  // namespace simt
+
+// What the emulator counted since the last call with `clear`, in the order of Counters.
+extern "C" __attribute__((used, weak, visibility("default"))) void simt_counters(uint64_t* to, int clear) {
+  memcpy(to, &simt::emulator::block().counters, sizeof(simt::emulator::Counters));
+  if (clear) simt::emulator::block().counters = {};
+}

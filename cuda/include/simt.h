@@ -1,0 +1,66 @@
+// One source for two machines: what a kernel needs of the SIMT model.
+//
+// nvcc: thin names over CUDA and PTX (sm_80 and newer). g++: the emulator in ../emulator, in which every CUDA thread is a fiber. A kernel includes this
+// file alone, and takes one plain struct by value, so that the symbol in the fatbin and the one in the emulator's library are called alike.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#define SIMT_DEV __device__ __forceinline__
+#define SIMT_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define SIMT_KERNEL(NAME, PARAMS, THREADS, BODY) \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ PARAMS params) { BODY(params); }
+
+namespace simt {
+
+SIMT_DEV int lane() { return threadIdx.x & 31; }
+SIMT_DEV int warp() { return threadIdx.x >> 5; }
+SIMT_DEV uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// Copies 16 bytes to shared memory, some time before the wait for its group; zeros where not `is_there`, and then the source is not read.
+SIMT_DEV void copy_async(void* to, const void* from, bool is_there) {
+  const int bytes = is_there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+SIMT_DEV void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+// Waits until at most N of this thread's groups are under way; a barrier makes what landed visible to others.
+template <int N> SIMT_DEV void await_copies() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+
+// Four 8x8 matrices of 16-bit units; lane l names the row l % 8 of matrix l / 8 by its address.
+SIMT_DEV void load_matrices(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+SIMT_DEV void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// c += a * b; a 16x16, b 16x8, c 16x8 in the layout of PTX's mma.m16n8k16.
+SIMT_DEV void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+SIMT_DEV void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+SIMT_DEV float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Bytes of {high, low} picked by four selectors of four bits each.
+SIMT_DEV uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) { return __byte_perm(low, high, selectors); }
+
+}  // namespace simt
+#else
+#include "../emulator/emulator.h"
+#endif

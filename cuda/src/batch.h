@@ -1,0 +1,53 @@
+// Which tokens of which pages a request's queries attend to, as a list of tiles.
+#pragma once
+#include "tile.h"
+
+namespace tierd {
+
+// Keys or values of one layer in a pool of pages; strides in bytes. A page is page_tokens consecutive tokens of a request.
+struct Pool {
+  const unsigned char *k, *v;
+  int64_t page_stride, token_stride, head_stride;
+  int page_tokens;
+};
+
+// kv_lens: [requests]. tables: [requests][table_stride] page ids in order; what lies behind a request's length is never read.
+// sinks, window: a query sees the first `sinks` tokens and the last `window` ones up to itself; window 0: all of them.
+// subsets: null, or [requests * kv_heads][subset_stride] ordinals of the pages to attend to, subset_sizes of them each; not with a window.
+struct Batch {
+  const int *kv_lens, *tables, *subsets, *subset_sizes;
+  int requests, kv_heads, table_stride, subset_stride, sinks, window;
+};
+
+SIMT_DEV int tiles_for(int tokens) { return (tokens + kTileTokens - 1) / kTileTokens; }
+
+// The tiles of one request and kv head that anything is seen of. Tile i begins at token first_token(i).
+struct TileList {
+  const int* subset;
+  int page_tiles, skipped_from, skipped, count;
+
+  SIMT_DEV int first_token(int i) const {
+    if (subset) return (subset[i / page_tiles] * page_tiles + i % page_tiles) * kTileTokens;
+    return (i < skipped_from ? i : i + skipped) * kTileTokens;
+  }
+};
+
+// oldest: the first token that the oldest of the queries sees behind the sinks.
+SIMT_DEV TileList tiles_of(const Batch& batch, int page_tokens, int request, int head, int oldest) {
+  const int length = batch.kv_lens[request], page_tiles = page_tokens / kTileTokens;
+  if (batch.subsets) {
+    const int row = request * batch.kv_heads + head;
+    const int pages = length > 0 ? batch.subset_sizes[row] : 0;
+    return {batch.subsets + (int64_t)row * batch.subset_stride, page_tiles, 0, 0, pages * page_tiles};
+  }
+  const int all = tiles_for(length), near_sinks = min(tiles_for(batch.sinks), all), first = min(max(oldest, 0) / kTileTokens, all);
+  const int skipped = batch.window ? max(0, first - near_sinks) : 0;
+  return {nullptr, page_tiles, near_sinks, skipped, all - skipped};
+}
+
+// Whether a query at `position` sees a token at or before it.
+SIMT_DEV bool is_in_window(const Batch& batch, int token, int position) {
+  return !batch.window || token < batch.sinks || token > position - batch.window;
+}
+
+}  // namespace tierd

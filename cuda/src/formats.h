@@ -1,0 +1,65 @@
+// Number formats of queries, keys and values, and the order in which their channels meet in the tensor cores.
+//
+// mma.m16n8k16 sums over 16 channels (Q K^T) or tokens (P V). The sum may take channels in any order that both operands share: 8-bit values use that, so
+// that what a lane gets from a matrix load of 16-bit units is what it multiplies, with no exchange between lanes.
+#pragma once
+#include "../include/simt.h"
+
+namespace tierd {
+
+template <class To, class From> SIMT_DEV To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+struct Bf16 {
+  using Value = __nv_bfloat16;
+  static SIMT_DEV uint32_t pack(float low, float high) { return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high)); }
+  static SIMT_DEV Value round(float x) { return __float2bfloat16(x); }
+  static SIMT_DEV float widen(Value x) { return __bfloat162float(x); }
+  static SIMT_DEV float low_of(uint32_t pair) { return bit_cast<float>(pair << 16); }
+  static SIMT_DEV float high_of(uint32_t pair) { return bit_cast<float>(pair & 0xFFFF0000u); }
+};
+
+struct F16 {
+  using Value = __half;
+  static SIMT_DEV uint32_t pack(float low, float high) { return bit_cast<uint32_t>(__floats2half2_rn(low, high)); }
+  static SIMT_DEV Value round(float x) { return __float2half(x); }
+  static SIMT_DEV float widen(Value x) { return __half2float(x); }
+  static SIMT_DEV float low_of(uint32_t pair) { return __half2float(__ushort_as_half(uint16_t(pair))); }
+  static SIMT_DEV float high_of(uint32_t pair) { return __half2float(__ushort_as_half(uint16_t(pair >> 16))); }
+};
+
+struct F32 {
+  using Value = float;
+  static SIMT_DEV Value round(float x) { return x; }
+  static SIMT_DEV float widen(Value x) { return x; }
+};
+
+// Two e4m3 values as two of fp16, exactly.
+SIMT_DEV uint32_t widen_e4m3(uint32_t pair) {
+  const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(pair & 0xFFFF), __NV_E4M3);
+  return uint32_t(wide.x) | uint32_t(wide.y) << 16;
+}
+
+// Keys and values as they are stored. Math: what multiplies them. Of a block of 16 channels, lane quarter t (lane % 4) holds of the a and b operands of
+// Q K^T the channels first(t), +1 and second(t), +1; column n of the accumulator pair (even, odd) of P V is the channel out(is_odd, n).
+template <class M> struct Stored16 {
+  using Math = M;
+  static constexpr int kBytes = 2;
+  static SIMT_DEV int first(int t) { return 2 * t; }
+  static SIMT_DEV int second(int t) { return 8 + 2 * t; }
+  static SIMT_DEV int out(int is_odd, int n) { return 8 * is_odd + n; }
+};
+
+struct StoredE4m3 {
+  using Math = F16;
+  static constexpr int kBytes = 1;
+  static SIMT_DEV int first(int t) { return 4 * t; }
+  static SIMT_DEV int second(int t) { return 4 * t + 2; }
+  static SIMT_DEV int out(int is_odd, int n) { return 2 * n + is_odd; }
+};
+
+}  // namespace tierd

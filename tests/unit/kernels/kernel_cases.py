@@ -1,0 +1,201 @@
+"""Cases of paged attention for the kernels of cuda/, and what they must give: the plain reference, in float64.
+
+Whatever a kernel must not read is poison: stale tails and unused pages are NaN, unused entries of tables and subsets point far away, outputs begin as NaN.
+As a program (`python -m tests.unit.kernels.kernel_cases LIBRARY`) it runs one small case of each kernel, for sanitizers that must own the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tierd.kernels.library import Emulated, Library
+from tierd.kernels.paged import DeviceBatch, KvPages, PagedDecode, paged_prefill
+from tierd.kernels.reference import Attended, PagedBatch, paged_attention
+
+Array = np.ndarray[Any, Any]
+TYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "f32": np.float32}
+OUT_LIMIT = {"bf16": 2e-3, "f16": 3e-4}
+"""Relative L2 distance, most of it the rounding of the output to the type of the queries."""
+LSE_LIMIT = MASS_LIMIT = 1e-5
+WILD = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees; 0: all."""
+
+    sequences: tuple[tuple[int, int], ...]
+    types: tuple[str, str] = ("bf16", "bf16")
+    head_dim: int = 64
+    kv_heads: int = 2
+    group: int = 4
+    page_tokens: int = 16
+    sinks: int = 0
+    window: int = 0
+    chosen: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Case:
+    """A shape filled with numbers. batch: for the reference; device: for the kernels."""
+
+    shape: Shape
+    q: Array
+    pool: Array
+    batch: PagedBatch
+    device: DeviceBatch
+    pages: KvPages = field(init=False)
+
+    def __post_init__(self) -> None:
+        scales = [None, None]
+        if self.shape.types[1] == "e4m3":
+            scales = [np.linspace(0.5, 1.5, self.shape.kv_heads, dtype=np.float32) * i for i in (1, 2)]
+        self.pages = KvPages(self.pool[:, 0], self.pool[:, 1], *scales)
+
+
+def made(shape: Shape) -> Case:
+    """Random queries and pages, in random order in a pool that is NaN elsewhere."""
+    rng = np.random.default_rng(shape.seed)
+    kv_lens = [kv for _, kv in shape.sequences]
+    needed = [-(-kv // shape.page_tokens) for kv in kv_lens]
+    pool = np.full(
+        (sum(needed) + 3, 2, shape.page_tokens, shape.kv_heads, shape.head_dim), np.nan, TYPES[shape.types[1]]
+    )
+    ids = iter(rng.permutation(len(pool)).tolist())
+    tables = [[next(ids) for _ in range(count)] for count in needed]
+    for kv, table in zip(kv_lens, tables, strict=True):
+        for i, page in enumerate(table):
+            tokens = min(shape.page_tokens, kv - i * shape.page_tokens)
+            pool[page, :, :tokens] = rng.standard_normal((2, tokens, *pool.shape[3:])).astype(pool.dtype)
+    starts = np.concatenate([[0], np.cumsum([rows for rows, _ in shape.sequences])]).tolist()
+    q = (2 * rng.standard_normal((starts[-1], shape.kv_heads * shape.group, shape.head_dim))).astype(
+        TYPES[shape.types[0]]
+    )
+    batch = PagedBatch(starts, kv_lens, tables, sinks=shape.sinks, window=shape.window)
+    if shape.chosen:
+        seen = [[np.sort(rng.permutation(n)[: shape.chosen]).tolist() for _ in range(shape.kv_heads)] for n in needed]
+        batch = replace(batch, subsets=seen)
+    return Case(shape, q, pool, batch, _on_device(batch, shape))
+
+
+def _on_device(batch: PagedBatch, shape: Shape) -> DeviceBatch:
+    n = len(batch.kv_lens)
+    tables = np.full((n, max(1, *map(len, batch.tables)) + 1), WILD, np.int32)
+    for i, table in enumerate(batch.tables):
+        tables[i, : len(table)] = table
+    device = DeviceBatch(np.array(batch.kv_lens, np.int32), tables, batch.sinks, batch.window)
+    if batch.subsets is None:
+        return device
+    subsets = np.full((n, shape.kv_heads, shape.chosen), WILD // 1024, np.int32)
+    sizes = np.array([[len(head) for head in heads] for heads in batch.subsets], np.int32)
+    for i, heads in enumerate(batch.subsets):
+        for h, seen in enumerate(heads):
+            subsets[i, h, : len(seen)] = seen
+    return replace(device, subsets=subsets, subset_sizes=sizes)
+
+
+def allocate(shape: tuple[int, ...], dtype: str) -> Array:
+    """An array that holds poison."""
+    filled: Array = np.full(shape, np.nan if dtype == "float32" else -1, dtype)
+    return filled
+
+
+def decoded(library: Library, case: Case, *, blocks: int = 5, with_mass: bool = True) -> Attended:
+    """What the decode kernels give."""
+    n, heads, dim = case.q.shape
+    decode = PagedDecode(
+        library,
+        requests=n + 1,
+        q_heads=heads,
+        kv_heads=case.shape.kv_heads,
+        head_dim=dim,
+        blocks=blocks,
+        allocate=allocate,
+    )
+    mass = allocate((n, heads, case.device.tables.shape[1]), "float32") if with_mass else None
+    return decode(
+        case.q, case.pages, case.device, out=_poison_like(case.q), lse=allocate((n, heads), "float32"), mass=mass
+    )
+
+
+def prefilled(library: Library, case: Case) -> Attended:
+    """What the prefill kernels give."""
+    starts = np.array(case.batch.query_starts, np.int32)
+    longest = max(rows for rows, _ in case.shape.sequences)
+    lse = allocate(case.q.shape[:2], "float32")
+    return paged_prefill(
+        library,
+        case.q,
+        case.pages,
+        case.device,
+        query_starts=starts,
+        longest=longest,
+        out=_poison_like(case.q),
+        lse=lse,
+    )
+
+
+def _poison_like(array: Array) -> Array:
+    return np.full(array.shape, np.nan, array.dtype)
+
+
+def expected(case: Case) -> Attended:
+    """The reference in float64."""
+    pool = case.pool.astype(np.float64)
+    if case.pages.k_scales is not None:
+        pool *= np.stack([case.pages.k_scales, case.pages.v_scales])[None, :, None, :, None]
+    return paged_attention(case.q.astype(np.float64), pool, case.batch, with_mass=True)
+
+
+def check(case: Case, got: Attended) -> None:
+    """Raises AssertionError where a kernel differs from the reference by more than its limit."""
+    want = expected(case)
+    out = got.out.astype(np.float64)
+    norm = float(np.linalg.norm(want.out))
+    distance = float(np.linalg.norm(out - want.out)) / (norm or 1.0)
+    assert distance <= OUT_LIMIT[case.shape.types[0]], f"{case.shape}: the output is {distance:.2e} off"
+    some = np.isfinite(want.lse)
+    assert np.isneginf(got.lse[~some]).all(), f"{case.shape}: a query that sees nothing has an lse"
+    assert not some.any() or np.abs(got.lse[some] - want.lse[some]).max() <= LSE_LIMIT, f"{case.shape}: lse"
+    if got.mass is not None:
+        for i, of in enumerate(want.mass or []):
+            whole = np.zeros(got.mass[i].shape)
+            whole[:, : of.shape[1]] = of
+            assert np.abs(got.mass[i] - whole).max() <= MASS_LIMIT, f"{case.shape}: page masses of sequence {i}"
+
+
+DECODES = (
+    Shape(((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))),
+    Shape(((1, 100), (1, 70)), types=("f16", "e4m3"), page_tokens=32, group=7, kv_heads=1),
+    Shape(((1, 200), (1, 20), (1, 3)), types=("f16", "f16"), sinks=4, window=50),
+    Shape(((1, 200), (1, 20), (1, 3)), types=("bf16", "e4m3"), page_tokens=32, chosen=2, group=16, kv_heads=1),
+)
+PREFILLS = (
+    Shape(((20, 100), (40, 40), (1, 30))),
+    Shape(((50, 90), (0, 20), (33, 33)), types=("bf16", "e4m3"), page_tokens=32, group=3),
+    Shape(((40, 80), (10, 10)), types=("f16", "f16"), sinks=4, window=20, group=1),
+)
+"""Small ones of each kind, of the head dim that sanitizers are built for."""
+
+
+def main() -> None:
+    """Runs them with the library of the command line."""
+    library = Emulated(Path(sys.argv[1]))
+    for shape in DECODES:
+        case = made(shape)
+        check(case, decoded(library, case))
+    for shape in PREFILLS:
+        case = made(shape)
+        check(case, prefilled(library, case))
+    print("all right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""The kernels' own source, compiled for the CPU and run by the emulator, against the plain reference in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.kernels import kernel_cases
+from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, allocate, check, decoded, made, prefilled
+from tierd.errors import InvalidArgument
+from tierd.kernels import merge_attention
+from tierd.kernels.library import Emulated
+from tierd.kernels.paged import PagedDecode, merge_parts
+from tools.kernels import CannotBuild, build_emulator
+
+TYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
+RAGGED = ((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))
+ORDERS = ("0", "1", "2", "3")
+"""Of a block's threads: forward, reverse, two shuffled."""
+RUNTIMES = {"thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
+OPTIONS = {"TSAN_OPTIONS": "exitcode=66 history_size=4", "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which order threads take turns."""
+    monkeypatch.setenv("SIMT_ORDER", request.param)
+
+
+# -- decode
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_decode_of_every_type_and_head_dim(library: Emulated, types: tuple[str, str], head_dim: int) -> None:
+    """Output, log-sum-exp and page masses of a ragged batch are those of the reference."""
+    case = made(Shape(RAGGED, types, head_dim, seed=head_dim))
+    check(case, decoded(library, case))
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_decode_of_every_group(library: Emulated, group: int) -> None:
+    """From one to sixteen query heads share a kv head."""
+    case = made(Shape(((1, 70), (1, 33)), group=group, kv_heads=1, seed=group))
+    check(case, decoded(library, case))
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128, 256])
+def test_decode_of_every_page_size(library: Emulated, page_tokens: int) -> None:
+    """Pages of 16 to 256 tokens, of which the last is part full."""
+    case = made(Shape(((1, 300), (1, page_tokens), (1, page_tokens + 1)), page_tokens=page_tokens))
+    check(case, decoded(library, case))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 64])
+def test_any_number_of_blocks_gives_the_same(library: Emulated, blocks: int) -> None:
+    """Rows are cut among few blocks or many, and more blocks than work."""
+    case = made(Shape(((1, 500), (1, 20), (1, 40))))
+    check(case, decoded(library, case, blocks=blocks))
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 1), (4, 100), (40, 33), (16, 16), (3, 1000)])
+def test_decode_of_a_window_with_sinks(library: Emulated, sinks: int, window: int) -> None:
+    """The first tokens and the last ones are seen, and the pages between have no mass."""
+    case = made(Shape(((1, 500), (1, 20), (1, 3), (1, 0)), sinks=sinks, window=window))
+    check(case, decoded(library, case))
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_decode_of_chosen_pages(library: Emulated, page_tokens: int) -> None:
+    """Each kv head sees the pages that were chosen for it."""
+    case = made(Shape(((1, 500), (1, 20), (1, 3), (1, 0), (1, 700)), page_tokens=page_tokens, chosen=3))
+    check(case, decoded(library, case))
+
+
+def test_decode_without_masses_gives_the_same(library: Emulated) -> None:
+    """Masses cost nothing of the result: output and log-sum-exp are the same to the bit."""
+    case = made(DECODES[0])
+    plain, with_mass = decoded(library, case, with_mass=False), decoded(library, case)
+    np.testing.assert_array_equal(plain.out.view(np.uint16), with_mass.out.view(np.uint16))
+    np.testing.assert_array_equal(plain.lse, with_mass.lse)
+
+
+def test_masses_sum_to_one(library: Emulated) -> None:
+    """Of each query head that sees anything."""
+    case = made(DECODES[0])
+    mass = decoded(library, case).mass
+    assert mass is not None
+    np.testing.assert_allclose(mass.sum(axis=2), np.array([[1], [0], [1], [1], [1]]) * np.ones((1, 8)), atol=1e-5)
+
+
+def test_one_decode_serves_growing_lengths(library: Emulated) -> None:
+    """The same object, and so the same captured launches, with other lengths in the same arrays."""
+    case = made(Shape(((1, 300), (1, 200))))
+    n, heads, dim = case.q.shape
+    decode = PagedDecode(library, requests=n, q_heads=heads, kv_heads=2, head_dim=dim, blocks=3, allocate=allocate)
+    for lens in ([17, 1], [180, 64], [300, 200]):
+        case.device.kv_lens[:] = lens
+        case.batch = replace(case.batch, kv_lens=lens)
+        out, lse = np.empty_like(case.q), allocate((n, heads), "float32")
+        check(case, decode(case.q, case.pages, case.device, out=out, lse=lse))
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("shape", DECODES, ids=range(len(DECODES)))
+def test_decode_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
+    """Whichever thread of a block runs first, the result is right."""
+    case = made(shape)
+    check(case, decoded(library, case))
+
+
+# -- prefill
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_prefill_of_every_type_and_head_dim(library: Emulated, types: tuple[str, str], head_dim: int) -> None:
+    """A prompt, an append and a single token in one batch."""
+    case = made(Shape(((20, 60), (17, 17), (1, 30)), types, head_dim, seed=head_dim))
+    check(case, prefilled(library, case))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_prefill_of_groups(library: Emulated, group: int) -> None:
+    """Query tokens and heads of a group share a block's rows, however they divide."""
+    case = made(Shape(((30, 41), (0, 9), (5, 5)), group=group, kv_heads=1, page_tokens=32))
+    check(case, prefilled(library, case))
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 1), (4, 20), (16, 7), (3, 1000)])
+def test_prefill_of_a_window_with_sinks(library: Emulated, sinks: int, window: int) -> None:
+    """Each query of a chunk has its own window."""
+    case = made(Shape(((40, 130), (9, 9)), sinks=sinks, window=window, group=2))
+    check(case, prefilled(library, case))
+
+
+def test_chunks_are_the_whole(library: Emulated) -> None:
+    """A prompt in chunks gives each query what it gets in one go, to the rounding."""
+    whole = made(Shape(((60, 60),)))
+    for first, last in ((0, 16), (16, 45), (45, 60)):
+        part = made(Shape(((60, 60),)))
+        part.batch = replace(part.batch, query_starts=[0, last - first], kv_lens=[last])
+        part.device.kv_lens[:] = last
+        part.q = whole.q[first:last].copy()
+        part.shape = replace(part.shape, sequences=((last - first, last),))
+        check(part, prefilled(library, part))
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("shape", PREFILLS, ids=range(len(PREFILLS)))
+def test_prefill_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
+    """Whichever thread of a block runs first, the result is right."""
+    case = made(shape)
+    check(case, prefilled(library, case))
+
+
+# -- merge
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16"])
+def test_merge_of_parts(library: Emulated, kind: str) -> None:
+    """Parts are weighed by their log-sum-exps; one that saw nothing is not read."""
+    rng = np.random.default_rng(1)
+    outs, lses = rng.standard_normal((3, 5, 2, 96)), rng.standard_normal((3, 5, 2)).astype(np.float32)
+    lses[1, 2], lses[:, 4] = -np.inf, -np.inf
+    outs[1, 2], outs[:, 4] = np.nan, np.nan
+    given = outs.astype(kernel_cases.TYPES[kind])
+    got = merge_parts(library, given, lses, out=np.full_like(given[0], np.nan), lse=allocate((5, 2), "float32"))
+    want = merge_attention(given.astype(np.float64), lses.astype(np.float64))
+    np.testing.assert_allclose(got.out.astype(np.float64), want.out, atol=1e-6 if kind == "f32" else 1e-2)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)
+
+
+# -- what does not fit
+
+
+def wrong(shape: Shape, **changes: object) -> str:
+    """What a decode with something changed is told. Its library must not be asked."""
+    case = made(shape)
+    n, heads, dim = case.q.shape
+    given = {
+        "q": case.q,
+        "pages": case.pages,
+        "batch": case.device,
+        "out": np.empty_like(case.q),
+        "lse": allocate((n, heads), "float32"),
+    }
+    decode = PagedDecode(Nothing(), requests=n, q_heads=heads, kv_heads=2, head_dim=dim, blocks=3, allocate=allocate)
+    with pytest.raises(InvalidArgument) as caught:
+        decode(**(given | {name: change(given) for name, change in changes.items()}))  # type: ignore[operator, arg-type]
+    return str(caught.value)
+
+
+class Nothing:
+    """A library in which nothing may be launched but what comes before the argument that is wrong."""
+
+    device = "cpu"
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Does nothing."""
+
+
+SHAPE = Shape(((1, 20), (1, 5)))
+WRONG = {
+    "q": lambda given: given["q"].astype(np.float32),
+    "pages.k": lambda given: replace(given["pages"], k=given["pages"].k[..., ::2]),
+    "pages.v": lambda given: replace(given["pages"], v=given["pages"].v[:, :8]),
+    "batch.kv_lens": lambda given: replace(given["batch"], kv_lens=given["batch"].kv_lens.astype(np.int64)),
+    "batch.tables": lambda given: replace(given["batch"], tables=given["batch"].tables[:1]),
+    "batch.subset_sizes": lambda given: replace(given["batch"], subset_sizes=np.zeros((2, 2), np.int32)),
+    "batch": lambda given: replace(given["batch"], window=-3),
+    "out": lambda given: given["out"][:, ::2],
+    "lse": lambda given: given["lse"].astype(np.float64),
+    "mass": lambda _: allocate((2, 8, 9), "float32"),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_an_argument_that_does_not_fit_is_named(argument: str) -> None:
+    """Shapes, types, strides and places are checked before a kernel sees an address."""
+    assert wrong(SHAPE, **{argument.partition(".")[0]: WRONG[argument]}).startswith(f"{argument}:")
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((7, 2), 64), ((34, 2), 64), ((8, 2), 80)])
+def test_shapes_that_no_kernel_has(heads: tuple[int, int], dim: int) -> None:
+    """Groups that do not divide or are too great, and other head dims, are refused when a decode is made."""
+    with pytest.raises(InvalidArgument, match="^q: "):
+        PagedDecode(
+            Nothing(), requests=1, q_heads=heads[0], kv_heads=heads[1], head_dim=dim, blocks=1, allocate=allocate
+        )
+
+
+# -- sanitizers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("sanitizer", RUNTIMES)
+def test_sanitizers_find_nothing(sanitizer: str) -> None:
+    """No race between the threads of a block and no address out of bounds, in two orders of threads."""
+    try:
+        built = build_emulator(sanitizer, dims=[64])
+    except CannotBuild as error:
+        pytest.skip(f"kernels cannot be built for the CPU here: {error}")
+    for order in ORDERS[1:3]:
+        done = sanitized(built, sanitizer, order=order)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert "all right" in done.stdout
+
+
+def sanitized(built: Path, sanitizer: str, *, order: str) -> subprocess.CompletedProcess[str]:
+    """The small cases, in a process in which the sanitizer was loaded first."""
+    runtimes = [
+        subprocess.run(
+            ["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True, timeout=30
+        ).stdout.strip()
+        for name in RUNTIMES[sanitizer]
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", "tests.unit.kernels.kernel_cases", str(built)],
+        env=os.environ | OPTIONS | {"LD_PRELOAD": " ".join(runtimes), "SIMT_ORDER": order},
+        cwd=Path(__file__).resolve().parents[3],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )

@@ -1,0 +1,106 @@
+"""Arrays as kernels see them: an address, a shape, strides. Whatever does not fit is refused by name before anything is launched.
+
+Purpose: `Buffer.of` for numpy, torch and anything with the CUDA array interface; `Buffer.checked`. Non-purpose: owning memory. Invariants: nothing is
+copied or moved, and a kernel gets no address that was not checked for its shape, type, place and alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierd.errors import InvalidArgument
+
+Array = Any
+"""A numpy array, a torch tensor, or another array on a GPU."""
+DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float8_e4m3fn": "e4m3",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+}
+"""Names of numpy (with ml_dtypes) and torch, and those of the kernels."""
+BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "i32": 4, "i64": 8, "u8": 1}
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """name: of the argument, for errors. strides: bytes. dtype: of DTYPES' values. device: "cpu" or such as "cuda:0"."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+
+    @classmethod
+    def of(cls, name: str, array: Array) -> Buffer:
+        """Raises InvalidArgument for what is no array, or of a type that no kernel takes."""
+        if hasattr(array, "data_ptr"):
+            strides = tuple(step * array.element_size() for step in array.stride())
+            place, kind = str(array.device), str(array.dtype).removeprefix("torch.")
+            return cls(name, array.data_ptr(), tuple(array.shape), strides, _dtype(name, kind), place)
+        if hasattr(array, "__cuda_array_interface__"):
+            told = array.__cuda_array_interface__
+            return cls(
+                name,
+                told["data"][0],
+                tuple(array.shape),
+                tuple(array.strides),
+                _dtype(name, str(array.dtype)),
+                f"cuda:{array.device.id}",
+            )
+        if hasattr(array, "__array_interface__"):
+            place = array.__array_interface__["data"][0]
+            return cls(name, place, array.shape, array.strides, _dtype(name, str(array.dtype)), "cpu")
+        raise InvalidArgument(f"{name}: {type(array).__name__} is no array; give one of numpy, torch or cupy")
+
+    def checked(self, shape: Sequence[int | None], *dtypes: str, device: str, dense_from: int = 0) -> Buffer:
+        """The buffer itself. Raises InvalidArgument where it differs.
+
+        shape: None for any length. dense_from: from this axis on elements follow each other without gaps.
+        """
+        if self.device != device:
+            raise InvalidArgument(f"{self.name}: is on {self.device}, the kernel runs on {device}; move it there")
+        if dtypes and self.dtype not in dtypes:
+            raise InvalidArgument(f"{self.name}: has type {self.dtype}; the kernel takes {' or '.join(dtypes)}")
+        if len(self.shape) != len(shape) or any(
+            want not in (None, has) for want, has in zip(shape, self.shape, strict=True)
+        ):
+            raise InvalidArgument(
+                f"{self.name}: has shape {list(self.shape)}; wanted {['any' if n is None else n for n in shape]}"
+            )
+        step = BYTES[self.dtype]
+        for axis in range(len(shape) - 1, dense_from - 1, -1):
+            if self.shape[axis] > 1 and self.strides[axis] != step:
+                raise InvalidArgument(
+                    f"{self.name}: axis {axis} has a stride of {self.strides[axis]} bytes, wanted {step}; make it contiguous"
+                )
+            step *= self.shape[axis]
+        return self
+
+    def aligned(self) -> Buffer:
+        """The buffer itself. Raises InvalidArgument if its beginning or a row of it is not at a multiple of 16 bytes."""
+        odd = [step for step in (self.address, *self.strides[:-1]) if step % ALIGNMENT_BYTES]
+        if odd:
+            raise InvalidArgument(
+                f"{self.name}: address and strides {odd} are no multiples of {ALIGNMENT_BYTES}; kernels read so many bytes at a time"
+            )
+        return self
+
+
+def address_of(buffer: Buffer | None) -> int | None:
+    """None for what is not given: a null pointer."""
+    return buffer.address if buffer else None
+
+
+def _dtype(name: str, kind: str) -> str:
+    if kind not in DTYPES:
+        raise InvalidArgument(f"{name}: no kernel takes type {kind}; known are {', '.join(DTYPES)}")
+    return DTYPES[kind]

@@ -1,0 +1,63 @@
+"""A built set of kernels, and how one is launched.
+
+Purpose: `Emulated`, the kernels' own source compiled for the CPU (cuda/emulator). Non-purpose: what a kernel computes. Invariants: a kernel gets its
+parameters as one struct, whose size both sides agree on; a launch on the CPU has ended when the call returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tierd.errors import InvalidArgument, Unsupported
+
+
+class Library(Protocol):
+    """device: where its kernels run and their buffers must lie."""
+
+    device: str
+
+    def launch(
+        self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Launches a kernel by its symbol. grid: blocks in x, y, z; the threads of a block are the kernel's own."""
+        ...
+
+
+class Emulated:
+    """The library that `python -m tools.kernels emulator` built. Raises Unsupported if there is none."""
+
+    device = "cpu"
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise Unsupported(
+                f"kernels: {path} is not there; `python -m tools.kernels emulator` builds it from a checkout"
+            )
+        self._library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+        self._known: dict[str, int] = {}
+
+    def launch(
+        self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """As Library says; stream is of no meaning. Raises InvalidArgument."""
+        size = self._size_of(kernel)
+        if size != ctypes.sizeof(params):
+            raise InvalidArgument(
+                f"{kernel}: takes {size} bytes of parameters, {type(params).__name__} has {ctypes.sizeof(params)}; rebuild"
+            )
+        if all(grid):
+            self._library[kernel](*grid, shared_bytes, ctypes.byref(params))
+
+    def _size_of(self, kernel: str) -> int:
+        if kernel not in self._known:
+            try:
+                self._known[kernel] = int(self._library[f"{kernel}_bytes"]())
+            except AttributeError as error:
+                raise InvalidArgument(
+                    f"{kernel}: the library has no such kernel; shapes and types that it has are in cuda/README.md"
+                ) from error
+        return self._known[kernel]

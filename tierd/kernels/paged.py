@@ -1,0 +1,308 @@
+"""Paged attention by the kernels of cuda/: decode, prefill and the merge of partial results.
+
+Purpose: check what is given, fill in parameters, launch. Non-purpose: what is computed, which `reference` says in plain words and tests compare. Invariants: no
+memory is made after a `PagedDecode` was (for page masses: after their first use), and nothing is read back, so that a captured graph may replay it with other lengths and tables in the same arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tierd.errors import InvalidArgument
+from tierd.kernels import params
+from tierd.kernels.buffers import BYTES, Array, Buffer, address_of
+from tierd.kernels.library import Library
+from tierd.kernels.reference import Attended
+
+TILE_TOKENS = 16
+RING = 3
+STAGE_TILES = 4
+BLOCK_ROWS = 64
+PLAN_THREADS = 256
+"""As in cuda/src."""
+HEAD_DIMS = (64, 96, 128, 256)
+GROUP_LIMIT = 16
+KV_TYPES = {"bf16": ("bf16", "e4m3"), "f16": ("f16", "e4m3")}
+"""How keys and values may be stored, by the type of the queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """Keys and values of one layer in a pool. k, v: [pages, page_tokens, kv_heads, head_dim], any strides but in the last axis.
+
+    k_scales, v_scales: f32 [kv_heads], by which stored e4m3 values are multiplied; None: 1.
+    """
+
+    k: Array
+    v: Array
+    k_scales: Array = None
+    v_scales: Array = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """What `reference.PagedBatch` says, in arrays where the kernel runs.
+
+    kv_lens: i32 [n]. tables: i32 [n, pages]; behind a sequence's length anything. subsets: None, or i32 [n, kv_heads, most]; subset_sizes: i32 [n, kv_heads].
+    """
+
+    kv_lens: Array
+    tables: Array
+    sinks: int = 0
+    window: int = 0
+    subsets: Array = None
+    subset_sizes: Array = None
+
+
+class PagedDecode:
+    """Attention of one query token of each sequence, for up to `requests` of them. Raises InvalidArgument for shapes that no kernel has.
+
+    blocks: how many thread blocks share the work; as many as fit the GPU at once. allocate(shape, dtype name): makes the arrays that it keeps.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        requests: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        allocate: Callable[[tuple[int, ...], str], Array],
+    ) -> None:
+        self._group = _group_of(q_heads, kv_heads, head_dim)
+        self._library, self._blocks, self._allocate = library, blocks, allocate
+        self._requests, self._q_heads, self._kv_heads, self._dim = requests, q_heads, kv_heads, head_dim
+        parts = blocks + requests * kv_heads
+        self._starts = allocate((requests * kv_heads + 1,), "int32")
+        self._out = allocate((parts, self._group, head_dim), "float32")
+        self._lse = allocate((parts, self._group), "float32")
+        self._tile_lse: Array = None
+
+    def __call__(
+        self,
+        q: Array,
+        pages: KvPages,
+        batch: DeviceBatch,
+        *,
+        out: Array,
+        lse: Array,
+        mass: Array = None,
+        scale: float | None = None,
+        stream: int = 0,
+    ) -> Attended:
+        """Fills out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), mass f32 [n, q_heads, pages of a table] if given.
+
+        q: bf16 or f16 [n, q_heads, head_dim]. Raises InvalidArgument, naming the argument that does not fit.
+        """
+        n = q.shape[0]
+        if not 0 < n <= self._requests:
+            raise InvalidArgument(f"q: {n} sequences; this decode was made for 1 to {self._requests}")
+        asked = _Call(self._library.device, n, self._q_heads, self._kv_heads, self._dim)
+        queries, pool = asked.queries(q, n), asked.pool(pages)
+        told, table_pages = asked.batch(batch, n), batch.tables.shape[1]
+        tiles = asked.mass(mass, table_pages) and self._tiles(table_pages * pool.page_tokens // TILE_TOKENS)
+        starts, part_out, part_lse = (Buffer.of("workspace", a).address for a in (self._starts, self._out, self._lse))
+        self._library.launch(
+            "decode_plan",
+            (1, 1, 1),
+            params.Plan(told, pool.page_tokens, starts),
+            shared_bytes=4 * PLAN_THREADS,
+            stream=stream,
+        )
+        kernel = f"decode_{queries.dtype}_{asked.kv_type}_{self._dim}" + ("_mass" if tiles else "")
+        decode = params.Decode(
+            told,
+            pool,
+            queries.address,
+            starts,
+            part_out,
+            part_lse,
+            tiles,
+            asked.k_scales,
+            self._q_heads,
+            _scale(scale, self._dim) * math.log2(math.e),
+        )
+        self._library.launch(
+            kernel, (self._blocks, 1, 1), decode, shared_bytes=self._shared_bytes(asked.kv_type), stream=stream
+        )
+        to, lse_to = asked.like("out", out, queries), asked.lse(lse, n)
+        merge = params.DecodeMerge(
+            starts,
+            part_out,
+            part_lse,
+            asked.v_scales,
+            to,
+            lse_to,
+            n * self._kv_heads,
+            self._kv_heads,
+            self._blocks,
+            self._group,
+            self._dim,
+        )
+        self._library.launch(f"decode_merge_{queries.dtype}", (n * self._q_heads, 1, 1), merge, stream=stream)
+        if tiles:
+            weigh = params.Mass(told, tiles, lse_to, Buffer.of("mass", mass).address, self._q_heads, pool.page_tokens)
+            self._library.launch("decode_page_mass", (n * self._q_heads, 1, 1), weigh, stream=stream)
+        return Attended(out, lse, mass)
+
+    def _tiles(self, tiles: int) -> int:
+        if self._tile_lse is None or self._tile_lse.shape[2] < tiles:
+            self._tile_lse = self._allocate((self._requests, self._q_heads, tiles), "float32")
+        return Buffer.of("workspace", self._tile_lse).address
+
+    def _shared_bytes(self, kv_type: str) -> int:
+        warps = 2 if self._dim > 128 else 4
+        ring = RING * 2 * TILE_TOKENS * self._dim * BYTES[kv_type]
+        return warps * (ring + 4 * self._group * (self._dim + 3))
+
+
+def paged_prefill(
+    library: Library,
+    q: Array,
+    pages: KvPages,
+    batch: DeviceBatch,
+    *,
+    query_starts: Array,
+    longest: int,
+    out: Array,
+    lse: Array,
+    scale: float | None = None,
+    stream: int = 0,
+) -> Attended:
+    """Causal attention of the last tokens of each sequence: a prompt, or what is appended to one. Fills out as q and lse f32 [tokens, q_heads] (natural).
+
+    q: bf16 or f16 [tokens, q_heads, head_dim]. query_starts: i32 [n + 1]. longest: the most query tokens of a sequence. Raises InvalidArgument.
+    """
+    tokens, q_heads, head_dim = q.shape
+    kv_heads, n = pages.k.shape[2], batch.kv_lens.shape[0]
+    group = _group_of(q_heads, kv_heads, head_dim)
+    asked = _Call(library.device, n, q_heads, kv_heads, head_dim)
+    queries, pool, told = asked.queries(q, tokens), asked.pool(pages), asked.batch(batch, n)
+    starts = Buffer.of("query_starts", query_starts).checked((n + 1,), "i32", device=library.device)
+    prefill = params.Prefill(
+        told,
+        pool,
+        queries.address,
+        starts.address,
+        asked.like("out", out, queries),
+        asked.lse(lse, tokens),
+        asked.k_scales,
+        asked.v_scales,
+        q_heads,
+        _scale(scale, head_dim) * math.log2(math.e),
+    )
+    shared_bytes = 2 * STAGE_TILES * 2 * TILE_TOKENS * head_dim * BYTES[asked.kv_type]
+    grid = (-(-longest * group // BLOCK_ROWS), kv_heads, n)
+    kernel = f"prefill_{queries.dtype}_{asked.kv_type}_{head_dim}"
+    library.launch(kernel, grid, prefill, shared_bytes=shared_bytes, stream=stream)
+    return Attended(out, lse)
+
+
+def merge_parts(library: Library, outs: Array, lses: Array, *, out: Array, lse: Array, stream: int = 0) -> Attended:
+    """Attention over a union of keys from outs [parts, rows, heads, dim] and lses f32 [parts, rows, heads] (natural). Raises InvalidArgument."""
+    parts, rows, heads, dim = outs.shape
+    device = library.device
+    given = Buffer.of("outs", outs).checked((parts, rows, heads, dim), "bf16", "f16", "f32", device=device)
+    logs = Buffer.of("lses", lses).checked((parts, rows, heads), "f32", device=device)
+    to = Buffer.of("out", out).checked((rows, heads, dim), given.dtype, device=device)
+    lse_to = Buffer.of("lse", lse).checked((rows, heads), "f32", device=device)
+    merge = params.Merge(given.address, logs.address, to.address, lse_to.address, rows * heads, parts, dim)
+    library.launch(f"merge_{given.dtype}", (rows * heads, 1, 1), merge, stream=stream)
+    return Attended(out, lse)
+
+
+@dataclass(slots=True)
+class _Call:
+    """The arguments of one call, checked one by one. kv_type, k_scales, v_scales: known after `pool`."""
+
+    device: str
+    requests: int
+    q_heads: int
+    kv_heads: int
+    dim: int
+    q_type: str = ""
+    kv_type: str = ""
+    k_scales: int | None = None
+    v_scales: int | None = None
+
+    def queries(self, q: Array, rows: int) -> Buffer:
+        found = Buffer.of("q", q).checked((rows, self.q_heads, self.dim), *KV_TYPES, device=self.device).aligned()
+        self.q_type = found.dtype
+        return found
+
+    def pool(self, pages: KvPages) -> params.Pool:
+        k, v = (
+            Buffer.of(name, array)
+            .checked((None, None, self.kv_heads, self.dim), *KV_TYPES[self.q_type], device=self.device, dense_from=3)
+            .aligned()
+            for name, array in (("pages.k", pages.k), ("pages.v", pages.v))
+        )
+        if (k.shape, k.strides, k.dtype) != (v.shape, v.strides, v.dtype):
+            raise InvalidArgument(
+                f"pages.v: shape, strides or type {v.shape, v.strides, v.dtype} differ from those of pages.k, {k.shape, k.strides, k.dtype}"
+            )
+        if k.shape[1] % TILE_TOKENS:
+            raise InvalidArgument(f"pages.k: pages of {k.shape[1]} tokens; kernels take multiples of {TILE_TOKENS}")
+        self.kv_type = k.dtype
+        self.k_scales, self.v_scales = (
+            self._optional(f"pages.{name}", scales, (self.kv_heads,), "f32")
+            for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales))
+        )
+        return params.Pool(k.address, v.address, *k.strides[:3], k.shape[1])
+
+    def batch(self, batch: DeviceBatch, n: int) -> params.Batch:
+        lens = Buffer.of("batch.kv_lens", batch.kv_lens).checked((n,), "i32", device=self.device)
+        tables = Buffer.of("batch.tables", batch.tables).checked((n, None), "i32", device=self.device)
+        if min(batch.sinks, batch.window) < 0 or (batch.window and batch.subsets is not None):
+            raise InvalidArgument(
+                f"batch: sinks {batch.sinks}, window {batch.window}; give no negative ones, and a window or subsets"
+            )
+        most = batch.subsets.shape[2] if batch.subsets is not None else 0
+        subsets = self._optional("batch.subsets", batch.subsets, (n, self.kv_heads, most), "i32")
+        sizes = self._optional("batch.subset_sizes", batch.subset_sizes, (n, self.kv_heads), "i32")
+        if (subsets is None) != (sizes is None):
+            raise InvalidArgument("batch.subset_sizes: given without batch.subsets, or the other way round")
+        return params.Batch(
+            lens.address,
+            tables.address,
+            subsets,
+            sizes,
+            n,
+            self.kv_heads,
+            tables.shape[1],
+            most,
+            batch.sinks,
+            batch.window,
+        )
+
+    def like(self, name: str, array: Array, q: Buffer) -> int:
+        return Buffer.of(name, array).checked(q.shape, q.dtype, device=self.device).address
+
+    def lse(self, array: Array, rows: int) -> int:
+        return Buffer.of("lse", array).checked((rows, self.q_heads), "f32", device=self.device).address
+
+    def mass(self, array: Array, table_pages: int) -> int | None:
+        return self._optional("mass", array, (self.requests, self.q_heads, table_pages), "f32")
+
+    def _optional(self, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> int | None:
+        return None if array is None else address_of(Buffer.of(name, array).checked(shape, dtype, device=self.device))
+
+
+def _group_of(q_heads: int, kv_heads: int, head_dim: int) -> int:
+    group, rest = divmod(q_heads, kv_heads) if kv_heads else (0, 1)
+    if rest or not 1 <= group <= GROUP_LIMIT:
+        raise InvalidArgument(
+            f"q: {q_heads} query heads for {kv_heads} kv heads; kernels take 1 to {GROUP_LIMIT} of them for each"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise InvalidArgument(f"q: head_dim {head_dim}; there are kernels for {', '.join(map(str, HEAD_DIMS))}")
+    return group
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if scale is None else scale

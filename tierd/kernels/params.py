@@ -1,0 +1,116 @@
+"""The structs that kernels take, field by field as in cuda/src. `Library.launch` compares sizes; tests compare what comes out."""
+
+from __future__ import annotations
+
+import ctypes
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class Pool(ctypes.Structure):
+    """batch.h"""
+
+    _fields_ = [
+        ("k", _P),
+        ("v", _P),
+        ("page_stride", _L),
+        ("token_stride", _L),
+        ("head_stride", _L),
+        ("page_tokens", _I),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """batch.h"""
+
+    _fields_ = [
+        *((name, _P) for name in ("kv_lens", "tables", "subsets", "subset_sizes")),
+        *((name, _I) for name in ("requests", "kv_heads", "table_stride", "subset_stride", "sinks", "window")),
+    ]
+
+
+class Plan(ctypes.Structure):
+    """decode.cu"""
+
+    _fields_ = [("batch", Batch), ("page_tokens", _I), ("starts", _P)]
+
+
+class Decode(ctypes.Structure):
+    """decode.cu"""
+
+    _fields_ = [
+        ("batch", Batch),
+        ("pool", Pool),
+        *((name, _P) for name in ("q", "starts", "out", "lse", "tile_lse", "k_scales")),
+        ("q_heads", _I),
+        ("scale_log2", _F),
+    ]
+
+
+class DecodeMerge(ctypes.Structure):
+    """decode.cu"""
+
+    _fields_ = [
+        *((name, _P) for name in ("starts", "out", "lse", "v_scales", "to", "lse_to")),
+        *((name, _I) for name in ("rows", "kv_heads", "blocks", "group", "dim")),
+    ]
+
+
+class Mass(ctypes.Structure):
+    """decode.cu"""
+
+    _fields_ = [("batch", Batch), ("tile_lse", _P), ("lse", _P), ("mass", _P), ("q_heads", _I), ("page_tokens", _I)]
+
+
+class Prefill(ctypes.Structure):
+    """prefill.cu"""
+
+    _fields_ = [
+        ("batch", Batch),
+        ("pool", Pool),
+        *((name, _P) for name in ("q", "query_starts", "out", "lse", "k_scales", "v_scales")),
+        ("q_heads", _I),
+        ("scale_log2", _F),
+    ]
+
+
+class Merge(ctypes.Structure):
+    """merge.cu"""
+
+    _fields_ = [*((name, _P) for name in ("outs", "lses", "out", "lse")), ("rows", _L), ("parts", _I), ("dim", _I)]
+
+
+class Store(ctypes.Structure):
+    """pages.cu"""
+
+    _fields_ = [
+        *((name, _P) for name in ("k", "v", "slots", "k_to", "v_to")),
+        *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
+        ("k_scales", _P),
+        ("v_scales", _P),
+        *((name, _I) for name in ("page_tokens", "kv_heads", "dim")),
+    ]
+
+
+class Side(ctypes.Structure):
+    """pages.cu"""
+
+    _fields_ = [("base", _P), ("layers", _P), ("pages", _P), ("strides", _L * 5)]
+
+
+class Copy(ctypes.Structure):
+    """pages.cu"""
+
+    _fields_ = [("from_", Side), ("to", Side), ("counts", _I * 5), ("row_bytes", _I)]
+
+
+class Summary(ctypes.Structure):
+    """pages.cu"""
+
+    _fields_ = [
+        ("k", _P),
+        *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
+        *((name, _P) for name in ("pages", "tokens", "bounds")),
+        ("kv_heads", _I),
+        ("dim", _I),
+    ]

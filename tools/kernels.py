@@ -1,0 +1,153 @@
+"""Builds the kernels of cuda/: `python -m tools.kernels emulator` with g++ for the CPU, `... registers` with nvcc, to see what they take of a GPU.
+
+Purpose: compiler calls, by content: what did not change is not built again. Non-purpose: running kernels. The number formats' headers are NVIDIA's: those of a
+toolkit, or of the wheels nvidia-cuda-runtime and nvidia-cuda-crt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "cuda"
+BUILT = ROOT / "build" / "cuda"
+UNITS = ("decode", "prefill", "merge", "pages")
+SANITIZERS = {
+    "": ("-O1",),
+    "thread": ("-O1", "-g", "-fsanitize=thread"),
+    "address": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+}
+COMMON = (
+    "-std=c++20",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-maybe-uninitialized",
+    "-fPIC",
+    "-fno-gnu-unique",
+    "-x",
+    "c++",
+)
+LIMIT_S = 600
+RESOURCES = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+class CannotBuild(Exception):
+    """Says what is missing, or what the compiler said."""
+
+
+def find_headers() -> Path:
+    """Where cuda_fp8.h is. Raises CannotBuild."""
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    homes = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    for place in (*homes, Path("/usr/local/cuda/include"), *packages.glob("*/include")):
+        if (place / "cuda_fp8.h").exists() and (place / "crt" / "host_config.h").exists():
+            return place
+    raise CannotBuild("cuda_fp8.h: not found; install a CUDA toolkit, or set CUDA_HOME")
+
+
+def build_emulator(sanitizer: str = "", *, dims: Sequence[int] = (), sources: Path = SOURCES) -> Path:
+    """The kernels for the CPU as one library. sanitizer: of SANITIZERS; dims: head dims to build for, all if none. Raises CannotBuild."""
+    if not shutil.which("g++"):
+        raise CannotBuild("g++: not found; install it")
+    flags = [*SANITIZERS[sanitizer], *COMMON, f"-I{find_headers()}"]
+    if dims:
+        flags.append("-DTIERD_DIMS(EACH)=" + " ".join(f"EACH({dim})" for dim in dims))
+    library = BUILT / f"emulated-{sanitizer or 'plain'}-{_digest(sources, flags)}.so"
+    if library.exists():
+        return library
+    objects = BUILT / f"{library.stem}.{os.getpid()}"
+    objects.mkdir(parents=True)
+    try:
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(
+                lambda unit: _run("g++", *flags, "-c", f"{sources / 'src' / unit}.cu", "-o", f"{objects / unit}.o"),
+                UNITS,
+            ):
+                pass
+        made = objects / library.name
+        _run("g++", *SANITIZERS[sanitizer], "-shared", *(f"{objects / unit}.o" for unit in UNITS), "-o", str(made))
+        made.rename(library)
+    finally:
+        shutil.rmtree(objects)
+    return library
+
+
+def resources(architecture: str) -> Iterator[tuple[str, int, int]]:
+    """Each kernel, its registers and the bytes that it spills, as nvcc's assembler says. Raises CannotBuild."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(nvcc).exists():
+        raise CannotBuild("nvcc: not found; install a CUDA toolkit")
+    BUILT.mkdir(parents=True, exist_ok=True)
+    for unit in UNITS:
+        source, cubin = SOURCES / "src" / f"{unit}.cu", BUILT / f"{unit}.{architecture}.cubin"
+        said = _run(
+            nvcc, "-std=c++20", f"-arch={architecture}", "-cubin", "-Xptxas", "-v", str(source), "-o", str(cubin)
+        )
+        for name, stores, loads, registers in RESOURCES.findall(said):
+            yield name, int(registers), int(stores) + int(loads)
+
+
+def _digest(sources: Path, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256(repr(flags).encode())
+    for path in sorted(sources.rglob("*")):
+        if path.suffix in (".h", ".cu"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        raise CannotBuild(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    return done.stdout + done.stderr
+
+
+@click.group()
+def main() -> None:
+    """Builds the kernels of cuda/."""
+
+
+@main.command()
+@click.option(
+    "--sanitizer", type=click.Choice(list(SANITIZERS)), default="", help="Also look for races, or for bad addresses."
+)
+def emulator(sanitizer: str) -> None:
+    """With g++, for the CPU; prints the library's path, which TIERD_KERNELS_LIBRARY takes."""
+    print(build_emulator(sanitizer))
+
+
+@main.command()
+@click.option("--architecture", default="sm_90", show_default=True)
+def registers(architecture: str) -> None:
+    """With nvcc: registers and spills of every kernel. Fails if decode spills."""
+    made, spilled = Table("kernel", "registers", "bytes spilled"), []
+    for name, count, spills in resources(architecture):
+        made.add_row(name, str(count), f"[red]{spills}[/]" if spills else "0")
+        if spills and name.startswith("decode"):
+            spilled.append(name)
+    Console().print(made)
+    if spilled:
+        raise click.ClickException(f"{', '.join(spilled)}: decode must not spill")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CannotBuild as error:
+        sys.exit(str(error))
