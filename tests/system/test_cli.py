@@ -122,7 +122,7 @@ def test_a_pinned_block_stays_when_all_is_evicted(ask: Ask) -> None:
 
 def test_flushed_blocks_survive_eviction_from_memory(ask: Ask) -> None:
     """Flush writes what NVMe lacks, once; then the host tier can be emptied and nothing is lost."""
-    assert ask("flush") == {"blocks": 6, "bytes": 6 * BLOCK_BYTES}
+    assert ask("flush") == {"blocks": 6, "bytes": 6 * BLOCK_BYTES, "left": 0}
     assert ask("flush")["blocks"] == 0
     ask("evict", "--tier", "host.0")
     assert [block["tiers"] for block in ask("blocks")["blocks"]] == [["nvme.0"]] * 6
