@@ -92,7 +92,11 @@ class Flights:
 
     async def prepared(self, segments: Sequence[int]) -> None:
         """Waits until the segments can be written. Raises TierFailed."""
-        await asyncio.gather(*(asyncio.shield(t) for s in segments if (t := self._preparing.get(s))))
+        tasks = [task for segment in segments if (task := self._preparing.get(segment))]
+        if tasks:  # not by gather: who is cut off in the moment of a failure would leave it to nobody
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
 
     async def idle(self, *, timeout_s: float) -> bool:
         """Waits until nothing flies; False if time ran out."""
@@ -151,7 +155,7 @@ class Flights:
         begun = asyncio.get_running_loop().time()
         try:
             ready = await self._sources_ready(batch, before)
-            await self._targets_ready(batch)
+            await self.prepared(np.unique(batch["target"]["segment"]).tolist())
             if ready.any():
                 metas = self._core.metas(batch["block"][ready])
                 metas["layers"] = self.layers_of(metas["namespace"])
@@ -173,12 +177,6 @@ class Flights:
             if first in before:
                 ready[i] = (await asyncio.shield(before[first]))[first] == BlockStatus.READY
         return ready
-
-    async def _targets_ready(self, batch: StructArray) -> None:
-        for segment in np.unique(batch["target"]["segment"]).tolist():
-            task = self._preparing.get(segment)
-            if task is not None:
-                await asyncio.shield(task)
 
     def _finish(self, batch: StructArray, statuses: StructArray) -> None:
         self.made += len(batch)
