@@ -20,10 +20,8 @@ class Library(Protocol):
 
     device: str
 
-    def launch(
-        self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Launches a kernel by its symbol. grid: blocks in x, y, z; the threads of a block are the kernel's own."""
+    def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
+        """Launches a kernel by its symbol. grid: blocks in x, y, z; the threads of a block are the kernel's own, the stream is the current one."""
         ...
 
 
@@ -40,10 +38,8 @@ class Emulated:
         self._library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
         self._known: dict[str, int] = {}
 
-    def launch(
-        self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """As Library says; stream is of no meaning. Raises InvalidArgument."""
+    def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
+        """As Library says. Raises InvalidArgument."""
         size = self._size_of(kernel)
         if size != ctypes.sizeof(params):
             raise InvalidArgument(

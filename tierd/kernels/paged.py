@@ -47,6 +47,7 @@ class DeviceBatch:
     """What `reference.PagedBatch` says, in arrays where the kernel runs.
 
     kv_lens: i32 [n]. tables: i32 [n, pages]; behind a sequence's length anything. subsets: None, or i32 [n, kv_heads, most]; subset_sizes: i32 [n, kv_heads].
+    scale: of the scores, 1 / sqrt(head_dim) if not given.
     """
 
     kv_lens: Array
@@ -55,6 +56,26 @@ class DeviceBatch:
     window: int = 0
     subsets: Array = None
     subset_sizes: Array = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """The most sequences of a decode, and the heads of its model."""
+
+    requests: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim]. starts: i32 [n + 1]. longest: the most tokens of a sequence."""
+
+    q: Array
+    starts: Array
+    longest: int
 
 
 class PagedDecode:
@@ -64,38 +85,20 @@ class PagedDecode:
     """
 
     def __init__(
-        self,
-        library: Library,
-        *,
-        requests: int,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        blocks: int,
-        allocate: Callable[[tuple[int, ...], str], Array],
+        self, library: Library, shape: DecodeShape, *, blocks: int, allocate: Callable[[tuple[int, ...], str], Array]
     ) -> None:
-        self._group = _group_of(q_heads, kv_heads, head_dim)
+        self._group = _group_of(shape.q_heads, shape.kv_heads, shape.head_dim)
         self._library, self._blocks, self._allocate = library, blocks, allocate
-        self._requests, self._q_heads, self._kv_heads, self._dim = requests, q_heads, kv_heads, head_dim
-        parts = blocks + requests * kv_heads
-        self._starts = allocate((requests * kv_heads + 1,), "int32")
-        self._out = allocate((parts, self._group, head_dim), "float32")
-        self._lse = allocate((parts, self._group), "float32")
+        self._requests, self._q_heads = shape.requests, shape.q_heads
+        self._kv_heads, self._dim = shape.kv_heads, shape.head_dim
+        rows = shape.requests * shape.kv_heads
+        self._starts = allocate((rows + 1,), "int32")
+        self._out = allocate((blocks + rows, self._group, shape.head_dim), "float32")
+        self._lse = allocate((blocks + rows, self._group), "float32")
         self._tile_lse: Array = None
 
-    def __call__(
-        self,
-        q: Array,
-        pages: KvPages,
-        batch: DeviceBatch,
-        *,
-        out: Array,
-        lse: Array,
-        mass: Array = None,
-        scale: float | None = None,
-        stream: int = 0,
-    ) -> Attended:
-        """Fills out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), mass f32 [n, q_heads, pages of a table] if given.
+    def __call__(self, q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
+        """Fills `to`: out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), mass f32 [n, q_heads, pages of a table] if it is given.
 
         q: bf16 or f16 [n, q_heads, head_dim]. Raises InvalidArgument, naming the argument that does not fit.
         """
@@ -105,14 +108,14 @@ class PagedDecode:
         asked = _Call(self._library.device, n, self._q_heads, self._kv_heads, self._dim)
         queries, pool = asked.queries(q, n), asked.pool(pages)
         told, table_pages = asked.batch(batch, n), batch.tables.shape[1]
-        tiles = asked.mass(mass, table_pages) and self._tiles(table_pages * pool.page_tokens // TILE_TOKENS)
+        out, lse = asked.like("out", to.out, queries), asked.lse(to.lse, n)
+        tiles = asked.mass(to.mass, table_pages) and self._tiles(table_pages * pool.page_tokens // TILE_TOKENS)
         starts, part_out, part_lse = (Buffer.of("workspace", a).address for a in (self._starts, self._out, self._lse))
         self._library.launch(
             "decode_plan",
             (1, 1, 1),
             params.Plan(told, pool.page_tokens, starts),
             shared_bytes=4 * PLAN_THREADS,
-            stream=stream,
         )
         kernel = f"decode_{queries.dtype}_{asked.kv_type}_{self._dim}" + ("_mass" if tiles else "")
         decode = params.Decode(
@@ -125,30 +128,27 @@ class PagedDecode:
             tiles,
             asked.k_scales,
             self._q_heads,
-            _scale(scale, self._dim) * math.log2(math.e),
+            _scale(batch.scale, self._dim) * math.log2(math.e),
         )
-        self._library.launch(
-            kernel, (self._blocks, 1, 1), decode, shared_bytes=self._shared_bytes(asked.kv_type), stream=stream
-        )
-        to, lse_to = asked.like("out", out, queries), asked.lse(lse, n)
+        self._library.launch(kernel, (self._blocks, 1, 1), decode, shared_bytes=self._shared_bytes(asked.kv_type))
         merge = params.DecodeMerge(
             starts,
             part_out,
             part_lse,
             asked.v_scales,
-            to,
-            lse_to,
+            out,
+            lse,
             n * self._kv_heads,
             self._kv_heads,
             self._blocks,
             self._group,
             self._dim,
         )
-        self._library.launch(f"decode_merge_{queries.dtype}", (n * self._q_heads, 1, 1), merge, stream=stream)
+        self._library.launch(f"decode_merge_{queries.dtype}", (n * self._q_heads, 1, 1), merge)
         if tiles:
-            weigh = params.Mass(told, tiles, lse_to, Buffer.of("mass", mass).address, self._q_heads, pool.page_tokens)
-            self._library.launch("decode_page_mass", (n * self._q_heads, 1, 1), weigh, stream=stream)
-        return Attended(out, lse, mass)
+            weigh = params.Mass(told, tiles, lse, Buffer.of("mass", to.mass).address, self._q_heads, pool.page_tokens)
+            self._library.launch("decode_page_mass", (n * self._q_heads, 1, 1), weigh)
+        return to
 
     def _tiles(self, tiles: int) -> int:
         if self._tile_lse is None or self._tile_lse.shape[2] < tiles:
@@ -161,59 +161,48 @@ class PagedDecode:
         return warps * (ring + 4 * self._group * (self._dim + 3))
 
 
-def paged_prefill(
-    library: Library,
-    q: Array,
-    pages: KvPages,
-    batch: DeviceBatch,
-    *,
-    query_starts: Array,
-    longest: int,
-    out: Array,
-    lse: Array,
-    scale: float | None = None,
-    stream: int = 0,
-) -> Attended:
-    """Causal attention of the last tokens of each sequence: a prompt, or what is appended to one. Fills out as q and lse f32 [tokens, q_heads] (natural).
+def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
+    """Causal attention of the last tokens of each sequence: a prompt, or what is appended to one.
 
-    q: bf16 or f16 [tokens, q_heads, head_dim]. query_starts: i32 [n + 1]. longest: the most query tokens of a sequence. Raises InvalidArgument.
+    Fills `to`: out as the queries, lse f32 [tokens, q_heads] (natural). Raises InvalidArgument.
     """
+    q = chunks.q
     tokens, q_heads, head_dim = q.shape
     kv_heads, n = pages.k.shape[2], batch.kv_lens.shape[0]
     group = _group_of(q_heads, kv_heads, head_dim)
     asked = _Call(library.device, n, q_heads, kv_heads, head_dim)
     queries, pool, told = asked.queries(q, tokens), asked.pool(pages), asked.batch(batch, n)
-    starts = Buffer.of("query_starts", query_starts).checked((n + 1,), "i32", device=library.device)
+    starts = Buffer.of("chunks.starts", chunks.starts).checked((n + 1,), "i32", device=library.device)
     prefill = params.Prefill(
         told,
         pool,
         queries.address,
         starts.address,
-        asked.like("out", out, queries),
-        asked.lse(lse, tokens),
+        asked.like("out", to.out, queries),
+        asked.lse(to.lse, tokens),
         asked.k_scales,
         asked.v_scales,
         q_heads,
-        _scale(scale, head_dim) * math.log2(math.e),
+        _scale(batch.scale, head_dim) * math.log2(math.e),
     )
     shared_bytes = 2 * STAGE_TILES * 2 * TILE_TOKENS * head_dim * BYTES[asked.kv_type]
-    grid = (-(-longest * group // BLOCK_ROWS), kv_heads, n)
+    grid = (-(-chunks.longest * group // BLOCK_ROWS), kv_heads, n)
     kernel = f"prefill_{queries.dtype}_{asked.kv_type}_{head_dim}"
-    library.launch(kernel, grid, prefill, shared_bytes=shared_bytes, stream=stream)
-    return Attended(out, lse)
+    library.launch(kernel, grid, prefill, shared_bytes=shared_bytes)
+    return to
 
 
-def merge_parts(library: Library, outs: Array, lses: Array, *, out: Array, lse: Array, stream: int = 0) -> Attended:
+def merge_parts(library: Library, outs: Array, lses: Array, to: Attended) -> Attended:
     """Attention over a union of keys from outs [parts, rows, heads, dim] and lses f32 [parts, rows, heads] (natural). Raises InvalidArgument."""
     parts, rows, heads, dim = outs.shape
     device = library.device
     given = Buffer.of("outs", outs).checked((parts, rows, heads, dim), "bf16", "f16", "f32", device=device)
     logs = Buffer.of("lses", lses).checked((parts, rows, heads), "f32", device=device)
-    to = Buffer.of("out", out).checked((rows, heads, dim), given.dtype, device=device)
-    lse_to = Buffer.of("lse", lse).checked((rows, heads), "f32", device=device)
-    merge = params.Merge(given.address, logs.address, to.address, lse_to.address, rows * heads, parts, dim)
-    library.launch(f"merge_{given.dtype}", (rows * heads, 1, 1), merge, stream=stream)
-    return Attended(out, lse)
+    out = Buffer.of("out", to.out).checked((rows, heads, dim), given.dtype, device=device)
+    lse = Buffer.of("lse", to.lse).checked((rows, heads), "f32", device=device)
+    merge = params.Merge(given.address, logs.address, out.address, lse.address, rows * heads, parts, dim)
+    library.launch(f"merge_{given.dtype}", (rows * heads, 1, 1), merge)
+    return to
 
 
 @dataclass(slots=True)

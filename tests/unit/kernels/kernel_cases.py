@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tierd.kernels.library import Emulated, Library
-from tierd.kernels.paged import DeviceBatch, KvPages, PagedDecode, paged_prefill
+from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, KvPages, PagedDecode, paged_prefill
 from tierd.kernels.reference import Attended, PagedBatch, paged_attention
 
 Array = np.ndarray[Any, Any]
@@ -110,18 +110,10 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 def decoded(library: Library, case: Case, *, blocks: int = 5, with_mass: bool = True) -> Attended:
     """What the decode kernels give."""
     n, heads, dim = case.q.shape
-    decode = PagedDecode(
-        library,
-        requests=n + 1,
-        q_heads=heads,
-        kv_heads=case.shape.kv_heads,
-        head_dim=dim,
-        blocks=blocks,
-        allocate=allocate,
-    )
+    decode = PagedDecode(library, DecodeShape(n + 1, heads, case.shape.kv_heads, dim), blocks=blocks, allocate=allocate)
     mass = allocate((n, heads, case.device.tables.shape[1]), "float32") if with_mass else None
     return decode(
-        case.q, case.pages, case.device, out=_poison_like(case.q), lse=allocate((n, heads), "float32"), mass=mass
+        case.q, case.pages, case.device, Attended(_poison_like(case.q), allocate((n, heads), "float32"), mass)
     )
 
 
@@ -129,17 +121,8 @@ def prefilled(library: Library, case: Case) -> Attended:
     """What the prefill kernels give."""
     starts = np.array(case.batch.query_starts, np.int32)
     longest = max(rows for rows, _ in case.shape.sequences)
-    lse = allocate(case.q.shape[:2], "float32")
-    return paged_prefill(
-        library,
-        case.q,
-        case.pages,
-        case.device,
-        query_starts=starts,
-        longest=longest,
-        out=_poison_like(case.q),
-        lse=lse,
-    )
+    to = Attended(_poison_like(case.q), allocate(case.q.shape[:2], "float32"))
+    return paged_prefill(library, Chunks(case.q, starts, longest), case.pages, case.device, to)
 
 
 def _poison_like(array: Array) -> Array:

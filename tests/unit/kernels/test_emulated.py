@@ -14,9 +14,9 @@ import pytest
 from tests.unit.kernels import kernel_cases
 from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, allocate, check, decoded, made, prefilled
 from tierd.errors import InvalidArgument
-from tierd.kernels import merge_attention
+from tierd.kernels import Attended, merge_attention
 from tierd.kernels.library import Emulated
-from tierd.kernels.paged import PagedDecode, merge_parts
+from tierd.kernels.paged import DecodeShape, PagedDecode, merge_parts
 from tools.kernels import CannotBuild, build_emulator
 
 TYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
@@ -99,12 +99,12 @@ def test_one_decode_serves_growing_lengths(library: Emulated) -> None:
     """The same object, and so the same captured launches, with other lengths in the same arrays."""
     case = made(Shape(((1, 300), (1, 200))))
     n, heads, dim = case.q.shape
-    decode = PagedDecode(library, requests=n, q_heads=heads, kv_heads=2, head_dim=dim, blocks=3, allocate=allocate)
+    decode = PagedDecode(library, DecodeShape(n, heads, 2, dim), blocks=3, allocate=allocate)
     for lens in ([17, 1], [180, 64], [300, 200]):
         case.device.kv_lens[:] = lens
         case.batch = replace(case.batch, kv_lens=lens)
         out, lse = np.empty_like(case.q), allocate((n, heads), "float32")
-        check(case, decode(case.q, case.pages, case.device, out=out, lse=lse))
+        check(case, decode(case.q, case.pages, case.device, Attended(out, lse)))
 
 
 @pytest.mark.usefixtures("order")
@@ -171,7 +171,7 @@ def test_merge_of_parts(library: Emulated, kind: str) -> None:
     lses[1, 2], lses[:, 4] = -np.inf, -np.inf
     outs[1, 2], outs[:, 4] = np.nan, np.nan
     given = outs.astype(kernel_cases.TYPES[kind])
-    got = merge_parts(library, given, lses, out=np.full_like(given[0], np.nan), lse=allocate((5, 2), "float32"))
+    got = merge_parts(library, given, lses, Attended(np.full_like(given[0], np.nan), allocate((5, 2), "float32")))
     want = merge_attention(given.astype(np.float64), lses.astype(np.float64))
     np.testing.assert_allclose(got.out.astype(np.float64), want.out, atol=1e-6 if kind == "f32" else 1e-2)
     np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)
@@ -191,9 +191,11 @@ def wrong(shape: Shape, **changes: object) -> str:
         "out": np.empty_like(case.q),
         "lse": allocate((n, heads), "float32"),
     }
-    decode = PagedDecode(Nothing(), requests=n, q_heads=heads, kv_heads=2, head_dim=dim, blocks=3, allocate=allocate)
+    decode = PagedDecode(Nothing(), DecodeShape(n, heads, 2, dim), blocks=3, allocate=allocate)
+    given |= {name: change(given) for name, change in changes.items()}  # type: ignore[operator]
+    to = Attended(given.pop("out"), given.pop("lse"), given.pop("mass", None))
     with pytest.raises(InvalidArgument) as caught:
-        decode(**(given | {name: change(given) for name, change in changes.items()}))  # type: ignore[operator, arg-type]
+        decode(**given, to=to)
     return str(caught.value)
 
 
@@ -231,9 +233,7 @@ def test_an_argument_that_does_not_fit_is_named(argument: str) -> None:
 def test_shapes_that_no_kernel_has(heads: tuple[int, int], dim: int) -> None:
     """Groups that do not divide or are too great, and other head dims, are refused when a decode is made."""
     with pytest.raises(InvalidArgument, match="^q: "):
-        PagedDecode(
-            Nothing(), requests=1, q_heads=heads[0], kv_heads=heads[1], head_dim=dim, blocks=1, allocate=allocate
-        )
+        PagedDecode(Nothing(), DecodeShape(1, *heads, dim), blocks=1, allocate=allocate)
 
 
 # -- sanitizers
