@@ -1,8 +1,10 @@
-"""A store of its own for each test of the NVMe store."""
+"""A store of its own for each test of the NVMe store, and memory for an arena's files."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,11 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await made.begin(1)
     yield made
     await made.store.close(release=False)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """In memory, as an arena is."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="tierd-test-"))
+    yield path
+    shutil.rmtree(path)
