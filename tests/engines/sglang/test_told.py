@@ -9,43 +9,32 @@ import pytest
 pytest.importorskip(
     "sglang", reason="sglang is not installed: make test-engines runs this in an environment of its own"
 )
-pytest.importorskip("zmq")
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName
 from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
 
+from tests.engines.heard import EVENTS, stored_events
 from tests.engines.sglang.pools import PAGE, backend, indices, mamba, mha
 from tests.engines.sglang.test_hybrid import states
 from tests.system.blocks import await_true
-from tierd.events.wire import Hash, Stored
-from tierd.integrations.events import Subscriber
+from tierd.events.wire import Hash
 from tierd.testing import Daemon
 
-EVENTS = """\
-[[host]]
-capacity = "16 MiB"
-segment = "1 MiB"
-[events]
-enabled = true
-bind = "ipc://{root}/events"
-replay_bind = "ipc://{root}/replays"
-"""
+HOST = '[[host]]\ncapacity = "16 MiB"\nsegment = "1 MiB"\n'
 
 
 def told(daemon: Daemon) -> dict[Hash, Hash | None]:
     """Hash of each block that was told, and of the one before it."""
-    address = f"ipc://{daemon.root}"
-    with Subscriber(f"{address}/events", f"{address}/replays") as subscriber:
-        events = [event for message in subscriber.catch_up() for event in message.batch.events]
-    stored = [event for event in events if isinstance(event, Stored)]
-    return {one: (event.parent, *event.hashes)[i] for event in stored for i, one in enumerate(event.hashes)}
+    return {
+        one: (event.parent, *event.hashes)[i] for event in stored_events(daemon) for i, one in enumerate(event.hashes)
+    }
 
 
 def test_pages_have_sglangs_names() -> None:
     """Of a page of KV routers hear SGLang's integer, modulo 2**64, and that of the page before it; of a side pool's page under the same key they hear another."""
     keys: Any = get_hash_str(list(range(6 * PAGE)), None, page_size=PAGE)
     ours = [hash_str_to_int64(key) % 2**64 for key in keys]
-    with Daemon(EVENTS) as daemon:
+    with Daemon(HOST + EVENTS) as daemon:
         made = backend(daemon.target, mha("page_first"))
         made.register_mem_host_pool_v2(mamba(), "mamba")
         assert made.batch_set_v1(keys[:4], indices(0, 1, 2, 3)) == [True] * 4

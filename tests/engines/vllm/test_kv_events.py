@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-pytest.importorskip("zmq")
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
 import msgspec
 import zmq
@@ -18,6 +17,7 @@ from vllm.distributed import kv_events
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 
+from tests.engines.heard import EVENTS
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tierd._proto import admin_pb2 as apb
@@ -32,7 +32,7 @@ from tierd.testing import Daemon
 
 SIZE, BLOCKS, BYTES = 16, 5, 8192
 SPEC = NamespaceSpec("m", SIZE, BYTES, adapter="lora", group="0")
-CONFIG = """\
+HOST = """\
 [[host]]
 capacity = "8 MiB"
 segment = "1 MiB"
@@ -40,11 +40,6 @@ segment = "1 MiB"
 [[nvme]]
 capacity = "16 MiB"
 segment = "1 MiB"
-
-[events]
-enabled = true
-bind = "ipc://{root}/events"
-replay_bind = "ipc://{root}/replays"
 """
 DECODER = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
 
@@ -75,7 +70,7 @@ def replayed(daemon: Daemon, start: int) -> list[tuple[int, bytes]]:
     found = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.setsockopt(zmq.LINGER, 0)
-        asking.connect(f"ipc://{daemon.root}/replays")
+        asking.connect(f"ipc://{daemon.root}/events-replays")
         asking.send_multipart((b"", start.to_bytes(8, "big")))
         while asking.poll(10_000):
             empty, topic, number, payload = asking.recv_multipart()
@@ -88,7 +83,7 @@ def replayed(daemon: Daemon, start: int) -> list[tuple[int, bytes]]:
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with Daemon(CONFIG) as running:
+    with Daemon(HOST + EVENTS) as running:
         yield running
 
 
@@ -133,7 +128,7 @@ def test_a_router_finds_vllms_blocks_in_tierd(daemon: Daemon) -> None:
     with RawClient(daemon.target) as raw:
         raw.call(raw.admin.Flush, apb.FlushRequest())
     beliefs = Whereabouts()
-    with Subscriber(f"ipc://{daemon.root}/events", f"ipc://{daemon.root}/replays") as subscriber:
+    with Subscriber(f"ipc://{daemon.root}/events", f"ipc://{daemon.root}/events-replays") as subscriber:
         for message in subscriber.catch_up():
             beliefs.apply(message.batch.events)
         held = frozenset({"CPU", "STORAGE"})

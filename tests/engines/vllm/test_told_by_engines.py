@@ -8,26 +8,19 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
-pytest.importorskip("zmq")
 
 from vllm.config import KVEventsConfig
 
+from tests.engines.heard import EVENTS, stored_events
 from tests.engines.vllm import tiered
 from tests.engines.vllm.connected import BLOCK_TOKENS, await_hits, connector
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import VERIFIED, flushed, prompt
 from tests.system.blocks import await_true
 from tierd.events.wire import Hash, Stored
-from tierd.integrations.events import Subscriber
 from tierd.testing import Daemon
 
 pytestmark = pytest.mark.timeout(900)
-EVENTS = """
-[events]
-enabled = true
-bind = "ipc://{root}/events"
-replay_bind = "ipc://{root}/events-replays"
-"""
 Block = tuple[Hash | None, tuple[int, ...], int, int | None]
 """Of a block that was told: hash of the one before it, tokens, how many these are, group."""
 
@@ -48,12 +41,9 @@ def publishing(daemon: Daemon, name: str) -> KVEventsConfig:
 
 def told(daemon: Daemon, name: str, *, medium: str) -> dict[Hash, Block]:
     """What a publisher has told of a medium so far."""
-    address = f"ipc://{daemon.root}/{name}"
-    with Subscriber(address, f"{address}-replays") as subscriber:
-        events = [event for message in subscriber.catch_up() for event in message.batch.events]
     found: dict[Hash, Block] = {}
-    for event in events:
-        if isinstance(event, Stored) and event.medium == medium:
+    for event in stored_events(daemon, name):
+        if event.medium == medium:
             found |= blocks_of(event)
     return found
 
