@@ -47,24 +47,28 @@ RESOURCES = re.compile(
 )
 
 
-class CannotBuild(Exception):
-    """Says what is missing, or what the compiler said."""
+class MissingTool(Exception):
+    """There is no compiler, or no toolkit, on this machine."""
+
+
+class CompilerError(Exception):
+    """What the compiler said of the sources."""
 
 
 def find_headers() -> Path:
-    """Where cuda_fp8.h is. Raises CannotBuild."""
+    """Where cuda_fp8.h is. Raises MissingTool."""
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     homes = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     for place in (*homes, Path("/usr/local/cuda/include"), *packages.glob("*/include")):
         if (place / "cuda_fp8.h").exists() and (place / "crt" / "host_config.h").exists():
             return place
-    raise CannotBuild("cuda_fp8.h: not found; install a CUDA toolkit, or set CUDA_HOME")
+    raise MissingTool("cuda_fp8.h: not found; install a CUDA toolkit, or set CUDA_HOME")
 
 
 def build_emulator(sanitizer: str = "", *, dims: Sequence[int] = (), sources: Path = SOURCES) -> Path:
-    """The kernels for the CPU as one library. sanitizer: of SANITIZERS; dims: head dims to build for, all if none. Raises CannotBuild."""
+    """The kernels for the CPU as one library. sanitizer: of SANITIZERS; dims: head dims to build for, all if none. Raises MissingTool, CompilerError."""
     if not shutil.which("g++"):
-        raise CannotBuild("g++: not found; install it")
+        raise MissingTool("g++: not found; install it")
     flags = [*SANITIZERS[sanitizer], *COMMON, f"-I{find_headers()}"]
     if dims:
         flags.append("-DTIERD_DIMS(EACH)=" + " ".join(f"EACH({dim})" for dim in dims))
@@ -89,10 +93,10 @@ def build_emulator(sanitizer: str = "", *, dims: Sequence[int] = (), sources: Pa
 
 
 def resources(architecture: str) -> Iterator[tuple[str, int, int]]:
-    """Each kernel, its registers and the bytes that it spills, as nvcc's assembler says. Raises CannotBuild."""
+    """Each kernel, its registers and the bytes that it spills, as nvcc's assembler says. Raises MissingTool, CompilerError."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).exists():
-        raise CannotBuild("nvcc: not found; install a CUDA toolkit")
+        raise MissingTool("nvcc: not found; install a CUDA toolkit")
     BUILT.mkdir(parents=True, exist_ok=True)
     for unit in UNITS:
         source, cubin = SOURCES / "src" / f"{unit}.cu", BUILT / f"{unit}.{architecture}.cubin"
@@ -114,7 +118,7 @@ def _digest(sources: Path, flags: Sequence[str]) -> str:
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
-        raise CannotBuild(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+        raise CompilerError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
     return done.stdout + done.stderr
 
 
@@ -149,5 +153,5 @@ def registers(architecture: str) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except CannotBuild as error:
+    except (MissingTool, CompilerError) as error:
         sys.exit(str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierd.kernels.library import Emulated
-from tools.kernels import CannotBuild, build_emulator
+from tools.kernels import MissingTool, build_emulator
 
 
 @pytest.fixture(scope="session")
@@ -13,5 +13,5 @@ def library() -> Emulated:
     """Their own source, run by the emulator of cuda/emulator."""
     try:
         return Emulated(build_emulator())
-    except CannotBuild as error:
-        pytest.skip(f"kernels cannot be built for the CPU here: {error}")
+    except MissingTool as error:
+        pytest.skip(f"no compiler for the kernels: {error}")
