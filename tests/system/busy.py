@@ -6,7 +6,6 @@ here, outside the daemon. Whatever the SDK promises to raise when its daemon die
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -95,14 +94,11 @@ class Busy:
 
     def check(self, chains: list[Durable]) -> None:
         """Every byte of what was acknowledged, each fault counted. Raises AssertionError."""
-        gc.collect()  # an error that ended a turn may keep its frames, and with them views and their pins, in a cycle
         for it in chains:
             got = self._client.get(self._spaces[it.kind], it.hashes)
             self._compare(it.hashes, got.views)
             self.checked += it.count
-            missing = it.hashes[got.blocks :]
-            del got
-            self.lost += [f"{name.tobytes().hex()[:16]} of {it}" for name in missing]
+            self.lost += [f"{name.tobytes().hex()[:16]} of {it}" for name in it.hashes[got.blocks :]]
             assert not self.lost, f"lost: {self.lost}\n{self._why(it)}"
         assert not self.wrong, f"wrong: {self.wrong}"
 

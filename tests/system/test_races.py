@@ -124,7 +124,7 @@ def _dying(target: str, count: int) -> list[Any]:
         theirs.close()
         pipes.append(ours)
     for pipe in pipes:
-        assert pipe.poll(300)
+        assert pipe.poll(60)
         assert pipe.recv() == "ready"
     return processes
 
