@@ -92,7 +92,7 @@ time.sleep(60)
 
 @dataclass(frozen=True)
 class Sample:
-    """At a moment: what the daemon has from malloc, what is resident without the arena, descriptors, threads; reads so far."""
+    """At a moment: what the daemon has from malloc, what is resident without the arena, descriptors, threads beside the pools'; reads so far."""
 
     at: float
     memory_bytes: int
@@ -125,9 +125,14 @@ class Soak:
             memory_bytes=self.faults.allocated_bytes(),
             resident_bytes=int(status["RssAnon"].split()[0]) * 1024,
             descriptors=len(list((proc / "fd").iterdir())),
-            threads=int(status["Threads"]),
+            threads=int(status["Threads"]) - sum(map(is_pooled, self.faults.threads())),
             reads=self.counts["reads"],
         )
+
+
+def is_pooled(thread: str) -> bool:
+    """Whether it is one of a pool, which grows up to its size when so much is first asked of it at once."""
+    return thread.rpartition("_")[2].isdigit()
 
 
 class Worker:

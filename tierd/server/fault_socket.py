@@ -58,7 +58,7 @@ class FaultSocket:
 
 
 def answer(request: str) -> object:
-    """arm NAME FAULT | disarm [NAME] | hits | await NAME COUNT SECONDS | memory."""
+    """arm NAME FAULT | disarm [NAME] | hits | await NAME COUNT SECONDS | memory | threads."""
     verb, *words = request.split()
     try:
         match verb, words:
@@ -72,6 +72,8 @@ def answer(request: str) -> object:
                 return failpoint.await_hits(name, count=int(count), timeout_s=float(seconds))
             case "memory", []:
                 return allocated_bytes()
+            case "threads", []:
+                return [thread.name for thread in threading.enumerate()]
             case _:
                 return {"error": f"{request!r}: not understood"}
     except InvalidArgument as error:

@@ -53,6 +53,10 @@ class Faults:
         """What the daemon has from malloc, garbage collected; of Python's own objects only if it runs under PYTHONMALLOC=malloc."""
         return int(self._ask("memory"))
 
+    def threads(self) -> list[str]:
+        """Names of the daemon's threads that Python knows: a pool's end in a number, and come as they are needed."""
+        return list(self._ask("threads"))
+
     def _ask(self, request: str) -> Any:
         self._socket.send(request.encode())
         raw = self._socket.recv(REPLY_BYTES)
