@@ -41,6 +41,8 @@ LIFE = 2_000
 """Messages to one daemon in the test's process, then the next begins anew."""
 SHORT_LIFE = {"OpenNamespace": 250}
 """Where each message leaves something behind that the next one has to write again."""
+OF_ITS_OWN = {"Drain", "Namespaces"}
+"""What needs a daemon of its own: one drains it, the other lists all that was sent before."""
 CHECK_EVERY = 250
 CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05, "Scrub": 0.01}
 LONG_S = 1.0
@@ -272,7 +274,7 @@ async def test_times_that_are_none(number: str) -> None:
 
 @pytest.fixture(scope="module")
 def daemon() -> Any:
-    """One daemon that has to bear all that is sent over its socket, but for what drains it."""
+    """One daemon that has to bear all that is sent over its socket, but for what needs another."""
     with Daemon(SMALL) as running:
         yield running
 
@@ -343,7 +345,7 @@ def _sendable(fuzzer: Fuzzer, over: Over) -> Any:
 def test_over_a_socket(method: MethodDescriptor, daemon: Daemon) -> None:
     """The same to a daemon of its own over its socket: it never answers INTERNAL or UNKNOWN, logs no traceback, and serves on."""
     with contextlib.ExitStack() as stack:
-        used = stack.enter_context(Daemon(SMALL)) if method.name == "Drain" else daemon
+        used = stack.enter_context(Daemon(SMALL)) if method.name in OF_ITS_OWN else daemon
         before, pid = _memory_of(used.pid), used.pid
         tally, fuzzer = Tally(), Fuzzer(method, part="socket")
         with BlockClient(used.target) as client:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.depth import count
 from tierd.cli.ctl import cli
 from tierd.cli.replay import namespace_spec
 from tierd.cli.trace import TOKENS_PER_BLOCK, hash_ids, read_trace
@@ -175,8 +176,11 @@ def test_the_daemon_equals_the_core_on_real_chat(daemon: Daemon, shared: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "limit"), [("conversation_a", 10_000), ("agent_a", 2000)])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("conversation_a", count(nightly=2_000, weekly=10_000)), ("agent_a", count(nightly=700, weekly=2_000))],
+)
 def test_the_daemon_equals_the_core_on_long_traces(daemon: Daemon, shared: Path, name: str, limit: int) -> None:
-    """In lockstep whole traces come out as the core decides them."""
+    """In lockstep traces come out as the core decides them; in a week's run the whole of conversation_a."""
     trace = shared / "traces" / f"{name}.jsonl.gz"
     assert replayed(daemon, trace, limit) == decided(daemon, trace, limit)
