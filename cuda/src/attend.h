@@ -10,6 +10,13 @@
 #define TIERD_DIMS(EACH) EACH(64) EACH(96) EACH(128) EACH(256)
 #endif
 
+// EACH(queries, their name, keys and values as stored, their name, head dim): what kernels are built for of one head dim.
+#define TIERD_TYPES(EACH, DIM)                \
+  EACH(Bf16, bf16, Stored16<Bf16>, bf16, DIM) \
+  EACH(F16, f16, Stored16<F16>, f16, DIM)     \
+  EACH(Bf16, bf16, StoredE4m3, e4m3, DIM)     \
+  EACH(F16, f16, StoredE4m3, e4m3, DIM)
+
 namespace tierd {
 
 template <class Stored, int kDim> struct Queries {

@@ -265,11 +265,11 @@ SIMT_KERNEL(decode_merge_bf16, DecodeMergeParams, 128, decode_merge<Bf16>)
 SIMT_KERNEL(decode_merge_f16, DecodeMergeParams, 128, decode_merge<F16>)
 SIMT_KERNEL(decode_page_mass, MassParams, 128, page_mass)
 
-#define DECODE(QUERY, Q, STORED, KV, DIM)                                                                                                           SIMT_KERNEL(decode_##Q##_##KV##_##DIM, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads), (Shape<QUERY, STORED, DIM>::Kernel::run<false>))   SIMT_KERNEL(decode_##Q##_##KV##_##DIM##_mass, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads), (Shape<QUERY, STORED, DIM>::Kernel::run<true>))
-#define DECODE_DIM(DIM)                                 \
-  DECODE(Bf16, bf16, Stored16<Bf16>, bf16, DIM)         \
-  DECODE(F16, f16, Stored16<F16>, f16, DIM)             \
-  DECODE(Bf16, bf16, StoredE4m3, e4m3, DIM)             \
-  DECODE(F16, f16, StoredE4m3, e4m3, DIM)
+#define DECODE(QUERY, Q, STORED, KV, DIM)                                                                    \
+  SIMT_KERNEL(decode_##Q##_##KV##_##DIM, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads),        \
+              (Shape<QUERY, STORED, DIM>::Kernel::run<false>))                                               \
+  SIMT_KERNEL(decode_##Q##_##KV##_##DIM##_mass, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads), \
+              (Shape<QUERY, STORED, DIM>::Kernel::run<true>))
+#define DECODE_DIM(DIM) TIERD_TYPES(DECODE, DIM)
 
 TIERD_DIMS(DECODE_DIM)

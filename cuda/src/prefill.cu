@@ -108,10 +108,6 @@ using namespace tierd;
 
 #define PREFILL(QUERY, Q, STORED, KV, DIM) \
   SIMT_KERNEL(prefill_##Q##_##KV##_##DIM, PrefillParams, (Prefill<QUERY, STORED, DIM>::kThreads), (Prefill<QUERY, STORED, DIM>::run))
-#define PREFILL_DIM(DIM)                         \
-  PREFILL(Bf16, bf16, Stored16<Bf16>, bf16, DIM) \
-  PREFILL(F16, f16, Stored16<F16>, f16, DIM)     \
-  PREFILL(Bf16, bf16, StoredE4m3, e4m3, DIM)     \
-  PREFILL(F16, f16, StoredE4m3, e4m3, DIM)
+#define PREFILL_DIM(DIM) TIERD_TYPES(PREFILL, DIM)
 
 TIERD_DIMS(PREFILL_DIM)
