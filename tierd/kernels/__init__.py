@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tierd.kernels.reference import Attended, PagedBatch, merge_attention, paged_attention
+from tierd.kernels.reference import Attended, PagedAttention, PagedBatch, merge_attention, paged_attention
 
-__all__ = ["Attended", "PagedBatch", "merge_attention", "paged_attention"]
+__all__ = ["Attended", "PagedAttention", "PagedBatch", "merge_attention", "paged_attention"]

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from array_api_compat import array_namespace, device, to_device
@@ -21,6 +21,8 @@ from tierd.errors import InvalidArgument
 
 Array = Any
 """A numpy array or a torch tensor."""
+E4M3_MOST = 448.0
+"""The greatest finite value of e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,22 @@ class Attended:
     out: Array
     lse: Array
     mass: list[Array] | None = None
+
+
+class PagedAttention(Protocol):
+    """What `paged_attention` computes, by whatever does it."""
+
+    def __call__(
+        self,
+        q: Array,
+        pages: Sequence[Array],
+        batch: PagedBatch,
+        *,
+        scale: float | None = None,
+        with_mass: bool = False,
+    ) -> Attended:
+        """As `paged_attention`."""
+        ...
 
 
 def paged_attention(
@@ -221,6 +239,40 @@ def merge_attention(outs: Array, lses: Array) -> Attended:
     out = xp.sum(used * (shares / safe)[..., None], axis=0)
     lse = xp.where(seen, top + xp.log(safe), xp.full_like(top, -math.inf))
     return Attended(xp.astype(out, outs.dtype, copy=False), lse)
+
+
+def store_tokens(new: Array, slots: Sequence[int], pages: Array, scales: Array = None) -> None:
+    """Writes new tokens' keys, or their values, into pages; numpy alone.
+
+    new: [tokens, kv_heads, head_dim]. slots: per token page * page_tokens + offset; negative: not stored.
+    pages: [pages, page_tokens, kv_heads, head_dim] of one layer. scales: [kv_heads], what is stored is the value divided by it; None: 1.
+    What is beyond e4m3 becomes its greatest.
+    """
+    for token, slot in zip(new, slots, strict=True):
+        if slot < 0:
+            continue
+        stored = token.astype(np.float32) / (1.0 if scales is None else scales[:, None])
+        if pages.dtype.itemsize == 1:
+            stored = np.clip(stored, -E4M3_MOST, E4M3_MOST)
+        pages[slot // pages.shape[1], slot % pages.shape[1]] = stored.astype(pages.dtype)
+
+
+def copy_pages(source: Array, target: Array, *, of_source: Sequence[int], of_target: Sequence[int]) -> None:
+    """Page of_source[i] of one array becomes page of_target[i] of another, bit by bit; both [pages, ...] with the same axes behind, in numpy."""
+    target.view(np.uint8)[of_target] = source.view(np.uint8)[of_source]
+
+
+def summarize_pages(keys: Array, pages: Sequence[int], tokens: Sequence[int]) -> Array:
+    """The least and the greatest of each channel of pages' keys (Quest, arXiv 2406.10774, section 3.2); numpy alone.
+
+    keys: [pages, page_tokens, kv_heads, head_dim]. tokens: how many of each of the pages are there. Gives f32 [len(pages), kv_heads, 2, head_dim]:
+    values as they are stored, without scales; inf and -inf for no tokens.
+    """
+    bounds = np.empty((len(pages), keys.shape[2], 2, keys.shape[3]), np.float32)
+    for i, (page, count) in enumerate(zip(pages, tokens, strict=True)):
+        some = keys[page, :count].astype(np.float32)
+        bounds[i, :, 0], bounds[i, :, 1] = some.min(axis=0, initial=math.inf), some.max(axis=0, initial=-math.inf)
+    return bounds
 
 
 def _sum_dtype(q: Array) -> Any:

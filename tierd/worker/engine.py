@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
+from tierd.kernels import PagedAttention, paged_attention
 from tierd.worker.blocks import BlockTable
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, PageSource
@@ -59,11 +60,15 @@ class Engine:
         source: PageSource,
         *,
         options: EngineOptions | None = None,
+        attention: PagedAttention = paged_attention,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """source: the engine closes it. clock: seconds, for reports. Raises InvalidArgument if its pages are not of the model's shape."""
+        """source: the engine closes it. attention: of float16 pages also the kernels'. clock: seconds, for reports.
+
+        Raises InvalidArgument if the source's pages are not of the model's shape.
+        """
         self.model, self.source, self.options = model, source, options or EngineOptions()
-        self._clock = clock
+        self._attention, self._clock = attention, clock
         geometry = source.shape.geometry
         wanted = model.spec.geometry(geometry.dtype)
         if geometry != wanted:
@@ -244,7 +249,7 @@ class Engine:
         backend = self.model.backend
         tokens = backend.ints([t for run in runs for t in run.sequence.tokens[run.start : run.stop]])
         positions = backend.ints([p for run in runs for p in range(run.start, run.stop)])
-        step = Pass(runs, with_mass=self.options.measure_attention)
+        step = Pass(runs, attention=self._attention, with_mass=self.options.measure_attention)
         hidden = self.model.hidden(tokens, positions, step.attend)
         for run in runs:
             run.sequence.table.advance(run.stop)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.kernels import PagedBatch, paged_attention
+from tierd.kernels import PagedAttention, PagedBatch
 from tierd.worker.blocks import BlockTable
 from tierd.worker.report import Report, Request
 
@@ -54,8 +54,8 @@ class Run:
 class Pass:
     """Attention of one pass over the model: writes each layer's keys and values to pages, then reads them there."""
 
-    def __init__(self, runs: Sequence[Run], *, with_mass: bool) -> None:
-        self._runs = runs
+    def __init__(self, runs: Sequence[Run], *, attention: PagedAttention, with_mass: bool) -> None:
+        self._runs, self._attention = runs, attention
         self._starts = [0]
         for run in runs:
             self._starts.append(self._starts[-1] + run.stop - run.start)
@@ -77,7 +77,7 @@ class Pass:
             rows = slice(first + start - run.start, first + run.stop - run.start)
             table.write(layer, start, k=k[rows], v=v[rows])
         pages = [page.array[layer] for run in self._runs for page in run.sequence.table.pages]
-        attended = paged_attention(q, pages, self._batch, with_mass=self.masses is not None)
+        attended = self._attention(q, pages, self._batch, with_mass=self.masses is not None)
         for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
             seen = np.asarray(mass.mean(0), dtype=np.float64)
             total[: len(seen)] += seen
