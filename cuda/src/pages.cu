@@ -8,8 +8,9 @@ namespace tierd {
 // -- store: new tokens' K and V into pages
 
 struct StoreParams {
-  const void *k, *v;       // [tokens][kv_heads][dim]
-  const int64_t* slots;    // [tokens]: page * page_tokens + offset; negative: the token is not stored
+  const unsigned char *k, *v;  // [tokens][kv_heads][dim], from one token to the next so many bytes:
+  int64_t k_stride, v_stride;
+  const int64_t* slots;        // [tokens]: page * page_tokens + offset; negative: the token is not stored
   unsigned char *k_to, *v_to;  // of one layer; strides in bytes
   int64_t page_stride, token_stride, head_stride;
   const float *k_scales, *v_scales;  // null, or [kv_heads]: stored is the value divided by it
@@ -25,13 +26,14 @@ template <class From, class To> SIMT_DEV void store(const StoreParams& p) {
   const int64_t slot = p.slots[blockIdx.x];
   if (slot < 0) return;
   const int64_t to = slot / p.page_tokens * p.page_stride + slot % p.page_tokens * p.token_stride;
-  const auto *k = static_cast<const typename From::Value*>(p.k), *v = static_cast<const typename From::Value*>(p.v);
+  const auto* k = reinterpret_cast<const typename From::Value*>(p.k + blockIdx.x * p.k_stride);
+  const auto* v = reinterpret_cast<const typename From::Value*>(p.v + blockIdx.x * p.v_stride);
   for (int i = threadIdx.x; i < p.kv_heads * p.dim; i += blockDim.x) {
     const int head = i / p.dim;
-    const int64_t from = (int64_t)blockIdx.x * p.kv_heads * p.dim + i, at = to + head * p.head_stride + i % p.dim * (int)sizeof(typename To::Value);
+    const int64_t at = to + head * p.head_stride + i % p.dim * (int)sizeof(typename To::Value);
     const float k_scale = p.k_scales ? p.k_scales[head] : 1.f, v_scale = p.v_scales ? p.v_scales[head] : 1.f;
-    *reinterpret_cast<typename To::Value*>(p.k_to + at) = To::round(From::widen(k[from]) / k_scale);
-    *reinterpret_cast<typename To::Value*>(p.v_to + at) = To::round(From::widen(v[from]) / v_scale);
+    *reinterpret_cast<typename To::Value*>(p.k_to + at) = To::round(From::widen(k[i]) / k_scale);
+    *reinterpret_cast<typename To::Value*>(p.v_to + at) = To::round(From::widen(v[i]) / v_scale);
   }
 }
 

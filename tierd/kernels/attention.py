@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
 from tierd.kernels.library import Library
-from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, KvPages, PagedDecode, paged_prefill
+from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, PagedDecode, paged_prefill
+from tierd.kernels.pages import KvPages
 from tierd.kernels.reference import Attended, PagedBatch
 
 Array = Any

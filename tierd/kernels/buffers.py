@@ -77,7 +77,7 @@ class Buffer:
                 f"{self.name}: has shape {list(self.shape)}; wanted {['any' if n is None else n for n in shape]}"
             )
         step = BYTES[self.dtype]
-        for axis in range(len(shape) - 1, dense_from - 1, -1):
+        for axis in range(len(shape) - 1, dense_from - 1, -1) if 0 not in self.shape else ():  # no elements, no gaps
             if self.shape[axis] > 1 and self.strides[axis] != step:
                 raise InvalidArgument(
                     f"{self.name}: axis {axis} has a stride of {self.strides[axis]} bytes, wanted {step}; make it contiguous"

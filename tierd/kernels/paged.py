@@ -15,6 +15,7 @@ from tierd.errors import InvalidArgument
 from tierd.kernels import params
 from tierd.kernels.buffers import BYTES, Array, Buffer, address_of
 from tierd.kernels.library import Library
+from tierd.kernels.pages import KV_TYPES, KvPages, checked_pages
 from tierd.kernels.reference import Attended
 
 TILE_TOKENS = 16
@@ -25,21 +26,6 @@ PLAN_THREADS = 256
 """As in cuda/src."""
 HEAD_DIMS = (64, 96, 128, 256)
 GROUP_LIMIT = 16
-KV_TYPES = {"bf16": ("bf16", "e4m3"), "f16": ("f16", "e4m3")}
-"""How keys and values may be stored, by the type of the queries."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvPages:
-    """Keys and values of one layer in a pool. k, v: [pages, page_tokens, kv_heads, head_dim], any strides but in the last axis.
-
-    k_scales, v_scales: f32 [kv_heads], by which stored e4m3 values are multiplied; None: 1.
-    """
-
-    k: Array
-    v: Array
-    k_scales: Array = None
-    v_scales: Array = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,24 +211,12 @@ class _Call:
         return found
 
     def pool(self, pages: KvPages) -> params.Pool:
-        k, v = (
-            Buffer.of(name, array)
-            .checked((None, None, self.kv_heads, self.dim), *KV_TYPES[self.q_type], device=self.device, dense_from=3)
-            .aligned()
-            for name, array in (("pages.k", pages.k), ("pages.v", pages.v))
-        )
-        if (k.shape, k.strides, k.dtype) != (v.shape, v.strides, v.dtype):
-            raise InvalidArgument(
-                f"pages.v: shape, strides or type {v.shape, v.strides, v.dtype} differ from those of pages.k, {k.shape, k.strides, k.dtype}"
-            )
-        if k.shape[1] % TILE_TOKENS:
-            raise InvalidArgument(f"pages.k: pages of {k.shape[1]} tokens; kernels take multiples of {TILE_TOKENS}")
-        self.kv_type = k.dtype
-        self.k_scales, self.v_scales = (
-            self._optional(f"pages.{name}", scales, (self.kv_heads,), "f32")
-            for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales))
-        )
-        return params.Pool(k.address, v.address, *k.strides[:3], k.shape[1])
+        found = checked_pages(pages, (self.kv_heads, self.dim), KV_TYPES[self.q_type], device=self.device)
+        k, page_tokens = found.k, found.k.shape[1]
+        if page_tokens % TILE_TOKENS:
+            raise InvalidArgument(f"pages.k: pages of {page_tokens} tokens; kernels take multiples of {TILE_TOKENS}")
+        self.kv_type, self.k_scales, self.v_scales = k.dtype, found.k_scales, found.v_scales
+        return params.Pool(k.address, found.v.address, *k.strides[:3], page_tokens)
 
     def batch(self, batch: DeviceBatch, n: int) -> params.Batch:
         lens = Buffer.of("batch.kv_lens", batch.kv_lens).checked((n,), "i32", device=self.device)

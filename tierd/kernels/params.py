@@ -84,7 +84,11 @@ class Store(ctypes.Structure):
     """pages.cu"""
 
     _fields_ = [
-        *((name, _P) for name in ("k", "v", "slots", "k_to", "v_to")),
+        ("k", _P),
+        ("v", _P),
+        ("k_stride", _L),
+        ("v_stride", _L),
+        *((name, _P) for name in ("slots", "k_to", "v_to")),
         *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
         ("k_scales", _P),
         ("v_scales", _P),

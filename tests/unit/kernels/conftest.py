@@ -7,6 +7,9 @@ import pytest
 from tierd.kernels.library import Emulated
 from tools.kernels import MissingTool, build_emulator
 
+ORDERS = ("0", "1", "2", "3")
+"""Of a block's threads: forward, reverse, two shuffled."""
+
 
 @pytest.fixture(scope="session")
 def library() -> Emulated:
@@ -15,3 +18,9 @@ def library() -> Emulated:
         return Emulated(build_emulator())
     except MissingTool as error:
         pytest.skip(f"no compiler for the kernels: {error}")
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which order threads take turns."""
+    monkeypatch.setenv("SIMT_ORDER", request.param)

@@ -1,22 +1,20 @@
 """Cases of paged attention for the kernels of cuda/, and what they must give: the plain reference, in float64.
 
 Whatever a kernel must not read is poison: stale tails and unused pages are NaN, unused entries of tables and subsets point far away, outputs begin as NaN.
-As a program (`python -m tests.unit.kernels.kernel_cases LIBRARY`) it runs one small case of each kernel, for sanitizers that must own the process.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from tierd.kernels.library import Emulated, Library
-from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, KvPages, PagedDecode, paged_prefill
-from tierd.kernels.reference import Attended, PagedBatch, paged_attention
+from tierd.kernels.library import Library
+from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, PagedDecode, merge_parts, paged_prefill
+from tierd.kernels.pages import KvPages
+from tierd.kernels.reference import Attended, PagedBatch, merge_attention, paged_attention
 
 Array = np.ndarray[Any, Any]
 TYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "f32": np.float32}
@@ -151,7 +149,34 @@ def check(case: Case, got: Attended) -> None:
         for i, of in enumerate(want.mass or []):
             whole = np.zeros(got.mass[i].shape)
             whole[:, : of.shape[1]] = of
-            assert np.abs(got.mass[i] - whole).max(initial=0.0) <= MASS_LIMIT, f"{case.shape}: page masses of sequence {i}"
+            assert np.abs(got.mass[i] - whole).max(initial=0.0) <= MASS_LIMIT, (
+                f"{case.shape}: page masses of sequence {i}"
+            )
+
+
+def check_decode(library: Library, shape: Shape) -> None:
+    """Raises AssertionError."""
+    case = made(shape)
+    check(case, decoded(library, case))
+
+
+def check_prefill(library: Library, shape: Shape) -> None:
+    """Raises AssertionError."""
+    case = made(shape)
+    check(case, prefilled(library, case))
+
+
+def check_merge(library: Library, kind: str) -> None:
+    """Parts of very different weight, one that saw nothing and is not read, and a row of which none saw anything."""
+    rng = np.random.default_rng(1)
+    outs, lses = rng.standard_normal((3, 5, 2, 96)), (4 * rng.standard_normal((3, 5, 2))).astype(np.float32)
+    lses[1, 2], lses[:, 4] = -np.inf, -np.inf
+    outs[1, 2], outs[:, 4] = np.nan, np.nan
+    given = outs.astype(TYPES[kind])
+    got = merge_parts(library, given, lses, Attended(_poison_like(given[0]), allocate((5, 2), "float32")))
+    want = merge_attention(given.astype(np.float64), lses.astype(np.float64))
+    np.testing.assert_allclose(got.out.astype(np.float64), want.out, atol=1e-6 if kind == "f32" else 1e-2)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)
 
 
 DECODES = (
@@ -166,19 +191,4 @@ PREFILLS = (
     Shape(((40, 80), (10, 10)), types=("f16", "f16"), sinks=4, window=20, group=1),
 )
 """Small ones of each kind, of the head dim that sanitizers are built for."""
-
-
-def main() -> None:
-    """Runs them with the library of the command line."""
-    library = Emulated(Path(sys.argv[1]))
-    for shape in DECODES:
-        case = made(shape)
-        check(case, decoded(library, case))
-    for shape in PREFILLS:
-        case = made(shape)
-        check(case, prefilled(library, case))
-    print("all right")
-
-
-if __name__ == "__main__":
-    main()
+MERGES = ("f32", "bf16", "f16")

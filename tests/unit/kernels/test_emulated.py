@@ -11,26 +11,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.kernels import kernel_cases
-from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, allocate, check, decoded, made, prefilled
+from tests.unit.kernels.kernel_cases import (
+    DECODES,
+    MERGES,
+    PREFILLS,
+    Shape,
+    allocate,
+    check,
+    check_decode,
+    check_merge,
+    check_prefill,
+    decoded,
+    made,
+    prefilled,
+)
 from tierd.errors import InvalidArgument
-from tierd.kernels import Attended, merge_attention
+from tierd.kernels import Attended
 from tierd.kernels.library import Emulated
-from tierd.kernels.paged import DecodeShape, PagedDecode, merge_parts
+from tierd.kernels.paged import DecodeShape, PagedDecode
 from tools.kernels import MissingTool, build_emulator
 
 TYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
 RAGGED = ((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))
-ORDERS = ("0", "1", "2", "3")
-"""Of a block's threads: forward, reverse, two shuffled."""
 RUNTIMES = {"thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
 OPTIONS = {"TSAN_OPTIONS": "exitcode=66 history_size=4", "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
-
-
-@pytest.fixture(params=ORDERS)
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which order threads take turns."""
-    monkeypatch.setenv("SIMT_ORDER", request.param)
 
 
 # -- decode
@@ -40,22 +44,19 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_decode_of_every_type_and_head_dim(library: Emulated, types: tuple[str, str], head_dim: int) -> None:
     """Output, log-sum-exp and page masses of a ragged batch are those of the reference."""
-    case = made(Shape(RAGGED, types, head_dim, seed=head_dim))
-    check(case, decoded(library, case))
+    check_decode(library, Shape(RAGGED, types, head_dim, seed=head_dim))
 
 
 @pytest.mark.parametrize("group", range(1, 17))
 def test_decode_of_every_group(library: Emulated, group: int) -> None:
     """From one to sixteen query heads share a kv head."""
-    case = made(Shape(((1, 70), (1, 33)), group=group, kv_heads=1, seed=group))
-    check(case, decoded(library, case))
+    check_decode(library, Shape(((1, 70), (1, 33)), group=group, kv_heads=1, seed=group))
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 128, 256])
 def test_decode_of_every_page_size(library: Emulated, page_tokens: int) -> None:
     """Pages of 16 to 256 tokens, of which the last is part full."""
-    case = made(Shape(((1, 300), (1, page_tokens), (1, page_tokens + 1)), page_tokens=page_tokens))
-    check(case, decoded(library, case))
+    check_decode(library, Shape(((1, 300), (1, page_tokens), (1, page_tokens + 1)), page_tokens=page_tokens))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 64])
@@ -68,15 +69,13 @@ def test_any_number_of_blocks_gives_the_same(library: Emulated, blocks: int) -> 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 1), (4, 100), (40, 33), (16, 16), (3, 1000)])
 def test_decode_of_a_window_with_sinks(library: Emulated, sinks: int, window: int) -> None:
     """The first tokens and the last ones are seen, and the pages between have no mass."""
-    case = made(Shape(((1, 500), (1, 20), (1, 3), (1, 0)), sinks=sinks, window=window))
-    check(case, decoded(library, case))
+    check_decode(library, Shape(((1, 500), (1, 20), (1, 3), (1, 0)), sinks=sinks, window=window))
 
 
 @pytest.mark.parametrize("page_tokens", [16, 64])
 def test_decode_of_chosen_pages(library: Emulated, page_tokens: int) -> None:
     """Each kv head sees the pages that were chosen for it."""
-    case = made(Shape(((1, 500), (1, 20), (1, 3), (1, 0), (1, 700)), page_tokens=page_tokens, chosen=3))
-    check(case, decoded(library, case))
+    check_decode(library, Shape(((1, 500), (1, 20), (1, 3), (1, 0), (1, 700)), page_tokens=page_tokens, chosen=3))
 
 
 def test_decode_without_masses_gives_the_same(library: Emulated) -> None:
@@ -111,8 +110,7 @@ def test_one_decode_serves_growing_lengths(library: Emulated) -> None:
 @pytest.mark.parametrize("shape", DECODES, ids=range(len(DECODES)))
 def test_decode_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
     """Whichever thread of a block runs first, the result is right."""
-    case = made(shape)
-    check(case, decoded(library, case))
+    check_decode(library, shape)
 
 
 # -- prefill
@@ -122,22 +120,19 @@ def test_decode_in_any_order_of_threads(library: Emulated, shape: Shape) -> None
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_prefill_of_every_type_and_head_dim(library: Emulated, types: tuple[str, str], head_dim: int) -> None:
     """A prompt, an append and a single token in one batch."""
-    case = made(Shape(((20, 60), (17, 17), (1, 30)), types, head_dim, seed=head_dim))
-    check(case, prefilled(library, case))
+    check_prefill(library, Shape(((20, 60), (17, 17), (1, 30)), types, head_dim, seed=head_dim))
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_prefill_of_groups(library: Emulated, group: int) -> None:
     """Query tokens and heads of a group share a block's rows, however they divide."""
-    case = made(Shape(((30, 41), (0, 9), (5, 5)), group=group, kv_heads=1, page_tokens=32))
-    check(case, prefilled(library, case))
+    check_prefill(library, Shape(((30, 41), (0, 9), (5, 5)), group=group, kv_heads=1, page_tokens=32))
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 1), (4, 20), (16, 7), (3, 1000)])
 def test_prefill_of_a_window_with_sinks(library: Emulated, sinks: int, window: int) -> None:
     """Each query of a chunk has its own window."""
-    case = made(Shape(((40, 130), (9, 9)), sinks=sinks, window=window, group=2))
-    check(case, prefilled(library, case))
+    check_prefill(library, Shape(((40, 130), (9, 9)), sinks=sinks, window=window, group=2))
 
 
 def test_chunks_are_the_whole(library: Emulated) -> None:
@@ -156,25 +151,16 @@ def test_chunks_are_the_whole(library: Emulated) -> None:
 @pytest.mark.parametrize("shape", PREFILLS, ids=range(len(PREFILLS)))
 def test_prefill_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
     """Whichever thread of a block runs first, the result is right."""
-    case = made(shape)
-    check(case, prefilled(library, case))
+    check_prefill(library, shape)
 
 
 # -- merge
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("kind", MERGES)
 def test_merge_of_parts(library: Emulated, kind: str) -> None:
     """Parts are weighed by their log-sum-exps; one that saw nothing is not read."""
-    rng = np.random.default_rng(1)
-    outs, lses = rng.standard_normal((3, 5, 2, 96)), rng.standard_normal((3, 5, 2)).astype(np.float32)
-    lses[1, 2], lses[:, 4] = -np.inf, -np.inf
-    outs[1, 2], outs[:, 4] = np.nan, np.nan
-    given = outs.astype(kernel_cases.TYPES[kind])
-    got = merge_parts(library, given, lses, Attended(np.full_like(given[0], np.nan), allocate((5, 2), "float32")))
-    want = merge_attention(given.astype(np.float64), lses.astype(np.float64))
-    np.testing.assert_allclose(got.out.astype(np.float64), want.out, atol=1e-6 if kind == "f32" else 1e-2)
-    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)
+    check_merge(library, kind)
 
 
 # -- what does not fit
@@ -248,13 +234,12 @@ def test_sanitizers_find_nothing(sanitizer: str) -> None:
         built = build_emulator(sanitizer, dims=[64])
     except MissingTool as error:
         pytest.skip(f"no compiler for the kernels: {error}")
-    for order in ORDERS[1:3]:
-        done = sanitized(built, sanitizer, order=order)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert "all right" in done.stdout
+    done = sanitized(built, sanitizer)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "all right" in done.stdout
 
 
-def sanitized(built: Path, sanitizer: str, *, order: str) -> subprocess.CompletedProcess[str]:
+def sanitized(built: Path, sanitizer: str) -> subprocess.CompletedProcess[str]:
     """The small cases, in a process in which the sanitizer was loaded first."""
     runtimes = [
         subprocess.run(
@@ -263,8 +248,8 @@ def sanitized(built: Path, sanitizer: str, *, order: str) -> subprocess.Complete
         for name in RUNTIMES[sanitizer]
     ]
     return subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernels.kernel_cases", str(built)],
-        env=os.environ | OPTIONS | {"LD_PRELOAD": " ".join(runtimes), "SIMT_ORDER": order},
+        [sys.executable, "-m", "tests.unit.kernels.small_cases", str(built), "--orders", "1,2"],
+        env=os.environ | OPTIONS | {"LD_PRELOAD": " ".join(runtimes)},
         cwd=Path(__file__).resolve().parents[3],
         capture_output=True,
         text=True,

@@ -1,0 +1,180 @@
+"""Cases for the kernels that move pages: stores, copies between layouts, bounds of keys. What must come out is the reference's, to the bit.
+
+Whole pools are compared, so that a byte beside the right place is seen too: what is written to begins as 0xFF, NaN in every type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.unit.kernels.kernel_cases import TYPES, allocate
+from tierd.kernels import reference
+from tierd.kernels.library import Library
+from tierd.kernels.pages import KvPages, Place, copy_pages, layer_addresses, store_tokens, summarize_pages
+
+Array = np.ndarray[Any, Any]
+PAGES, LAYERS, TOKENS, HEADS, DIM = 5, 3, 16, 2, 64
+LAYOUTS = {
+    "pages-hnd": "plchtd",
+    "pages-nhd": "plcthd",
+    "layers-nhd": "lcpthd",
+    "layers-hnd": "lpchtd",
+    "tensors-nhd": "l/cpthd",
+    "tensors-hnd": "l/pchtd",
+}
+"""Axes in memory: page, layer, K or V, token, head, dim (channel); what stands before a stroke are tensors of their own."""
+AXES = "plcthd"
+
+
+def poison(shape: tuple[int, ...], kind: str) -> Array:
+    """An array of bytes 0xFF."""
+    size = np.dtype(TYPES[kind]).itemsize
+    return np.full((*shape[:-1], shape[-1] * size), 0xFF, np.uint8).view(TYPES[kind])
+
+
+def assert_same_bytes(got: Array, want: Array, what: object) -> None:
+    """To the bit, in memory order."""
+    differ = np.flatnonzero(got.reshape(-1).view(np.uint8) != want.reshape(-1).view(np.uint8))
+    assert not differ.size, f"{what}: {differ.size} bytes differ, the first at {differ[0]}"
+
+
+# -- store
+
+
+@dataclass(frozen=True)
+class Store:
+    """is_hnd: heads outside of tokens in a page."""
+
+    tokens: int = 40
+    types: tuple[str, str] = ("bf16", "bf16")
+    page_tokens: int = 16
+    heads: int = 2
+    dim: int = 64
+    is_hnd: bool = False
+
+    def pool(self) -> Array:
+        """Of poison: [pages, 2, page_tokens, heads, dim], seen so."""
+        middle = (self.heads, self.page_tokens) if self.is_hnd else (self.page_tokens, self.heads)
+        return poison((self.tokens // self.page_tokens + 3, 2, *middle, self.dim), self.types[1])
+
+    def seen(self, pool: Array) -> Array:
+        """A pool's memory with its axes in the order that faces take."""
+        return pool.swapaxes(2, 3) if self.is_hnd else pool
+
+
+def check_store(library: Library, shape: Store) -> None:
+    """Tokens of a wider array, in random slots, every third of them nowhere; values beyond the range of e4m3 among them."""
+    rng = np.random.default_rng(shape.tokens)
+    new = np.exp(rng.uniform(-12, 8, (shape.tokens, 3, shape.heads, shape.dim))) * rng.choice([-1, 1], shape.dim)
+    k, v = (new.astype(TYPES[shape.types[0]])[:, i] for i in (0, 2))
+    got, want = shape.pool(), shape.pool()
+    slots = rng.permutation(len(got) * shape.page_tokens)[: shape.tokens].astype(np.int64)
+    slots[::3] = -1 - slots[::3]
+    scales = [None, None]
+    if shape.types[1] == "e4m3":
+        scales = [np.linspace(0.3, 1.7, shape.heads, dtype=np.float32) * i for i in (1, 3)]
+    for side, values in enumerate((k, v)):
+        reference.store_tokens(values, slots, shape.seen(want)[:, side], scales[side])
+    pool = shape.seen(got)
+    store_tokens(library, k, v, slots, KvPages(pool[:, 0], pool[:, 1], *scales))
+    assert_same_bytes(got, want, shape)
+
+
+# -- copy
+
+
+@dataclass(frozen=True)
+class Copy:
+    """of_source, of_target: pages, None for those in order; kv: 1 for K and V as layers of their own."""
+
+    source: str
+    target: str
+    of_source: tuple[int, ...] | None = (4, 0, 3)
+    of_target: tuple[int, ...] | None = (1, 4, 2)
+    kind: str = "bf16"
+    blocks: int = 3
+
+
+class Memory:
+    """Pages of a layout: the arrays as they lie, and views of them with the axes that faces take."""
+
+    def __init__(self, layout: str, kind: str, pages: int = PAGES) -> None:
+        outer, _, inner = LAYOUTS[layout].rpartition("/")
+        sizes = dict(zip(AXES, (pages, LAYERS, 2, TOKENS, HEADS, DIM), strict=True))
+        self.lies = [poison(tuple(sizes[axis] for axis in inner), kind) for _ in range(sizes["l"] if outer else 1)]
+        order = [inner.index(axis) for axis in AXES if axis in inner]
+        self.views = [array.transpose(order) for array in self.lies]
+        self.is_list = bool(outer)
+
+    def fill(self, rng: np.random.Generator) -> None:
+        """Random bits, NaN of all kinds among them."""
+        for array in self.lies:
+            array.view(np.uint8)[:] = rng.integers(0, 256, array.view(np.uint8).shape)
+
+    def layers(self) -> list[Array]:
+        """Views of each layer, [pages, 2, tokens, heads, dim]."""
+        return self.views if self.is_list else [self.views[0][:, i] for i in range(LAYERS)]
+
+    def place(self, pages: tuple[int, ...] | None) -> Place:
+        """As a side of a copy."""
+        ids = None if pages is None else np.array(pages, np.int32)
+        if not self.is_list:
+            return Place(self.views[0], ids)
+        return Place(self.views, ids, np.array(layer_addresses(self.views), np.int64))
+
+
+def check_copy(library: Library, shape: Copy) -> None:
+    """The pages that were named arrive to the bit, and nothing else of the target changes."""
+    count = len(shape.of_source or shape.of_target or range(PAGES))
+    source = Memory(shape.source, shape.kind, PAGES if shape.of_source is not None else count)
+    source.fill(np.random.default_rng(count))
+    got, want = (Memory(shape.target, shape.kind, PAGES if shape.of_target is not None else count) for _ in range(2))
+    pages = [list(range(count)) if ids is None else list(ids) for ids in (shape.of_source, shape.of_target)]
+    for of, to in zip(source.layers(), want.layers(), strict=True):
+        reference.copy_pages(of, to, of_source=pages[0], of_target=pages[1])
+    copy_pages(library, source.place(shape.of_source), got.place(shape.of_target), blocks=shape.blocks)
+    for mine, other in zip(got.lies, want.lies, strict=True):
+        assert_same_bytes(mine, other, shape)
+
+
+# -- summary
+
+
+@dataclass(frozen=True)
+class Summary:
+    """tokens: how many of each page are there."""
+
+    tokens: tuple[int, ...] = (16, 0, 1, 5)
+    kind: str = "bf16"
+    dim: int = 64
+    is_hnd: bool = False
+
+
+def check_summary(library: Library, shape: Summary) -> None:
+    """Stale tokens and other pages are NaN and have no say."""
+    rng = np.random.default_rng(len(shape.tokens))
+    middle = (HEADS, TOKENS) if shape.is_hnd else (TOKENS, HEADS)
+    memory = poison((len(shape.tokens) + 2, *middle, shape.dim), shape.kind)
+    keys = memory.swapaxes(1, 2) if shape.is_hnd else memory
+    pages = rng.permutation(len(keys))[: len(shape.tokens)].astype(np.int32)
+    for page, count in zip(pages, shape.tokens, strict=True):
+        keys[page, :count] = (3 * rng.standard_normal((count, HEADS, shape.dim))).astype(keys.dtype)
+    to = allocate((len(pages), HEADS, 2, shape.dim), "float32")
+    got = summarize_pages(library, keys, pages, tokens=np.array(shape.tokens, np.int32), to=to)
+    np.testing.assert_array_equal(got, reference.summarize_pages(keys, pages, shape.tokens), str(shape))
+
+
+STORES = (
+    Store(types=("bf16", "bf16")),
+    Store(types=("f16", "e4m3"), is_hnd=True, tokens=33),
+)
+COPIES = (
+    Copy("pages-hnd", "tensors-nhd"),
+    Copy("layers-nhd", "pages-hnd", None),
+    Copy("pages-hnd", "pages-hnd", kind="e4m3"),
+)
+SUMMARIES = (Summary(), Summary(kind="e4m3", is_hnd=True))
+"""Small ones of each kind."""

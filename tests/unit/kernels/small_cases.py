@@ -1,0 +1,54 @@
+"""One small case of each kind, as a program: `python -m tests.unit.kernels.small_cases LIBRARY [--unit UNIT] [--orders 0,1]`.
+
+For what must own its process: sanitizers, and kernels that were broken on purpose. It says which case failed, and in which order of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tests.unit.kernels.kernel_cases import DECODES, MERGES, PREFILLS, check_decode, check_merge, check_prefill
+from tests.unit.kernels.page_cases import COPIES, STORES, SUMMARIES, check_copy, check_store, check_summary
+from tierd.kernels.library import Emulated
+
+UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
+    "decode": [(check_decode, shape) for shape in DECODES],
+    "prefill": [(check_prefill, shape) for shape in PREFILLS],
+    "merge": [(check_merge, kind) for kind in MERGES],
+    "pages": [
+        (check, shape)
+        for check, shapes in ((check_store, STORES), (check_copy, COPIES), (check_summary, SUMMARIES))
+        for shape in shapes
+    ],
+}
+"""By the source file of the kernels."""
+
+
+def main() -> int:
+    """The exit status: 1 if a result is wrong; the emulator ends the process with 97, race detectors with 66."""
+    parser = argparse.ArgumentParser(description="Runs small cases of the kernels of an emulated library.")
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--unit", action="append", choices=UNITS, help="of this source file alone")
+    parser.add_argument("--orders", default="0", help="of threads, as in SIMT_ORDER")
+    given = parser.parse_args()
+    library = Emulated(given.library)
+    for order in given.orders.split(","):
+        os.environ["SIMT_ORDER"] = order
+        for check, shape in chain.from_iterable(UNITS[unit] for unit in given.unit or UNITS):
+            try:
+                check(library, shape)
+            except AssertionError as error:
+                print(f"{check.__name__}, order {order}: {str(error).strip().splitlines()[0]}")
+                return 1
+    print("all right")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Stores, copies between layouts and bounds of keys by the kernels' own source, against the plain reference, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.unit.kernels.page_cases import (
+    LAYOUTS,
+    Copy,
+    Memory,
+    Store,
+    Summary,
+    check_copy,
+    check_store,
+    check_summary,
+)
+from tests.unit.kernels.small_cases import UNITS
+from tierd.errors import InvalidArgument
+from tierd.kernels.library import Emulated
+from tierd.kernels.pages import KvPages, Place, copy_pages, layer_addresses, store_tokens, summarize_pages
+
+TYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
+STORED = ["bf16", "f16", "e4m3"]
+
+
+# -- store
+
+
+@pytest.mark.parametrize("is_hnd", [False, True], ids=["nhd", "hnd"])
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_store_of_every_type(library: Emulated, types: tuple[str, str], is_hnd: bool) -> None:
+    """Tokens lie where their slots say, rounded once; those with none and all else of the pool stay as they were."""
+    check_store(library, Store(types=types, is_hnd=is_hnd))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 100])
+@pytest.mark.parametrize(("page_tokens", "heads", "dim"), [(16, 1, 128), (64, 8, 96), (256, 3, 256)])
+def test_store_of_any_shape(library: Emulated, tokens: int, page_tokens: int, heads: int, dim: int) -> None:
+    """No token, one, and more than fit a page; heads and channels that are no power of two."""
+    check_store(library, Store(tokens, page_tokens=page_tokens, heads=heads, dim=dim))
+
+
+# -- copy
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_copy_between_layouts(library: Emulated, source: str, target: str) -> None:
+    """From every layout into every other, pages scattered on both sides."""
+    check_copy(library, Copy(source, target))
+
+
+@pytest.mark.parametrize("kind", [*STORED, "f32"])
+def test_copy_of_every_type(library: Emulated, kind: str) -> None:
+    """Bits of any type, NaN of all kinds too."""
+    check_copy(library, Copy("pages-hnd", "layers-nhd", kind=kind))
+
+
+@pytest.mark.parametrize("of_target", [None, (2, 0, 4)], ids=["in-order", "scatter"])
+@pytest.mark.parametrize("of_source", [None, (4, 4, 1)], ids=["in-order", "gather"])
+@pytest.mark.parametrize("layout", ["pages-hnd", "tensors-nhd"])
+def test_pages_in_order_or_named(library: Emulated, layout: str, of_source: Any, of_target: Any) -> None:
+    """A gather may take a page twice; who names none copies all in order."""
+    check_copy(library, Copy("layers-hnd", layout, of_source, of_target))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_copy_of_no_page_or_one(library: Emulated, count: int) -> None:
+    """Nothing to copy changes nothing."""
+    check_copy(library, Copy("pages-hnd", "tensors-hnd", (3,)[:count], (1,)[:count]))
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 1000])
+def test_any_number_of_blocks_copies_the_same(library: Emulated, blocks: int) -> None:
+    """Few blocks beside other work, or more than there is to do."""
+    check_copy(library, Copy("pages-nhd", "layers-hnd", blocks=blocks))
+
+
+def test_copy_of_some_tokens(library: Emulated) -> None:
+    """A view of fewer tokens, heads or layers is a side too: what lies beside it stays."""
+    source, got, want = (Memory(layout, "f16") for layout in ("pages-hnd", "layers-nhd", "layers-nhd"))
+    source.fill(np.random.default_rng(3))
+    part = np.s_[:, 1:, :, 2:7, ::-1]
+    copy_pages(library, Place(source.views[0][part]), Place(got.views[0][part]))
+    want.views[0].view(np.uint8)[part] = source.views[0].view(np.uint8)[part]
+    np.testing.assert_array_equal(got.lies[0].view(np.uint8), want.lies[0].view(np.uint8))
+
+
+def test_copy_of_tensors_for_k_and_v(library: Emulated) -> None:
+    """An engine's tensors for K and others for V are layers of their own; the pool's pages are seen so as well."""
+    pool = Memory("pages-hnd", "bf16")
+    pool.fill(np.random.default_rng(4))
+    flat = pool.lies[0].reshape(len(pool.lies[0]), -1, 1, *pool.lies[0].shape[3:]).swapaxes(3, 4)
+    tensors = [np.zeros(flat[:, 0].shape, flat.dtype) for _ in range(flat.shape[1])]
+    copy_pages(library, Place(flat), Place(tensors, addresses=np.array(layer_addresses(tensors), np.int64)))
+    for layer, tensor in enumerate(tensors):
+        np.testing.assert_array_equal(tensor.view(np.uint16), flat[:, layer].view(np.uint16))
+
+
+# -- summary
+
+
+@pytest.mark.parametrize("is_hnd", [False, True], ids=["nhd", "hnd"])
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_summary_of_every_type(library: Emulated, kind: str, dim: int, is_hnd: bool) -> None:
+    """The least and the greatest of each channel, of full pages, part full ones and one with nothing."""
+    check_summary(library, Summary(kind=kind, dim=dim, is_hnd=is_hnd))
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (16,) * 9])
+def test_summary_of_any_number_of_pages(library: Emulated, tokens: tuple[int, ...]) -> None:
+    """None, one, many."""
+    check_summary(library, Summary(tokens))
+
+
+# -- orders of threads
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("case", UNITS["pages"], ids=lambda case: f"{case[0].__name__}-{case[1]}")
+def test_in_any_order_of_threads(library: Emulated, case: tuple[Any, Any]) -> None:
+    """Whichever thread of a block runs first."""
+    check, shape = case
+    check(library, shape)
+
+
+# -- what does not fit
+
+
+class Nothing:
+    """A library that must not be asked."""
+
+    device = "cpu"
+
+    def launch(self, kernel: str, *_: object, **__: object) -> None:
+        """Raises AssertionError."""
+        raise AssertionError(kernel)
+
+
+def zeros(*shape: int, dtype: Any = np.float16) -> Any:
+    """An array."""
+    return np.zeros(shape, dtype)
+
+
+K, POOL, SLOTS = zeros(5, 2, 64), zeros(3, 16, 2, 64), zeros(5, dtype=np.int64)
+STORE = {"k": K, "v": K, "slots": SLOTS, "pages": KvPages(POOL, POOL)}
+WRONG_STORES = {
+    "k": {"k": K.astype(np.float64)},
+    "v": {"v": K[:4]},
+    "slots": {"slots": SLOTS.astype(np.int32)},
+    "pages.k": {"pages": KvPages(POOL[:, :, :1], POOL)},
+    "pages.v": {"pages": KvPages(POOL, POOL[:, :8])},
+    "pages.k_scales": {"pages": KvPages(POOL, POOL, zeros(3, dtype=np.float32))},
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_STORES)
+def test_an_argument_of_a_store_that_does_not_fit_is_named(argument: str) -> None:
+    """Before a kernel sees an address."""
+    with pytest.raises(InvalidArgument, match=f"^{argument}: "):
+        store_tokens(Nothing(), **(STORE | WRONG_STORES[argument]))
+
+
+PAGES = zeros(4, 3, 2, 16, 2, 64)
+TENSORS = [zeros(4, 2, 16, 2, 64) for _ in range(3)]
+ADDRESSES = np.array(layer_addresses(TENSORS), np.int64)
+IDS = zeros(2, dtype=np.int32)
+WRONG_COPIES = {
+    "source.array": (Place(PAGES[..., ::2]), Place(PAGES)),
+    "source.array: 40 bytes": (Place(PAGES[..., :20]), Place(PAGES[..., :20])),
+    "source.array[1]": (Place([TENSORS[0], PAGES[:, 0]], addresses=ADDRESSES[:2]), Place(PAGES)),
+    "source.array: no tensors": (Place([], addresses=ADDRESSES[:0]), Place(PAGES)),
+    "source.addresses": (Place(TENSORS), Place(PAGES)),
+    "source.addresses: has shape": (Place(TENSORS, addresses=ADDRESSES[:2]), Place(PAGES)),
+    "target.addresses": (Place(PAGES), Place(PAGES, addresses=ADDRESSES)),
+    "source.pages": (Place(PAGES, IDS.astype(np.int64)), Place(PAGES, IDS)),
+    "target.pages": (Place(PAGES, IDS), Place(PAGES)),
+    "target.array": (Place(PAGES), Place(PAGES[:, :2])),
+    "target.array: has type": (Place(PAGES), Place(PAGES.view(ml_dtypes.bfloat16))),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_COPIES)
+def test_a_side_of_a_copy_that_does_not_fit_is_named(argument: str) -> None:
+    """Shapes, types, counts of pages, and tensors of layers that are not alike."""
+    with pytest.raises(InvalidArgument) as caught:
+        copy_pages(Nothing(), *WRONG_COPIES[argument])
+    assert str(caught.value).startswith(argument if ":" in argument else f"{argument}:")
+
+
+def test_mapped_host_memory_is_a_side_of_its_own(library: Emulated) -> None:
+    """A kernel of another device takes host memory only where its mapping is said, and device memory only where it is not."""
+
+    class Elsewhere(Nothing):
+        device = "cuda:0"
+
+    with pytest.raises(InvalidArgument, match=r"^source\.array: is on cpu"):
+        copy_pages(Elsewhere(), Place(PAGES), Place(PAGES, is_mapped=True))
+    with pytest.raises(InvalidArgument, match=r"^target\.array: is on cpu"):
+        copy_pages(Elsewhere(), Place(PAGES, is_mapped=True), Place(PAGES))
+    copy_pages(library, Place(PAGES, is_mapped=True), Place(PAGES.copy()))
+
+
+SUMMARY = {
+    "keys": POOL,
+    "pages": IDS,
+    "tokens": IDS,
+    "to": zeros(2, 2, 2, 64, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize("argument", SUMMARY)
+def test_an_argument_of_a_summary_that_does_not_fit_is_named(argument: str) -> None:
+    """Another type, or one axis less."""
+    given: dict[str, Any] = SUMMARY | {argument: SUMMARY[argument][0]}
+    with pytest.raises(InvalidArgument, match=f"^{argument}: "):
+        summarize_pages(Nothing(), **given)
+
+
+def test_a_summary_writes_where_it_was_told(library: Emulated) -> None:
+    """What comes back is the array that was given."""
+    to = SUMMARY["to"].copy()
+    assert summarize_pages(library, POOL, IDS, tokens=IDS, to=to) is to
+    assert np.isinf(to).all()
