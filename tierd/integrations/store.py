@@ -145,6 +145,7 @@ class EngineStore:
             with self._client.reserve(groups) as reservation:
                 statuses = reservation.statuses.copy()
                 given = statuses == BlockStatus.RESERVED
+                copied_bytes = int(reservation.handles["length"][given].sum())
                 for i in np.flatnonzero(given).tolist():
                     copy_in(sources[i], reservation.buffer(i))
                 if given.any():
@@ -152,6 +153,7 @@ class EngineStore:
         except TierdError:
             self._count(failed_saves=1)
             return np.zeros(len(sources), dtype=np.bool_)
+        self._count(saved_bytes=copied_bytes)
         return np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS))
 
     def _count(self, **amounts: int) -> None:

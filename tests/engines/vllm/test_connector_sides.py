@@ -26,6 +26,7 @@ from tierd.integrations.store import Loaded
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, GroupLoad, Load, Orders
 from tierd.integrations.vllm.scheduler import SchedulerSide
+from tierd.integrations.vllm.spaces import block_bytes
 from tierd.integrations.vllm.worker import WorkerSide, _missing
 from tierd.testing import Daemon
 
@@ -167,6 +168,35 @@ def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
         assert (ended.requests, ended.failed, ended.blocks) == ({"r"}, failed, blocks)
         assert sides.worker.take_loads().requests == set()
         sides.close()
+
+
+def told(**more: Any) -> Any:
+    """As much of a KVConnectorOutput as is read, of loads."""
+    nothing = {"invalid_block_ids": set(), "failed_recving": set(), "finished_recving": set()}
+    return SimpleNamespace(**{"kv_connector_worker_meta": None} | nothing | more)
+
+
+def test_what_one_rank_missed_is_saved_again(daemon: Daemon) -> None:
+    """Of several ranks one may tell of blocks that it could not load steps before the others have ended: the request's blocks are saved anew all the same."""
+    sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
+    asked, ids = request("r", 3), [1, 2, 3]
+    assert sides.match(asked) == 0
+    sides.tables["r"] = (ids,)
+    sides.worker.begin_saves(sides.scheduler.orders(step({"r": 3 * TOKENS})))
+    sides.scheduler.reported(outcome(sides.worker))
+    counts = sides.worker.take_counts()
+    assert counts["saved_bytes"] == 3 * block_bytes(kv_config(FULL).kv_cache_groups[0])
+    for name, failure in (("early", {"invalid_block_ids": {2}}), ("whole", {})):
+        again = request(name, 3)
+        assert sides.match(again) == 3 * TOKENS
+        sides.scheduler.allocated(again, (ids,), 3 * TOKENS)
+        sides.scheduler.orders(step({}))
+        sides.scheduler.reported(told(**failure))
+        sides.scheduler.reported(told(finished_recving={name}))
+        sides.tables[name] = (ids,)
+        saves = sides.scheduler.orders(step({name: 3 * TOKENS + 1})).saves
+        assert [save.ids for save in saves] == ([(1, 2, 3)] if failure else [])
+    sides.close()
 
 
 def test_a_daemon_that_hangs_is_not_waited_for(daemon: Daemon) -> None:

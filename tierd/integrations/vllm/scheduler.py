@@ -166,12 +166,13 @@ class SchedulerSide:
                 self._ended[number] += workers
                 if self._ended[number] >= self._config.parallel_config.world_size:
                     self._release(number)
-        has_failed = bool(output.invalid_block_ids or output.failed_recving)
+        if output.invalid_block_ids or output.failed_recving:
+            # Of several ranks one may tell of it steps before the others have ended.
+            for entry in self._entries.values():
+                entry.saved = [0] * len(self._spaces) if entry.is_loading else entry.saved
         for request_id in output.finished_recving or ():
-            entry = self._entries.get(request_id)
-            if entry is not None:
-                entry.is_loading = False
-                entry.saved = [0] * len(self._spaces) if has_failed else entry.saved
+            if request_id in self._entries:
+                self._entries[request_id].is_loading = False
 
     @property
     def is_retaining(self) -> bool:
