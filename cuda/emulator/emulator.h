@@ -32,7 +32,8 @@
     simt::emulator::launch({x, y, z}, THREADS, shared_bytes, [params] { BODY(params); });                                     \
     return 0;                                                                                                                 \
   }                                                                                                                           \
-  extern "C" __attribute__((visibility("default"))) int NAME##_bytes() { return sizeof(PARAMS); }
+  extern "C" __attribute__((visibility("default"))) int NAME##_bytes() { return sizeof(PARAMS); }                             \
+  extern "C" __attribute__((visibility("default"))) int NAME##_threads() { return THREADS; }
 
 using std::max;
 using std::min;

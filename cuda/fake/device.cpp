@@ -1,0 +1,213 @@
+// One device, its primary context, and how the bindings find the driver's functions.
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "state.hpp"
+
+namespace fake {
+
+namespace {
+pid_t owner = 0;
+int retained = 0;
+CUresult lost = CUDA_SUCCESS;
+thread_local std::vector<CUcontext> entered;  // the last is current
+char primary;  // its address is the context's handle
+
+CUcontext context() { return reinterpret_cast<CUcontext>(&primary); }
+CUcontext current() { return entered.empty() ? nullptr : entered.back(); }
+}  // namespace
+
+std::recursive_mutex& mutex() {
+  static auto* only = new std::recursive_mutex;
+  return *only;
+}
+bool is_initialized() { return owner == getpid(); }
+CUresult context_error() {
+  if (!current()) return CUDA_ERROR_INVALID_CONTEXT;
+  return retained ? lost : CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+void lose_context(CUresult error) { lost = error; }
+size_t number(const char* variable, size_t otherwise) {
+  const char* given = getenv(variable);
+  return given ? strtoull(given, nullptr, 0) : otherwise;
+}
+
+namespace {
+
+// As an H100's. An attribute that is not here is refused, so that nobody relies on what nobody thought of.
+const std::map<CUdevice_attribute, int> kAttributes = {
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
+    {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, kMultiprocessors},
+    {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
+    {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, kThreads},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK, kPlainShared},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, kBlockShared},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, kShared},
+    {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},
+    {CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 3},
+    {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
+    {CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY, 1},
+    {CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, 1},
+    {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
+    {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1},
+};
+
+}  // namespace
+}  // namespace fake
+
+using namespace fake;
+
+EXPORTED CUresult cuInit(unsigned flags) {
+  std::lock_guard lock(mutex());
+  if (flags) return CUDA_ERROR_INVALID_VALUE;
+  if (!number("TIERD_FAKE_CUDA_DEVICES", 1)) return CUDA_ERROR_NO_DEVICE;
+  if (owner && owner != getpid()) return CUDA_ERROR_NOT_INITIALIZED;
+  owner = getpid();
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDriverGetVersion(int* version) {
+  *version = CUDA_VERSION;
+  return CUDA_SUCCESS;
+}
+
+// -- device
+
+EXPORTED CUresult cuDeviceGetCount(int* count) {
+  ENTER;
+  *count = 1;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  ENTER;
+  *device = ordinal;
+  return ordinal ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
+  ENTER;
+  if (device || length < 1) return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_ERROR_INVALID_VALUE;
+  strncpy(name, "Fake GPU", length)[length - 1] = 0;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
+  ENTER;
+  memcpy(uuid->bytes, "tierd's fake GPU", sizeof uuid->bytes);
+  return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceTotalMem(size_t* bytes, CUdevice device) {
+  ENTER;
+  *bytes = number("TIERD_FAKE_CUDA_BYTES", size_t(8) << 30);
+  return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  ENTER;
+  if (device) return CUDA_ERROR_INVALID_DEVICE;
+  if (attribute == CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED) {
+    *value = int(number("TIERD_FAKE_CUDA_READ_ONLY_REGISTER", 1));
+    return CUDA_SUCCESS;
+  }
+  const auto found = kAttributes.find(attribute);
+  if (found == kAttributes.end()) return CUDA_ERROR_INVALID_VALUE;
+  *value = found->second;
+  return CUDA_SUCCESS;
+}
+
+// -- context
+
+EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext* to, CUdevice device) {
+  ENTER;
+  if (device) return CUDA_ERROR_INVALID_DEVICE;
+  retained++;
+  *to = context();
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
+  ENTER;
+  if (device || !retained) return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_ERROR_INVALID_CONTEXT;
+  if (--retained) return CUDA_SUCCESS;
+  forget_work();
+  lost = CUDA_SUCCESS;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
+  ENTER;
+  *flags = 0;
+  *is_active = retained > 0;
+  return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxSetCurrent(CUcontext to) {
+  ENTER;
+  if (to && (to != context() || !retained)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!entered.empty()) entered.pop_back();
+  if (to) entered.push_back(to);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxPushCurrent(CUcontext to) {
+  ENTER;
+  if (to != context() || !retained) return CUDA_ERROR_INVALID_CONTEXT;
+  entered.push_back(to);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxPopCurrent(CUcontext* left) {
+  ENTER;
+  if (entered.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  *left = current();
+  entered.pop_back();
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxGetCurrent(CUcontext* to) {
+  ENTER;
+  *to = current();
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxGetDevice(CUdevice* device) {
+  ENTER_CONTEXT;
+  *device = 0;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxSynchronize() {
+  ENTER_CONTEXT;
+  return finish_all();
+}
+
+// -- names
+
+EXPORTED CUresult cuGetErrorName(CUresult error, const char** name) {
+#define NAME(E) \
+  case E: *name = #E; return CUDA_SUCCESS;
+  switch (error) {
+    NAME(CUDA_SUCCESS) NAME(CUDA_ERROR_INVALID_VALUE) NAME(CUDA_ERROR_OUT_OF_MEMORY) NAME(CUDA_ERROR_NOT_INITIALIZED) NAME(CUDA_ERROR_NO_DEVICE)
+    NAME(CUDA_ERROR_INVALID_DEVICE) NAME(CUDA_ERROR_INVALID_IMAGE) NAME(CUDA_ERROR_INVALID_CONTEXT) NAME(CUDA_ERROR_NO_BINARY_FOR_GPU)
+    NAME(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED) NAME(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED) NAME(CUDA_ERROR_INVALID_HANDLE) NAME(CUDA_ERROR_NOT_FOUND)
+    NAME(CUDA_ERROR_NOT_READY) NAME(CUDA_ERROR_ILLEGAL_ADDRESS) NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED) NAME(CUDA_ERROR_NOT_SUPPORTED)
+    default: *name = nullptr; return CUDA_ERROR_INVALID_VALUE;
+  }
+#undef NAME
+}
+EXPORTED CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }
+
+// The newest version of a function, as cuda.h names it for its own version; what is not there is said to be missing, and the bindings name it.
+EXPORTED CUresult cuGetProcAddress_v2(const char* name, void** to, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
+  static void* self = [] {
+    Dl_info info;
+    dladdr(reinterpret_cast<void*>(&cuInit), &info);
+    return dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  }();
+  *to = nullptr;
+  for (const char* version : {"_v3", "_v2", ""})
+    if (!*to) *to = dlsym(self, (std::string(name) + version).c_str());
+  if (found) *found = *to ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return *to ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
+// What this process has not given back, for tests: leaks are counted here and in descriptors.
+EXPORTED void fake_cuda_counts(Counts* to) {
+  std::lock_guard lock(mutex());
+  const Memory& m = memory();
+  *to = {m.handles.size(), m.mappings.size(), m.reservations.size(), m.allocations.size(), m.pinned.size(), 0, 0, 0, 0, m.charged};
+  count_work(*to);
+  count_libraries(*to);
+}

@@ -1,0 +1,104 @@
+// What the fake driver knows: a device that is this process's memory, and work that waits as long as it may.
+//
+// For host code alone: NVIDIA's own bindings run on it, unmodified, where there is no GPU. It checks its callers as the driver does, and is as unkind as
+// the driver may be: work put into a stream runs when somebody waits for it, not before, so that a wait that is missing is seen. Device memory is a memfd
+// for each allocation, so that what is exported lives on in other processes. What it is not like: the host may read device memory by its address, with the
+// rights of the mapping, where a GPU's is out of reach; a kernel may read the host's; and no two pieces of work are ever under way at the same time.
+#pragma once
+#include <cuda.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Calls take turns. A child of a process that has used the driver gets no further, as with the real one.
+#define ENTER                                       \
+  std::lock_guard lock(fake::mutex());              \
+  if (!fake::is_initialized()) return CUDA_ERROR_NOT_INITIALIZED
+// After an error of the device's, every call that needs the context gives it again.
+#define ENTER_CONTEXT                               \
+  ENTER;                                            \
+  if (CUresult wrong = fake::context_error()) return wrong
+
+namespace fake {
+
+constexpr size_t kGranularity = 2 << 20;
+constexpr int kMultiprocessors = 132, kThreads = 2048, kShared = 228 << 10, kBlockShared = 227 << 10, kPlainShared = 48 << 10;
+
+std::recursive_mutex& mutex();
+bool is_initialized();
+CUresult context_error();
+void lose_context(CUresult error);
+size_t number(const char* variable, size_t otherwise);
+
+// -- memory
+
+// Physical memory. It is given back when neither a handle nor a mapping refers to it, here or in a process that it was exported to.
+struct Backing {
+  int fd;
+  size_t bytes;
+  CUmemAllocationProp prop;
+  bool is_ours;  // charged to this process; an imported one is charged to the process that made it
+  ~Backing();
+};
+struct Mapping {
+  size_t bytes;
+  std::shared_ptr<Backing> backing;
+  int rights = 0;  // PROT_READ, PROT_WRITE; none until cuMemSetAccess
+};
+struct Pinned {
+  size_t bytes;
+  bool can_write, is_ours;  // ours: of cuMemHostAlloc
+};
+struct Memory {
+  std::map<CUmemGenericAllocationHandle, std::shared_ptr<Backing>> handles;
+  std::map<CUdeviceptr, size_t> reservations, allocations;  // of cuMemAddressReserve; of cuMemAlloc
+  std::map<CUdeviceptr, Mapping> mappings;
+  std::map<CUdeviceptr, Pinned> pinned;
+  size_t charged = 0;
+};
+Memory& memory();
+
+enum class Place { kDevice, kPinned, kPageable, kNone };  // none: reserved or in part mapped, so that no copy may touch it
+struct Range {
+  Place place;
+  int rights;
+};
+Range range_of(CUdeviceptr at, size_t bytes);
+
+// -- work
+
+// A piece of work and what must have ended before it: its stream's earlier work, events that the stream waits for.
+struct Work {
+  std::vector<std::shared_ptr<Work>> before;
+  std::function<CUresult()> run;
+  bool is_done = false, was_asked = false;
+  std::chrono::steady_clock::time_point ended;
+};
+struct Stream {
+  bool is_blocking;  // it and the legacy stream wait for each other
+  std::shared_ptr<Work> last;
+};
+Stream* find_stream(CUstream handle);
+std::shared_ptr<Work> enqueue(Stream& stream, std::function<CUresult()> run);
+CUresult finish(const std::shared_ptr<Work>& work);
+CUresult finish_all();
+void forget_work();
+
+// Runs work that may touch memory that is not there, or not with those rights: what would be a signal is CUDA_ERROR_ILLEGAL_ADDRESS.
+CUresult guarded(const std::function<CUresult()>& run);
+
+struct Counts {
+  uint64_t handles, mappings, reservations, allocations, pinned, streams, events, libraries, pending, charged_bytes;
+};
+void count_work(Counts& counts);
+void count_libraries(Counts& counts);
+
+}  // namespace fake

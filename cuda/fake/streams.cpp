@@ -1,0 +1,346 @@
+// Streams, events and copies. Work is a graph: it runs when somebody waits for it, after what must come before it, and nothing else runs with it.
+#include <setjmp.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "state.hpp"
+
+namespace fake {
+
+struct Event {
+  std::shared_ptr<Work> recorded;
+  bool has_time;
+};
+
+namespace {
+
+Stream& legacy() {
+  static auto* only = new Stream{true, nullptr};
+  return *only;
+}
+std::set<Stream*>& streams() {
+  static auto* all = new std::set<Stream*>;
+  return *all;
+}
+std::set<Event*>& events() {
+  static auto* all = new std::set<Event*>;
+  return *all;
+}
+// In the order in which it was put in, also that of streams that are gone.
+std::vector<std::weak_ptr<Work>>& pending() {
+  static auto* all = new std::vector<std::weak_ptr<Work>>;
+  return *all;
+}
+
+CUresult run(Work& work) {
+  const CUresult result = work.run ? guarded(work.run) : CUDA_SUCCESS;
+  work.is_done = true;
+  work.ended = std::chrono::steady_clock::now();
+  work.run = nullptr;
+  work.before.clear();
+  if (result) lose_context(result);
+  return result;
+}
+
+// Says no once to whoever asks, so that nobody takes an answer for a wait; then the work is done.
+CUresult ask(const std::shared_ptr<Work>& work) {
+  if (!work || work->is_done) return CUDA_SUCCESS;
+  if (work->was_asked) return finish(work);
+  work->was_asked = true;
+  return CUDA_ERROR_NOT_READY;
+}
+
+struct Copied {
+  CUdeviceptr to, from;
+  size_t bytes;
+};
+using Snapshot = std::shared_ptr<std::vector<char>>;
+
+CUresult copy_now(const Copied& copied, const Snapshot& snapshot) {
+  const Range to = range_of(copied.to, copied.bytes), from = range_of(copied.from, copied.bytes);
+  if (!(to.rights & PROT_WRITE) || (!snapshot && !(from.rights & PROT_READ))) return CUDA_ERROR_ILLEGAL_ADDRESS;
+  memmove(reinterpret_cast<void*>(copied.to), snapshot ? snapshot->data() : reinterpret_cast<void*>(copied.from), copied.bytes);
+  return CUDA_SUCCESS;
+}
+
+Snapshot snapshot_of(const Copied& copied) {
+  const auto* begin = reinterpret_cast<const char*>(copied.from);
+  return std::make_shared<std::vector<char>>(begin, begin + copied.bytes);
+}
+
+CUresult copy_error(const Copied& copied) {
+  if (range_of(copied.to, copied.bytes).place == Place::kNone || range_of(copied.from, copied.bytes).place == Place::kNone) return CUDA_ERROR_INVALID_VALUE;
+  return CUDA_SUCCESS;
+}
+
+// Memory that is not pinned goes through the driver's own buffer: on its way to the device it is read before the call returns, and on its way from there it has
+// arrived (API synchronization behavior in NVIDIA's reference of the driver).
+CUresult copy_async(const Copied& copied, CUstream handle) {
+  Stream* stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (!copied.bytes) return CUDA_SUCCESS;
+  if (CUresult wrong = copy_error(copied)) return wrong;
+  const bool is_staged = range_of(copied.from, copied.bytes).place == Place::kPageable;
+  const auto work = enqueue(*stream, [copied, snapshot = is_staged ? snapshot_of(copied) : nullptr] { return copy_now(copied, snapshot); });
+  return range_of(copied.to, copied.bytes).place == Place::kPageable ? finish(work) : CUDA_SUCCESS;
+}
+
+// From memory that is not pinned a copy may still be on its way to the device when the call returns: streams that do not wait for the legacy one must be made to.
+CUresult copy_and_wait(const Copied& copied) {
+  const bool is_staged = range_of(copied.from, copied.bytes).place == Place::kPageable;
+  if (CUresult wrong = copy_async(copied, CU_STREAM_LEGACY)) return wrong;
+  return is_staged ? CUDA_SUCCESS : finish(legacy().last);
+}
+
+bool is_device(CUdeviceptr address, size_t bytes) { return range_of(address, bytes).place == Place::kDevice; }
+
+thread_local sigjmp_buf way_out;
+thread_local bool is_guarded = false;
+
+// A fault of somebody else's, such as a test that writes where it may not, ends the process as ever.
+void leave(int number) {
+  if (is_guarded) siglongjmp(way_out, 1);
+  signal(number, SIG_DFL);
+}
+
+}  // namespace
+
+CUresult guarded(const std::function<CUresult()>& work) {
+  struct sigaction action {}, before;
+  action.sa_handler = leave;
+  sigaction(SIGSEGV, &action, &before);
+  is_guarded = true;
+  const CUresult result = sigsetjmp(way_out, 1) ? CUDA_ERROR_ILLEGAL_ADDRESS : work();
+  is_guarded = false;
+  sigaction(SIGSEGV, &before, nullptr);
+  return result;
+}
+
+Stream* find_stream(CUstream handle) {
+  if (!handle || handle == CU_STREAM_LEGACY) return &legacy();
+  const auto found = streams().find(reinterpret_cast<Stream*>(handle));
+  return found == streams().end() ? nullptr : *found;
+}
+
+std::shared_ptr<Work> enqueue(Stream& stream, std::function<CUresult()> run) {
+  auto work = std::make_shared<Work>();
+  work->run = std::move(run);
+  const auto follow = [&](const Stream& other) {
+    if (other.last && !other.last->is_done) work->before.push_back(other.last);
+  };
+  follow(stream);
+  if (&stream == &legacy())
+    for (const Stream* other : streams())
+      if (other->is_blocking) follow(*other);
+  if (&stream != &legacy() && stream.is_blocking) follow(legacy());
+  auto& all = pending();
+  if (all.size() % 1024 == 1023) std::erase_if(all, [](const auto& old) { return old.expired() || old.lock()->is_done; });
+  all.push_back(work);
+  return stream.last = work;
+}
+
+// Depth first, without recursion: streams grow long.
+CUresult finish(const std::shared_ptr<Work>& last) {
+  std::vector<std::shared_ptr<Work>> todo;
+  if (last) todo.push_back(last);
+  while (!todo.empty()) {
+    const std::shared_ptr<Work> work = todo.back();
+    std::erase_if(work->before, [](const auto& other) { return other->is_done; });
+    todo.insert(todo.end(), work->before.begin(), work->before.end());
+    if (!work->before.empty()) continue;
+    todo.pop_back();
+    if (work->is_done) continue;
+    if (CUresult wrong = run(*work)) return wrong;
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult finish_all() {
+  for (const auto& each : std::exchange(pending(), {}))
+    if (const auto work = each.lock())
+      if (CUresult wrong = finish(work)) return wrong;
+  return CUDA_SUCCESS;
+}
+
+void forget_work() {
+  for (Stream* stream : streams()) delete stream;
+  for (Event* event : events()) delete event;
+  streams().clear(), events().clear(), pending().clear();
+  legacy().last = nullptr;
+}
+
+void count_work(Counts& counts) {
+  counts.streams = streams().size();
+  counts.events = events().size();
+  for (const auto& each : pending())
+    if (const auto work = each.lock()) counts.pending += !work->is_done;
+}
+
+}  // namespace fake
+
+using namespace fake;
+
+// -- streams
+
+EXPORTED CUresult cuStreamCreate(CUstream* to, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags & ~unsigned(CU_STREAM_NON_BLOCKING)) return CUDA_ERROR_INVALID_VALUE;
+  auto* stream = new Stream{!(flags & CU_STREAM_NON_BLOCKING), nullptr};
+  streams().insert(stream);
+  *to = reinterpret_cast<CUstream>(stream);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuStreamCreateWithPriority(CUstream* to, unsigned flags, int) { return cuStreamCreate(to, flags); }
+// Work under way goes on.
+EXPORTED CUresult cuStreamDestroy(CUstream handle) {
+  ENTER_CONTEXT;
+  auto* stream = reinterpret_cast<Stream*>(handle);
+  if (!streams().erase(stream)) return CUDA_ERROR_INVALID_HANDLE;
+  static auto* orphans = new std::vector<std::shared_ptr<Work>>;
+  std::erase_if(*orphans, [](const auto& work) { return work->is_done; });
+  if (stream->last && !stream->last->is_done) orphans->push_back(stream->last);
+  delete stream;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuStreamQuery(CUstream handle) {
+  ENTER_CONTEXT;
+  Stream* stream = find_stream(handle);
+  return stream ? ask(stream->last) : CUDA_ERROR_INVALID_HANDLE;
+}
+EXPORTED CUresult cuStreamSynchronize(CUstream handle) {
+  ENTER_CONTEXT;
+  Stream* stream = find_stream(handle);
+  return stream ? finish(stream->last) : CUDA_ERROR_INVALID_HANDLE;
+}
+EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent given, unsigned) {
+  ENTER_CONTEXT;
+  Stream* stream = find_stream(handle);
+  auto* event = reinterpret_cast<Event*>(given);
+  if (!stream || !events().count(event)) return CUDA_ERROR_INVALID_HANDLE;
+  if (!event->recorded || event->recorded->is_done) return CUDA_SUCCESS;
+  const std::shared_ptr<Work> awaited = event->recorded;  // a later record of the event changes nothing
+  enqueue(*stream, nullptr)->before.push_back(awaited);
+  return CUDA_SUCCESS;
+}
+
+// -- events
+
+EXPORTED CUresult cuEventCreate(CUevent* to, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags & CU_EVENT_INTERPROCESS) return CUDA_ERROR_NOT_SUPPORTED;  // nobody here needs it yet
+  auto* event = new Event{nullptr, !(flags & CU_EVENT_DISABLE_TIMING)};
+  events().insert(event);
+  *to = reinterpret_cast<CUevent>(event);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuEventDestroy(CUevent given) {
+  ENTER_CONTEXT;
+  auto* event = reinterpret_cast<Event*>(given);
+  if (!events().erase(event)) return CUDA_ERROR_INVALID_HANDLE;
+  delete event;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuEventRecord(CUevent given, CUstream handle) {
+  ENTER_CONTEXT;
+  Stream* stream = find_stream(handle);
+  auto* event = reinterpret_cast<Event*>(given);
+  if (!stream || !events().count(event)) return CUDA_ERROR_INVALID_HANDLE;
+  event->recorded = enqueue(*stream, nullptr);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuEventQuery(CUevent given) {
+  ENTER_CONTEXT;
+  auto* event = reinterpret_cast<Event*>(given);
+  return events().count(event) ? ask(event->recorded) : CUDA_ERROR_INVALID_HANDLE;
+}
+EXPORTED CUresult cuEventSynchronize(CUevent given) {
+  ENTER_CONTEXT;
+  auto* event = reinterpret_cast<Event*>(given);
+  return events().count(event) ? finish(event->recorded) : CUDA_ERROR_INVALID_HANDLE;
+}
+EXPORTED CUresult cuEventElapsedTime(float* ms, CUevent from, CUevent to) {
+  ENTER_CONTEXT;
+  const auto *first = reinterpret_cast<Event*>(from), *last = reinterpret_cast<Event*>(to);
+  for (const Event* event : {first, last})
+    if (!events().count(const_cast<Event*>(event)) || !event->has_time || !event->recorded) return CUDA_ERROR_INVALID_HANDLE;
+  if (!first->recorded->is_done || !last->recorded->is_done) return CUDA_ERROR_NOT_READY;
+  *ms = std::chrono::duration<float, std::milli>(last->recorded->ended - first->recorded->ended).count();
+  return CUDA_SUCCESS;
+}
+
+// -- copies
+
+EXPORTED CUresult cuMemcpyHtoD(CUdeviceptr to, const void* from, size_t bytes) {
+  ENTER_CONTEXT;
+  return bytes && !is_device(to, bytes) ? CUDA_ERROR_INVALID_VALUE : copy_and_wait({to, CUdeviceptr(from), bytes});
+}
+EXPORTED CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, size_t bytes) {
+  ENTER_CONTEXT;
+  return bytes && !is_device(from, bytes) ? CUDA_ERROR_INVALID_VALUE : copy_and_wait({CUdeviceptr(to), from, bytes});
+}
+EXPORTED CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  ENTER_CONTEXT;
+  return copy_async({to, from, bytes}, stream);
+}
+EXPORTED CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  ENTER_CONTEXT;
+  return bytes && !is_device(to, bytes) ? CUDA_ERROR_INVALID_VALUE : copy_async({to, CUdeviceptr(from), bytes}, stream);
+}
+EXPORTED CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  ENTER_CONTEXT;
+  return bytes && !is_device(from, bytes) ? CUDA_ERROR_INVALID_VALUE : copy_async({CUdeviceptr(to), from, bytes}, stream);
+}
+EXPORTED CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  ENTER_CONTEXT;
+  return bytes && !(is_device(to, bytes) && is_device(from, bytes)) ? CUDA_ERROR_INVALID_VALUE : copy_async({to, from, bytes}, stream);
+}
+EXPORTED CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream handle) {
+  ENTER_CONTEXT;
+  Stream* stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (!is_device(to, bytes)) return CUDA_ERROR_INVALID_VALUE;
+  enqueue(*stream, [=] {
+    if (!(range_of(to, bytes).rights & PROT_WRITE)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    memset(reinterpret_cast<void*>(to), value, bytes);
+    return CUDA_SUCCESS;
+  });
+  return CUDA_SUCCESS;
+}
+
+// There is no order within a batch: the last goes first. A source that may be read at any time is read when that is wrong: device memory at the call, before the
+// stream's earlier work has written it, the host's when the stream gets there.
+EXPORTED CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes, size_t* firsts,
+                                     size_t attribute_count, CUstream handle) {
+  ENTER_CONTEXT;
+  Stream* stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (stream == &legacy() || !count || !attribute_count || attribute_count > count || firsts[0]) return CUDA_ERROR_INVALID_VALUE;
+  for (size_t i = 0; i < attribute_count; i++) {
+    const auto order = attributes[i].srcAccessOrder;
+    if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY) return CUDA_ERROR_INVALID_VALUE;
+    if (firsts[i] >= count || (i && firsts[i] <= firsts[i - 1])) return CUDA_ERROR_INVALID_VALUE;
+  }
+  for (size_t i = 0; i < count; i++)
+    if (!bytes[i] || copy_error({to[i], from[i], bytes[i]})) return CUDA_ERROR_INVALID_VALUE;
+  std::vector<std::pair<Copied, Snapshot>> all;
+  bool is_awaited = false;
+  for (size_t i = 0; i < count; i++) {
+    const Copied copied{to[i], from[i], bytes[i]};
+    const auto order = attributes[std::upper_bound(firsts, firsts + attribute_count, i) - firsts - 1].srcAccessOrder;
+    const Place place = range_of(copied.from, copied.bytes).place;
+    const bool is_early = order == CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL || (order == CU_MEMCPY_SRC_ACCESS_ORDER_ANY && place == Place::kDevice) ||
+                          (order == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM && place == Place::kPageable);
+    all.emplace_back(copied, is_early ? snapshot_of(copied) : nullptr);
+    is_awaited |= range_of(copied.to, copied.bytes).place == Place::kPageable;
+  }
+  const auto work = enqueue(*stream, [all] {
+    CUresult result = CUDA_SUCCESS;
+    for (auto each = all.rbegin(); each != all.rend() && !result; ++each) result = copy_now(each->first, each->second);
+    return result;
+  });
+  return is_awaited ? finish(work) : CUDA_SUCCESS;
+}

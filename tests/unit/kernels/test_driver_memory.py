@@ -1,0 +1,217 @@
+"""Device memory on the fake driver, by NVIDIA's own bindings: what is granted, what is refused, and what is left."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import signal
+import threading
+
+import numpy as np
+
+from tests.unit.kernels.fake_driver import (
+    SLAB,
+    access,
+    counts,
+    entered,
+    mapped,
+    ok,
+    on_fake_driver,
+    refused,
+    shareable,
+    unmapped,
+)
+
+READ_ONLY = 8
+"""CU_MEMHOSTREGISTER_READ_ONLY"""
+
+
+@on_fake_driver(TIERD_FAKE_CUDA_BYTES=str(4 * SLAB))
+def test_memory_comes_in_slabs_up_to_what_the_device_has() -> None:
+    """Sizes that are no multiple of the granularity are refused, and so is what passes the device's memory, until some is given back."""
+    cuda = entered()
+    prop = shareable(cuda)
+    minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    assert ok(cuda.cuMemGetAllocationGranularity(prop, minimum)) == SLAB
+    assert refused(cuda.cuMemCreate(SLAB + 4096, prop, 0)) == "INVALID_VALUE"
+    first, second = ok(cuda.cuMemCreate(3 * SLAB, prop, 0)), ok(cuda.cuMemCreate(SLAB, prop, 0))
+    assert refused(cuda.cuMemCreate(SLAB, prop, 0)) == "OUT_OF_MEMORY"
+    assert refused(cuda.cuMemAlloc(1)) == "OUT_OF_MEMORY"
+    assert ok(cuda.cuMemGetInfo()) == (0, 4 * SLAB)
+    address = mapped(cuda, second)
+    ok(cuda.cuMemRelease(second))
+    assert refused(cuda.cuMemAlloc(1)) == "OUT_OF_MEMORY", "a mapping keeps the memory of a handle that was released"
+    unmapped(cuda, address)
+    ok(cuda.cuMemFree(ok(cuda.cuMemAlloc(SLAB))))
+    ok(cuda.cuMemRelease(first))
+    assert counts() == {}
+
+
+@on_fake_driver()
+def test_mappings_are_whole_and_single() -> None:
+    """Refused: an address outside of reserved space, one that is taken, an offset, a part, an unaligned one; unmapping or freeing a part."""
+    cuda = entered()
+    handle = ok(cuda.cuMemCreate(2 * SLAB, shareable(cuda), 0))
+    space = int(ok(cuda.cuMemAddressReserve(4 * SLAB, 0, 0, 0)))
+    for address, length, offset in (
+        (space + 3 * SLAB, 2 * SLAB, 0),
+        (space, SLAB, 0),
+        (space, 2 * SLAB, SLAB),
+        (space + 4096, 2 * SLAB, 0),
+        (SLAB, 2 * SLAB, 0),
+    ):
+        assert refused(cuda.cuMemMap(address, length, offset, handle, 0)) == "INVALID_VALUE"
+    rights = [access(cuda, rights="READ")]
+    assert refused(cuda.cuMemSetAccess(space, 2 * SLAB, rights, 1)) == "INVALID_VALUE", "nothing is mapped there"
+    ok(cuda.cuMemMap(space, 2 * SLAB, 0, handle, 0))
+    assert refused(cuda.cuMemMap(space + SLAB, 2 * SLAB, 0, handle, 0)) == "INVALID_VALUE"
+    assert refused(cuda.cuMemUnmap(space, SLAB)) == "INVALID_VALUE"
+    assert refused(cuda.cuMemSetAccess(space, SLAB, rights, 1)) == "INVALID_VALUE"
+    assert refused(cuda.cuMemAddressFree(space, 4 * SLAB)) == "INVALID_VALUE", "something is mapped there"
+    ok(cuda.cuMemMap(space + 2 * SLAB, 2 * SLAB, 0, handle, 0))
+    ok(cuda.cuMemSetAccess(space, 4 * SLAB, rights, 1))
+    ok(cuda.cuMemUnmap(space, 4 * SLAB))
+    assert refused(cuda.cuMemAddressFree(space, 2 * SLAB)) == "INVALID_VALUE"
+    ok(cuda.cuMemAddressFree(space, 4 * SLAB))
+    ok(cuda.cuMemRelease(handle))
+    assert refused(cuda.cuMemRelease(handle)) == "INVALID_VALUE"
+    assert counts() == {}
+
+
+@on_fake_driver(dies_of=signal.SIGSEGV)
+def test_a_new_mapping_has_no_rights() -> None:
+    """Memory that was mapped and not opened by cuMemSetAccess cannot be read."""
+    cuda = entered()
+    address = int(ok(cuda.cuMemAddressReserve(SLAB, 0, 0, 0)))
+    ok(cuda.cuMemMap(address, SLAB, 0, ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0)), 0))
+    print("now", flush=True)
+    ctypes.string_at(address, 1)
+
+
+@on_fake_driver(dies_of=signal.SIGSEGV)
+def test_a_read_only_mapping_is_read_only() -> None:
+    """What is written through one mapping is seen through another of the same memory, which cannot be written to."""
+    cuda = entered()
+    handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
+    writable, readable = mapped(cuda, handle), mapped(cuda, handle, rights="READ")
+    ctypes.memset(writable, 7, 64)
+    assert ctypes.string_at(readable, 3) == b"\x07\x07\x07"
+    print("now", flush=True)
+    ctypes.memset(readable, 1, 1)
+
+
+@on_fake_driver()
+def test_a_write_where_it_may_not_be_loses_the_context() -> None:
+    """A copy to a read-only mapping fails when it runs, and every later call that needs the context with it; memory can still be given back."""
+    cuda = entered()
+    handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
+    address, plain, stream = mapped(cuda, handle, rights="READ"), ok(cuda.cuMemAlloc(64)), ok(cuda.cuStreamCreate(1))
+    ok(cuda.cuMemcpyDtoDAsync(address, plain, 64, stream))
+    assert refused(cuda.cuStreamSynchronize(stream)) == "ILLEGAL_ADDRESS"
+    assert refused(cuda.cuMemcpyDtoDAsync(plain, address, 64, stream)) == "ILLEGAL_ADDRESS"
+    assert refused(cuda.cuMemAlloc(1)) == "ILLEGAL_ADDRESS"
+    unmapped(cuda, address)
+    ok(cuda.cuMemRelease(handle))
+
+
+@on_fake_driver()
+def test_work_on_memory_that_was_unmapped_loses_the_context() -> None:
+    """Unmapping waits for no work: who unmaps must have waited."""
+    cuda = entered()
+    handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
+    address, stream = mapped(cuda, handle), ok(cuda.cuStreamCreate(1))
+    ok(cuda.cuMemsetD8Async(address, 1, 64, stream))
+    unmapped(cuda, address)
+    assert refused(cuda.cuStreamSynchronize(stream)) == "ILLEGAL_ADDRESS"
+    assert refused(cuda.cuMemsetD8Async(address, 1, 64, stream)) == "ILLEGAL_ADDRESS"
+
+
+@on_fake_driver()
+def test_leaks_are_counted() -> None:
+    """What was taken and not given back is counted, by kind, and in descriptors; nothing is when all was given back."""
+    cuda = entered()
+    before, descriptors = counts(), len(os.listdir("/proc/self/fd"))
+    handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
+    address, plain = mapped(cuda, handle), ok(cuda.cuMemAlloc(4096))
+    stream, event = ok(cuda.cuStreamCreate(0)), ok(cuda.cuEventCreate(0))
+    pinned = ok(cuda.cuMemHostAlloc(4096, 0))
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    exported = ok(cuda.cuMemExportToShareableHandle(handle, kind, 0))
+    assert counts() == dict.fromkeys(
+        ("handles", "mappings", "reservations", "allocations", "pinned", "streams", "events"), 1
+    ) | {"charged_bytes": SLAB + 4096}
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 2
+    ok(cuda.cuMemRelease(handle))
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 2, "the mapping holds it"
+    unmapped(cuda, address)
+    os.close(exported)
+    ok(cuda.cuMemFree(plain))
+    ok(cuda.cuStreamDestroy(stream))
+    ok(cuda.cuEventDestroy(event))
+    ok(cuda.cuMemFreeHost(pinned))
+    assert (counts(), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
+
+
+@on_fake_driver()
+def test_host_memory_is_registered_once_and_with_its_rights() -> None:
+    """Registered twice, or unregistered though it was not, is refused; so are pages that may only be read, unless that is said."""
+    cuda = entered()
+    room = mmap.mmap(-1, 2 * SLAB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    assert refused(cuda.cuMemHostUnregister(address)) == "HOST_MEMORY_NOT_REGISTERED"
+    ok(cuda.cuMemHostRegister(address, SLAB, 0))
+    assert refused(cuda.cuMemHostRegister(address + 4096, SLAB, 0)) == "HOST_MEMORY_ALREADY_REGISTERED"
+    assert int(ok(cuda.cuMemHostGetDevicePointer(address, 0))) == address
+    ok(cuda.cuMemHostUnregister(address))
+    with open("/proc/self/exe", "rb") as file:
+        read_only = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
+    place = np.frombuffer(read_only, np.uint8).ctypes.data
+    assert refused(cuda.cuMemHostRegister(place, 4096, 0)) == "INVALID_VALUE"
+    supported = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+    assert ok(cuda.cuDeviceGetAttribute(supported, 0)) == 1
+    ok(cuda.cuMemHostRegister(place, 4096, READ_ONLY))
+    plain, stream = ok(cuda.cuMemAlloc(64)), ok(cuda.cuStreamCreate(1))
+    ok(cuda.cuMemcpyAsync(plain, place, 64, stream))
+    ok(cuda.cuStreamSynchronize(stream))
+    ok(cuda.cuMemcpyAsync(place, plain, 64, stream))
+    assert refused(cuda.cuStreamSynchronize(stream)) == "ILLEGAL_ADDRESS"
+
+
+@on_fake_driver(TIERD_FAKE_CUDA_READ_ONLY_REGISTER="0")
+def test_a_device_may_refuse_read_only_registration() -> None:
+    """Where the attribute says so, registering pages for reading alone is not supported."""
+    cuda = entered()
+    supported = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+    assert ok(cuda.cuDeviceGetAttribute(supported, 0)) == 0
+    room = ctypes.create_string_buffer(4096)
+    assert refused(cuda.cuMemHostRegister(ctypes.addressof(room), 4096, READ_ONLY)) == "NOT_SUPPORTED"
+
+
+@on_fake_driver()
+def test_calls_need_the_driver_begun_and_a_context() -> None:
+    """Before cuInit, in a thread without a context, with one that is gone, and in a forked child calls are refused as such."""
+    cuda = importlib.import_module("cuda.bindings.driver")
+    assert refused(cuda.cuDeviceGetCount()) == "NOT_INITIALIZED"
+    ok(cuda.cuInit(0))
+    assert refused(cuda.cuMemAlloc(1)) == "INVALID_CONTEXT"
+    ok(cuda.cuMemRelease(ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))))
+    ok(cuda.cuCtxSetCurrent(ok(cuda.cuDevicePrimaryCtxRetain(0))))
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(refused(cuda.cuMemAlloc(1))))
+    thread.start()
+    thread.join(10)
+    assert found == ["INVALID_CONTEXT"]
+    pid = os.fork()
+    if pid == 0:
+        os._exit(refused(cuda.cuDeviceGetCount()) != "NOT_INITIALIZED")
+    assert os.waitpid(pid, 0)[1] == 0
+    ok(cuda.cuDevicePrimaryCtxRelease(0))
+    assert refused(cuda.cuMemAlloc(1)) == "CONTEXT_IS_DESTROYED"
+
+
+@on_fake_driver(TIERD_FAKE_CUDA_DEVICES="0")
+def test_there_may_be_no_device() -> None:
+    """A machine without a GPU says so at once."""
+    assert refused(importlib.import_module("cuda.bindings.driver").cuInit(0)) == "NO_DEVICE"

@@ -1,0 +1,96 @@
+"""The fake driver of cuda/fake, and fatbins for it: `python -m tools.fake_cuda` builds both and says in which environment NVIDIA's bindings run on them.
+
+Purpose: to run host code for GPUs where there is none. Non-purpose: speed, and what only a GPU can show. What is built is kept by content in build/cuda.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.fatbins import UNITS, Unit
+from tools.kernels import BUILT, COMMON, SOURCES, CompilerError, MissingTool, build_emulator, find_headers
+
+FAKE = SOURCES / "fake"
+FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE")
+"""A fortified longjmp refuses to leave the emulator's fibers."""
+MAGIC = 0xBA55ED50
+SYMBOL = re.compile(r"int (\w+)\(unsigned x, unsigned y")
+LIMIT_S = 300
+
+
+def build_driver() -> Path:
+    """The folder of libcuda.so.1, for LD_LIBRARY_PATH. Raises MissingTool, CompilerError."""
+    sources = sorted(FAKE.iterdir())
+    folder = BUILT / f"fake-{_digest(path.read_bytes() for path in sources)}"
+    units = [str(path) for path in sources if path.suffix == ".cpp"]
+    with _made_once(folder) as unfinished:
+        if unfinished:
+            library = unfinished / "libcuda.so.1"
+            _run(*FLAGS, f"-I{find_headers()}", "-shared", f"-Wl,-soname,{library.name}", *units, "-o", str(library))
+    return folder
+
+
+def build_fatbins() -> Path:
+    """A folder of fatbins that the fake driver takes, unit by unit with the kernels of the true ones. Raises MissingTool, CompilerError."""
+    emulated = build_emulator()
+    folder = BUILT / f"{emulated.stem}.fatbins"
+    with _made_once(folder) as unfinished:
+        for unit in UNITS if unfinished else ():
+            payload = "".join(f"{line}\n" for line in (emulated, *kernels_of(unit))).encode()
+            image = struct.pack("<IHHQ", MAGIC, 1, 16, len(payload)) + payload
+            (unfinished / f"{unit.name}.fatbin").write_bytes(image)
+    return folder
+
+
+def kernels_of(unit: Unit) -> list[str]:
+    """The kernels that a unit's source declares, as the preprocessor sees it. Raises MissingTool, CompilerError."""
+    text = _run(*COMMON, *unit.flags, f"-I{find_headers()}", "-E", str(unit.path))
+    return sorted(set(SYMBOL.findall(text)))
+
+
+@contextmanager
+def _made_once(folder: Path) -> Iterator[Path | None]:
+    """A folder to fill, which then takes the name; None if it is there. Several processes may be at it: the first to end wins."""
+    if folder.exists():
+        yield None
+        return
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if not folder.exists():
+            unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _digest(texts: Iterator[bytes]) -> str:
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for text in texts:
+        digest.update(text)
+    return digest.hexdigest()[:16]
+
+
+def _run(*arguments: str) -> str:
+    if not shutil.which("g++"):
+        raise MissingTool("g++: not found; install it")
+    done = subprocess.run(["g++", *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        raise CompilerError(f"g++ {' '.join(arguments)}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    try:
+        print(f"LD_LIBRARY_PATH={build_driver()} TIERD_FATBINS_FOLDER={build_fatbins()}")
+    except (MissingTool, CompilerError) as error:
+        sys.exit(str(error))

@@ -1,0 +1,163 @@
+"""Compiles the kernels of cuda/ for GPUs with nvcc: `python -m tools.fatbins` puts them where a checkout's `Loaded` finds them; a wheel's build does the same.
+
+Purpose: a fatbin for each unit of the kernels, of machine code for every architecture and PTX for those to come; what did not change is not compiled again.
+Non-purpose: the emulator, which `tools.kernels` builds. Only the standard library is needed, since a wheel is built where nothing else is. TIERD_FATBINS=0: a
+wheel gets none though there is an nvcc; TIERD_FATBINS=90,120: for these architectures alone, which saves most of the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "cuda"
+OBJECTS = ROOT / "build" / "cuda" / "objects"
+INSTALLED = ROOT / "tierd" / "kernels" / "fatbins"
+ARCHITECTURES = (80, 89, 90, 100, 120)
+PTX = 80
+"""What a driver compiles for an architecture that is not among them."""
+DIMS = (64, 96, 128, 256)
+LIMIT_S = 1800
+
+
+class MissingNvcc(Exception):
+    """There is no CUDA toolkit on this machine."""
+
+
+class NvccError(Exception):
+    """What nvcc said of the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What becomes one fatbin. dim: the head dim that it is for; None: all of its source."""
+
+    source: str
+    dim: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the fatbin."""
+        return self.source if self.dim is None else f"{self.source}_{self.dim}"
+
+    @property
+    def path(self) -> Path:
+        """Of the source."""
+        return SOURCES / "src" / f"{self.source}.cu"
+
+    @property
+    def flags(self) -> list[str]:
+        """For every compiler."""
+        return ["-std=c++20"] + ([] if self.dim is None else [f"-DTIERD_DIMS(EACH)=EACH({self.dim})"])
+
+
+UNITS = (
+    *(Unit(source, dim) for dim in reversed(DIMS) for source in ("prefill", "decode")),
+    Unit("pages"),
+    Unit("merge"),
+)
+"""The slowest to compile first."""
+
+
+def build(folder: Path, architectures: Sequence[int] = ARCHITECTURES, units: Sequence[Unit] = UNITS) -> Iterator[str]:
+    """Fills the folder with a fatbin for each unit, as many compilers at a time as there are cores; a line for each that is done. Raises MissingNvcc, NvccError."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise MissingNvcc("nvcc: not found; install a CUDA toolkit of version 13 or newer, or set CUDA_HOME")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [[pool.submit(_object, nvcc, unit, kind) for kind in _kinds(architectures)] for unit in units]
+        for unit, parts in zip(units, jobs, strict=True):
+            begun = time.monotonic()
+            made = _join(nvcc, folder / f"{unit.name}.fatbin", [part.result() for part in parts])
+            yield f"{made.name}: {made.stat().st_size} bytes after {time.monotonic() - begun:.1f} s more"
+
+
+def find_nvcc() -> Path | None:
+    """The compiler, of a toolkit or on the path."""
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    found = [home / "bin" / "nvcc" for home in (*homes, Path("/usr/local/cuda"))]
+    on_path = shutil.which("nvcc")
+    return next((nvcc.resolve() for nvcc in (*found, *([Path(on_path)] if on_path else [])) if nvcc.exists()), None)
+
+
+def asked_architectures(told: str) -> Sequence[int]:
+    """What TIERD_FATBINS says: all, none, or those that it lists."""
+    return ARCHITECTURES if not told else [int(number) for number in told.split(",") if int(number)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Machine code (elf) or PTX for an architecture."""
+
+    form: str
+    architecture: int
+
+    @property
+    def flags(self) -> list[str]:
+        if self.form == "ptx":
+            return ["-ptx", f"-arch=compute_{self.architecture}"]
+        return ["-cubin", f"-arch=sm_{self.architecture}"]
+
+
+def _kinds(architectures: Sequence[int]) -> list[_Kind]:
+    return [*(_Kind("elf", number) for number in architectures), _Kind("ptx", PTX)]
+
+
+def _object(nvcc: Path, unit: Unit, kind: _Kind) -> tuple[_Kind, Path]:
+    """One unit for one architecture, by content."""
+    flags = [*unit.flags, *kind.flags, "-lineinfo"]
+    made = OBJECTS / f"{unit.name}-{kind.form}{kind.architecture}-{_digest(nvcc, unit, flags)}"
+    if not made.exists():
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        unfinished = made.with_suffix(f".{os.getpid()}")
+        _run(str(nvcc), *flags, str(unit.path), "-o", str(unfinished))
+        unfinished.rename(made)
+    return kind, made
+
+
+def _join(nvcc: Path, to: Path, parts: Sequence[tuple[_Kind, Path]]) -> Path:
+    images = [f"--image3=kind={kind.form},sm={kind.architecture},file={made}" for kind, made in parts]
+    _run(str(nvcc.with_name("fatbinary")), f"--create={to}", "-64", *images)
+    return to
+
+
+def _digest(nvcc: Path, unit: Unit, flags: Sequence[str]) -> str:
+    """Of all that an object is made of: the compiler too, whose path names its version."""
+    digest = hashlib.sha256(repr((str(nvcc), flags)).encode())
+    for path in sorted((unit.path, *SOURCES.glob("include/*.h"), *SOURCES.glob("src/*.h"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        raise NvccError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+def main() -> None:
+    """All of them, or the units that are named."""
+    names = sys.argv[1:]
+    unknown = set(names) - {unit.name for unit in UNITS}
+    if unknown:
+        sys.exit(f"{', '.join(sorted(unknown))}: no such unit; there are {', '.join(unit.name for unit in UNITS)}")
+    architectures = asked_architectures(os.environ.get("TIERD_FATBINS", ""))
+    for line in build(INSTALLED, architectures, [unit for unit in UNITS if not names or unit.name in names]):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (MissingNvcc, NvccError) as error:
+        sys.exit(str(error))
