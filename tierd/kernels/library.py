@@ -1,7 +1,7 @@
 """A built set of kernels, and how one is launched.
 
-Purpose: `Emulated`, the kernels' own source compiled for the CPU (cuda/emulator). Non-purpose: what a kernel computes. Invariants: a kernel gets its
-parameters as one struct, whose size both sides agree on; a launch on the CPU has ended when the call returns.
+Purpose: `open_library`, which chooses; `Emulated`, the kernels' own source compiled for the CPU (cuda/emulator). Non-purpose: what a kernel computes; a GPU,
+which `loaded` knows. Invariants: a kernel gets its parameters as one struct, whose size both sides agree on; a launch on the CPU has ended when the call returns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tierd.errors import InvalidArgument, Unsupported
+from tierd.errors import ConfigError, InvalidArgument, Unsupported
+from tierd.kernels.loaded import Loaded
+
+KERNELS = "TIERD_KERNELS"
+"""Environment: empty for the GPU's, `emulated` for a CPU's."""
+KERNELS_LIBRARY = "TIERD_KERNELS_LIBRARY"
+"""Environment: the path that `python -m tools.kernels emulator` printed."""
 
 
 class Library(Protocol):
@@ -57,3 +63,21 @@ class Emulated:
                     f"{kernel}: the library has no such kernel; shapes and types that it has are in cuda/README.md"
                 ) from error
         return self._known[kernel]
+
+
+def open_library(*, ordinal: int = 0) -> Library:
+    """The kernels that the environment asks for: on a GPU those that tierd was built with, or emulated ones.
+
+    ordinal: of the GPU. Raises Unsupported, which says what is missing, and ConfigError.
+    """
+    asked = os.environ.get(KERNELS, "")
+    if asked == "emulated":
+        path = os.environ.get(KERNELS_LIBRARY)
+        if not path:
+            raise Unsupported(
+                f"{KERNELS_LIBRARY}: is not set; {KERNELS}=emulated takes what `python -m tools.kernels emulator` builds from a checkout"
+            )
+        return Emulated(Path(path))
+    if asked:
+        raise ConfigError(f"{KERNELS}: is {asked!r}; set it to emulated, or not at all for those of the GPU")
+    return Loaded(ordinal=ordinal)

@@ -138,7 +138,7 @@ def unmapped(cuda: Any, address: int, *, length_bytes: int = SLAB) -> None:
 
 
 class DeviceArray:
-    """A numpy array's copy in device memory, with what `Buffer` asks of an array."""
+    """A numpy array's dense copy in device memory, with what `Buffer` asks of an array."""
 
     class Device:
         """As cupy names it."""
@@ -148,10 +148,11 @@ class DeviceArray:
     device = Device()
 
     def __init__(self, cuda: Any, array: Any) -> None:
+        array = np.ascontiguousarray(array)
         self._cuda, self.shape, self.strides, self.dtype = cuda, array.shape, array.strides, array.dtype
         self._bytes = max(1, array.nbytes)
         self.address = int(ok(cuda.cuMemAlloc(self._bytes)))
-        ok(cuda.cuMemcpyHtoD(self.address, np.ascontiguousarray(array).ctypes.data, array.nbytes))
+        ok(cuda.cuMemcpyHtoD(self.address, array.ctypes.data, array.nbytes))
         ok(cuda.cuCtxSynchronize())
 
     @property

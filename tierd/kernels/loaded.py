@@ -1,0 +1,152 @@
+"""The kernels of cuda/ on a GPU: fatbins loaded and launched by NVIDIA's driver.
+
+Purpose: `Loaded`, a Library. Non-purpose: memory, streams and events, which are their owner's. Invariants: a launch allocates nothing, waits for nothing and
+goes to the current stream; what is launched was checked: parameters by their size, shared memory by its limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierd.errors import InvalidArgument, Unsupported
+from tierd.kernels.driver import bindings, call, fault
+
+FATBINS = Path(__file__).parent / "fatbins"
+"""Where a wheel has them, and where `python -m tools.fatbins` puts them in a checkout."""
+
+
+class Loaded:
+    """The fatbins of a folder on one GPU. Threads may share it.
+
+    stream: gives the current stream as an integer; none: torch's where torch is loaded, else the legacy default stream.
+    """
+
+    def __init__(self, folder: Path = FATBINS, *, ordinal: int = 0, stream: Callable[[], int] | None = None) -> None:
+        """ordinal: of the GPU. Raises Unsupported for whatever is missing: driver, bindings, GPU, fatbins."""
+        files = sorted(folder.glob("*.fatbin"))
+        self._cuda = cuda = bindings()
+        if not files:
+            raise Unsupported(
+                f"kernels: no fatbins in {folder}: tierd was built without nvcc; "
+                "install a wheel that has them, or build them from a checkout with `python -m tools.fatbins`"
+            )
+        self.device, self._ordinal = f"cuda:{ordinal}", ordinal
+        self._stream = stream or self._torch_stream
+        self._gpu = call(cuda.cuDeviceGet, ordinal, what=self.device)
+        self._context = call(cuda.cuDevicePrimaryCtxRetain, self._gpu, what=self.device)
+        self._libraries = [self._load(path) for path in files]
+        self._kernels = dict(pair for library in self._libraries for pair in self._listed(library))
+        self._functions: dict[str, _Function] = {}
+
+    def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
+        """As Library says. The parameters are copied. Raises InvalidArgument, and TierFailed for what went wrong on the GPU before."""
+        function = self._functions.get(kernel) or self._found(kernel)
+        if ctypes.sizeof(params) != function.param_bytes:
+            raise InvalidArgument(
+                f"{kernel}: takes {function.param_bytes} bytes of parameters, {type(params).__name__} has {ctypes.sizeof(params)}; rebuild"
+            )
+        if shared_bytes > function.shared_limit:
+            self._allow(function, shared_bytes)
+        if not all(grid):
+            return
+        given = (*grid, function.threads, 1, 1, shared_bytes, self._stream(), ((params,), (None,)), 0)
+        (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
+        if result == self._cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has none yet
+            call(self._cuda.cuCtxSetCurrent, self._context, what=self.device)
+            (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
+        if result:
+            told = f"grid {tuple(grid)}, {function.threads} threads, {shared_bytes} bytes of shared memory"
+            raise fault(result, f"{kernel}: a launch of {told}")
+
+    def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
+        """How many blocks the whole GPU runs at once: what `PagedDecode` is best given. Raises InvalidArgument."""
+        cuda, function = self._cuda, self._functions.get(kernel) or self._found(kernel)
+        if shared_bytes > function.shared_limit:
+            self._allow(function, shared_bytes)
+        asked = (function.handle, function.threads, shared_bytes)
+        with self._entered():
+            each = call(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor, *asked, what=kernel)
+        return int(each) * self._attribute("MULTIPROCESSOR_COUNT")
+
+    def close(self) -> None:
+        """Gives back the code and the context. Nothing may be launched after it."""
+        cuda, self._functions, self._kernels = self._cuda, {}, {}
+        while self._libraries:
+            call(cuda.cuLibraryUnload, self._libraries.pop(), what=self.device)
+        if self._context is not None:
+            self._context = None
+            call(cuda.cuDevicePrimaryCtxRelease, self._gpu, what=self.device)
+
+    def _load(self, path: Path) -> Any:
+        return call(self._cuda.cuLibraryLoadData, path.read_bytes(), [], [], 0, [], [], 0, what=f"fatbin {path}")
+
+    def _listed(self, library: Any) -> list[tuple[str, Any]]:
+        cuda = self._cuda
+        count = call(cuda.cuLibraryGetKernelCount, library, what=self.device)
+        kernels = call(cuda.cuLibraryEnumerateKernels, count, library, what=self.device)
+        return [(call(cuda.cuKernelGetName, kernel, what=self.device).decode(), kernel) for kernel in kernels]
+
+    def _found(self, kernel: str) -> _Function:
+        """Known from now on; the driver brings its code to the GPU."""
+        if kernel not in self._kernels:
+            raise InvalidArgument(
+                f"{kernel}: the fatbins have no such kernel; shapes and types that they have are in cuda/README.md"
+            )
+        cuda = self._cuda
+        with self._entered():
+            handle = call(cuda.cuKernelGetFunction, self._kernels[kernel], what=kernel)
+            # The launch bound that its source gives it.
+            bound = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+            threads = call(cuda.cuFuncGetAttribute, bound, handle, what=kernel)
+        _, param_bytes = call(cuda.cuKernelGetParamInfo, self._kernels[kernel], 0, what=kernel)
+        shared_limit = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK")
+        return self._functions.setdefault(kernel, _Function(kernel, handle, param_bytes, threads, shared_limit))
+
+    def _allow(self, function: _Function, shared_bytes: int) -> None:
+        """Above 48 KiB a kernel must be told beforehand; told once, it may have all that the GPU gives a block."""
+        most = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        if shared_bytes > most:
+            raise InvalidArgument(
+                f"{function.name}: needs {shared_bytes} bytes of shared memory, a block of {self.device} has {most}; take a smaller head dim or group"
+            )
+        attribute = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._entered():
+            call(self._cuda.cuFuncSetAttribute, function.handle, attribute, most, what=function.name)
+        function.shared_limit = most
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(call(self._cuda.cuDeviceGetAttribute, attribute, self._gpu, what=self.device))
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """With the GPU's context as this thread's, which may have none, or another GPU's."""
+        call(self._cuda.cuCtxPushCurrent, self._context, what=self.device)
+        try:
+            yield
+        finally:
+            call(self._cuda.cuCtxPopCurrent, what=self.device)
+
+    def _torch_stream(self) -> int:
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+            return 0
+        # As torch's own compiled code asks: a tenth of the time of torch.cuda.current_stream().cuda_stream.
+        return int(torch._C._cuda_getCurrentRawStream(self._ordinal))
+
+
+@dataclass(slots=True)
+class _Function:
+    """A kernel in the context. threads: of a block; shared_limit: bytes that it may be launched with."""
+
+    name: str
+    handle: Any
+    param_bytes: int
+    threads: int
+    shared_limit: int
