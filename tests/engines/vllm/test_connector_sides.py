@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -41,8 +43,9 @@ def daemon() -> Iterator[Daemon]:
         yield daemon
 
 
-def request(name: str, blocks: int) -> Any:
+def request(name: str, blocks: int, **more: Any) -> Any:
     """As much of a vLLM request as is read: its prompt is so many blocks and a token."""
+    nothing = dict.fromkeys(("lora_request", "cache_salt", "mm_features", "prompt_embeds"))
     return SimpleNamespace(
         request_id=name,
         num_preemptions=0,
@@ -52,7 +55,7 @@ def request(name: str, blocks: int) -> Any:
         num_output_placeholders=0,
         block_hashes=[f"{i}".encode() for i in range(blocks)],
         all_token_ids=list(range(blocks * TOKENS + 1)),
-        **dict.fromkeys(("lora_request", "cache_salt", "mm_features", "prompt_embeds")),
+        **nothing | more,
     )
 
 
@@ -197,6 +200,32 @@ def test_what_one_rank_missed_is_saved_again(daemon: Daemon) -> None:
         saves = sides.scheduler.orders(step({name: 3 * TOKENS + 1})).saves
         assert [save.ids for save in saves] == ([(1, 2, 3)] if failure else [])
     sides.close()
+
+
+def test_an_adapters_files_divide(daemon: Daemon, tmp_path: Path) -> None:
+    """vLLM's hashes know a LoRA adapter's name and path: an engine that first meets it with other files is served nothing of the old ones, one that goes on is,
+    because it goes on with those that it loaded; what it loads anew in place is looked at anew."""
+    weights, adapter = tmp_path / "adapter_model.safetensors", LoRARequest("one", 1, str(tmp_path))
+    weights.write_bytes(b"old")
+    sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
+    assert sides.match(request("r", 3, lora_request=adapter)) == 0
+    sides.tables["r"] = ([1, 2, 3],)
+    sides.worker.begin_saves(sides.scheduler.orders(step({"r": 3 * TOKENS})))
+    sides.scheduler.reported(outcome(sides.worker))
+    weights.write_bytes(b"trained anew")
+    again = request("again", 3, lora_request=adapter)
+    assert sides.match(again) == 3 * TOKENS
+    sides.scheduler.allocated(again, ([4, 5, 6],), 3 * TOKENS)
+    sides.worker.begin_loads(sides.scheduler.orders(step({})), is_idle=False)
+    assert sides.worker._loading.drain(timeout_s=60)
+    assert sides.worker.take_loads().blocks == set()
+    assert all(torch.equal(layer[4:7], layer[1:4]) for layer in sides.caches.values())
+    anew = Sides(daemon, kv_config(FULL))
+    assert anew.match(request("other", 3, lora_request=adapter)) == 0
+    in_place = LoRARequest("one", 1, str(tmp_path), load_inplace=True)
+    assert sides.match(request("in place", 3, lora_request=in_place)) == 0
+    sides.close()
+    anew.close()
 
 
 def test_a_daemon_that_hangs_is_not_waited_for(daemon: Daemon) -> None:

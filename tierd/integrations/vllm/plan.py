@@ -19,7 +19,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """Of one group. names: of all its blocks from the first of the sequence; first: number of the first one to be filled; ids: of vLLM's blocks that
+    """Of one group. names: of all its blocks from the first of the sequence, stamped; first: number of the first one to be filled; ids: of vLLM's blocks that
     take those from `first` on, NULL_BLOCK where it is not wanted."""
 
     names: tuple[bytes, ...]
@@ -38,7 +38,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Save:
     """Stores consecutive blocks of one group. number: of this save; before: name of the block before the first, b"" for the first of a sequence; tokens: of all
-    of them, for routers."""
+    of them, for routers; stamp: of the adapter, which tierd's names have and vLLM's have not."""
 
     number: int
     group: int
@@ -47,6 +47,7 @@ class Save:
     names: tuple[bytes, ...]
     ids: tuple[int, ...]
     tokens: tuple[int, ...] = ()
+    stamp: bytes = b""
 
 
 @dataclass

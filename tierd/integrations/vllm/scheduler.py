@@ -24,7 +24,16 @@ from tierd.integrations.match import Match, claim
 from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
-from tierd.integrations.vllm.spaces import Space, facts_of, is_replicated, spaces_of, step_tokens, tokens_of
+from tierd.integrations.vllm.spaces import (
+    AdapterFiles,
+    Space,
+    facts_of,
+    is_replicated,
+    spaces_of,
+    stamped,
+    step_tokens,
+    tokens_of,
+)
 from tierd.integrations.vllm.stats import medium_of
 
 END_S = 2.0
@@ -33,10 +42,11 @@ END_S = 2.0
 
 @dataclass
 class Entry:
-    """What is known of a request. found: None until the lookup has ended; computed: tokens that vLLM had when a match was claimed; is_spent: it was told of a
+    """What is known of a request. stamp: of its adapter; found: None until the lookup has ended; computed: tokens that vLLM had when a match was claimed; is_spent: it was told of a
     match once; is_loading: its blocks do not hold yet what they will; saved: per group, blocks from the first on that are stored or were handed to a save."""
 
     request: Any
+    stamp: bytes = b""
     until: float = 0.0
     life: int = 0
     found: Found | None = None
@@ -57,6 +67,7 @@ class SchedulerSide:
         self._store = EngineStore(options, facts_of(config, kv, role="scheduler"))
         self._courier: Courier[tuple[str, int], Found] = Courier("tierd-lookup", threads=1, limit=options.queue_limit)
         self._ranks = 1 if is_replicated(kv) else config.parallel_config.tensor_parallel_size
+        self._adapters = AdapterFiles(options)
         self._entries: dict[str, Entry] = {}
         self._orders = Orders()
         self._retained: dict[int, list[Any]] = {}
@@ -82,10 +93,11 @@ class SchedulerSide:
     def begin(self, request: Any) -> Entry:
         """A request is new, was preempted, or its first answer is no longer true: looks it up."""
         self._begin_hashes()
-        entry = Entry(request, life=request.num_preemptions, saved=[0] * len(self._spaces))
+        stamp = self._adapters.stamp(request.lora_request)
+        entry = Entry(request, stamp, life=request.num_preemptions, saved=[0] * len(self._spaces))
         self._entries[request.request_id] = entry
         tokens = (request.num_tokens - 1) // step_tokens(self._spaces) * step_tokens(self._spaces)
-        names = [space.names(request.block_hashes, tokens=tokens) for space in self._spaces]
+        names = [stamped(space.names(request.block_hashes, tokens=tokens), stamp) for space in self._spaces]
         entry.until = time.monotonic() + 2 * self._options.lookup_timeout_s
         key = (request.request_id, entry.life)
         if tokens == 0 or not self._courier.submit(key, partial(self._look, self._spaces, names)):
@@ -134,7 +146,8 @@ class SchedulerSide:
         loads = []
         for space, of_group in zip(self._spaces, ids, strict=True):
             first, stop = entry.computed // space.tokens, total // space.tokens
-            loads.append(GroupLoad(space.names(request.block_hashes, tokens=total), first, tuple(of_group[first:stop])))
+            names = stamped(space.names(request.block_hashes, tokens=total), entry.stamp)
+            loads.append(GroupLoad(names, first, tuple(of_group[first:stop])))
         entry.saved = self._known([total // space.tokens for space in self._spaces])
         self._orders.loads.append(Load(request.request_id, tuple(loads)))
 
@@ -268,19 +281,20 @@ class SchedulerSide:
             for start, end in _runs(ids[at], entry.saved[at], full):
                 stop = min(end, start + self._room())
                 if start < stop:
-                    self._orders.saves.append(self._ordered(request, at, start, ids[at][start:stop]))
+                    self._orders.saves.append(self._ordered(entry, at, start, ids[at][start:stop]))
                 entry.saved[at] = stop
                 if stop < end:  # the rest waits for a later step
                     return
             entry.saved[at] = full
 
-    def _ordered(self, request: Any, group: int, start: int, ids: Sequence[int]) -> Save:
+    def _ordered(self, entry: Entry, group: int, start: int, ids: Sequence[int]) -> Save:
         """A save of blocks of one group from number `start` on, which are retained."""
+        request = entry.request
         size, stop = self._spaces[group].tokens, start + len(ids)
         names = self._spaces[group].names(request.block_hashes, tokens=stop * size)
         before = names[start - 1] if start else b""
         tokens = tokens_of(request, start * size, stop * size)
-        return Save(self._retain(ids), group, start, before, names[start:], tuple(ids), tokens)
+        return Save(self._retain(ids), group, start, before, names[start:], tuple(ids), tokens, entry.stamp)
 
     def _room(self) -> int:
         """Blocks that may still be retained."""

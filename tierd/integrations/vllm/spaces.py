@@ -1,13 +1,15 @@
 """vLLM's KV cache groups as namespaces: what decides whether two blocks of equal hash hold equal bytes.
 
 Purpose: one NamespaceSpec a group, and what of a group must be there to serve N tokens. Non-purpose: where blocks lie (memory.py). Invariants: whatever
-changes a block's bytes, or what vLLM's hash of it means, is in the namespace; tokens, `cache_salt`, LoRA adapters and pictures are in vLLM's hashes.
+changes a block's bytes, or what vLLM's hash of it means, is in the namespace; tokens, `cache_salt`, names and paths of LoRA
+adapters and pictures are in vLLM's hashes; what an adapter's files were is in tierd's names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ WHOLE = (
 )
 """Kinds of which every block is asked for."""
 WINDOWS = (KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.SLIDING_WINDOW_MLA)
+ADAPTERS_MAX = 4096
+"""Of which it is remembered what their files were."""
 REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 """Kinds that every tensor parallel rank holds whole."""
 
@@ -78,6 +82,31 @@ def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = ""
         _space(config, (index, group), options, words=words, hash_tokens=hash_tokens)
         for index, group in enumerate(kv.kv_cache_groups)
     )
+
+
+class AdapterFiles:
+    """What the files of LoRA adapters were when this engine first met them, which are those that it goes on with: vLLM's hashes know an adapter's name and path
+    only, and what is stored outlives both. Where a weights_digest was given it stands for adapters too."""
+
+    def __init__(self, options: ConnectorOptions) -> None:
+        self._is_told = bool(options.weights_digest)
+        self._met: dict[tuple[str, int, str], bytes] = {}
+
+    def stamp(self, adapter: Any) -> bytes:
+        """To be added to the names of a request's blocks. adapter: its LoRARequest; b"" without one."""
+        if adapter is None or self._is_told:
+            return b""
+        key = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        if adapter.load_inplace or key not in self._met:
+            while len(self._met) >= ADAPTERS_MAX:
+                del self._met[next(iter(self._met))]
+            self._met[key] = _digest_of(adapter.lora_path)
+        return self._met[key]
+
+
+def stamped(names: Sequence[bytes], stamp: bytes) -> tuple[bytes, ...]:
+    """vLLM's names of blocks as tierd has them."""
+    return tuple(name + stamp for name in names)
 
 
 def check_supported(config: Any, kv: Any) -> None:
@@ -181,11 +210,20 @@ def _words(config: Any, kv: Any, options: ConnectorOptions) -> dict[str, Any]:
     }
 
 
-def _files(model: str) -> list[tuple[str, int, int]]:
+def _files(model: str, pattern: str = "*.safetensors") -> list[tuple[str, int, int]]:
     """Name, size and time of a local checkpoint's weights, whose directory may come to hold others; [] of a model that is known by its name."""
     directory = Path(model)
-    found = [(path.name, path.stat()) for path in directory.glob("*.safetensors")] if directory.is_dir() else []
+    found = [(path.name, path.stat()) for path in directory.glob(pattern)] if directory.is_dir() else []
     return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def _digest_of(adapter: str) -> bytes:
+    """Of an adapter's files; of nobody else's where they cannot be looked at."""
+    try:
+        files = json.dumps(_files(adapter, "adapter_*"))
+    except OSError:
+        files = secrets.token_hex(16)
+    return hashlib.sha256(files.encode()).digest()
 
 
 def _dtype(config: Any) -> str:

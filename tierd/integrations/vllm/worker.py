@@ -22,7 +22,7 @@ from tierd.integrations.store import EngineStore, Loaded
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
-from tierd.integrations.vllm.spaces import Space, check_supported, facts_of, is_replicated
+from tierd.integrations.vllm.spaces import Space, check_supported, facts_of, is_replicated, stamped
 
 END_S = 10.0
 """What a shutdown waits for transfers in flight."""
@@ -122,10 +122,10 @@ class WorkerSide:
         if ready is not None:
             ready.synchronize()
         opened = self._space(space)
-        hashes = opened.fold(save.names)
+        hashes = opened.fold(stamped(save.names, save.stamp))
         if not len(hashes):
             return 0
-        parent = opened.fold([save.before])[0].tobytes() if save.before else ROOT
+        parent = opened.fold(stamped([save.before], save.stamp))[0].tobytes() if save.before else ROOT
         group = PutGroup(opened, hashes, rank=self._rank, parent=parent, position=save.position)
         pieces = [self._pieces(save.group, block) for block in save.ids]
         return self._store.save(group, pieces, About(save.names, save.before, save.tokens))
