@@ -40,6 +40,8 @@ COMMON = (
     "-x",
     "c++",
 )
+RUNTIMES = {"": (), "thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
+OPTIONS = {"TSAN_OPTIONS": "exitcode=66 history_size=4", "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
 LIMIT_S = 600
 RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
@@ -65,31 +67,47 @@ def find_headers() -> Path:
     raise MissingTool("cuda_fp8.h: not found; install a CUDA toolkit, or set CUDA_HOME")
 
 
-def build_emulator(sanitizer: str = "", *, dims: Sequence[int] = (), sources: Path = SOURCES) -> Path:
-    """The kernels for the CPU as one library. sanitizer: of SANITIZERS; dims: head dims to build for, all if none. Raises MissingTool, CompilerError."""
+def build_emulator(
+    sanitizer: str = "",
+    *,
+    dims: Sequence[int] = (),
+    units: Sequence[str] = UNITS,
+    sources: Path = SOURCES,
+    into: Path = BUILT,
+) -> Path:
+    """The kernels for the CPU as one library. sanitizer: of SANITIZERS; dims: head dims to build for, all if none; units: source files.
+
+    Raises MissingTool, CompilerError.
+    """
     if not shutil.which("g++"):
         raise MissingTool("g++: not found; install it")
     flags = [*SANITIZERS[sanitizer], *COMMON, f"-I{find_headers()}"]
     if dims:
         flags.append("-DTIERD_DIMS(EACH)=" + " ".join(f"EACH({dim})" for dim in dims))
-    library = BUILT / f"emulated-{sanitizer or 'plain'}-{_digest(sources, flags)}.so"
+    library = into / f"emulated-{sanitizer or 'plain'}-{_digest(sources, [*flags, *units])}.so"
     if library.exists():
         return library
-    objects = BUILT / f"{library.stem}.{os.getpid()}"
+    objects = into / f"{library.stem}.{os.getpid()}"
     objects.mkdir(parents=True)
     try:
         with ThreadPoolExecutor() as pool:
             for _ in pool.map(
                 lambda unit: _run("g++", *flags, "-c", f"{sources / 'src' / unit}.cu", "-o", f"{objects / unit}.o"),
-                UNITS,
+                units,
             ):
                 pass
         made = objects / library.name
-        _run("g++", *SANITIZERS[sanitizer], "-shared", *(f"{objects / unit}.o" for unit in UNITS), "-o", str(made))
+        _run("g++", *SANITIZERS[sanitizer], "-shared", *(f"{objects / unit}.o" for unit in units), "-o", str(made))
         made.rename(library)
     finally:
         shutil.rmtree(objects)
     return library
+
+
+def sanitized_environment(sanitizer: str) -> dict[str, str]:
+    """For a process that loads such a library: its runtime must come first."""
+    paths = [_run("gcc", f"-print-file-name={name}").strip() for name in RUNTIMES[sanitizer]]
+    return os.environ | OPTIONS | ({"LD_PRELOAD": " ".join(paths)} if paths else {})
 
 
 def resources(architecture: str) -> Iterator[tuple[str, int, int]]:

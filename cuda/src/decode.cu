@@ -24,7 +24,7 @@ struct DecodeParams {
   const void* q;       // [requests][q_heads][dim]
   const int* starts;
   float *out, *lse;    // partial results: [blocks + rows][group][dim], [blocks + rows][group] (log2)
-  float* tile_lse;     // null, or [requests][q_heads][table_stride * page_tokens / 16] (log2), written where a tile is seen
+  float* tile_lse;     // null, or [requests][q_heads][table_stride * page_tokens / 16] (log2), written for the tiles of the list
   const float* k_scales;  // null, or [kv_heads]: what stored keys are multiplied by
   int q_heads;
   float scale_log2;
@@ -85,7 +85,7 @@ SIMT_DEV void plan(const PlanParams& p) {
   if (me == kPlanThreads - 1) p.starts[rows] = sums[me];
 }
 
-// A row's tiles, and where in the list of all they stand.
+// A row's tiles, and where in the list of all they stand. Its query heads are `group` of all requests' from number * group on.
 struct Row {
   int number, begin, end, request, head, length;
   TileList tiles;
@@ -180,7 +180,7 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
 
     for (int tile = mine.first + warp;;) {
       Queries<Stored, kDim> q;
-      const auto* queries = static_cast<const typename Query::Value*>(p.q) + ((int64_t)row.request * p.q_heads + row.head * group) * kDim;
+      const auto* queries = static_cast<const typename Query::Value*>(p.q) + (int64_t)row.number * group * kDim;
       q.template load<Query>([&](int i) { return i < group ? queries + i * kDim : nullptr; });
       const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[row.head] : 1.f);
       Attention<Stored, kDim> attention;
@@ -196,7 +196,7 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
             q, here, here + KvTile::kBytes, scale,
             [&](int, int token) { return first + token < row.length && is_in_window(p.batch, first + token, row.length - 1); },
             [&](int i, float lse) {
-              if (i < group) p.tile_lse[((int64_t)row.request * p.q_heads + row.head * group + i) * tiles_of_table + first / kTileTokens] = lse;
+              if (i < group) p.tile_lse[((int64_t)row.number * group + i) * tiles_of_table + first / kTileTokens] = lse;
             });
         slot = (slot + 1) % kRing;
       }
@@ -244,7 +244,7 @@ SIMT_DEV void page_mass(const MassParams& p) {
     float sum = 0.f;
     for (int j = i; j < tiles.count && j < i + page_tiles; j++) {
       const int at = tiles.first_token(j);
-      if (at / p.page_tokens != page || at >= length) break;
+      if (at / p.page_tokens != page) break;
       sum += simt::exp2_fast(p.tile_lse[(int64_t)blockIdx.x * p.batch.table_stride * page_tiles + at / kTileTokens] - whole);
     }
     if (token < length) mass[page] = sum;

@@ -73,7 +73,7 @@ template <class Query, class Stored, int kDim> struct Prefill {
             q, here + 2 * i * KvTile::kBytes, here + (2 * i + 1) * KvTile::kBytes, scale,
             [&](int row, int token) {
               const int position = before + (my_first + row) / group;
-              return first + token <= position && first + token < length && is_in_window(p.batch, first + token, position);
+              return first + token <= position && is_in_window(p.batch, first + token, position);
             },
             [](int, float) {});
       }

@@ -182,13 +182,14 @@ def check_merge(library: Library, kind: str) -> None:
 DECODES = (
     Shape(((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))),
     Shape(((1, 100), (1, 70)), types=("f16", "e4m3"), page_tokens=32, group=7, kv_heads=1),
-    Shape(((1, 200), (1, 20), (1, 3)), types=("f16", "f16"), sinks=4, window=50),
+    Shape(((1, 200), (1, 20), (1, 3)), types=("f16", "f16"), page_tokens=32, sinks=4, window=50),
     Shape(((1, 200), (1, 20), (1, 3)), types=("bf16", "e4m3"), page_tokens=32, chosen=2, group=16, kv_heads=1),
 )
 PREFILLS = (
-    Shape(((20, 100), (40, 40), (1, 30))),
+    Shape(((20, 150), (40, 40), (1, 30))),
     Shape(((50, 90), (0, 20), (33, 33)), types=("bf16", "e4m3"), page_tokens=32, group=3),
-    Shape(((40, 80), (10, 10)), types=("f16", "f16"), sinks=4, window=20, group=1),
+    Shape(((40, 96), (10, 10)), types=("f16", "f16"), sinks=4, window=26, group=1),
 )
-"""Small ones of each kind, of the head dim that sanitizers are built for."""
+"""Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
+anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row does."""
 MERGES = ("f32", "bf16", "f16")

@@ -56,13 +56,13 @@ class Store:
     is_hnd: bool = False
 
     def pool(self) -> Array:
-        """Of poison: [pages, 2, page_tokens, heads, dim], seen so."""
+        """Of poison, with a page before and one behind those that are given to a kernel."""
         middle = (self.heads, self.page_tokens) if self.is_hnd else (self.page_tokens, self.heads)
-        return poison((self.tokens // self.page_tokens + 3, 2, *middle, self.dim), self.types[1])
+        return poison((self.tokens // self.page_tokens + 5, 2, *middle, self.dim), self.types[1])
 
     def seen(self, pool: Array) -> Array:
-        """A pool's memory with its axes in the order that faces take."""
-        return pool.swapaxes(2, 3) if self.is_hnd else pool
+        """[pages, 2, page_tokens, heads, dim] of a pool's memory."""
+        return pool[1:-1].swapaxes(2, 3) if self.is_hnd else pool[1:-1]
 
 
 def check_store(library: Library, shape: Store) -> None:
@@ -71,8 +71,8 @@ def check_store(library: Library, shape: Store) -> None:
     new = np.exp(rng.uniform(-12, 8, (shape.tokens, 3, shape.heads, shape.dim))) * rng.choice([-1, 1], shape.dim)
     k, v = (new.astype(TYPES[shape.types[0]])[:, i] for i in (0, 2))
     got, want = shape.pool(), shape.pool()
-    slots = rng.permutation(len(got) * shape.page_tokens)[: shape.tokens].astype(np.int64)
-    slots[::3] = -1 - slots[::3]
+    slots = rng.permutation(len(shape.seen(got)) * shape.page_tokens)[: shape.tokens].astype(np.int64)
+    slots[::3] = -1 - slots[::3] % shape.page_tokens
     scales = [None, None]
     if shape.types[1] == "e4m3":
         scales = [np.linspace(0.3, 1.7, shape.heads, dtype=np.float32) * i for i in (1, 3)]
@@ -88,7 +88,7 @@ def check_store(library: Library, shape: Store) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """of_source, of_target: pages, None for those in order; kv: 1 for K and V as layers of their own."""
+    """source, target: of LAYOUTS. of_source, of_target: pages, None for those in order."""
 
     source: str
     target: str

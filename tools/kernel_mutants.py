@@ -1,0 +1,445 @@
+"""Mutants of the kernels: `python -m tools.kernel_mutants [--only NAME] [--list]`.
+
+Each row of `MUTANTS` is one small change to a copy of cuda/: a barrier, a wait or a mask that goes, an index that is off by one. The copy is built for the CPU, for
+one head dim, and the small cases of the changed source run: first in four orders of threads, then, if no number was wrong, under ThreadSanitizer, which
+knows only barriers as order. A table says what caught it; the exit status is 1 if something survived, 2 if a mutant could not be tried.
+
+Purpose: proof that the tests would see such a fault. Non-purpose: finding places by itself. Invariant: the working tree is only read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.kernels import ROOT, SOURCES, CompilerError, build_emulator, sanitized_environment
+
+HEAD_DIM = 64
+ORDERS = {"": "0,1,2,3", "thread": "1,2"}
+"""Of threads, by sanitizer."""
+TIMEOUT_S = 120.0
+"""Of the small cases; a mutant that makes them hang so long is caught too."""
+SURVIVED, NOT_TRIED = 1, 2
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """what: the fault. file: under cuda/src, where `old` stands once. unit: the source file whose cases should notice."""
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    unit: str
+
+    def is_there(self, sources: Path) -> bool:
+        """Whether its text stands in its file exactly once."""
+        return (sources / "src" / self.file).read_text(encoding="utf-8").count(self.old) == 1
+
+
+DECODE, PREFILL, PAGES, MERGE = "decode", "prefill", "pages", "merge"
+MUTANTS: tuple[Mutant, ...] = (
+    # -- barriers and waits
+    Mutant(
+        "decode-await",
+        "decode works on a tile one group of copies too early",
+        "decode.cu",
+        "await_copies<kRing - 2>",
+        "await_copies<kRing - 1>",
+        DECODE,
+    ),
+    Mutant(
+        "decode-syncwarp",
+        "lanes read what others' copies brought without a barrier",
+        "decode.cu",
+        "__syncwarp();",
+        "",
+        DECODE,
+    ),
+    Mutant(
+        "decode-refill",
+        "a slot of the ring is filled before the warp's barrier says that it was read",
+        "decode.cu",
+        "__syncwarp();\n        load_next((slot + kRing - 1) % kRing);",
+        "load_next((slot + kRing - 1) % kRing);\n        __syncwarp();",
+        DECODE,
+    ),
+    Mutant(
+        "decode-ring",
+        "the tile that is worked on is overwritten",
+        "decode.cu",
+        "load_next((slot + kRing - 1) % kRing);",
+        "load_next(slot);",
+        DECODE,
+    ),
+    Mutant(
+        "join-before",
+        "warps' results are joined before all have written them",
+        "decode.cu",
+        "    __syncthreads();\n    for (int i = threadIdx.x; i < group * kDim",
+        "    for (int i = threadIdx.x; i < group * kDim",
+        DECODE,
+    ),
+    Mutant(
+        "join-after",
+        "the next row's results go where the last row's are still read",
+        "decode.cu",
+        "__syncthreads();  // before the next row's results go there",
+        "",
+        DECODE,
+    ),
+    Mutant(
+        "plan-read",
+        "a prefix sum reads what a neighbour has not written",
+        "decode.cu",
+        "  sums[me] = mine;\n  __syncthreads();",
+        "  sums[me] = mine;",
+        DECODE,
+    ),
+    Mutant(
+        "plan-write",
+        "a prefix sum writes what a neighbour still reads",
+        "decode.cu",
+        "    __syncthreads();\n    sums[me] += before;",
+        "    sums[me] += before;",
+        DECODE,
+    ),
+    Mutant(
+        "mass-barrier",
+        "masses are zeroed after they were written",
+        "decode.cu",
+        "mass[page] = 0.f;\n  __syncthreads();",
+        "mass[page] = 0.f;",
+        DECODE,
+    ),
+    Mutant(
+        "prefill-await",
+        "prefill works on a stage that has not landed",
+        "prefill.cu",
+        "await_copies<1>",
+        "await_copies<2>",
+        PREFILL,
+    ),
+    Mutant(
+        "prefill-before",
+        "a warp reads tiles that others bring, without a barrier",
+        "prefill.cu",
+        "      __syncthreads();\n      const unsigned char* here",
+        "      const unsigned char* here",
+        PREFILL,
+    ),
+    Mutant(
+        "prefill-after",
+        "a stage is filled anew while others read it",
+        "prefill.cu",
+        "__syncthreads();  // before this stage is filled anew",
+        "",
+        PREFILL,
+    ),
+    # -- masks
+    Mutant(
+        "decode-tail",
+        "tokens behind a length are seen",
+        "decode.cu",
+        "first + token < row.length && is_in_window",
+        "is_in_window",
+        DECODE,
+    ),
+    Mutant(
+        "decode-tail-index",
+        "one token behind a length is seen",
+        "decode.cu",
+        "first + token < row.length && is_in_window",
+        "first + token <= row.length && is_in_window",
+        DECODE,
+    ),
+    Mutant("tile-tail", "one stale row of a tile is read", "tile.h", "row < rows);", "row <= rows);", DECODE),
+    Mutant("causal", "a query does not see itself", "prefill.cu", "token <= position", "token < position", PREFILL),
+    Mutant(
+        "causal-offset",
+        "queries stand one token further on",
+        "prefill.cu",
+        "before = length - tokens;",
+        "before = length - tokens + 1;",
+        PREFILL,
+    ),
+    Mutant(
+        "window",
+        "a window is one token too wide",
+        "batch.h",
+        "token > position - batch.window",
+        "token >= position - batch.window",
+        DECODE,
+    ),
+    Mutant(
+        "window-of-chunks",
+        "the oldest query's window is taken for one token shorter",
+        "prefill.cu",
+        "oldest - p.batch.window + 1);",
+        "oldest - p.batch.window + 2);",
+        PREFILL,
+    ),
+    Mutant("sinks", "one sink too many", "batch.h", "token < batch.sinks", "token <= batch.sinks", PREFILL),
+    Mutant(
+        "sink-tiles",
+        "a tile with few sinks is left out",
+        "batch.h",
+        "tiles_for(batch.sinks)",
+        "batch.sinks / kTileTokens",
+        DECODE,
+    ),
+    Mutant(
+        "skipped-tiles",
+        "the list of tiles skips one too late",
+        "batch.h",
+        "(i < skipped_from",
+        "(i <= skipped_from",
+        DECODE,
+    ),
+    # -- the plan and the merges
+    Mutant(
+        "plan-starts",
+        "rows begin where they end",
+        "decode.cu",
+        "int sum = sums[me] - mine;",
+        "int sum = sums[me];",
+        DECODE,
+    ),
+    Mutant(
+        "plan-run",
+        "a block leaves out the last tile of its run",
+        "decode.cu",
+        "min((block + 1) * each, tiles)};",
+        "min((block + 1) * each - 1, tiles)};",
+        DECODE,
+    ),
+    Mutant(
+        "plan-row",
+        "the first tile of a run is taken for one of the next row",
+        "decode.cu",
+        "(starts[middle] <= tile",
+        "(starts[middle] <= tile + 1",
+        DECODE,
+    ),
+    Mutant(
+        "merge-parts",
+        "a part too many is merged",
+        "decode.cu",
+        "(end - 1) / each : first - 1",
+        "end / each : first - 1",
+        DECODE,
+    ),
+    Mutant(
+        "join-rescale",
+        "warps' results are added as they are",
+        "decode.cu",
+        "const float share = simt::exp2_fast(tops[w * group + row] - base);",
+        "const float share = tops[w * group + row] > -INFINITY ? 1.f : 0.f;",
+        DECODE,
+    ),
+    Mutant(
+        "softmax-rescale",
+        "what was gathered does not shrink when a greater score comes",
+        "attend.h",
+        "out[i][0] *= shrink[0], out[i][1] *= shrink[0], ",
+        "",
+        PREFILL,
+    ),
+    Mutant(
+        "sum-rescale",
+        "the sum of weights does not shrink",
+        "attend.h",
+        "sum[r] = sum[r] * shrink",
+        "sum[r] = sum[r]",
+        DECODE,
+    ),
+    Mutant(
+        "decode-merge-rescale",
+        "parts of decode are added as they are",
+        "decode.cu",
+        "out += simt::exp2_fast(p.lse[part(block)] - base) * p.out",
+        "out += p.out",
+        DECODE,
+    ),
+    Mutant("merge-rescale", "parts are added as they are", "merge.cu", "out += share *", "out +=", MERGE),
+    Mutant("merge-nothing", "a part that saw nothing is read", "merge.cu", "if (share > 0.f) out", "out", MERGE),
+    Mutant(
+        "mass-unseen",
+        "pages that nobody saw have a mass",
+        "decode.cu",
+        "mass[page] = 0.f;\n",
+        "(void)mass[page];\n",
+        DECODE,
+    ),
+    Mutant(
+        "mass-page",
+        "a page's mass is partly that of the next one",
+        "decode.cu",
+        "if (at / p.page_tokens != page) break;",
+        "",
+        DECODE,
+    ),
+    # -- matrices
+    Mutant(
+        "keys-rows",
+        "matrix loads of keys take rows and channels in each other's order",
+        "tile.h",
+        "tile + at((lane & 7) + (lane >> 4 << 3), 2 * block + (lane >> 3 & 1))",
+        "tile + at((lane & 7) + ((lane >> 3 & 1) << 3), 2 * block + (lane >> 4))",
+        DECODE,
+    ),
+    Mutant(
+        "values-rows",
+        "matrix loads of e4m3 values take the rows of one half",
+        "tile.h",
+        "tile + at((lane & 7) + ((lane >> 3 & 1) << 3), block + (lane >> 4))",
+        "tile + at(lane & 7, block + (lane >> 4))",
+        DECODE,
+    ),
+    Mutant("values-bytes", "two tokens of a channel change places", "tile.h", "0, 0x31)", "0, 0x13)", PREFILL),
+    # -- pages
+    Mutant("store-nowhere", "a token without a slot is stored", "pages.cu", "if (slot < 0) return;", "", PAGES),
+    Mutant(
+        "store-scale",
+        "values are divided by the scale of keys",
+        "pages.cu",
+        "widen(v[i]) / v_scale",
+        "widen(v[i]) / k_scale",
+        PAGES,
+    ),
+    Mutant(
+        "store-offset",
+        "a token goes to the beginning of its page",
+        "pages.cu",
+        "slot % p.page_tokens * p.token_stride",
+        "0",
+        PAGES,
+    ),
+    Mutant(
+        "copy-pages",
+        "the ids of pages are not looked at",
+        "pages.cu",
+        "side.pages ? side.pages[at[0]] : at[0]",
+        "at[0]",
+        PAGES,
+    ),
+    Mutant(
+        "copy-rest",
+        "what is left after one turn of the grid is not copied",
+        "pages.cu",
+        "i < all; i +=",
+        "i < all && i < (int64_t)gridDim.x * blockDim.x; i +=",
+        PAGES,
+    ),
+    Mutant(
+        "copy-layers",
+        "all layers come from the first tensor",
+        "pages.cu",
+        "side.layers[at[1]]",
+        "side.layers[0]",
+        PAGES,
+    ),
+    Mutant(
+        "summary-tail", "one stale token counts", "pages.cu", "token < p.tokens[page]", "token <= p.tokens[page]", PAGES
+    ),
+)
+
+
+class Copy:
+    """A copy of the sources in which one mutant at a time lives. Its builds go with it."""
+
+    def __init__(self, place: Path) -> None:
+        self._sources, self._built = place / "cuda", place / "built"
+        shutil.copytree(SOURCES, self._sources)
+
+    def find_catcher(self, mutant: Mutant) -> str | None:
+        """What sees that it is there; None: nothing. Raises CompilerError for a mutant that cannot be built."""
+        path = self._sources / "src" / mutant.file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        try:
+            return self.find_fault(mutant.unit, "") or self.find_fault(mutant.unit, "thread")
+        finally:
+            path.write_text(text, encoding="utf-8")
+
+    def find_fault(self, unit: str, sanitizer: str) -> str | None:
+        """What the small cases of a source file say; None: all is right."""
+        library = build_emulator(sanitizer, dims=[HEAD_DIM], units=[unit], sources=self._sources, into=self._built)
+        command = [sys.executable, "-m", "tests.unit.kernels.small_cases", str(library)]
+        try:
+            done = subprocess.run(
+                [*command, "--unit", unit, "--orders", ORDERS[sanitizer]],
+                env=sanitized_environment(sanitizer),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "it hangs"
+        return _said(done) if done.returncode else None
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    """One line of what a process said before it failed."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("simt:", "WARNING: ThreadSanitizer"))]
+    return (lines or done.stdout.splitlines() or [f"the process ends with {done.returncode}"])[0].strip("= ")[:110]
+
+
+def verdict(copy: Copy, mutant: Mutant) -> tuple[str, int]:
+    """What the table says of a mutant, and the exit status that follows from it."""
+    if not mutant.is_there(SOURCES):
+        return f"NOT TRIED: its text is not in {mutant.file} once", NOT_TRIED
+    try:
+        caught = copy.find_catcher(mutant)
+    except CompilerError as error:
+        return f"NOT TRIED: {error}", NOT_TRIED
+    return (caught, 0) if caught else ("SURVIVED", SURVIVED)
+
+
+def unmutated(copy: Copy, units: set[str]) -> tuple[str, int]:
+    """The same cases on the sources as they are: what mutants are told from."""
+    for unit in sorted(units):
+        for sanitizer in ORDERS:
+            if fault := copy.find_fault(unit, sanitizer):
+                return f"NOT TRIED: the cases of {unit} fail without a mutant: {fault}", NOT_TRIED
+    return "all right", 0
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description="Breaks kernels and shows what notices.")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this mutant alone; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="name them and do nothing")
+    given = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if not given.only or mutant.name in given.only]
+    if not chosen or set(given.only) - {mutant.name for mutant in chosen}:
+        parser.error("no such mutant; --list names them")
+    if given.list:
+        print(*(f"{mutant.name:22} {mutant.what}" for mutant in chosen), sep="\n")
+        return 0
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tierd-kernels-") as place:
+        copy = Copy(Path(place))
+        said, worst = unmutated(copy, {mutant.unit for mutant in chosen})
+        print(f"{'(none)':22} {said}", flush=True)
+        for mutant in chosen if not worst else ():
+            said, status = verdict(copy, mutant)
+            worst = max(worst, status)
+            print(f"{mutant.name:22} {said}", flush=True)
+    print(f"{len(chosen)} mutants in {time.monotonic() - begun:.0f} s")
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
