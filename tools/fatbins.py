@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,11 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 PTX = 80
 """What a driver compiles for an architecture that is not among them."""
 DIMS = (64, 96, 128, 256)
+OLDEST_NVCC = 13
+"""The first that knows every architecture."""
+HOMES = (Path("/usr/local/cuda"),)
+"""Where toolkits are, beside CUDA_HOME, CUDA_PATH and the path of programs."""
+SWITCH = "TIERD_FATBINS"
 LIMIT_S = 1800
 
 
@@ -72,7 +78,7 @@ def build(folder: Path, architectures: Sequence[int] = ARCHITECTURES, units: Seq
     """Fills the folder with a fatbin for each unit, as many compilers at a time as there are cores; a line for each that is done. Raises MissingNvcc, NvccError."""
     nvcc = find_nvcc()
     if nvcc is None:
-        raise MissingNvcc("nvcc: not found; install a CUDA toolkit of version 13 or newer, or set CUDA_HOME")
+        raise MissingNvcc(f"nvcc: none of CUDA {OLDEST_NVCC} or newer found; install a toolkit, or set CUDA_HOME")
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [[pool.submit(_object, nvcc, unit, kind) for kind in _kinds(architectures)] for unit in units]
@@ -83,16 +89,28 @@ def build(folder: Path, architectures: Sequence[int] = ARCHITECTURES, units: Seq
 
 
 def find_nvcc() -> Path | None:
-    """The compiler, of a toolkit or on the path."""
+    """The first that is new enough."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    found = [home / "bin" / "nvcc" for home in (*homes, Path("/usr/local/cuda"))]
     on_path = shutil.which("nvcc")
-    return next((nvcc.resolve() for nvcc in (*found, *([Path(on_path)] if on_path else [])) if nvcc.exists()), None)
+    found = [*(home / "bin" / "nvcc" for home in (*homes, *HOMES)), *([Path(on_path)] if on_path else [])]
+    return next((nvcc.resolve() for nvcc in found if nvcc.exists() and _version(nvcc) >= OLDEST_NVCC), None)
 
 
-def asked_architectures(told: str) -> Sequence[int]:
-    """What TIERD_FATBINS says: all, none, or those that it lists."""
+def asked_architectures() -> Sequence[int]:
+    """What the environment says: all if it says nothing, none for 0, else those that it lists."""
+    told = os.environ.get(SWITCH, "")
     return ARCHITECTURES if not told else [int(number) for number in told.split(",") if int(number)]
+
+
+def for_wheel(version: str) -> dict[str, str]:
+    """What a wheel takes along: path here, path in it. Nothing for an editable install, without nvcc, or where the switch says so. Raises NvccError."""
+    architectures = asked_architectures()
+    if version == "editable" or not architectures or find_nvcc() is None:
+        return {}
+    folder = OBJECTS.with_name("wheel")
+    list(build(folder, architectures))
+    names = [f"{unit.name}.fatbin" for unit in UNITS]
+    return {str(folder / name): f"tierd/kernels/fatbins/{name}" for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +157,16 @@ def _digest(nvcc: Path, unit: Unit, flags: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _run(*command: str) -> None:
+def _version(nvcc: Path) -> int:
+    told = re.search(r"release (\d+)", _run(str(nvcc), "--version"))
+    return int(told[1]) if told else 0
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         raise NvccError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def main() -> None:
@@ -151,8 +175,7 @@ def main() -> None:
     unknown = set(names) - {unit.name for unit in UNITS}
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: no such unit; there are {', '.join(unit.name for unit in UNITS)}")
-    architectures = asked_architectures(os.environ.get("TIERD_FATBINS", ""))
-    for line in build(INSTALLED, architectures, [unit for unit in UNITS if not names or unit.name in names]):
+    for line in build(INSTALLED, asked_architectures(), [unit for unit in UNITS if not names or unit.name in names]):
         print(line, flush=True)
 
 

@@ -1,0 +1,24 @@
+"""Hatchling calls it when it builds a wheel: the kernels of cuda/ go in as fatbins where there is an nvcc, and nothing goes in where there is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.fatbins import for_wheel
+
+
+class FatbinHook(BuildHookInterface[Any]):
+    """Named in pyproject.toml."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compiles, and tells hatchling what it made. version: `standard` or `editable`."""
+        made = for_wheel(version)
+        build_data["force_include"].update(made)
+        if version == "standard":
+            self.app.display_info(f"kernels for GPUs: {len(made)} fatbins" if made else "kernels for GPUs: none")
