@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -28,7 +29,7 @@ from tierd.integrations.pieces import copy_in, copy_out
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.scheduler import _runs
-from tierd.integrations.vllm.spaces import block_bytes, check_supported, is_replicated, spaces_of
+from tierd.integrations.vllm.spaces import block_bytes, check_supported, facts_of, is_replicated, spaces_of
 from tierd.integrations.vllm_plugin import register
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD = 3, 8, 2, 32, 64
@@ -165,6 +166,14 @@ def test_what_divides_namespaces() -> None:
     assert len({str(spaces[0].spec) for spaces in named}) == len(named)
     assert spaces_of(*plain, options) == named[0]
     assert (named[-1][0].need, named[-1][0].need_tokens) == (Need.LAST_TOKENS, 95)
+
+
+def test_a_worker_tells_no_seed() -> None:
+    """What vLLM's hashes begin with is known to its scheduler's process alone: workers would tell `tierctl engines` vLLM's default, whatever is set."""
+    init_none_hash(sha256_cbor)
+    said = {role: facts_of(config(), kv_config(FULL), role=role, rank=1).words() for role in ("scheduler", "worker")}
+    assert said["scheduler"]["hash_seed"] == kv_cache_utils.get_none_hash_seed() and "hash_seed" not in said["worker"]
+    assert said["worker"]["ranks"] == "1/1"
 
 
 def test_null_blocks_are_not_saved() -> None:

@@ -163,7 +163,7 @@ def facts_of(config: Any, kv: Any, *, role: str, rank: int = 0) -> EngineFacts:
         face="TierdConnector",
         model=config.model_config.model,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
-        hash_seed=kv_cache_utils.get_none_hash_seed(),
+        hash_seed=kv_cache_utils.get_none_hash_seed() if role == "scheduler" else "",  # other processes never hash
         tokens_per_block="/".join(str(group.kv_cache_spec.block_size) for group in kv.kv_cache_groups),
         dtype=_dtype(config),
         layout=str(kv.kv_cache_layout or ""),
