@@ -93,7 +93,7 @@ EXPORTED CUresult cuLibraryLoadData(CUlibrary* to, const void* code, CUjit_optio
   std::string path, name;
   std::getline(lines, path);
   auto library = std::make_unique<Library>();
-  library->code = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  library->code = path.starts_with("/") ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
   if (!library->code) return CUDA_ERROR_NO_BINARY_FOR_GPU;  // such as a real one
   while (std::getline(lines, name)) {
     auto* call = reinterpret_cast<decltype(Kernel::call)>(dlsym(library->code, name.c_str()));

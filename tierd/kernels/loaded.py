@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Loaded:
         self._libraries = [self._load(path) for path in files]
         self._kernels = dict(pair for library in self._libraries for pair in self._listed(library))
         self._functions: dict[str, _Function] = {}
+        self._cell = _Cell()
 
     def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
         """As Library says. The parameters are copied. Raises InvalidArgument, and TierFailed for what went wrong on the GPU before."""
@@ -53,16 +55,14 @@ class Loaded:
             )
         if shared_bytes > function.shared_limit:
             self._allow(function, shared_bytes)
-        if not all(grid):
+        if 0 in grid:
             return
-        given = (*grid, function.threads, 1, 1, shared_bytes, self._stream(), ((params,), (None,)), 0)
+        cell = self._cell
+        cell.pointer[0] = ctypes.addressof(params)
+        given = (*grid, function.threads, 1, 1, shared_bytes, self._stream(), cell.address, 0)
         (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
-        if result == self._cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has none yet
-            call(self._cuda.cuCtxSetCurrent, self._context, what=self.device)
-            (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
         if result:
-            told = f"grid {tuple(grid)}, {function.threads} threads, {shared_bytes} bytes of shared memory"
-            raise fault(result, f"{kernel}: a launch of {told}")
+            self._launch_again(function, given, result)
 
     def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
         """How many blocks the whole GPU runs at once: what `PagedDecode` is best given. Raises InvalidArgument."""
@@ -124,6 +124,15 @@ class Loaded:
         attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call(self._cuda.cuDeviceGetAttribute, attribute, self._gpu, what=self.device))
 
+    def _launch_again(self, function: _Function, given: Sequence[Any], result: Any) -> None:
+        """After a launch that the driver refused: in a thread's first one the context was missing. Raises what it said of any other."""
+        if result == self._cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            call(self._cuda.cuCtxSetCurrent, self._context, what=self.device)
+            (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
+        if result:
+            told = f"grid {given[:3]}, {function.threads} threads, {given[6]} bytes of shared memory"
+            raise fault(result, f"{function.name}: a launch of {told}")
+
     @contextmanager
     def _entered(self) -> Iterator[None]:
         """With the GPU's context as this thread's, which may have none, or another GPU's."""
@@ -139,6 +148,14 @@ class Loaded:
             return 0
         # As torch's own compiled code asks: a tenth of the time of torch.cuda.current_stream().cuda_stream.
         return int(torch._C._cuda_getCurrentRawStream(self._ordinal))
+
+
+class _Cell(threading.local):
+    """A thread's own array of one pointer, to the parameters: cheaper than to have the bindings make one for each launch."""
+
+    def __init__(self) -> None:
+        self.pointer = (ctypes.c_void_p * 1)()
+        self.address = ctypes.addressof(self.pointer)
 
 
 @dataclass(slots=True)

@@ -172,10 +172,12 @@ def test_host_memory_is_registered_once_and_with_its_rights() -> None:
     supported = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
     assert ok(cuda.cuDeviceGetAttribute(supported, 0)) == 1
     ok(cuda.cuMemHostRegister(place, 4096, READ_ONLY))
+    ok(cuda.cuMemHostRegister(address, SLAB, READ_ONLY))
     plain, stream = ok(cuda.cuMemAlloc(64)), ok(cuda.cuStreamCreate(1))
-    ok(cuda.cuMemcpyAsync(plain, place, 64, stream))
-    ok(cuda.cuStreamSynchronize(stream))
-    ok(cuda.cuMemcpyAsync(place, plain, 64, stream))
+    for source in (place, address):
+        ok(cuda.cuMemcpyAsync(plain, source, 64, stream))
+        ok(cuda.cuStreamSynchronize(stream))
+    ok(cuda.cuMemcpyAsync(address, plain, 64, stream))
     assert refused(cuda.cuStreamSynchronize(stream)) == "ILLEGAL_ADDRESS"
 
 

@@ -126,7 +126,7 @@ def test_memory_that_is_not_pinned_is_staged() -> None:
 
 @on_fake_driver()
 def test_the_default_stream_waits_for_blocking_streams_alone() -> None:
-    """A copy of the default stream comes after the work of blocking streams; that of others it does not wait for."""
+    """The default stream and blocking streams wait for each other's earlier work; it and the others do not."""
     cuda = entered()
     for is_blocking, seen in ((True, 5), (False, 1)):
         place, stream = filled(cuda, 1), stream_of(cuda, is_blocking=is_blocking)
@@ -135,11 +135,12 @@ def test_the_default_stream_waits_for_blocking_streams_alone() -> None:
         ok(cuda.cuMemcpyDtoH(ctypes.addressof(got), place, LENGTH))
         assert got.raw[0] == seen
         ok(cuda.cuCtxSynchronize())
-    place = filled(cuda, 1)
-    ok(cuda.cuMemsetD8Async(place, 7, LENGTH, 0))
-    ok(cuda.cuMemcpyAsync(other := filled(cuda, 0), place, LENGTH, stream_of(cuda, is_blocking=True)))
-    ok(cuda.cuCtxSynchronize())
-    assert held(other) == 7
+    for is_blocking, seen in ((True, 7), (False, 1)):
+        place, copied, stream = filled(cuda, 1), filled(cuda, 0), stream_of(cuda, is_blocking=is_blocking)
+        ok(cuda.cuMemsetD8Async(place, 7, LENGTH, 0))
+        ok(cuda.cuMemcpyAsync(copied, place, LENGTH, stream))
+        ok(cuda.cuStreamSynchronize(stream))
+        assert held(copied) == seen
 
 
 def batched(cuda: Any, stream: Any, copies: list[tuple[Any, Any]], order: str = "STREAM") -> tuple[Any, ...]:
