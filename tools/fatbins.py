@@ -32,6 +32,8 @@ OLDEST_NVCC = 13
 HOMES = (Path("/usr/local/cuda"),)
 """Where toolkits are, beside CUDA_HOME, CUDA_PATH and the path of programs."""
 SWITCH = "TIERD_FATBINS"
+APPENDED = "NVCC_APPEND_FLAGS"
+"""What nvcc itself reads: -lineinfo for a profiler, which makes fatbins three times as large."""
 LIMIT_S = 1800
 
 
@@ -133,7 +135,7 @@ def _kinds(architectures: Sequence[int]) -> list[_Kind]:
 
 def _object(nvcc: Path, unit: Unit, kind: _Kind) -> tuple[_Kind, Path]:
     """One unit for one architecture, by content."""
-    flags = [*unit.flags, *kind.flags, "-lineinfo"]
+    flags = [*unit.flags, *kind.flags]
     made = OBJECTS / f"{unit.name}-{kind.form}{kind.architecture}-{_digest(nvcc, unit, flags)}"
     if not made.exists():
         OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -151,7 +153,7 @@ def _join(nvcc: Path, to: Path, parts: Sequence[tuple[_Kind, Path]]) -> Path:
 
 def _digest(nvcc: Path, unit: Unit, flags: Sequence[str]) -> str:
     """Of all that an object is made of: the compiler too, whose path names its version."""
-    digest = hashlib.sha256(repr((str(nvcc), flags)).encode())
+    digest = hashlib.sha256(repr((str(nvcc), flags, os.environ.get(APPENDED))).encode())
     for path in sorted((unit.path, *SOURCES.glob("include/*.h"), *SOURCES.glob("src/*.h"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
