@@ -105,7 +105,7 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
     return filled
 
 
-def decoded(library: Library, case: Case, *, blocks: int = 5, with_mass: bool = True) -> Attended:
+def decoded(library: Library, case: Case, *, blocks: int = 3, with_mass: bool = True) -> Attended:
     """What the decode kernels give."""
     n, heads, dim = case.q.shape
     decode = PagedDecode(library, DecodeShape(n + 1, heads, case.shape.kv_heads, dim), blocks=blocks, allocate=allocate)
@@ -191,5 +191,6 @@ PREFILLS = (
     Shape(((40, 96), (10, 10)), types=("f16", "f16"), sinks=4, window=26, group=1),
 )
 """Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
-anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row does."""
+anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row
+does, and is so long that each warp fills a place of its ring anew."""
 MERGES = ("f32", "bf16", "f16")

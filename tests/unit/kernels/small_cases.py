@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 from collections.abc import Callable
 from itertools import chain
@@ -31,12 +32,14 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
 
 
 def main() -> int:
-    """The exit status: 1 if a result is wrong; the emulator ends the process with 97, race detectors with 66."""
+    """The exit status: 1 if a result is wrong. The emulator ends the process with 97, race detectors with 66, a limit with SIGKILL."""
     parser = argparse.ArgumentParser(description="Runs small cases of the kernels of an emulated library.")
     parser.add_argument("library", type=Path)
     parser.add_argument("--unit", action="append", choices=UNITS, help="of this source file alone")
     parser.add_argument("--orders", default="0", help="of threads, as in SIMT_ORDER")
+    parser.add_argument("--cpu-limit-s", type=int, default=resource.RLIM_INFINITY, help="for kernels that may hang")
     given = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CPU, (given.cpu_limit_s, given.cpu_limit_s))
     library = Emulated(given.library)
     for order in given.orders.split(","):
         os.environ["SIMT_ORDER"] = order
