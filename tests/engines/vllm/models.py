@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from tests.engines.vllm.engine import in_fork
 
@@ -36,7 +40,8 @@ BENCH = SHAPE | {
 }
 WINDOW_TOKENS = 96
 """Of the hybrid model's sliding layers."""
-
+RANK = 8
+"""Of adapters."""
 
 MAKE_S = 300.0
 
@@ -63,6 +68,25 @@ def write_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_config_of(kind)).float()
     model.save_pretrained(directory)
+    return directory
+
+
+def write_adapter(directory: Path, *, seed: int) -> Path:
+    """A LoRA adapter of the llama model in peft's format, of random weights that change what is said. Needs no torch."""
+    rng = np.random.default_rng(seed)
+    hidden, heads = SHAPE["hidden_size"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    kv = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    sizes = {"q_proj": (hidden, heads), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (heads, hidden)}
+    weights = {}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for name, (inputs, outputs) in sizes.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
+                weights[f"{place}.{part}.weight"] = rng.normal(0, 0.3, shape).astype(np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(words | {"target_modules": list(sizes)}))
+    save_file(weights, directory / "adapter_model.safetensors")
     return directory
 
 

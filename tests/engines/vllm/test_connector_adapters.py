@@ -1,0 +1,127 @@
+"""vLLM with TierdConnector and LoRA adapters: KV of an adapter comes back to that adapter and to no other, also from another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
+from tests.engines.vllm.engine import Answer, Engine
+from tests.engines.vllm.models import RANK, write_adapter
+from tests.engines.vllm.tiered import VERIFIED, far_from, prompt
+from tierd.testing import Daemon
+
+pytestmark = [pytest.mark.timeout(900)]
+PROMPT_TOKENS = 200
+WHOLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+WITH_ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+Adapter = list[Any] | None
+"""Name, number and directory; None: the base model."""
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(VERIFIED) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where adapters lie, by name."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: str(write_adapter(root / name, seed=seed)) for seed, name in enumerate(("one", "two", "third"))}
+
+
+@pytest.fixture(scope="module")
+def kinds(places: dict[str, str]) -> list[Adapter]:
+    """The base model and two adapters of it."""
+    return [None, ["one", 1, places["one"]], ["two", 2, places["two"]]]
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Start, make_model: Callable[..., Path]) -> Engine:
+    """Without tierd."""
+    return engine(make_model(), **WITH_ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def llm(daemon: Daemon, engine: Start, make_model: Callable[..., Path]) -> Engine:
+    llm = engine(make_model(), connector=connector(daemon), **WITH_ADAPTERS)
+    await_hits(llm, prompt(100, 70))
+    return llm
+
+
+def say(llm: Engine, asked: list[int], kind: Adapter, *, max_tokens: int = 24) -> Answer:
+    return llm.generate([asked], max_tokens=max_tokens, loras=[kind])[0]
+
+
+def known_of(alone: Engine, asked: list[int], kinds: list[Adapter]) -> list[Answer]:
+    """What each says without tierd, and that no two say the same."""
+    known = [say(alone, asked, kind) for kind in kinds]
+    for i, first in enumerate(known):
+        for second in known[:i]:
+            assert first.tokens != second.tokens and far_from(first.logprobs, second.logprobs) > CLOSE
+    return known
+
+
+def test_each_has_its_own(llm: Engine, alone: Engine, daemon: Daemon, kinds: list[Adapter]) -> None:
+    """One prompt to the base model and to two adapters: none is served what another stored, and each comes back as it was, from memory and from NVMe."""
+    asked = prompt(1, PROMPT_TOKENS)
+    known = known_of(alone, asked, kinds)
+    for kind, answer in zip(kinds, known, strict=True):
+        computed = say(llm, asked, kind)
+        assert computed.cached == 0
+        assert_same(answer, computed)
+    for move in (lambda: None, lambda: to_the_store(daemon)):
+        assert llm.reset()
+        move()
+        before = counted(llm.metrics(), "loads")
+        for kind, answer in zip(kinds[::-1], known[::-1], strict=True):
+            restored = say(llm, asked, kind)
+            assert restored.cached == WHOLE
+            assert_same(answer, restored)
+        assert counted(llm.metrics(), "loads") - before == len(kinds)
+
+
+def test_by_another_process(
+    llm: Engine, alone: Engine, daemon: Daemon, kinds: list[Adapter], engine: Start, make_model: Callable[..., Path]
+) -> None:
+    """A second vLLM that counts the same adapters otherwise is served what each stored; under one's name the other adapter is served nothing."""
+    asked = prompt(3, PROMPT_TOKENS)
+    known = known_of(alone, asked, kinds)
+    for kind in kinds:
+        say(llm, asked, kind)
+    llm.settle()
+    second = engine(make_model(), connector=connector(daemon), fresh=True, **WITH_ADAPTERS)
+    await_hits(second, prompt(101, 70))
+    for kind, answer in zip(kinds, known, strict=True):
+        restored = say(second, asked, kind and [kind[0], 3 - kind[1], kind[2]])
+        assert restored.cached == WHOLE
+        assert_same(answer, restored, within=CLOSE)
+    assert kinds[1] and kinds[2]
+    renamed = say(second, asked, ["one", 3, kinds[2][2]])
+    assert renamed.cached == 0
+    assert_same(known[2], renamed, within=CLOSE)
+
+
+def test_an_adapter_that_was_trained_anew(
+    llm: Engine, daemon: Daemon, places: dict[str, str], engine: Start, make_model: Callable[..., Path]
+) -> None:
+    """Where an adapter's files have become others, under the same name, a vLLM that is started with these is served nothing of what the old ones stored."""
+    asked, kind = prompt(4, PROMPT_TOKENS), ["third", 1, places["third"]]
+    old = say(llm, asked, kind)
+    assert llm.reset() and say(llm, asked, kind).cached == WHOLE
+    write_adapter(Path(places["third"]), seed=9)
+    expected = say(engine(make_model(), fresh=True, **WITH_ADAPTERS), asked, kind)
+    assert far_from(old.logprobs, expected.logprobs) > CLOSE
+    second = engine(make_model(), connector=connector(daemon), fresh=True, **WITH_ADAPTERS)
+    await_hits(second, prompt(102, 70))
+    anew = say(second, asked, kind)
+    assert anew.cached == 0
+    assert_same(expected, anew)

@@ -1,0 +1,75 @@
+"""vLLM with TierdConnector on two tensor parallel ranks, each a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+from tests.depth import report
+from tests.engines.vllm.connected import BLOCK_TOKENS, assert_same, await_hits, connector, counted, to_the_store
+from tests.engines.vllm.engine import Engine
+from tests.engines.vllm.tiered import VERIFIED, prompt
+from tierd.testing import Daemon
+
+pytestmark = [pytest.mark.timeout(900)]
+RANKS = 2
+BLOCKS = 96
+"""Of vLLM's, few enough to look at each."""
+OF_RANKS: dict[str, Any] = {"tensor_parallel_size": RANKS, "num_gpu_blocks_override": BLOCKS}
+PROMPT_TOKENS = 200
+WHOLE_BLOCKS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS
+WHOLE = WHOLE_BLOCKS * BLOCK_TOKENS
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """Checks blocks at each hit."""
+    with Daemon(VERIFIED) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Start, make_model: Callable[..., Path]) -> Engine:
+    """Two ranks without tierd."""
+    return engine(make_model(), **OF_RANKS)
+
+
+@pytest.fixture(scope="module")
+def llm(daemon: Daemon, engine: Start, make_model: Callable[..., Path]) -> Engine:
+    """Two ranks with tierd; each test has prompts of its own."""
+    llm = engine(make_model(), connector=connector(daemon), **OF_RANKS)
+    await_hits(llm, prompt(100, 70))
+    return llm
+
+
+def loads(llm: Engine) -> float:
+    return counted(llm.metrics(), "loads")
+
+
+def loaded_blocks(llm: Engine) -> float:
+    """Of all ranks together."""
+    return counted(llm.metrics(), "loaded_blocks")
+
+
+def test_restored_on_both_ranks(llm: Engine, alone: Engine, daemon: Daemon) -> None:
+    """Two ranks whose KV comes from tierd's memory, or from NVMe, say to the last bit what they say without tierd, and each loads its part."""
+    asked = [prompt(1, PROMPT_TOKENS)]
+    known = alone.generate(asked, max_tokens=24)[0]
+    computed = llm.generate(asked, max_tokens=24)[0]
+    assert computed.cached == 0
+    assert_same(known, computed)
+    for move in (lambda: None, lambda: to_the_store(daemon)):
+        assert llm.reset()
+        move()
+        before = loads(llm), loaded_blocks(llm)
+        restored = llm.generate(asked, max_tokens=24)[0]
+        assert restored.cached == WHOLE
+        assert (loads(llm) - before[0], loaded_blocks(llm) - before[1]) == (RANKS, RANKS * WHOLE_BLOCKS)
+        assert_same(known, restored)
+    report("vLLM connector, two ranks", loaded_blocks=loaded_blocks(llm), bytes=counted(llm.metrics(), "loaded_bytes"))
