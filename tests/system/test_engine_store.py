@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.depth import report
 from tests.system.blocks import await_true
 from tierd.client import Group, NamespaceSpec, PutGroup
 from tierd.integrations.facts import EngineFacts
@@ -128,3 +133,29 @@ def test_without_a_daemon_everything_is_a_miss(daemon: Daemon, store: EngineStor
 
     await_true(served, "the blocks of the life before")
     assert (back == kv).all()
+
+
+def test_a_daemon_that_hangs_in_the_middle_of_a_save(daemon: Daemon) -> None:
+    """A daemon that hangs between the reservation and the commit costs a save its timeout, not a commit's and an abort's own; when it goes on the pages are free."""
+
+    class Stopping(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            os.kill(daemon.pid, signal.SIGSTOP)
+            return super().__iter__()
+
+    kv, timeout_s = memory(4), 1.0
+    with EngineStore(Options(target=daemon.target, timeout_s=timeout_s), FACTS) as store:
+        ns = store.open(SPEC)
+        hashes = ns.fold(names(4))
+        first, *others = pieces(kv)
+        began = time.monotonic()
+        try:
+            assert store.save(PutGroup(ns, hashes), [Stopping(first), *others]) == 0
+            elapsed = time.monotonic() - began
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        report("engine's save, hung at the commit", save_s=elapsed)
+        assert elapsed < 10 * timeout_s and store.counts["dropped_blocks"] == 4
+        await_true(lambda: store.save(PutGroup(ns, hashes), pieces(kv)) == 4, "the same blocks saved")
+        back = np.zeros_like(kv)
+        assert store.load([Group(ns, hashes)], [pieces(back)]).good == (4,) and (back == kv).all()

@@ -16,7 +16,18 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client import About, BlockStatus, Client, Found, Group, Lease, NamespaceSpec, OpenedNamespace, PutGroup
+from tierd.client import (
+    About,
+    BlockStatus,
+    Client,
+    Found,
+    Group,
+    Lease,
+    NamespaceSpec,
+    OpenedNamespace,
+    PutGroup,
+    Reservation,
+)
 from tierd.client.values import Hashes
 from tierd.errors import TierdError
 from tierd.integrations.facts import EngineFacts
@@ -142,19 +153,26 @@ class EngineStore:
     def _save(self, groups: Sequence[PutGroup], sources: Sequence[Pieces]) -> NDArray[np.bool_]:
         """Which blocks are stored now."""
         try:
-            with self._client.reserve(groups) as reservation:
-                statuses = reservation.statuses.copy()
-                given = statuses == BlockStatus.RESERVED
-                copied_bytes = int(reservation.handles["length"][given].sum())
-                for i in np.flatnonzero(given).tolist():
-                    copy_in(sources[i], reservation.buffer(i))
-                if given.any():
-                    statuses[given] = reservation.commit().statuses
+            reservation = self._client.reserve(groups)
+            try:
+                statuses = self._filled(reservation, sources)
+            finally:
+                reservation.drop()  # says so and waits for nothing, as an abort would do beside a daemon that hangs
         except TierdError:
             self._count(failed_saves=1)
             return np.zeros(len(sources), dtype=np.bool_)
-        self._count(saved_bytes=copied_bytes)
         return np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS))
+
+    def _filled(self, reservation: Reservation, sources: Sequence[Pieces]) -> NDArray[np.uint16]:
+        """What became of each block once its page was written and published."""
+        statuses = reservation.statuses.copy()
+        given = statuses == BlockStatus.RESERVED
+        for i in np.flatnonzero(given).tolist():
+            copy_in(sources[i], reservation.buffer(i))
+        if given.any():
+            statuses[given] = reservation.commit(timeout_s=self._options.timeout_s).statuses
+        self._count(saved_bytes=int(reservation.handles["length"][given].sum()))
+        return statuses
 
     def _count(self, **amounts: int) -> None:
         with self._turn:

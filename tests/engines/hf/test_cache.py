@@ -111,6 +111,22 @@ def test_several_answers(model: Callable[..., Any], store: Callable[..., Any]) -
         assert_same(say(one, row[None]), say(one, row[None], cache=again))
 
 
+def test_several_answers_with_padding(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Of prompts that were padded, too, one answer of several is stored only as far as all of its prompt agree."""
+    one, kept = model(), store(model())
+    ids, mask = padded(prompt(21, 40), prompt(22))
+    cache = TierdCache(kept)
+    torch.manual_seed(7)
+    how = {"mask": mask, "do_sample": True, "temperature": 5.0, "num_return_sequences": 2, "max_new_tokens": 40}
+    out = say(one, ids, cache=cache, **how).tokens
+    assert out[0, 101:110].tolist() != out[1, 101:110].tolist()
+    assert cache.save(out[1::2], mask) == 32 + WHOLE
+    second = out[1:2, 61:]  # without its padding
+    again = TierdCache.restore(kept, second)
+    assert again.restored == 32
+    assert_same(say(one, second), say(one, second, cache=again))
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_prompt_lookup(filled: bool, model: Callable[..., Any], store: Callable[..., Any]) -> None:
     """Prompt lookup decoding says the same, and what it leaves is stored right; transformers computes the whole prompt, so that a restored prefix is dropped."""
@@ -149,6 +165,20 @@ def test_crop(model: Callable[..., Any], store: Callable[..., Any]) -> None:
         except ValueError:
             outcomes.append(-1)
     assert outcomes in ([-1, -1], [50, 50])
+
+
+def test_what_was_cropped_binds_nobody(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """A restored cache that is cropped may go on with other tokens, and is stored under these."""
+    one, kept, ids = model(), store(model()), prompt(24)
+    first = TierdCache(kept)
+    say(one, ids, cache=first)
+    first.save(ids)
+    cache = TierdCache.restore(kept, ids)
+    cache.crop(-36)
+    other = torch.cat([ids[:, :60], prompt(25, 41)], dim=1)
+    say(one, other, cache=cache)
+    assert cache.restored == 60 and cache.save(other) == WHOLE
+    assert_same(say(one, other), say(one, other, cache=TierdCache.restore(kept, other)))
 
 
 def test_copied_caches(model: Callable[..., Any], store: Callable[..., Any]) -> None:
@@ -193,6 +223,18 @@ def test_padding_without_a_mask(model: Callable[..., Any], store: Callable[..., 
     kept.padding = Padding(0, is_told=False)  # as of a model whose end is its padding
     with pytest.raises(InvalidArgument, match="rows begin with token 0, which pads and ends alike"):
         cache.save(plain.tokens)
+
+
+def test_padding_amid_a_row(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Without a mask generate() masks padding wherever it stands: there the row ends, and what was computed behind it is not served to who reads that token as text."""
+    one, kept, ids = model(), store(model()), prompt(26)
+    ids[0, 40] = 0
+    cache = TierdCache(kept)
+    out = one.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.save(out) == 32
+    again = TierdCache.restore(kept, ids, torch.ones_like(ids))
+    assert again.restored == 32
+    assert_same(say(one, ids), say(one, ids, cache=again))
 
 
 def test_the_last_token_is_computed(model: Callable[..., Any], store: Callable[..., Any]) -> None:

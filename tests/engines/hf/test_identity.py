@@ -69,7 +69,7 @@ def test_a_digest_of_ones_own(model: Callable[..., Any], store: Callable[..., An
 
 
 def test_models_that_are_refused() -> None:
-    """Linear layers, encoders beside the decoder, and options that do not exist: each an error that says what to do."""
+    """Linear layers, encoders beside the decoder, rotations by the whole length, and options that do not exist: each an error that says what to do."""
     small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     linear = transformers.Qwen3NextConfig(
         **small,
@@ -88,6 +88,9 @@ def test_models_that_are_refused() -> None:
     both = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     with pytest.raises(Unsupported, match="t5 reads more than tokens"):
         TierdStore(transformers.T5ForConditionalGeneration(both))
+    by_length = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(Unsupported, match="rope_type dynamic.*use DynamicCache"):
+        TierdStore(llama(rope_parameters=by_length))
     with pytest.raises(ConfigError, match="TierdStore.blocksize"):
         TierdStore(llama(), blocksize=16)
 

@@ -135,8 +135,24 @@ def test_without_a_daemon(paged: Any, store: Callable[..., Any], tmp_path: Any) 
 
 
 def test_what_the_kernel_does_not_do(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Sliding windows are refused by the kernel, layers that differ and another attention by the cache: each with a remedy."""
-    with pytest.raises(Unsupported, match="sliding_window.*attn_implementation='sdpa'"):
+    """Windows, packed sequences and padding on the right are refused by the kernel, layers that differ and another attention by the cache: each with a remedy."""
+    with pytest.raises(Unsupported, match="windows, chunks, packed.*attn_implementation='sdpa'"):
         say(model("sliding", attention="tierd_paged"), prompt(15))
+    paged, (ids, mask) = model("llama", attention="tierd_paged"), padded(prompt(15, 70), prompt(16))
+    with pytest.raises(Unsupported, match="windows, chunks, packed"):
+        paged(prompt(15), position_ids=torch.cat([torch.arange(50), torch.arange(51)])[None], use_cache=False)
+    with pytest.raises(Unsupported, match="pad on the left"):
+        paged(ids.flip(1), attention_mask=mask.flip(1))
     with pytest.raises(InvalidArgument, match="set_attn_implementation"):
         PagedTierdCache(store(model()))
+
+
+def test_what_a_call_left_behind(paged: Any, model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """What was written for a call that did not end, or by hand, is not attended to by the next one."""
+    kept, ids = store(paged), prompt(17)
+    plain, k = say(model(), ids), torch.rand(1, 2, 8, 32)
+    with torch.no_grad(), pytest.raises(Unsupported, match="4 dimensions"):
+        paged(prompt(18), attention_mask=torch.zeros(1, 1, 101, 101), past_key_values=PagedTierdCache(kept))
+    assert_same(plain, say(paged, ids))
+    PagedTierdCache(kept).update(k, k, 0)
+    assert_same(plain, say(paged, ids))

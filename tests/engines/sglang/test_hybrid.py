@@ -13,7 +13,7 @@ pytest.importorskip(
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-from tests.engines.sglang.pools import backend, buffers, fill, indices, mamba, mha, mla, page
+from tests.engines.sglang.pools import PAGE, backend, buffers, fill, indices, mamba, mha, mla, page
 from tierd.testing import Daemon
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,6 +100,26 @@ def test_states_of_a_replicated_model_are_each_ranks_own(daemon: Daemon) -> None
         assert one.batch_get_v2([states(["a"], 5)]) == {PoolName.MAMBA: [True]}
         assert page(side, 5) == page(side, 1)
     assert page(ranks[0].registered_pools[PoolName.MAMBA], 5) != page(ranks[1].registered_pools[PoolName.MAMBA], 5)
+
+
+def test_a_draft_with_heads_is_each_ranks_own(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside replicated latents a draft's keys and values are split by heads: no rank reads another's, and that SGLang stores those of one rank alone is said."""
+    ranks = [
+        backend(daemon.target, mla("page_first"), is_mla=True, model_name="eagle", tp_rank=tp, tp_size=2)
+        for tp in (0, 1)
+    ]
+    for seed, one in enumerate(ranks):
+        one.register_mem_host_pool_v2(mha("page_first"), PoolName.DRAFT)
+        fill(one.registered_pools[PoolName.DRAFT], seed=seed)
+    assert "pool draft: each rank has heads of its own" in caplog.text
+    draft = PoolTransfer(name=PoolName.DRAFT, keys=["a"], host_indices=indices(0))
+    assert ranks[0].batch_set_v2([draft]) == {PoolName.DRAFT: [True]}
+    assert ranks[1].batch_get_v2([draft]) == {PoolName.DRAFT: [False]}
+    assert ranks[1].batch_set_v2([draft]) == {PoolName.DRAFT: [True]}
+    there = PoolTransfer(name=PoolName.DRAFT, keys=["a"], host_indices=indices(5))
+    for one in ranks:
+        side = one.registered_pools[PoolName.DRAFT]
+        assert one.batch_get_v2([there]) == {PoolName.DRAFT: [True]} and page(side, 5 * PAGE) == page(side, 0)
 
 
 def test_an_anchor_without_bytes(daemon: Daemon) -> None:

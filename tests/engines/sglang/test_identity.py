@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ pytest.importorskip(
 
 import sglang.version
 import torch
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+from sglang.srt.runtime_context import _ConfigBag, get_context
 
 import tierd.integrations.sglang.hicache as face
 from tests.engines.sglang.pools import PAGE, backend, config, fill, indices, mha, mla, page
@@ -53,7 +57,7 @@ def test_ranks_do_not_see_each_other(daemon: Daemon) -> None:
     for rank, bytes_of in zip(ranks, kept, strict=True):
         assert rank.batch_get_v1(KEYS, indices(5, 6)) == [True, True]
         assert page(rank.mem_pool_host, 5 * PAGE) == bytes_of
-    assert {place_of(rank._config, "kv").rank for rank in ranks} == set(range(8))
+    assert {place_of(rank._config, "kv", rank.mem_pool_host).rank for rank in ranks} == set(range(8))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,67 @@ def test_only_the_same_model_and_shape_shares(daemon: Daemon, other: dict[str, A
     stored(daemon, mha("page_first"), model_name="same")
     assert backend(daemon.target, mha("page_first"), model_name="same").batch_exists(KEYS) == 2
     assert backend(daemon.target, mha("page_first"), **{"model_name": "same"} | other).batch_exists(KEYS) == 0
+
+
+def start(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    """Publishes what SGLang is started with, as its own processes do; changed: leaves that differ."""
+    words = {
+        "model": {
+            "model_path": "org/model",
+            "kv_cache_dtype": "fp8_e4m3",
+            "json_model_override_args": "{}",
+            "revision": None,
+        },
+        "spec": {"speculative_draft_model_path": "org/draft"},
+        "lora": {"lora_paths": None},
+    }
+    bags = {name: _ConfigBag(name) for name in words}
+    for name, leaves in words.items():
+        for leaf, value in leaves.items():
+            bags[name]._set(leaf, changed.get(leaf, value))
+    monkeypatch.setattr(get_context(), "_config_bags", bags)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"model_path": "org/model-2"},
+        {"revision": "v2"},
+        {"json_model_override_args": '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'},
+        {"speculative_draft_model_path": "org/draft-2"},
+    ],
+    ids=str,
+)
+def test_only_the_same_start_shares(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
+    """Engines that serve under one name share only if they were started alike: no pool shows which fp8 its bytes are, nor which weights and rotations made them."""
+    fp8 = {"model_name": f"start {other}"}
+    start(monkeypatch)
+    stored(daemon, mha("page_first", dtype=torch.uint8), **fp8)
+    assert backend(daemon.target, mha("page_first", dtype=torch.uint8), **fp8).batch_exists(KEYS) == 2
+    start(monkeypatch, **other)
+    assert backend(daemon.target, mha("page_first", dtype=torch.uint8), **fp8).batch_exists(KEYS) == 0
+
+
+def test_only_the_same_weights_share(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A directory that comes to hold other weights, or another adapter, shares nothing with what it was; where a digest is given, wherever they lie."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    start(monkeypatch, model_path=str(tmp_path))
+    stored(daemon, mha("page_first"), model_name="files")
+    os.utime(weights, (1, 1))
+    assert backend(daemon.target, mha("page_first"), model_name="files").batch_exists(KEYS) == 0
+    adapter = tmp_path / "adapter_model.safetensors"
+    adapter.write_bytes(b"one")
+    start(monkeypatch, lora_paths=[LoRARef(lora_name="a", lora_path=str(tmp_path))])
+    stored(daemon, mha("page_first"), model_name="adapters")
+    assert backend(daemon.target, mha("page_first"), model_name="adapters").batch_exists(KEYS) == 2
+    os.utime(adapter, (1, 1))
+    assert backend(daemon.target, mha("page_first"), model_name="adapters").batch_exists(KEYS) == 0
+    known: dict[str, Any] = {"model_name": "files", "extra": {"weights_digest": "one"}}
+    stored(daemon, mha("page_first"), **known)
+    start(monkeypatch, model_path="/elsewhere")
+    assert backend(daemon.target, mha("page_first"), **known).batch_exists(KEYS) == 2
 
 
 def test_only_the_same_memory_shares(daemon: Daemon) -> None:

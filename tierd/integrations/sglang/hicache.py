@@ -31,7 +31,7 @@ from sglang.version import __version__
 
 from tierd.errors import InvalidArgument, TierdError
 from tierd.integrations.pieces import Pieces
-from tierd.integrations.sglang.names import facts_of, options_of, place_of, spec_of
+from tierd.integrations.sglang.names import facts_of, has_no_writers, options_of, place_of, spec_of
 from tierd.integrations.sglang.pages import FlatPages, HostPages, PointerPages, pages_of
 from tierd.integrations.sglang.stored import StoredPages, leading
 from tierd.integrations.store import EngineStore
@@ -111,6 +111,10 @@ class TierdHiCache(HiCacheStorage):
         if self._pools.get(name) is not host_pool:
             self._pools[name] = host_pool
             self._shelves[name] = self._shelf(pages_of(host_pool), name)
+            if has_no_writers(self._config, name, host_pool):
+                logger.warning(
+                    "tierd: pool %s: each rank has heads of its own, and SGLang stores those of one: no hits", name
+                )
 
     # -- version 1: by pointer
 
@@ -227,7 +231,7 @@ class TierdHiCache(HiCacheStorage):
     # -- inner
 
     def _shelf(self, pages: HostPages, name: str) -> Shelf:
-        place = place_of(self._config, name)
+        place = place_of(self._config, name, pages.pool)
         if pages.is_logical:
             return Shelf(pages, None, is_writer=place.is_writer)
         spec = spec_of(self._config, self._options, pages, name=name, cleared=self._cleared)

@@ -1,8 +1,8 @@
 """What SGLang's page hashes do not say: everything else that decides the bytes of a page.
 
 Purpose: a storage configuration and a pool become a namespace and a rank in it. Non-purpose: opening it. Invariants: SGLang's keys name tokens, the request's
-extra key and its cache salt; model, parallel shape, layout, types and lengths are the namespace's; a rank that holds other bytes has another number, ranks
-that hold the same (MLA) have one.
+extra key and its cache salt; model, parallel shape, layout, types, lengths and what SGLang was started with are the namespace's; a rank that holds other bytes
+has another number, ranks that hold the same (MLA) have one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tierd.errors import ConfigError
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.sglang.pages import HostPages
+from tierd.integrations.sglang.started import started
 
 MAMBA = "mamba"
-"""The one kind of pool that each tensor-parallel rank has its own part of, even where the model's KV is replicated."""
+"""A kind of pool that each tensor-parallel rank has its own part of, even where the model's KV is replicated."""
 THEIRS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 """Words of the extra configuration that SGLang reads itself and leaves in."""
 SHAPE = (
@@ -59,9 +60,20 @@ def options_of(config: Any) -> Options:
     return Options.read(words, where="hicache-storage-backend-extra-config")
 
 
-def place_of(config: Any, pool_name: str) -> Place:
+def is_replicated(config: Any, pool_name: str, pool: Any) -> bool:
+    """Whether every tensor-parallel rank holds the same pages: of an MLA model, but for states, and for a draft's keys and values where these are split by heads."""
+    return bool(config.is_mla_model) and pool_name != MAMBA and not hasattr(pool, "head_num")
+
+
+def has_no_writers(config: Any, pool_name: str, pool: Any) -> bool:
+    """Whether ranks have pages of their own that SGLang never stores: of an MLA model it stores one rank's alone, but for states."""
+    is_split = not is_replicated(config, pool_name, pool) and pool_name != MAMBA
+    return bool(config.is_mla_model) and config.tp_size > 1 and is_split
+
+
+def place_of(config: Any, pool_name: str, pool: Any) -> Place:
     """Where a pool of this rank stands, and whether it is the one to write it."""
-    is_shared = bool(config.is_mla_model) and pool_name != MAMBA
+    is_shared = is_replicated(config, pool_name, pool)
     rank, count = (config.dcp_rank, config.dcp_size) if is_shared else (config.tp_rank, config.tp_size)
     for part, parts in ((config.pp_rank, config.pp_size), (config.attn_cp_rank, config.attn_cp_size)):
         rank, count = rank * parts + part, count * parts
@@ -81,8 +93,8 @@ def spec_of(config: Any, options: Options, pages: HostPages, *, name: str, clear
         tokens_per_block=pages.page_tokens,
         block_bytes=sum(pages.lengths),
         group=name,
-        salt=_digest(_words(config, pages, name) | {"cleared": cleared}),
-        rank_count=place_of(config, name).count,
+        salt=_digest(_words(config, pages, name) | {"cleared": cleared, "started": started(options)}),
+        rank_count=place_of(config, name, pages.pool).count,
     )
 
 
@@ -113,7 +125,6 @@ def facts_of(config: Any, options: Options, pages: HostPages | None = None) -> E
 
 
 def _words(config: Any, pages: HostPages, name: str) -> dict[str, Any]:
-    is_shared = bool(config.is_mla_model) and name != MAMBA
     return {
         "face": "TierdHiCache",
         "release": ".".join(__version__.split(".")[:2]),
@@ -121,7 +132,7 @@ def _words(config: Any, pages: HostPages, name: str) -> dict[str, Any]:
         "pool": type(pages.pool).__name__,
         "lengths": pages.lengths,
         "is_mla": bool(config.is_mla_model),
-        "tp": 0 if is_shared else config.tp_size,
+        "tp": 0 if is_replicated(config, name, pages.pool) else config.tp_size,
         "pp": config.pp_size,
         "cp": config.attn_cp_size,
         "dcp": config.dcp_size,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from tierd.errors import Unsupported
 from tierd.kernels import Attended, PagedBatch, paged_attention
@@ -49,9 +49,9 @@ def kernel_for(_: torch.device) -> Callable[..., Attended]:
 def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> tuple[Any, None]:
     """transformers' attention function. query: [rows, heads, tokens, head_dim]; gives [rows, tokens, heads, head_dim]. more: scaling, and what the
     kernel may not know. Raises Unsupported."""
-    _check(module, attention_mask, more)
     written = WRITTEN.get()
     WRITTEN.set(None)
+    _check(module, attention_mask, more)
     if written is None or written.layer != module.layer_idx:
         written = _loose(key, value, attention_mask)
     new = query.shape[2]
@@ -65,8 +65,21 @@ def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *
     return out, None
 
 
-def pass_padding(*, attention_mask: Any = None, **_: Any) -> Any:
-    """transformers' mask function: which columns are padding is all that the kernel need be told."""
+def pass_padding(*, mask_function: Any, attention_mask: Any = None, **_: Any) -> Any:
+    """transformers' mask function: which columns are padding on the left is all that the kernel need be told. Raises Unsupported for any other mask.
+
+    It is asked for where a call of the model begins: what a call has written that did not end is forgotten.
+    """
+    WRITTEN.set(None)
+    if mask_function is not causal_mask_function:
+        raise Unsupported(
+            f"{NAME}: the model masks more than what comes later (windows, chunks, packed sequences); the kernel does causal attention over a whole"
+            " sequence: use attn_implementation='sdpa'"
+        )
+    if attention_mask is not None and _has_gaps(attention_mask.bool()):
+        raise Unsupported(
+            f"{NAME}: attention_mask has zeros after a one; pad on the left, or use attn_implementation='sdpa'"
+        )
     PADDING.set(attention_mask)
     return attention_mask
 
@@ -74,6 +87,10 @@ def pass_padding(*, attention_mask: Any = None, **_: Any) -> Any:
 def padding_of(mask: Any, rows: int) -> list[int]:
     """Columns of padding on the left of each row."""
     return [0] * rows if mask is None else (~mask.bool()).sum(dim=1).tolist()
+
+
+def _has_gaps(mask: Any) -> bool:
+    return bool((mask[:, :-1] & ~mask[:, 1:]).any())
 
 
 def _loose(key: Any, value: Any, mask: Any) -> Written:

@@ -82,8 +82,8 @@ class TierdCache(KeptCache):
     def _held_rows(self) -> int:
         return len(self.layers[0].keys) if self.get_seq_length() else 0
 
-    def _first_keys(self, row: int) -> Any:
-        return self.layers[0].keys[row].transpose(0, 1)
+    def _first_keys(self, row: int, start: int) -> Any:
+        return self.layers[0].keys[row, :, start:].transpose(0, 1)
 
     def _store(self, row: int, kept: Row) -> int:
         size = self.store.options.tokens_per_block

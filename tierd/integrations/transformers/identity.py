@@ -25,6 +25,8 @@ from tierd.integrations.transformers.options import StoreOptions
 
 KEPT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose K and V, kept whole, are all their state."""
+LENGTH_ROPES = ("dynamic", "longrope")
+"""Rotations that follow from how long a whole sequence has become: the same prefix has other K in a longer one."""
 UNNAMED = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "use_cache"}
 """What of a configuration does not change what is computed."""
 
@@ -57,10 +59,22 @@ def check_supported(model: Any) -> None:
         raise Unsupported(
             f"transformers: {config.model_type} has layers of kind {', '.join(unknown)}; TierdCache keeps {', '.join(sorted(KEPT_LAYERS))}: use DynamicCache"
         )
+    if lengths := sorted(_rope_types(config) & set(LENGTH_ROPES)):
+        raise Unsupported(
+            f"transformers: {config.model_type} rotates K by the length of the whole sequence (rope_type {', '.join(lengths)}), which tokens of a prefix do not"
+            " tell: use DynamicCache"
+        )
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise Unsupported(
             f"transformers: tensor parallel over {model.tp_size} processes; TierdCache keeps whole heads: load without tp_plan"
         )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers, or of each kind of them."""
+    given = getattr(config, "rope_parameters", None) or {}
+    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
+    return {str(part.get("rope_type")) for part in parts}
 
 
 def shapes_of(model: Any) -> tuple[LayerShape, ...]:

@@ -54,6 +54,11 @@ class KeptCache(Cache):
             self._doubt()
         super().activate_past_recording()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' own; what was restored and is gone binds nobody any more."""
+        super().crop(tokens_to_remove)
+        self.restored = min(self.restored, self.get_seq_length())
+
     def reset(self) -> None:
         """Empty again."""
         super().reset()
@@ -64,8 +69,8 @@ class KeptCache(Cache):
         """Rows of the cache; 0 while it is empty."""
 
     @abstractmethod
-    def _first_keys(self, row: int) -> Any:
-        """Of the first layer, [tokens, ...], without padding."""
+    def _first_keys(self, row: int, start: int) -> Any:
+        """Of the first layer, [tokens, ...], without the row's padding, which ends at column `start`."""
 
     @abstractmethod
     def _store(self, row: int, kept: Row) -> int:
@@ -74,9 +79,9 @@ class KeptCache(Cache):
     def _save_row(self, row: Row, first: int, copies: int) -> int:
         length = self.get_seq_length()
         count = max(0, (length if self._certain is None else min(self._certain, length)) - row.start)
-        keys = self._first_keys(first)[:count] if copies > 1 else None
+        keys = self._first_keys(first, row.start)[:count] if copies > 1 else None
         for other in range(first + 1, first + copies):
-            count = min(count, _common(keys, self._first_keys(other)[:count]))
+            count = min(count, _common(keys, self._first_keys(other, row.start)[:count]))
         return self._store(first, Row(row.tokens[:count], row.start))
 
     def _doubt(self) -> None:

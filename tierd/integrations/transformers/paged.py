@@ -138,6 +138,7 @@ class PagedTierdCache(KeptCache):
         return other
 
     def _cut(self, columns: int) -> None:
+        self.restored = min(self.restored, columns)
         for layer in self.layers:
             layer.columns = columns
         for table, start in zip(self.tables, self._starts, strict=True):
@@ -159,7 +160,7 @@ class PagedTierdCache(KeptCache):
     def _held_rows(self) -> int:
         return len(self.tables) if self.get_seq_length() else 0
 
-    def _first_keys(self, row: int) -> Any:
+    def _first_keys(self, row: int, start: int) -> Any:
         table = self.tables[row]
         return torch.cat([page.array[0, 0] for page in table.pages])[: table.length]
 

@@ -1,7 +1,8 @@
 """The sequences of a batch, apart from their padding.
 
 Purpose: input_ids and attention_mask as sequences of tokens, each with where it begins. Non-purpose: K and V. Invariants: a sequence is without gaps; what is
-not left padding is refused; without a mask padding is what generate() would take for it, and where that cannot be told it is asked for.
+not left padding is refused; without a mask padding is what generate() would take for it, and where that cannot be told it is asked for; a row ends where
+generate() would mask a token amid it, since what follows is not told by tokens alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def rows_of(input_ids: Any, attention_mask: Any, padding: Padding) -> list[Row]:
     """Of a list of tokens, or a tensor or list [n] or [rows, n], and its mask. Raises InvalidArgument for gaps, and for padding on the right or untold."""
     ids = _matrix(input_ids, "input_ids")
     starts = _guessed(ids, padding) if attention_mask is None else _told(ids, _matrix(attention_mask, "attention_mask"))
-    return [Row(tokens[start:], start) for tokens, start in zip(ids, starts.tolist(), strict=True)]
+    ends = _ends(ids, starts, padding) if attention_mask is None else np.full(len(ids), ids.shape[1])
+    return [Row(tokens[i:j], i) for tokens, i, j in zip(ids, starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _guessed(ids: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
@@ -54,6 +56,12 @@ def _guessed(ids: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
             f"attention_mask: missing, and rows begin with token {padding.token}, which pads and ends alike; give it"
         )
     return np.zeros_like(leading)
+
+
+def _ends(ids: NDArray[np.int64], starts: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
+    """Where each row's padding comes again, which generate() would mask: its end, and the row's."""
+    again = (ids == padding.token) & (np.arange(ids.shape[1]) >= starts[:, None]) & padding.is_told
+    return np.asarray(np.where(again.any(axis=1), again.argmax(axis=1), ids.shape[1]))
 
 
 def _told(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.int64]:
