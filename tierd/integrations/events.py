@@ -43,6 +43,7 @@ class Subscriber:
         self._socket.connect(address)
         self._replay, self._replay_timeout_s = replay, replay_timeout_s
         self._expected = 0
+        self._time_s = 0.0
 
     def poll(self, timeout_s: float) -> list[Message]:
         """What has come by then, at least one message unless time ran out; with what was missed before it."""
@@ -70,7 +71,10 @@ class Subscriber:
         topic, number, payload = self._socket.recv_multipart()
         message = _message(topic, number, payload)
         if message.number < self._expected:
-            return  # seen in a replay
+            if message.batch.time_s <= self._time_s:
+                return  # seen in a replay
+            self._expected = 0  # a publisher that was started anew, and counts from its own beginning
+            yield _cleared(message)
         missed = list(self._missed(message)) if message.number > self._expected else []
         self._note([message])
         yield from [*missed, message]
@@ -104,7 +108,7 @@ class Subscriber:
 
     def _note(self, messages: list[Message]) -> None:
         if messages:
-            self._expected = messages[-1].number + 1
+            self._expected, self._time_s = messages[-1].number + 1, messages[-1].batch.time_s
 
 
 @dataclass
@@ -141,4 +145,4 @@ def _message(topic: bytes, number: bytes, payload: bytes) -> Message:
 
 
 def _cleared(before: Message) -> Message:
-    return Message(before.number - 1, before.topic, Batch(before.batch.time_s, (Cleared(),), before.batch.rank))
+    return Message(max(0, before.number - 1), before.topic, Batch(before.batch.time_s, (Cleared(),), before.batch.rank))

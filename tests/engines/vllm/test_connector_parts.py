@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-engines run
 
 import torch
 import vllm
+from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.lora.request import LoRARequest
@@ -29,7 +32,15 @@ from tierd.integrations.pieces import copy_in, copy_out
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.scheduler import _runs
-from tierd.integrations.vllm.spaces import block_bytes, check_supported, facts_of, is_replicated, spaces_of
+from tierd.integrations.vllm.spaces import (
+    block_bytes,
+    check_supported,
+    facts_of,
+    files_of,
+    is_replicated,
+    spaces_of,
+    step_tokens,
+)
 from tierd.integrations.vllm_plugin import register
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD = 3, 8, 2, 32, 64
@@ -61,8 +72,10 @@ def config(**more: Any) -> Any:
         "enable_prefix_caching": True,
     }
     model = {"model": "m", "revision": None, "quantization": None, "dtype": torch.float32}
-    transfer = {"kv_load_failure_policy": "recompute"}
+    model |= {"hf_config": LlamaConfig(), "max_model_len": 4096}
+    transfer = {"kv_load_failure_policy": "recompute", "is_kv_consumer": True, "is_kv_producer": True}
     parts = {"kv_transfer_config": transfer, "parallel_config": parallel, "cache_config": cache, "model_config": model}
+    parts["attention_config"] = {"backend": None}
     return SimpleNamespace(
         **{name: SimpleNamespace(**part | {k: v for k, v in more.items() if k in part}) for name, part in parts.items()}
     )
@@ -92,13 +105,26 @@ def test_every_layout_comes_back(layout: KVCacheLayout, parts: int) -> None:
         assert torch.equal(other[name][rest], before[name][rest])
 
 
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+def test_kernels_blocks_are_not_seen(layout: KVCacheLayout) -> None:
+    """A block that one attention backend cuts for its kernels, and another does not, has the same bytes in tierd: the namespace does not tell them apart."""
+    kv = kv_config(FULL)
+    one, cut = caches(layout), caches(layout, parts=2, seed=1)
+    page = np.zeros(block_bytes(kv.kv_cache_groups[0]), dtype=np.uint8)
+    copy_in(KVMemory(one, kv).pieces(0, 5), page)
+    copy_out(page, KVMemory(cut, kv).pieces(0, 2))
+    for name in NAMES:
+        assert torch.equal(torch.cat([cut[name][4], cut[name][5]], dim=1), one[name][5])
+
+
 def test_latent_attention_comes_back() -> None:
     """Its one head is the same on every rank: one namespace without ranks, and bytes that come back."""
     latent = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     kv = kv_config(latent)
     (space,) = spaces_of(config(tensor_parallel_size=4), kv, ConnectorOptions())
     assert space.spec.rank_count == 1 and is_replicated(kv) and not is_replicated(kv_config(FULL, latent))
-    assert spaces_of(config(tensor_parallel_size=4), kv_config(FULL), ConnectorOptions())[0].spec.rank_count == 4
+    mixed = spaces_of(config(tensor_parallel_size=4), kv_config(FULL, latent), ConnectorOptions())
+    assert [space.spec.rank_count for space in mixed] == [4, 4]  # every rank asks for all groups of its own
     one, other = ({name: torch.randn(BLOCKS, 1, TOKENS, 576).bfloat16() for name in NAMES} for _ in range(2))
     page = np.zeros(space.spec.block_bytes, dtype=np.uint8)
     copy_in(KVMemory(one, kv).pieces(0, 1), page)
@@ -161,11 +187,70 @@ def test_what_divides_namespaces() -> None:
         spaces_of(*plain, ConnectorOptions(model="other")),
         spaces_of(*plain, ConnectorOptions(weights_digest="w2")),
         spaces_of(*plain, options, salt="s"),
+        spaces_of(config(hf_config=LlamaConfig(rope_theta=5e5)), kv_config(FULL), options),
+        spaces_of(config(hf_config=_committed("c2")), kv_config(FULL), options),
+        spaces_of(config(backend="FLASHINFER"), kv_config(FULL), options),
         spaces_of(config(), kv_config(window), options),
     ]
     assert len({str(spaces[0].spec) for spaces in named}) == len(named)
     assert spaces_of(*plain, options) == named[0]
     assert (named[-1][0].need, named[-1][0].need_tokens) == (Need.LAST_TOKENS, 95)
+
+
+def _committed(commit: str) -> LlamaConfig:
+    found = LlamaConfig()
+    found._commit_hash = commit
+    return found
+
+
+def _scaled(kind: str, *, tokens: int, at: str = "") -> Any:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
+    rope |= {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64} if kind == "longrope" else {}
+    found = config(hf_config=LlamaConfig(rope_parameters=rope, name_or_path=at), max_model_len=tokens)
+    return spaces_of(found, kv_config(FULL), ConnectorOptions())
+
+
+def test_how_long_a_sequence_may_be() -> None:
+    """It divides only where vLLM chooses the rotary scaling by it; where a checkpoint was found never does."""
+    assert _scaled("longrope", tokens=2048) != _scaled("longrope", tokens=4096)
+    assert _scaled("yarn", tokens=2048) == _scaled("yarn", tokens=4096, at="/elsewhere")
+    assert _scaled("yarn", tokens=2048) != _scaled("linear", tokens=2048)
+
+
+def test_files_of_a_local_checkpoint(tmp_path: Path) -> None:
+    """Other weights, of whatever format, or another configuration in the same place are another model; a digest stands for them. An engine's own are those that
+    were there when it began."""
+    seen = [files_of(str(tmp_path / "m.gguf"))]
+    for number, name in enumerate(("model.safetensors", "pytorch_model.bin", "config.json", "m.gguf", "README.md")):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / name).write_bytes(b"x")
+        seen.append(files_of(str(tmp_path / f"{number}")))
+    seen.append(files_of(str(tmp_path / "3" / "m.gguf")))
+    assert [len(files) for files in seen] == [0, 1, 1, 1, 1, 0, 1] and files_of("hub/name") == ()
+    first = spaces_of(config(model=str(tmp_path / "0")), kv_config(FULL), ConnectorOptions())
+    (tmp_path / "0" / "model.safetensors").unlink()
+    assert spaces_of(config(model=str(tmp_path / "0")), kv_config(FULL), ConnectorOptions()) == first
+    named = [
+        spaces_of(
+            config(model=str(tmp_path / "1")), kv_config(FULL), ConnectorOptions(model="m", weights_digest=digest)
+        )
+        for digest in ("", "d")
+    ]
+    other = config(model=str(tmp_path / "2"))
+    assert spaces_of(other, kv_config(FULL), ConnectorOptions(model="m")) != named[0]
+    assert spaces_of(other, kv_config(FULL), ConnectorOptions(model="m", weights_digest="d")) == named[1]
+
+
+def test_groups_of_different_blocks() -> None:
+    """Matches end where blocks of all groups do; a window is as long as vLLM's, those tokens included that drafting computes again."""
+    specs = [replace(FULL, block_size=size) for size in (32, 48)]
+    window = SlidingWindowSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32, sliding_window=65
+    )
+    spaces = spaces_of(config(), kv_config(*specs, hash_block_size=16), ConnectorOptions())
+    assert step_tokens(spaces) == 96
+    kept = spaces_of(config(), kv_config(replace(window, extra_retained_tokens=2)), ConnectorOptions())
+    assert (kept[0].need, kept[0].need_tokens) == (Need.LAST_TOKENS, 66)
 
 
 def test_a_worker_tells_no_seed() -> None:

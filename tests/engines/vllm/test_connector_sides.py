@@ -80,9 +80,10 @@ def outcome(worker: WorkerSide) -> Any:
 class Sides:
     """Both, over one memory and one pool."""
 
-    def __init__(self, daemon: Daemon, kv: Any, **options: Any) -> None:
+    def __init__(self, daemon: Daemon, kv: Any, *, role: str = "kv_both", **options: Any) -> None:
         patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0}  # a busy machine is no daemon that is gone
-        setup, words = config(), ConnectorOptions(target=daemon.target, **patient | options)
+        setup = config(is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer")
+        words = ConnectorOptions(target=daemon.target, **patient | options)
         self.pool = BlockPool(kv.num_blocks, enable_caching=True, hash_block_size=TOKENS)
         self.scheduler = SchedulerSide(setup, kv, words)
         self.tables: dict[str, tuple[list[int], ...]] = {}
@@ -102,6 +103,20 @@ class Sides:
 
         await_true(known, "a lookup's answer")
         return found[0]
+
+    def compute(self, asked: Any, blocks: int) -> Orders:
+        """A step that computes so many blocks of a new request; what is ordered with it."""
+        assert self.match(asked) == 0
+        given = self.pool.get_new_blocks(blocks)
+        self.tables[asked.request_id] = ([block.block_id for block in given],)
+        orders = self.scheduler.orders(step({asked.request_id: blocks * TOKENS}))
+        self.pool.free_blocks(given)
+        return orders
+
+    def store(self, asked: Any, blocks: int) -> None:
+        """Computes and saves."""
+        self.worker.begin_saves(self.compute(asked, blocks))
+        self.scheduler.reported(outcome(self.worker))
 
     def close(self) -> None:
         self.scheduler.close()
@@ -141,7 +156,7 @@ def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
     for name in NAMES:
         sides.caches[name][1:6] = 0
     sides.scheduler.allocated(again, (full, [NULL_BLOCK, 4, 5]), 3 * TOKENS)
-    sides.worker.begin_loads(sides.scheduler.orders(step({})), is_idle=True)
+    sides.worker.begin_loads(sides.scheduler.orders(step({})))
     assert sides.worker._loading.drain(timeout_s=60)
     ended = sides.worker.take_loads()
     assert ended.requests == {"again"} and not ended.failed and not ended.blocks
@@ -159,13 +174,15 @@ def test_blocks_that_a_need_passes_over_are_missing() -> None:
 
 
 def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
-    """A load of blocks that nobody stored names each of them, of several groups the request, and each load once."""
-    for kv, failed, blocks in ((kv_config(FULL), set(), {5, 6}), (kv_config(FULL, FULL), {"r"}, set())):
+    """A load of blocks that nobody stored names each of them, and each load once; of several groups, or of one with a window, the request: vLLM would go on before
+    the first missing block, and the window before that one has gone."""
+    several, window = kv_config(FULL, FULL), kv_config(WINDOW)
+    for kv, failed, blocks in ((kv_config(FULL), set(), {5, 6}), (several, {"r"}, set()), (window, {"r"}, set())):
         sides = Sides(daemon, kv)
         sides.scheduler.begin(request("r", 2))
         part = GroupLoad((b"x", b"y"), 0, (5, 6))
         spaces = sides.scheduler._spaces
-        sides.worker.begin_loads(Orders(spaces, [Load("r", (part,) * len(spaces))]), is_idle=False)
+        sides.worker.begin_loads(Orders(spaces, [Load("r", (part,) * len(spaces))]))
         assert sides.worker._loading.drain(timeout_s=60)
         ended = sides.worker.take_loads()
         assert (ended.requests, ended.failed, ended.blocks) == ({"r"}, failed, blocks)
@@ -216,7 +233,7 @@ def test_an_adapters_files_divide(daemon: Daemon, tmp_path: Path) -> None:
     again = request("again", 3, lora_request=adapter)
     assert sides.match(again) == 3 * TOKENS
     sides.scheduler.allocated(again, ([4, 5, 6],), 3 * TOKENS)
-    sides.worker.begin_loads(sides.scheduler.orders(step({})), is_idle=False)
+    sides.worker.begin_loads(sides.scheduler.orders(step({})))
     assert sides.worker._loading.drain(timeout_s=60)
     assert sides.worker.take_loads().blocks == set()
     assert all(torch.equal(layer[4:7], layer[1:4]) for layer in sides.caches.values())
@@ -250,6 +267,93 @@ def test_a_daemon_that_hangs_is_not_waited_for(daemon: Daemon) -> None:
     )
     assert answers[0] is None and answers[-1] == 0
     assert np.median(times) < 0.05
+    sides.close()
+
+
+def test_many_requests_wait_no_longer_than_one(daemon: Daemon) -> None:
+    """With a daemon that does not answer, all requests together cost a step its grace once, and the next step its own."""
+    sides = Sides(daemon, kv_config(FULL), lookup_grace_s=0.3)
+    assert sides.match(request("first", 4)) == 0
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        asked, took = [request(f"r{i}", 4) for i in range(40)], []
+        for _ in range(2):
+            sides.scheduler.orders(step({}))
+            began = time.monotonic()
+            assert [sides.scheduler.match(one, 0) for one in asked] == [None] * len(asked)
+            took.append(time.monotonic() - began)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    report("vLLM connector, hung daemon, 40 requests in a step", grace_s=0.3, steps_s=[f"{s:.3f}" for s in took])
+    assert all(0.29 < seconds < 3.0 for seconds in took)  # 12 s, did each wait
+    sides.close()
+
+
+def test_a_reset_drops_saves_that_were_not_begun(daemon: Daemon) -> None:
+    """What a request computed on old weights, and was not handed to the workers yet, is not stored as if the new ones had computed it."""
+    sides = Sides(daemon, kv_config(FULL))
+    asked, blocks = request("r", 3), sides.pool.get_new_blocks(3)
+    assert sides.match(asked) == 0
+    sides.scheduler.finished(asked, ([block.block_id for block in blocks],))
+    sides.pool.free_blocks(blocks)
+    assert sides.scheduler.is_retaining
+    sides.scheduler.forget()
+    assert not sides.scheduler.orders(step({})).saves and not sides.scheduler.is_retaining
+    assert sides.pool.get_num_free_blocks() == BLOCKS - 1
+    sides.close()
+
+
+def test_a_lookup_answers_who_asked(daemon: Daemon) -> None:
+    """The answer to a lookup that was asked before a reset, or by an earlier request of the same name, is not taken for that of a later one."""
+    sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
+    sides.store(request("r", 3), 3)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        early = request("again", 3)
+        early.num_computed_tokens = 0
+        sides.scheduler.begin(early)
+        sides.scheduler.forget()
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert sides.match(early) == 0
+    sides.close()
+
+
+def test_a_load_that_fails_on_one_rank_is_saved_again(daemon: Daemon) -> None:
+    """Blocks that one rank could not load are stored when they have been computed, though the request was not through on all ranks when that was told."""
+    sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
+    sides.store(request("r", 3), 3)
+    again = request("again", 3)
+    assert sides.match(again) == 3 * TOKENS
+    sides.tables["again"] = ([1, 2, 3],)
+    sides.scheduler.allocated(again, sides.tables["again"], 3 * TOKENS)
+    assert len(sides.scheduler.orders(step({})).loads) == 1
+    for invalid, ended in (({2}, set()), (set(), {"again"})):
+        told = {"kv_connector_worker_meta": None, "failed_recving": set()}
+        sides.scheduler.reported(SimpleNamespace(**told, invalid_block_ids=invalid, finished_recving=ended))
+    orders = sides.scheduler.orders(step({"again": 3 * TOKENS}))
+    assert [save.ids for save in orders.saves] == [(1, 2, 3)]
+    sides.close()
+
+
+def test_roles(daemon: Daemon) -> None:
+    """A producer stores and loads nothing (vLLM does not keep its blocks from being written after they were given back), a consumer loads and stores nothing."""
+    both, producer, consumer = (
+        Sides(daemon, kv_config(FULL), role=role) for role in ("kv_both", "kv_producer", "kv_consumer")
+    )
+    assert not consumer.compute(request("r", 3), 3).saves
+    producer.store(request("r", 3), 3)
+    assert both.match(request("again", 3)) == consumer.match(request("again", 3)) == 3 * TOKENS
+    assert producer.match(request("again", 3)) == 0
+    for sides in (both, producer, consumer):
+        sides.close()
+
+
+def test_only_a_step_that_computes_nothing_waits_for_loads(daemon: Daemon) -> None:
+    """Whatever vLLM's context says when loads begin: its newer model runner has left it by then."""
+    sides = Sides(daemon, kv_config(FULL))
+    assert sides.scheduler.orders(step({})).is_idle
+    assert not sides.compute(request("r", 3), 3).is_idle
     sides.close()
 
 

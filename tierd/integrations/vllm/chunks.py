@@ -26,6 +26,7 @@ from tierd.core.model import ROOT
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
+from tierd.integrations.vllm.spaces import files_of
 
 UNKNOWN = -1
 """Place of a chunk that the request does not know."""
@@ -117,11 +118,11 @@ class ChunkNames:
             tokens_per_block=self._tokens[group],
             block_bytes=self._row_bytes,
             group=str(group),
-            salt=salt_of(self._spec),
+            salt=salt_of(self._spec, self._options),
         )
 
 
-def salt_of(spec: Any) -> str:
+def salt_of(spec: Any, options: Options) -> str:
     """Digest of what else decides the bytes of a row: what vLLM's own file tier goes by, the physical layout, the release, the beginning of its hashes.
 
     Topologies share rows only where vLLM has certified the layout (canonical) or keeps one copy (replicated).
@@ -133,6 +134,7 @@ def salt_of(spec: Any) -> str:
         "face": "TierdTier",
         "release": ".".join(vllm.__version__.split(".")[:2]),
         "kv_cache_layout": str(config.kv_cache_layout),
+        "files": [] if options.weights_digest else files_of(config.model.name),
         "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex(),
     }
     return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()

@@ -72,8 +72,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hands the step's loads to threads."""
-        is_idle = getattr(forward_context, "attn_metadata", None) is None
-        self._of_worker.begin_loads(self._orders, is_idle=is_idle)
+        self._of_worker.begin_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads have ended before a request is computed."""

@@ -1,8 +1,8 @@
 """vLLM's KV memory, a block at a time: where each layer's part of a block lies.
 
 Purpose: pieces for the store, one a layer, as long runs of bytes. Non-purpose: knowing what they mean. Invariants: nothing is assumed of the order of axes,
-only strides are read; a piece's bytes are in the order in which they lie in memory, and the layout's name is in the namespace; layers follow in the
-group's own order.
+only strides are read; a piece's bytes are in the order in which they lie in memory, were a block cut into no parts, and the layout's name is in the namespace;
+layers follow in the group's own order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KVMemory:
 
 
 class _Layer:
-    """One tensor: blocks, or kernels' blocks of which so many are one of vLLM's."""
+    """One tensor: [blocks, ..., tokens, content], or kernels' blocks of which so many are one of vLLM's. However kernels cut a block, it is the same bytes."""
 
     def __init__(self, tensor: Any, blocks: int) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % blocks:
@@ -48,30 +48,33 @@ class _Layer:
             raise Unsupported(
                 f"vllm: KV memory of shape {shape} for {blocks} blocks; TierdConnector keeps attention only: use TierdTier"
             )
-        self._parts = tensor.shape[0] // blocks
-        tensor = tensor.squeeze(tuple(axis for axis in range(1, tensor.dim()) if tensor.shape[axis] == 1))
-        order = sorted(range(1, tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
-        self._ordered = tensor.permute(0, *order)
-        self._rows = _rows(self._ordered, blocks, self._parts)
+        self._ordered = _ordered(tensor, blocks)
+        self._rows = _rows(self._ordered)
         self.is_on_device = tensor.device.type != "cpu"
 
     def piece(self, block: int) -> Piece:
         """Its bytes of a block."""
-        if self._rows is not None:
-            return self._rows[block]
-        return self._ordered[block * self._parts : (block + 1) * self._parts]
+        return self._ordered[block] if self._rows is None else self._rows[block]
 
 
-def _rows(ordered: Any, blocks: int, parts: int) -> Any:
+def _ordered(tensor: Any, blocks: int) -> Any:
+    """[blocks, axes as they lie in memory], the parts into which kernels cut a block's tokens right before those."""
+    whole, tokens = tensor.unflatten(0, (blocks, -1)), max(1, tensor.dim() - 2)
+    order = sorted(range(1, tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
+    axes = [part for axis in order for part in ((1, axis + 1) if axis == tokens else (axis + 1,))]
+    ordered = whole.permute(0, *axes)
+    return ordered.squeeze(tuple(axis for axis in range(1, ordered.dim()) if ordered.shape[axis] == 1))
+
+
+def _rows(ordered: Any) -> Any:
     """uint8 [blocks, bytes] over the same memory (numpy where it is the host's), or None if a block's bytes do not lie together."""
     shape, strides = list(ordered.shape[1:]), list(ordered.stride()[1:])
-    length = math.prod(shape)
-    if strides != _dense(shape) or (parts > 1 and ordered.stride(0) != length):
+    if strides != _dense(shape):
         return None
     size = ordered.element_size()
     rows = torch.empty(0, dtype=torch.uint8, device=ordered.device)
-    start, step = ordered.storage_offset() * size, ordered.stride(0) * parts * size
-    rows.set_(ordered.untyped_storage(), start, (blocks, length * parts * size), (step, 1))
+    start, step = ordered.storage_offset() * size, ordered.stride(0) * size
+    rows.set_(ordered.untyped_storage(), start, (len(ordered), math.prod(shape) * size), (step, 1))
     return rows.numpy() if ordered.device.type == "cpu" else rows
 
 

@@ -11,7 +11,7 @@ from tierd.integrations.options import Options
 
 
 class ConnectorOptions(Options):
-    """lookup_grace_s: what the scheduler waits for the answer about a new request before it asks again with the next step (0: never waits);
+    """lookup_grace_s: what the scheduler waits in a step for answers about new requests before it asks again with the next one (0: never waits);
     load_grace_s: what an engine with nothing else to do waits in a step for loads to end; save_generated: whether blocks that hold generated tokens are stored;
     retained_share: of vLLM's blocks, the most that may be kept from reuse while they are copied to tierd; what is beyond it waits for
     a later step of its request, or is not stored."""

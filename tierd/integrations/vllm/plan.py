@@ -52,11 +52,12 @@ class Save:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Of one step. spaces: where both happen."""
+    """Of one step. spaces: where both happen; is_idle: the step computes nothing."""
 
     spaces: tuple[Space, ...] = ()
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    is_idle: bool = False
 
 
 @dataclass

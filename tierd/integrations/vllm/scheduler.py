@@ -1,7 +1,7 @@
 """The connector in vLLM's scheduler: what tierd has of a request, which blocks are loaded, which are saved, which must not be reused yet.
 
 Purpose: decisions, from vLLM's own hashes and block ids. Non-purpose: KV bytes (worker.py). Invariants: one lookup a request, made by a thread; the scheduler
-waits for it lookup_grace_s at most, and asks again with later steps until the lookup's own deadline, after which it is a miss; what is claimed is asked of
+waits lookup_grace_s a step at most, and asks again with later steps until the lookup's own deadline, after which it is a miss; what is claimed is asked of
 match.claim, once a request; a block that is being saved is retained in vLLM's pool until every worker has reported, so that neither the end of a request, nor
 its preemption, nor a sliding window gives it to another one; the blocks retained are bounded.
 """
@@ -42,13 +42,15 @@ END_S = 2.0
 
 @dataclass
 class Entry:
-    """What is known of a request. stamp: of its adapter; found: None until the lookup has ended; computed: tokens that vLLM had when a match was claimed; is_spent: it was told of a
-    match once; is_loading: its blocks do not hold yet what they will; saved: per group, blocks from the first on that are stored or were handed to a save."""
+    """What is known of a request. stamp: of its adapter; number: of its lookup; found: None until that has ended; computed: tokens that vLLM had when a match
+    was claimed; is_spent: it was told of a match once; is_loading: its blocks do not hold yet what they will; saved: per group, blocks from the first on that
+    are stored or were handed to a save."""
 
     request: Any
     stamp: bytes = b""
     until: float = 0.0
     life: int = 0
+    number: int = 0
     found: Found | None = None
     computed: int = 0
     is_spent: bool = False
@@ -66,6 +68,7 @@ class SchedulerSide:
         self._opened: dict[int, OpenedNamespace] = {}
         self._store = EngineStore(options, facts_of(config, kv, role="scheduler"))
         self._courier: Courier[tuple[str, int], Found] = Courier("tierd-lookup", threads=1, limit=options.queue_limit)
+        self._lookups, self._grace_s = 0, options.lookup_grace_s
         self._ranks = 1 if is_replicated(kv) else config.parallel_config.tensor_parallel_size
         self._adapters = AdapterFiles(options)
         self._entries: dict[str, Entry] = {}
@@ -76,6 +79,8 @@ class SchedulerSide:
         self._cache: Any = None
         self._number = 0
         self._has_begun = False
+        role = config.kv_transfer_config
+        self._may_load, self._may_save = role.is_kv_consumer, role.is_kv_producer
         self._is_off = not config.cache_config.enable_prefix_caching
         """vLLM goes on from no prefix, by choice or because this backend cannot (latent attention on the CPU): what was loaded would be passed over."""
 
@@ -93,14 +98,16 @@ class SchedulerSide:
     def begin(self, request: Any) -> Entry:
         """A request is new, was preempted, or its first answer is no longer true: looks it up."""
         self._begin_hashes()
+        self._lookups += 1
         stamp = self._adapters.stamp(request.lora_request)
-        entry = Entry(request, stamp, life=request.num_preemptions, saved=[0] * len(self._spaces))
+        entry = Entry(request, stamp, life=request.num_preemptions, number=self._lookups)
+        entry.saved = [0] * len(self._spaces)
         self._entries[request.request_id] = entry
         tokens = (request.num_tokens - 1) // step_tokens(self._spaces) * step_tokens(self._spaces)
         names = [stamped(space.names(request.block_hashes, tokens=tokens), stamp) for space in self._spaces]
         entry.until = time.monotonic() + 2 * self._options.lookup_timeout_s
-        key = (request.request_id, entry.life)
-        if tokens == 0 or not self._courier.submit(key, partial(self._look, self._spaces, names)):
+        key = (request.request_id, entry.number)
+        if tokens == 0 or not self._may_load or not self._courier.submit(key, partial(self._look, self._spaces, names)):
             entry.found = Found()
         return entry
 
@@ -113,7 +120,7 @@ class SchedulerSide:
         entry = self.begin(request) if entry is None or is_new else entry
         if entry.is_spent:
             return 0
-        if entry.found is None and not self._await(entry, grace_s=self._options.lookup_grace_s):
+        if entry.found is None and not self._await(entry):
             return None
         assert entry.found is not None
         seen = Match(entry.found.tokens, computed, request.num_tokens, entry.found.tier_tokens)
@@ -162,6 +169,7 @@ class SchedulerSide:
             if entry is not None and self._has_unsaved(entry, ready):
                 self._save(entry, self._cache.get_block_ids(request_id), ready)
         orders, self._orders = self._orders, Orders()
+        orders.is_idle, self._grace_s = not output.num_scheduled_tokens, self._options.lookup_grace_s
         orders.spaces = self._spaces if orders.loads or orders.saves else ()
         return orders
 
@@ -193,7 +201,10 @@ class SchedulerSide:
         return bool(self._retained)
 
     def forget(self) -> None:
-        """What was stored so far is no longer to be found by this engine, whose weights may have changed."""
+        """What was stored so far is no longer to be found by this engine, whose weights may have changed; saves that were not begun are dropped."""
+        for save in self._orders.saves:
+            self._release(save.number)
+        self._orders.saves.clear()
         self._salt = secrets.token_hex(16)
         self._spaces, self._opened = spaces_of(self._config, self._kv, self._options, salt=self._salt), {}
         known, self._entries = self._entries, {}
@@ -234,11 +245,13 @@ class SchedulerSide:
             found = self._opened[space.index] = self._store.open(space.spec)
         return found
 
-    def _await(self, entry: Entry, *, grace_s: float) -> bool:
-        """Whether the request's lookup has ended, one way or another."""
+    def _await(self, entry: Entry) -> bool:
+        """Whether the request's lookup has ended, one way or another. However many requests ask in a step, they wait for what is left of its grace."""
         self._collect()
-        if entry.found is None and grace_s > 0:
-            self._courier.await_any(timeout_s=grace_s)
+        if entry.found is None and self._grace_s > 0:
+            began = time.monotonic()
+            self._courier.await_any(timeout_s=self._grace_s)
+            self._grace_s -= time.monotonic() - began
             self._collect()
         if entry.found is None and time.monotonic() > entry.until:
             entry.found = Found()
@@ -246,9 +259,9 @@ class SchedulerSide:
 
     def _collect(self) -> None:
         for outcome in self._courier.finished():
-            request_id, life = outcome.key
+            request_id, number = outcome.key
             entry = self._entries.get(request_id)
-            if entry is not None and entry.life == life and entry.found is None:
+            if entry is not None and entry.number == number and entry.found is None:
                 entry.found = outcome.value or Found()
                 if not entry.is_spent:
                     entry.saved = self._blocks_found(entry.found)
@@ -262,6 +275,8 @@ class SchedulerSide:
         return [0] * len(blocks) if self._store.tells_events else blocks
 
     def _savable(self, request: Any, tokens: int) -> int:
+        if not self._may_save:
+            return 0
         return tokens if self._options.save_generated else min(tokens, request.num_prompt_tokens)
 
     def _has_unsaved(self, entry: Entry, tokens: int) -> bool:

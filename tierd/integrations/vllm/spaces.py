@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
+    iter_layer_specs,
 )
 
 from tierd.client import Group, NamespaceSpec, OpenedNamespace
@@ -42,6 +45,10 @@ ADAPTERS_MAX = 4096
 """Of which it is remembered what their files were."""
 REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 """Kinds that every tensor parallel rank holds whole."""
+FILES = ("config.json", "params.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""Of a local checkpoint, what its KV depends on."""
+ELSEWHERE = ("_name_or_path", "transformers_version")
+"""Of a checkpoint's configuration, what says nothing of its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +84,8 @@ def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = ""
     """One of each group of a KVCacheConfig. salt: more that divides. Raises Unsupported for what tierd does not keep."""
     check_supported(config, kv)
     words = _words(config, kv, options) | {"salt": salt}
-    hash_tokens = getattr(kv, "hash_block_size", None) or kv_cache_utils.resolve_kv_cache_block_sizes(kv, config)[1]
     return tuple(
-        _space(config, (index, group), options, words=words, hash_tokens=hash_tokens)
-        for index, group in enumerate(kv.kv_cache_groups)
+        _space(config, (index, group), options, words=words, kv=kv) for index, group in enumerate(kv.kv_cache_groups)
     )
 
 
@@ -143,9 +148,25 @@ def is_replicated(kv: Any) -> bool:
     return all(get_kv_cache_spec_kind(group.kv_cache_spec) in REPLICATED for group in kv.kv_cache_groups)
 
 
+def is_kept_by_blocks(kv: Any) -> bool:
+    """Whether a request whose later blocks did not come can go on from its first ones: there is one group, and no window that has passed them."""
+    kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in kv.kv_cache_groups]
+    return len(kinds) == 1 and kinds[0] not in WINDOWS
+
+
+@cache
+def files_of(model: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of a local checkpoint's files, whose place may come to hold others; () of a model that is known by its name.
+
+    As they were when they were first asked for: an engine goes on with what it has loaded.
+    """
+    place = Path(model)
+    return tuple(_files(place.parent, place.name) if place.is_file() else _files(place, *FILES))
+
+
 def step_tokens(spaces: Sequence[Space]) -> int:
     """Tokens at whose multiples all groups' blocks end."""
-    return max(space.tokens for space in spaces)
+    return math.lcm(*(space.tokens for space in spaces))
 
 
 def tokens_of(request: Any, start: int, stop: int) -> tuple[int, ...]:
@@ -173,11 +194,10 @@ def facts_of(config: Any, kv: Any, *, role: str, rank: int = 0) -> EngineFacts:
     )
 
 
-def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, words: Any, hash_tokens: int) -> Space:
+def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, words: Any, kv: Any) -> Space:
     index, spec = group[0], group[1].kv_cache_spec
     kind, window = get_kv_cache_spec_kind(spec), get_kv_cache_spec_sliding_window(spec)
     words = words | {"kind": kind.value, "spec": str(spec), "layers": list(group[1].layer_names)}
-    tp = config.parallel_config.tensor_parallel_size
     named = NamespaceSpec(
         model=options.model or config.model_config.model,
         weights_digest=options.weights_digest,
@@ -185,12 +205,22 @@ def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, wo
         block_bytes=block_bytes(group[1]),
         group=str(index),
         salt=hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest(),
-        rank_count=1 if kind in REPLICATED else tp,
+        rank_count=1 if is_replicated(kv) else config.parallel_config.tensor_parallel_size,
     )
-    size = max(1, spec.block_size // hash_tokens)
+    size = max(1, spec.block_size // _hash_tokens(config, kv))
     if kind in WINDOWS and window and window > 1:
-        return Space(index, named, Need.LAST_TOKENS, window - 1, hashes_per_block=size)
+        return Space(index, named, Need.LAST_TOKENS, window - 1 + _kept_longer(spec), hashes_per_block=size)
     return Space(index, named, hashes_per_block=size)
+
+
+def _hash_tokens(config: Any, kv: Any) -> int:
+    """Tokens of each of vLLM's block hashes."""
+    return int(getattr(kv, "hash_block_size", None) or kv_cache_utils.resolve_kv_cache_block_sizes(kv, config)[1])
+
+
+def _kept_longer(spec: Any) -> int:
+    """Tokens before its window that vLLM wants too: those which drafting computes again."""
+    return max(getattr(layer, "extra_retained_tokens", 0) for layer in iter_layer_specs(spec))
 
 
 def _words(config: Any, kv: Any, options: ConnectorOptions) -> dict[str, Any]:
@@ -200,27 +230,46 @@ def _words(config: Any, kv: Any, options: ConnectorOptions) -> dict[str, Any]:
         "face": "TierdConnector",
         "release": ".".join(vllm.__version__.split(".")[:2]),
         "revision": model.revision,
-        "files": [] if options.weights_digest else _files(model.model),
+        "files": () if options.weights_digest else (*files_of(model.model), _commit_of(model)),
+        "config": _config_words(model),
         "quantization": str(model.quantization),
         "dtype": _dtype(config),
         "layout": kv.kv_cache_layout,
+        "attention": str(getattr(getattr(config, "attention_config", None), "backend", None)),
         "tensor_parallel": config.parallel_config.tensor_parallel_size,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex(),
     }
 
 
-def _files(model: str, pattern: str = "*.safetensors") -> list[tuple[str, int, int]]:
-    """Name, size and time of a local checkpoint's weights, whose directory may come to hold others; [] of a model that is known by its name."""
-    directory = Path(model)
-    found = [(path.name, path.stat()) for path in directory.glob(pattern)] if directory.is_dir() else []
-    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+def _commit_of(model: Any) -> str:
+    """Of a checkpoint from a hub, where it is known: no revision means its newest one."""
+    return str(getattr(getattr(model, "hf_config", None), "_commit_hash", None) or "")
+
+
+def _config_words(model: Any) -> str:
+    """The checkpoint's configuration with what the user has overridden of it: keys are stored with their positions, so rotary scaling is in the bytes.
+
+    Not where it came from, nor how long a sequence may be, but where that chooses the scaling (longrope).
+    """
+    config = getattr(model, "hf_config", None)
+    if config is None:
+        return ""
+    said = {key: value for key, value in config.to_dict().items() if key not in ELSEWHERE}
+    words = json.dumps(said, sort_keys=True, default=lambda value: type(value).__name__)
+    return f"{words} {model.max_model_len}" if '"longrope"' in words else words
+
+
+def _files(place: Path, *patterns: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of a directory's files of these names; of nothing that is no directory."""
+    found = [path for name in patterns for path in place.glob(name)] if place.is_dir() else []
+    return sorted((path.name, stat.st_size, stat.st_mtime_ns) for path in found for stat in [path.stat()])
 
 
 def _digest_of(adapter: str) -> bytes:
     """Of an adapter's files; of nobody else's where they cannot be looked at."""
     try:
-        files = json.dumps(_files(adapter, "adapter_*"))
+        files = json.dumps(_files(Path(adapter), "adapter_*"))
     except OSError:
         files = secrets.token_hex(16)
     return hashlib.sha256(files.encode()).digest()

@@ -22,7 +22,14 @@ from tierd.integrations.store import EngineStore, Loaded
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
-from tierd.integrations.vllm.spaces import Space, check_supported, facts_of, is_replicated, stamped
+from tierd.integrations.vllm.spaces import (
+    Space,
+    check_supported,
+    facts_of,
+    is_kept_by_blocks,
+    is_replicated,
+    stamped,
+)
 
 END_S = 10.0
 """What a shutdown waits for transfers in flight."""
@@ -32,7 +39,8 @@ SAVE_GRACE_S = 0.001
 
 @dataclass
 class Ended:
-    """Loads since the last report. requests: all; failed: those of them that miss blocks; blocks: those blocks, where vLLM can be told of them."""
+    """Loads since the last report. requests: all; failed: those of them that miss blocks and begin anew; blocks: the missing ones of the others, which go on before
+    them."""
 
     requests: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -45,7 +53,7 @@ class WorkerSide:
     def __init__(self, config: Any, kv: Any, options: ConnectorOptions, *, rank: int) -> None:
         check_supported(config, kv)
         self._kv, self._options = kv, options
-        self._is_replicated = is_replicated(kv)
+        self._is_replicated, self._is_kept_by_blocks = is_replicated(kv), is_kept_by_blocks(kv)
         self._rank = 0 if self._is_replicated else rank
         self._is_writer = rank == 0 or not self._is_replicated
         self._store = EngineStore(options, facts_of(config, kv, role="worker", rank=rank))
@@ -63,9 +71,9 @@ class WorkerSide:
         """vLLM's KV memory, by layer."""
         self._memory = KVMemory(caches, self._kv)
 
-    def begin_loads(self, orders: Orders, *, is_idle: bool) -> None:
-        """is_idle: the step computes nothing."""
-        self._is_idle = is_idle
+    def begin_loads(self, orders: Orders) -> None:
+        """The step's loads, in threads."""
+        self._is_idle = orders.is_idle
         for load in orders.loads:
             if not self._loading.submit(load, partial(self._load, orders.spaces, load)):
                 self._refused.append(load)
@@ -155,9 +163,9 @@ class WorkerSide:
             self._saving.await_any(timeout_s=min(SAVE_GRACE_S, self._options.load_grace_s))
 
     def _note(self, ended: Ended, load: Load, missing: Sequence[int]) -> None:
-        """vLLM takes blocks that are bad only where they are of one group; of several, the whole request."""
+        """vLLM takes blocks that are bad only where they are of one group, and would go on before them; where that cannot be, the whole request is."""
         ended.requests.add(load.request)
-        if missing and len(load.groups) > 1:
+        if missing and not self._is_kept_by_blocks:
             ended.failed.add(load.request)
         elif missing:
             ended.blocks.update(missing)
