@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from tests.system.blocks import BlockClient
+from tests.system.blocks import BlockClient, Leased
 from tierd._proto import cache_pb2 as pb
 from tierd.testing import chain
 
@@ -93,14 +94,35 @@ def stop(pid: int) -> None:
         pass
 
 
+def _lease(client: BlockClient, namespace: int, hashes: np.ndarray) -> Leased:
+    """On all of them: where a load fills the memory there may be no room to bring them for a moment."""
+    until = time.monotonic() + GRACE_S
+    while len((leased := client.acquire(namespace, hashes)).pages) < len(hashes):
+        if leased.lease:
+            client.call(client.cache.Release, pb.ReleaseRequest(leases=[leased.lease]))
+        assert time.monotonic() < until, f"{len(leased.pages)} of {len(hashes)} blocks are leased after {GRACE_S:g} s"
+    return leased
+
+
+def _reserve(client: BlockClient, namespace: int, hashes: np.ndarray) -> np.ndarray:
+    """Pages for all of them, likewise: their handles."""
+    until = time.monotonic() + GRACE_S
+    while True:
+        reservation, handles = client.reserve(namespace, hashes)
+        mine = handles[handles["status"] == pb.BLOCK_STATUS_RESERVED]
+        if len(mine) == len(hashes):
+            return mine
+        client.abort(reservation)
+        assert time.monotonic() < until, f"{len(mine)} of {len(hashes)} pages are reserved after {GRACE_S:g} s"
+
+
 def _live(target: str, command: dict[str, Any], *, answer: int, alive: int) -> NoReturn:
     """A client's whole life, in a fork."""
     try:
         client = BlockClient(target)
         namespace, count = client.open_namespace(), int(command["count"])
-        leased = client.acquire(namespace, chain(command["leased"], count))
-        _, handles = client.reserve(namespace, chain(command["reserved"], count))
-        mine = handles[handles["status"] == pb.BLOCK_STATUS_RESERVED]
+        leased = _lease(client, namespace, chain(command["leased"], count))
+        mine = _reserve(client, namespace, chain(command["reserved"], count))
         for handle in mine:
             page = client.page(handle, writable=True)
             page[: len(page) // 2] = np.full(len(page) // 2, 0x5A, dtype=np.uint8).tobytes()

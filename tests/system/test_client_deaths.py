@@ -149,7 +149,10 @@ def test_deaths(tmp_path: Path) -> None:
     with Daemon(CONFIG, faults=True) as daemon, daemon.faults() as faults, Nursery(daemon.target) as nursery:
         faults.arm(NOTICED, "count")
         with connected(daemon) as client:
-            assert client.put(client.open_namespace(), chain(SHARED, HELD)) == HELD
+            namespace, names = client.open_namespace(), chain(SHARED, HELD)
+            assert client.put(namespace, names) == HELD
+            shared = client.acquire(namespace, names)  # so that no load evicts what everybody will lease
+            assert len(shared.pages) == HELD
             before, rows = in_books(client), kept(daemon)
 
             def one(turn: int, times: Times) -> None:
@@ -177,6 +180,7 @@ def test_deaths(tmp_path: Path) -> None:
                 "nothing held after the load",
             )
             await_true(lambda: kept(daemon) == rows, "the session table as it was")
+            client.call(client.cache.Release, pb.ReleaseRequest(leases=[shared.lease]))
             client.call(client.admin.Evict, apb.EvictRequest())
             assert client.tiers()["host.0"].used_bytes == 0, "bytes leaked"
         assert "Traceback" not in daemon.log, daemon.log[-4000:]
