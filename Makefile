@@ -14,7 +14,7 @@ SPREAD_AT_NIGHT := -n $(or $(WORKERS),$(shell echo $$(($$(nproc) + 1)))) --dist 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench coverage mutate nightly figures weekly gpu proto reference clean
+.PHONY: help demo test lint format bench coverage mutate mutate-kernels nightly figures weekly gpu proto reference clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {split($$1, name, ":"); printf "make %-14s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ test-engine-%: .venv-%/.engine
 
 mutate: .venv/.dev ## takes checks away, one at a time, and says which test notices
 	$(BIN)/python -m tools.mutate
+
+mutate-kernels: .venv/.dev ## breaks barriers, waits and masks of the kernels, one at a time, and says what notices
+	$(BIN)/python -m tools.kernel_mutants
 
 COVERED := tests/unit/server tests/unit/tiers tests/unit/client tests/system/test_fuzz_rpc.py tests/system/test_fuzz_session.py
 

@@ -1,6 +1,6 @@
-"""vLLM on the CPU: time to first token of a prompt whose prefix is computed, in vLLM's own cache, in tierd's memory, or on tierd's store.
+"""vLLM on the CPU: time to first token of a prompt whose prefix is computed, in vLLM's own cache, in tierd's memory, or on tierd's store; and throughput.
 
-    python -m tools.bench.engines [--rounds 15] [--prefix 1024] [--dtype bfloat16]
+    python -m tools.bench.engines [--rounds 15] [--batches 7] [--prefix 1024] [--dtype bfloat16]
 
 Run by a Python that has vLLM; it is no suite of `make bench`. Two engines, one without and one with the connector, take turns within each round, so that a
 drifting machine colours all rows alike; ratios are taken round by round.
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.engines.vllm.models import make_in_fork
 from tierd.testing import Daemon
 
 SUFFIX_TOKENS = 16
+BATCH, BATCH_PROMPT_TOKENS, BATCH_ANSWER_TOKENS = 16, 256, 32
+"""Of the throughput: requests that nobody has seen, served together."""
 CONFIG = """\
 [server]
 shutdown_deadline = "5 s"
@@ -82,6 +85,14 @@ def one_round(plain: Engine, tiered: Engine, daemon: Daemon, prompt: list[int]) 
     return times
 
 
+def one_batch(engine: Engine, prompts: list[list[int]]) -> float:
+    """Seconds until all are answered, and what was computed is stored."""
+    begun = time.perf_counter()
+    engine.generate(prompts, max_tokens=BATCH_ANSWER_TOKENS)
+    engine.settle()
+    return time.perf_counter() - begun
+
+
 def main() -> None:
     """Prints medians and ratios."""
     asked = _arguments()
@@ -94,12 +105,19 @@ def main() -> None:
                 one_round(plain, tiered, daemon, [rng.randrange(3, 500) for _ in range(asked.prefix + SUFFIX_TOKENS)])
                 for _ in range(asked.rounds + 1)
             ][1:]  # the first one warms
+            batches = [
+                [[rng.randrange(3, 500) for _ in range(BATCH_PROMPT_TOKENS)] for _ in range(BATCH)]
+                for _ in range(asked.batches)
+            ]
+            through = [(one_batch(plain, batch), one_batch(tiered, batch)) for batch in batches]
     _print(rounds, asked)
+    _print_throughput(through)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batches", type=int, default=7, help="of the throughput")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
@@ -120,6 +138,18 @@ def _print(rounds: list[dict[str, float]], asked: argparse.Namespace) -> None:
         )
     extra = [(times["miss"] - times["computed"]) * 1e3 for times in rounds]
     print(f"a miss costs {statistics.median(extra):+.2f} ms (median of the rounds' differences)")
+
+
+def _print_throughput(through: list[tuple[float, float]]) -> None:
+    if not through:
+        return
+    tokens = BATCH * (BATCH_PROMPT_TOKENS + BATCH_ANSWER_TOKENS)
+    plain, tiered = (statistics.median(tokens / times[i] for times in through) for i in (0, 1))
+    ratios = [tiered_s / plain_s for plain_s, tiered_s in through]
+    print(
+        f"throughput {plain:.0f} tokens/s without, {tiered:.0f} with tierd, all stored; time {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f}) of that without, median of {len(through)}"
+    )
 
 
 if __name__ == "__main__":
