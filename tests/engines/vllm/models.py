@@ -61,7 +61,8 @@ def _make(kind: str, directory: Path, _: Connection) -> None:
 
 
 def write_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """A checkpoint that vLLM loads. kind: llama, hybrid (sliding and full layers), mla (latent attention), bench (12 layers)."""
+    """A checkpoint that vLLM loads. kind: llama, hybrid (sliding and full layers), sliding (such only), mla (latent attention), bench
+    (12 layers)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -95,6 +96,8 @@ def _config_of(kind: str) -> Any:
 
     if kind in ("llama", "bench"):
         return transformers.LlamaConfig(**(SHAPE if kind == "llama" else BENCH))
+    if kind == "sliding":
+        return transformers.MistralConfig(**SHAPE, sliding_window=WINDOW_TOKENS)
     if kind == "hybrid":
         layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         return transformers.Gemma3TextConfig(

@@ -42,6 +42,42 @@ def test_windows_come_back(daemon: Daemon, engine: Callable[..., Engine], make_m
     _is_restored(engine(make_model("hybrid"), connector=connector(daemon)), daemon, prompt(1, 300))
 
 
+def test_a_window_that_does_not_come(engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
+    """Where all layers slide, a request whose blocks are lost between lookup and load is computed from its beginning: what its first block looks back to has
+    never been there."""
+    with Daemon(VERIFIED, faults=True) as daemon:
+        llm, asked = engine(make_model("sliding"), connector=connector(daemon)), prompt(3, 300)
+        _is_restored(llm, daemon, asked)
+        computed = llm.generate([asked], max_tokens=24)[0]
+        await_hits(llm, asked)
+        before = sum(counted(llm.metrics(), f"hit_tokens_{where}") for where in ("host", "disk"))
+        with daemon.faults() as faults:
+            faults.arm("cache.acquire.before_hold", "kill")
+        restored = llm.generate([asked], max_tokens=24)[0]
+        assert daemon.await_end() < 0
+        after = sum(counted(llm.metrics(), f"hit_tokens_{where}") for where in ("host", "disk"))
+        assert after > before, "no load had begun: this test shows nothing"
+        assert_same(computed, restored, within=CLOSE)
+
+
+def test_another_rotary_scaling_is_another_model(
+    daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
+) -> None:
+    """An engine of the same checkpoint with another scaling of positions, as for longer sequences, is not served the first one's blocks."""
+    asked, rope = [prompt(4, 300)], {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    first = engine(make_model(), connector=connector(daemon))
+    await_hits(first, prompt(5, 70))
+    first.generate(asked, max_tokens=2)
+    first.settle()
+    scaled = {"hf_overrides": {"rope_parameters": rope}, "fresh": True}
+    known = engine(make_model(), **scaled).generate(asked, max_tokens=24)[0]
+    second = engine(make_model(), connector=connector(daemon), **scaled)
+    await_hits(second, prompt(5, 70))
+    answer = second.generate(asked, max_tokens=24)[0]
+    assert answer.cached == 0
+    assert_same(known, answer, within=CLOSE)
+
+
 def test_without_vllms_caching_tierd_is_off(
     daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
