@@ -66,12 +66,12 @@ def test_decode_gives_the_bits_of_the_emulator() -> None:
     """Plan, decode, merge and page masses launched on the device give what the emulator gives when it is called directly, bit for bit."""
     cuda = entered()
     case = made(Shape(((1, 133), (1, 0), (1, 300))))
-    loaded, want = Loaded(build_fatbins()), decoded(Emulated(build_emulator()), case)
+    loaded, want = Loaded(build_fatbins()), decoded(Emulated(build_emulator()), case, blocks=BLOCKS)
     n, heads, dim = case.q.shape
     decode = PagedDecode(
         loaded,
         DecodeShape(n + 1, heads, case.shape.kv_heads, dim),
-        blocks=5,
+        blocks=BLOCKS,
         allocate=lambda shape, dtype: DeviceArray(cuda, allocate(shape, dtype)),
     )
     mass = allocate((n, heads, case.device.tables.shape[1]), "float32")
