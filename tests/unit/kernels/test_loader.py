@@ -34,6 +34,8 @@ from tools.fake_cuda import build_fatbins
 from tools.kernels import build_emulator
 
 HEADS, DIM, PARTS, ROWS = 2, 64, 3, 4
+BLOCKS = 5
+"""Of a decode: the same sums in the same order on both."""
 
 
 def moved(cuda: Any, told: Any) -> Any:
