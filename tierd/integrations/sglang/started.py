@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_context
 
-from tierd.integrations.checkpoint import files_of
+from tierd.integrations.checkpoint import ADAPTER_FILES, files_of
 from tierd.integrations.options import Options
 
 MODEL = (
@@ -29,7 +29,6 @@ DRAFT = (
 )
 """Its KV lies in the target's pages, or beside them under the same keys."""
 WEIGHTS = ("revision", "load_format")
-ADAPTER_FILES = "adapter_*"
 
 
 def started(options: Options) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def started(options: Options) -> dict[str, Any]:
         return words
     path = str(getattr(model, "model_path", ""))
     named = {} if options.model else {"model_path": path}
-    return words | named | _leaves(model, WEIGHTS) | {"files": files_of(path) if path else [], "adapters": _adapters()}
+    return words | named | _leaves(model, WEIGHTS) | {"files": files_of(path) if path else (), "adapters": _adapters()}
 
 
 def _adapters() -> list[Any]:

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import vllm
@@ -30,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from tierd.client import Group, NamespaceSpec, OpenedNamespace
 from tierd.core.model import Need
 from tierd.errors import Unsupported
+from tierd.integrations import checkpoint
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.vllm.options import ConnectorOptions
 
@@ -45,8 +45,6 @@ ADAPTERS_MAX = 4096
 """Of which it is remembered what their files were."""
 REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 """Kinds that every tensor parallel rank holds whole."""
-FILES = ("config.json", "params.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-"""Of a local checkpoint, what its KV depends on."""
 ELSEWHERE = ("_name_or_path", "transformers_version")
 """Of a checkpoint's configuration, what says nothing of its KV."""
 
@@ -160,8 +158,7 @@ def files_of(model: str) -> tuple[tuple[str, int, int], ...]:
 
     As they were when they were first asked for: an engine goes on with what it has loaded.
     """
-    place = Path(model)
-    return tuple(_files(place.parent, place.name) if place.is_file() else _files(place, *FILES))
+    return checkpoint.files_of(model)
 
 
 def step_tokens(spaces: Sequence[Space]) -> int:
@@ -260,16 +257,10 @@ def _config_words(model: Any) -> str:
     return f"{words} {model.max_model_len}" if '"longrope"' in words else words
 
 
-def _files(place: Path, *patterns: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of a directory's files of these names; of nothing that is no directory."""
-    found = [path for name in patterns for path in place.glob(name)] if place.is_dir() else []
-    return sorted((path.name, stat.st_size, stat.st_mtime_ns) for path in found for stat in [path.stat()])
-
-
 def _digest_of(adapter: str) -> bytes:
     """Of an adapter's files; of nobody else's where they cannot be looked at."""
     try:
-        files = json.dumps(_files(Path(adapter), "adapter_*"))
+        files = json.dumps(checkpoint.files_of(adapter, checkpoint.ADAPTER_FILES))
     except OSError:
         files = secrets.token_hex(16)
     return hashlib.sha256(files.encode()).digest()
