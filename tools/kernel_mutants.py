@@ -9,7 +9,6 @@ Purpose: proof that the tests would see such a fault. Non-purpose: finding place
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import signal
 import subprocess
@@ -20,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.kernels import ROOT, SOURCES, CompilerError, build_emulator, sanitized_environment
+from tools.mutate.command import NOT_TRIED, SURVIVED, choose
 
 HEAD_DIM = 64
 ORDERS = {"": "0,1,2,3", "thread": "1,2"}
 """Of threads, by sanitizer."""
 CPU_LIMIT_S, TIMEOUT_S = 60, 1200.0
 """Of the small cases: one that hangs is caught by the time that it computes, whatever else runs on the machine."""
-SURVIVED, NOT_TRIED = 1, 2
 
 
 @dataclass(frozen=True)
@@ -418,18 +417,7 @@ def unmutated(copy: Copy, units: set[str]) -> tuple[str, int]:
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description="Breaks kernels and shows what notices.")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="this mutant alone; may be repeated"
-    )
-    parser.add_argument("--list", action="store_true", help="name them and do nothing")
-    given = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if not given.only or mutant.name in given.only]
-    if not chosen or set(given.only) - {mutant.name for mutant in chosen}:
-        parser.error("no such mutant; --list names them")
-    if given.list:
-        print(*(f"{mutant.name:22} {mutant.what}" for mutant in chosen), sep="\n")
-        return 0
+    chosen = choose(MUTANTS, "Breaks kernels and shows what notices.")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tierd-kernels-") as place:
         copy = Copy(Path(place))

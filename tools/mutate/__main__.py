@@ -9,7 +9,6 @@ Purpose: proof that the tests would see a missing check. Non-purpose: finding pl
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.mutate.command import NOT_TRIED, SURVIVED, choose
 from tools.mutate.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +40,6 @@ TIMEOUT_S = 240.0
 """Of the tests of one mutation; one that makes them hang so long is noticed too."""
 PASSED, FAILED = 0, 1
 """pytest's exit statuses; all others say that it could not run."""
-SURVIVED, NOT_TRIED = 1, 2
-"""Ours."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +115,7 @@ def verdict(copy: Copy, mutation: Mutation) -> tuple[str, int]:
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description="Takes checks out of the code and shows which test notices.")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="this mutation alone; may be repeated"
-    )
-    parser.add_argument("--list", action="store_true", help="name them and do nothing")
-    given = parser.parse_args()
-    chosen = [mutation for mutation in MUTATIONS if not given.only or mutation.name in given.only]
-    if not chosen or set(given.only) - {mutation.name for mutation in chosen}:
-        parser.error("no such mutation; --list names them")
-    if given.list:
-        print(*(f"{mutation.name:34} {mutation.what}" for mutation in chosen), sep="\n")
-        return 0
+    chosen = choose(MUTATIONS, "Takes checks out of the code and shows which test notices.")
     worst, begun = 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tierd-mutate-") as place:
         copy = Copy(Path(place))
