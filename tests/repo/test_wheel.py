@@ -112,7 +112,7 @@ def test_units_hold_every_kernel() -> None:
 def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By nvcc a unit becomes machine code and PTX with its kernels, by their names and with the launch bound that the loader asks for, joined to a fatbin."""
     if find_nvcc() is None:
-        pytest.skip("no nvcc")
+        pytest.skip("nvcc: not found; install a CUDA toolkit")
     monkeypatch.setattr(fatbins, "OBJECTS", tmp_path / "objects")
     list(build(tmp_path, [90], [Unit("merge")]))
     objects = {path.name.split("-")[1]: path.read_bytes() for path in (tmp_path / "objects").iterdir()}
@@ -127,7 +127,6 @@ def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("switch", ["0", "90"])
 def test_hatchling_builds_the_wheel(toolkit: Toolkit, tmp_path: Path, switch: str) -> None:
     """The wheel that hatchling builds holds the package, and the fatbins that the hook made."""
-    pytest.importorskip("hatchling", reason="hatchling is not installed")
     home = toolkit().parents[1]
     copy = tmp_path / "checkout"
     for name in ("tierd", "cuda", "tools"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import zmq
 
 from tests.depth import count, percentile, report
 from tests.system.blocks import await_true
@@ -21,14 +22,11 @@ from tierd.core.block import NamespaceSpec as Spec
 from tierd.errors import Unavailable
 from tierd.events.wire import Cleared, Event, Hash, Removed, Stored, short_hash
 from tierd.integrations import store as store_module
+from tierd.integrations.events import Message, Subscriber, Whereabouts
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
 from tierd.testing import Daemon
-
-zmq = pytest.importorskip("zmq", reason="KV events need the extra `events`")
-
-from tierd.integrations.events import Message, Subscriber, Whereabouts  # noqa: E402  # needs pyzmq
 
 KIB, MIB = 1 << 10, 1 << 20
 SPEC = NamespaceSpec("m", tokens_per_block=16, block_bytes=64 * KIB, adapter="lora")

@@ -39,7 +39,7 @@ def kernels() -> KernelAttention:
     try:
         return KernelAttention(Emulated(build_emulator()))
     except MissingTool as error:
-        pytest.skip(f"no compiler for the kernels: {error}")
+        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from tests.system.blocks import await_true
 from tierd.config import EventsConfig
 from tierd.errors import ConfigError
 from tierd.events import publisher as module
+from tierd.events.publisher import Publisher, parts
 from tierd.events.told import Told
 from tierd.events.wire import END, Cleared, Event, Stored
-
-zmq = pytest.importorskip("zmq", reason="KV events need the extra `events`")
-
-from tierd.events.publisher import Publisher, parts  # noqa: E402
-from tierd.integrations.events import Subscriber  # noqa: E402
+from tierd.integrations.events import Subscriber
 
 
 def stored(number: int, tokens: int = 1) -> Stored:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+import zmq
 
 from tests.system.blocks import await_true
 from tierd.events.wire import Batch, Cleared, Event, Stored, encode
-
-zmq = pytest.importorskip("zmq", reason="KV events need the extra `events`")
-
-from tierd.integrations.events import Message, Subscriber, Whereabouts  # noqa: E402
+from tierd.integrations.events import Message, Subscriber, Whereabouts
 
 
 def stored(number: int) -> Stored:

@@ -17,7 +17,7 @@ def library() -> Emulated:
     try:
         return Emulated(build_emulator())
     except MissingTool as error:
-        pytest.skip(f"no compiler for the kernels: {error}")
+        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
 
 
 @pytest.fixture(params=ORDERS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -72,12 +71,10 @@ def command(function: Any, *arguments: object) -> list[str]:
 
 def fake_environment() -> dict[str, str]:
     """In which the bindings find the fake driver. Skips the test where there is none."""
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        pytest.skip("cuda.bindings is not installed")
     try:
         return os.environ | {"LD_LIBRARY_PATH": str(build_driver()), "OPENBLAS_NUM_THREADS": "1"}
     except MissingTool as error:
-        pytest.skip(f"no compiler for the fake driver: {error}")
+        pytest.skip(f"the fake driver cannot be compiled here: {error}")
 
 
 def entered() -> Any:

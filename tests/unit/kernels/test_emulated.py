@@ -230,7 +230,7 @@ def test_sanitizers_find_nothing(sanitizer: str) -> None:
     try:
         built = build_emulator(sanitizer, dims=[64])
     except MissingTool as error:
-        pytest.skip(f"no compiler for the kernels: {error}")
+        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
     done = sanitized(built, sanitizer)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "all right" in done.stdout
