@@ -126,9 +126,12 @@ class Index:
         self.doom(tier, pages, reason, draft)
 
     def condemn(self, tier: int, pages: Ids, fault: Fault, draft: Draft) -> None:
-        """ready, retiring -> quarantined: attached pages with wrong bytes; with their last pin, like what is doomed."""
-        self.tiers[tier].fault[pages] = fault
-        self.doom(tier, pages, Reason.CORRUPTED, draft)
+        """ready, retiring -> quarantined: pages with wrong bytes; with their last pin, like what is doomed, or is doomed already."""
+        pages_of = self.tiers[tier]
+        pages_of.fault[pages] = fault
+        is_attached = pages_of.doom[pages] == 0
+        pages_of.doom[pages[~is_attached]] = Reason.CORRUPTED
+        self.doom(tier, pages[is_attached], Reason.CORRUPTED, draft)
 
     # -- attach, doom, pin
 

@@ -128,13 +128,13 @@ class Upkeep:
         return held
 
     def condemn(self, extents: StructArray, fault: Fault, draft: Draft) -> None:
-        """Quarantines pages that are still those."""
+        """Quarantines pages that are still those, also where nobody finds them any more: a lease that pins one loses it."""
         for rows in runs(extents["tier"]):
             tier = int(extents["tier"][rows[0]])
             pages_of = self._index.tiers[tier]
             pages = np.unique(_still(pages_of.generation, extents[rows]))
             readable = np.isin(pages_of.state[pages], (PageState.READY, PageState.RETIRING))
-            pages = pages[readable & (pages_of.doom[pages] == 0)]
+            pages = pages[readable & (pages_of.doom[pages] != Reason.CORRUPTED)]
             if len(pages):
                 self._index.condemn(tier, pages, fault, draft)
 

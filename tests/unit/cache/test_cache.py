@@ -11,7 +11,8 @@ import pytest
 from tests.unit.cache.world import SOON_S, World, opened
 from tierd import failpoint
 from tierd.cache import holdings
-from tierd.core.model import HANDLE, TRANSFER, BlockStatus, Durability, TierKind
+from tierd.cache.operator import Operator
+from tierd.core.model import HANDLE, TRANSFER, BlockStatus, Durability, Fault, TierKind
 from tierd.errors import Overloaded, SessionLost, TierFailed
 from tierd.server import wire
 from tierd.testing import chain, is_content
@@ -246,4 +247,22 @@ async def test_a_full_disk_queue_is_told_at_once() -> None:
         again = await world.acquire(far)
         assert again.served.tokens == 64
         world.cache.release(world.session, [lease.lease, again.lease])
+        assert world.pins == 0
+
+
+async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at() -> None:
+    """A page that changed, and whose epoch ends during its verification, is a miss at once, quarantined and counted once."""
+    async with opened() as world:
+        committed = await world.put(chain(1, 4))
+        world.page(committed.extents[2])[0] ^= 0xFF
+        task = asyncio.create_task(world.acquire(chain(1, 4)))
+        await _turns(1)  # it is settled, and its pages are being hashed
+        assert world.cache.core.stats().leases == 1
+        Operator(world.cache).bump_epoch(model="m", namespace_id=0)
+        async with asyncio.timeout(SOON_S):
+            lease = await task
+        assert (lease.lease, lease.served.tokens) == (0, 0)
+        assert world.cache.core.quarantined(0)["fault"].tolist() == [Fault.READ]
+        assert world.cache.metrics.counters()['tierd_corrupt_total{tier="host.0"}'] == 1
+        world.cache.core.check()
         assert world.pins == 0

@@ -62,6 +62,20 @@ def test_a_pinned_page_is_withheld_when_it_is_released() -> None:
     assert len(withheld(kit)) == 2
 
 
+def test_a_page_that_nobody_finds_any_more_is_withheld_too() -> None:
+    """Of a lease whose epoch has ended meanwhile a bad page is taken all the same: settled again it serves nothing, and the page is withheld."""
+    kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 2)
+    kit.put(a)
+    acquired = kit.acquire(group(a))
+    served = kit.settle(acquired)
+    kit.took(kit.core.forget_namespaces([group(a).namespaces[0]], now=kit.tick()))
+    assert kit.settle(acquired).tokens == served.tokens == 32, "a lease outlives its epoch"
+    plan = kit.took(kit.core.condemn(served.groups[0].extents[0][1:], now=kit.tick(), fault=Fault.READ))
+    assert (plan.is_empty, withheld(kit)) == (True, [])
+    assert kit.settle(acquired).tokens == 0
+    assert kit.core.quarantined(0)["fault"].tolist() == [Fault.READ]
+
+
 def test_the_oldest_come_back_at_the_bound() -> None:
     """So many bytes are withheld and no more; a page larger than the bound is not withheld at all."""
     kit = Kit(tier(HOST, 16, quarantine_share=2 / 16))
