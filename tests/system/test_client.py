@@ -172,6 +172,25 @@ def test_a_farewell_to_a_daemon_that_dies(own_daemon):
         await_nothing_held(own_daemon, "a farewell that nobody heeded")
 
 
+@pytest.mark.parametrize("way", ["dead", "dying"])
+def test_a_client_that_is_closed_without_its_daemon(own_daemon, way):
+    """What a client held that was closed when its daemon was dead, or took its farewell and died, comes back once another one of its process connects."""
+    client = Client(own_daemon.target)
+    ns = put(client, model="closed", seed=3)
+    views, pages = client.get(ns, TOKENS).views, client.reserve(PutGroup.private(ns, 1))
+    assert (len(views), len(pages)) == (3, 1)
+    if way == "dead":
+        own_daemon.kill()
+    else:
+        os.kill(own_daemon.pid, signal.SIGSTOP)
+    del views, pages
+    client.close()
+    own_daemon.restart()
+    with Client(own_daemon.target) as other:
+        assert other.lookup(ns, ns.hash(TOKENS))
+        await_nothing_held(own_daemon, "a client that was closed without its daemon")
+
+
 def test_pins_of_a_former_daemon_are_given_back(own_daemon):
     """What a process held under a former daemon is reusable as soon as its views are gone, while the process lives on."""
     count = 200  # 12.5 MiB of the tier's 32, of which a session may hold 16

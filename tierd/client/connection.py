@@ -7,6 +7,7 @@ told when there are none, so that it need not keep their pages for the life of t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -28,6 +29,11 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 """Between attempts to connect, doubling; calls in between fail at once, if the client is asked to give up quickly."""
 FORGET_TIMEOUT_S = 1.0
+
+_forgettable: dict[str, deque[int]] = {}
+"""By target: sessions of this process that were cut off and that nothing of it uses any more, for whichever client makes the next call."""
+_closed: dict[str, deque[int]] = {}
+"""By target: sessions of clients that were closed, which a daemon has heard of, unless it was dying: told again with the next connection."""
 
 
 class Transport(Protocol):
@@ -111,8 +117,8 @@ class Connector:
 
     def __init__(self, target: Target, options: Options) -> None:
         self.target = target
-        self.forgettable: deque[int] = deque()
-        """Sessions that were cut off and that nothing of this process uses any more."""
+        self.forgettable = _forgettable.setdefault(str(target), deque())
+        self._closed = _closed.setdefault(str(target), deque())
         self._options = options
         self._link: Link | None = None
         self._turn = threading.Lock()
@@ -153,6 +159,9 @@ class Connector:
             if link is None:
                 self.lose(self._link)
                 link = self._link = self._try(timeout_s=min(timeout_s, self._options.connect_timeout_s))
+                with contextlib.suppress(IndexError):  # there are no more, or another thread tells them
+                    while True:
+                        self.forgettable.append(self._closed.popleft())
         self.forget()
         return link
 
@@ -209,6 +218,7 @@ class Connector:
         self._turn = threading.Lock()
         self._link, self._last_error = None, None
         self.forgettable.clear()
+        self._closed.clear()
 
     def _open(self, *, timeout_s: float) -> Link:
         self._numbers += 1
@@ -242,7 +252,7 @@ class Connector:
         """
         if link.session and link.pid == os.getpid():
             link.session.leave()
-            self.forgettable.append(link.session.id)
+            (self._closed if self._is_closed else self.forgettable).append(link.session.id)
 
 
 def _read_credential(path: str) -> str | None:
