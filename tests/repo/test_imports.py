@@ -27,6 +27,7 @@ PARTS: dict[str, set[str]] = {
     "policies": {"core", "errors"},
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "kernels"} | EDGE,
+    "gpu": {"core", "kernels"} | EDGE,
     "tiers": {"core", "codecs"} | EDGE,
     "mover": {"core", "tiers", "codecs"} | EDGE,
     "cache": {"core", "policies", "mover", "tiers", "metrics", "logs"} | EDGE,
@@ -41,6 +42,11 @@ PARTS: dict[str, set[str]] = {
 """Part -> the parts that it may import."""
 
 BUILDERS: dict[str, set[str]] = {
+    "tiers/cuda.py": {"gpu"},  # over the GPU process, which knows of tiers how they sum
+    "tiers/slabs.py": {"gpu"},
+    # It stands beside the tiers: of theirs it knows how files are mapped and what names the checksums.
+    "gpu/hosts.py": {"tiers"},
+    "gpu/sums.py": {"tiers"},
     "server/lifecycle.py": {"policies", "mover"},
     "server/assembly.py": {"policies", "mover"},
     "cli/daemon.py": {"server", "logs"},
@@ -73,6 +79,9 @@ FOREIGN: dict[str, set[str]] = {
     "notify": set(),
 }
 """Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""
+
+GPU_TIERS = {"checksum", "mapping"}
+"""The modules of tiers that the GPU process may use; they know nothing of it, nor of tiers."""
 
 CLIENT_CORE = {"block", "model", "layout", "versions", "words"}
 """The modules of core that the SDK may use: identity, dtypes, and how a mapped segment is laid out and read."""
@@ -107,6 +116,12 @@ def test_sdk_uses_only_identity_and_dtypes_of_core(module: Module) -> None:
     """The SDK knows block hashes and the values on the wire, nothing of how the daemon decides."""
     used = {name.split(".")[2] for name in imports(module.tree) if name.startswith("tierd.core.")}
     assert used <= CLIENT_CORE
+
+
+def test_gpu_process_knows_no_tier() -> None:
+    """It maps files and names checksums as the tiers do, and knows nothing else of them."""
+    names = {name for module in modules() if module.part == "gpu" for name in imports(module.tree)}
+    assert {name.split(".")[2] for name in names if name.startswith("tierd.tiers.")} <= GPU_TIERS
 
 
 BARRIER = ("core/words.py", "threading")

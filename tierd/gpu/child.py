@@ -1,0 +1,171 @@
+"""The GPU process from inside: verbs, and the threads that carry them out.
+
+Purpose: a request becomes a call of slabs, hosts, copies or sums, and its result an answer. Non-purpose: deciding anything. Invariants: an answer goes out when
+what it tells of has ended; every piece is checked against its slab and its host memory before a byte moves; when the GPU's context is lost the
+process says so and ends, since nothing of it can run any more.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tierd.errors import TierdError, TierFailed
+from tierd.gpu.copies import Copies, Runs, coalesced
+from tierd.gpu.device import Device, Lane
+from tierd.gpu.hosts import Hosts
+from tierd.gpu.slabs import Slabs
+from tierd.gpu.sums import Sums, open_sums
+from tierd.gpu.wire import Inbox, Message, frame, pack_sums, unpack_pieces
+
+THREADS = 8
+"""Requests that are carried out at one time; most of it they wait for the GPU."""
+EXIT_LOST, EXIT_BROKEN = 3, 4
+"""Exit statuses: the context was lost; a fault of this program, told on stderr."""
+
+Body = dict[str, Any]
+
+
+class Engine:
+    """What the process has of one GPU, and a method for each verb. Raises the errors that are answered."""
+
+    def __init__(self, ordinal: int) -> None:
+        """Raises Unsupported, Overloaded, TierFailed."""
+        self.device = Device(ordinal)
+        self.lane = Lane(self.device)
+        self.slabs, self.hosts = Slabs(self.device, self.lane), Hosts(self.device)
+        self.copies = Copies(self.device)
+        self.sums: Sums = open_sums(self.device, self.copies)
+
+    def facts(self) -> Body:
+        """As GpuFacts."""
+        return asdict(self.device.facts(hashes=self.sums.kind))
+
+    def copy(self, packed: bytes, *, to_device: bool) -> Body:
+        """load or store; a load answers the sums of what has arrived."""
+        pieces = unpack_pieces(packed)
+        with self.slabs.regions.used(pieces) as slabs, self.hosts.regions.used(pieces) as hosts:
+            here, there = (slabs, hosts) if to_device else (hosts, slabs)
+            lengths = pieces["length"].astype(np.uint64)
+            owners = pieces["slab"].astype(np.uint64) << np.uint64(32) | pieces["host"]
+            runs = coalesced(Runs(here.addresses, there.addresses, lengths), owners)
+            self.copies.run(runs, to_device=to_device, is_direct=hosts.is_direct)
+            return pack_sums(self.sums.of(slabs.addresses, pieces)) if to_device else {}
+
+    def sums_of(self, packed: bytes) -> Body:
+        """sums."""
+        pieces = unpack_pieces(packed)
+        with self.slabs.regions.used(pieces) as slabs:
+            return pack_sums(self.sums.of(slabs.addresses, pieces))
+
+    def close(self) -> None:
+        """Gives everything back, when all copies have ended."""
+        self.slabs.regions.end_all()
+        self.hosts.regions.end_all()
+        for part in (self.sums, self.copies, self.lane, self.device):
+            part.close()
+
+
+class Child:
+    """Serves one daemon over one socket until that ends."""
+
+    def __init__(self, peer: socket.socket, ordinal: int) -> None:
+        self._peer, self._ordinal = peer, ordinal
+        self._sending = threading.Lock()
+        # Its bound is the other end's: so many requests are in flight at one time.
+        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._engine: Engine | None = None
+        self._verbs: dict[str, Callable[[Message], Body]] = {
+            "begin": self._begin,
+            "adopt": self._adopt,
+            "make": self._make,
+            "drop": lambda asked: self._ended(self._ready().slabs.drop, asked.body["slab"]),
+            "attach": self._attach,
+            "detach": lambda asked: self._ended(self._ready().hosts.detach, asked.body["host"]),
+            "load": lambda asked: self._ready().copy(asked.body["pieces"], to_device=True),
+            "store": lambda asked: self._ready().copy(asked.body["pieces"], to_device=False),
+            "sums": lambda asked: self._ready().sums_of(asked.body["pieces"]),
+        }
+
+    def serve(self) -> None:
+        """Returns when the other end has gone. Whatever else goes wrong in a thread of it ends the process."""
+        threading.excepthook = _broken
+        for number in range(THREADS):
+            threading.Thread(target=self._work, name=f"tierd-gpu-{number}", daemon=True).start()
+        inbox = Inbox()
+        while not inbox.is_ended:
+            for message in inbox.receive(self._peer):
+                self._requests.put(message)
+
+    def _work(self) -> NoReturn:
+        while True:
+            asked = self._requests.get()
+            try:
+                answer = Message(self._verbs[asked.body["verb"]](asked))
+            except TierdError as error:
+                answer = Message({"error": [type(error).__name__, str(error)]})
+            self._answer(asked, answer)
+
+    def _answer(self, asked: Message, answer: Message) -> None:
+        asked.close()
+        answer.descriptors = answer.body.pop("descriptors", [])
+        self._send(answer.body | {"id": asked.body["id"]}, answer.descriptors)
+        answer.close()
+        if answer.body.get("error", [""])[0] == TierFailed.__name__ and self._is_lost():
+            self._send({"lost": answer.body["error"][1]}, [])
+            os._exit(EXIT_LOST)
+
+    def _send(self, body: Body, descriptors: list[int]) -> None:
+        packed = memoryview(frame(body, descriptors=len(descriptors)))
+        with self._sending:
+            sent = socket.send_fds(self._peer, [packed], descriptors)
+            self._peer.sendall(packed[sent:])
+
+    def _is_lost(self) -> bool:
+        return self._engine is not None and not self._engine.lane.is_alive()
+
+    def _ready(self) -> Engine:
+        """In a thread that works for the first time the GPU's context is missing."""
+        assert self._engine, "begin comes first"
+        self._engine.device.enter()
+        return self._engine
+
+    def _begin(self, _: Message) -> Body:
+        self._engine = Engine(self._ordinal)
+        return {"facts": self._engine.facts()}
+
+    def _adopt(self, asked: Message) -> Body:
+        self._ready().slabs.adopt(asked.body["slab"], _descriptor(asked), asked.body["length"])
+        return {}
+
+    def _make(self, asked: Message) -> Body:
+        return {"descriptors": [self._ready().slabs.make(asked.body["slab"], asked.body["length"])]}
+
+    def _attach(self, asked: Message) -> Body:
+        body = asked.body
+        return {"notices": self._ready().hosts.attach(body["host"], _descriptor(asked), body["length"])}
+
+    @staticmethod
+    def _ended(end: Callable[[int], None], number: int) -> Body:
+        end(number)
+        return {}
+
+
+def _descriptor(asked: Message) -> int:
+    if not asked.descriptors:
+        raise TierFailed("GPU process: a descriptor did not arrive, the process has too many open; raise LimitNOFILE")
+    return asked.descriptors[0]
+
+
+def _broken(failed: threading.ExceptHookArgs) -> NoReturn:
+    """A daemon that has gone is no fault."""
+    if not issubclass(failed.exc_type, BrokenPipeError | ConnectionResetError):
+        threading.__excepthook__(failed)
+    os._exit(EXIT_BROKEN)

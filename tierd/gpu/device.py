@@ -1,0 +1,122 @@
+"""One GPU: its context, what it is, and lanes of work that end before anybody is told.
+
+Purpose: `Device` and `Lane`. Non-purpose: what the work is. Invariants: what was put into a lane has ended when its turn has, also when part of it was
+refused; a lane waits for no other work of this or any other process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from tierd.errors import Unsupported
+from tierd.gpu.wire import GpuFacts
+from tierd.kernels.driver import bindings, call
+
+BATCH_VERSION = 12080
+"""The CUDA version in which cuMemcpyBatchAsync came."""
+
+
+class Device:
+    """cuda: NVIDIA's bindings; granularity: what slabs are a multiple of, in bytes; notices: what is less than the best."""
+
+    def __init__(self, ordinal: int) -> None:
+        """Takes the GPU of this number. Raises Unsupported if it, its driver or what slabs need is not there."""
+        self.cuda = cuda = bindings()
+        self.name, self.notices = f"cuda:{ordinal}", list[str]()
+        self.ordinal, self._gpu = ordinal, call(cuda.cuDeviceGet, ordinal, what=f"cuda:{ordinal}")
+        self._context = self.call(cuda.cuDevicePrimaryCtxRetain, self._gpu)
+        self.enter()
+        self._check_exports()
+        minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(self.call(cuda.cuMemGetAllocationGranularity, self.properties(), minimum))
+        self.has_batches = self._has_batches()
+
+    def call(self, function: Callable[..., tuple[Any, ...]], *given: Any) -> Any:
+        """What a function of the driver answers. Raises what `tierd.kernels.driver.fault` makes, with the GPU's name."""
+        return call(function, *given, what=self.name)
+
+    def enter(self) -> None:
+        """Makes the context this thread's."""
+        self.call(self.cuda.cuCtxSetCurrent, self._context)
+
+    def facts(self, *, hashes: str) -> GpuFacts:
+        """As they are now."""
+        name = self.call(self.cuda.cuDeviceGetName, 256, self._gpu).split(b"\0")[0].decode()
+        free, total = self.call(self.cuda.cuMemGetInfo)
+        return GpuFacts(name, int(total), int(free), self.granularity, "vmm", hashes, tuple(self.notices))
+
+    def properties(self) -> Any:
+        """Of memory on this GPU that other processes may map."""
+        prop = self.cuda.CUmemAllocationProp()
+        prop.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location = self.location()
+        prop.requestedHandleTypes = self.handle_type
+        return prop
+
+    def location(self) -> Any:
+        """This GPU, as the driver names places."""
+        location = self.cuda.CUmemLocation()
+        location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = self.ordinal
+        return location
+
+    @property
+    def handle_type(self) -> Any:
+        """Descriptors."""
+        return self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def close(self) -> None:
+        """Gives the context back. Nothing may be asked after it."""
+        self.call(self.cuda.cuDevicePrimaryCtxRelease, self._gpu)
+
+    def _check_exports(self) -> None:
+        for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
+            attribute = getattr(self.cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+            if not self.call(self.cuda.cuDeviceGetAttribute, attribute, self._gpu):
+                raise Unsupported(
+                    f"{self.name}: the driver cannot share memory by descriptors here ({name} is 0), and tierd has no other way; "
+                    'run without a container that hides it, or set kind = "cpu"'
+                )
+
+    def _has_batches(self) -> bool:
+        # The bindings raise what they find missing only when it is called.
+        result, *_ = self.cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", BATCH_VERSION, 0)
+        if result:
+            self.notices.append(
+                f"{self.name}: the driver has no cuMemcpyBatchAsync: pages are copied one by one, which is slower for small ones"
+            )
+        return not result
+
+
+class Lane:
+    """A stream. Threads may share it: one fills it while others wait for what they have put in."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._stream = device.call(device.cuda.cuStreamCreate, device.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    @contextmanager
+    def turn(self) -> Iterator[Any]:
+        """The stream, to be filled within. At the end all of it has been done. Raises what the driver says, of the work too."""
+        cuda, ask = self._device.cuda, self._device.call
+        flags = cuda.CUevent_flags
+        event = ask(cuda.cuEventCreate, flags.CU_EVENT_BLOCKING_SYNC | flags.CU_EVENT_DISABLE_TIMING)
+        with ExitStack() as ends:
+            ends.callback(ask, cuda.cuEventDestroy, event)
+            ends.callback(ask, cuda.cuEventSynchronize, event)
+            with self._lock, ExitStack() as filled:
+                filled.callback(ask, cuda.cuEventRecord, event, self._stream)
+                yield self._stream
+
+    def is_alive(self) -> bool:
+        """Whether the context still works: an error of the GPU's is given again to whoever asks."""
+        (result,) = self._device.cuda.cuStreamQuery(self._stream)
+        return result.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY")
+
+    def close(self) -> None:
+        """Nothing may be put in after it."""
+        self._device.call(self._device.cuda.cuStreamDestroy, self._stream)

@@ -1,0 +1,309 @@
+"""The daemon's end of a GPU process: it is started, asked, and killed when it hangs.
+
+Purpose: `GpuProcess`. Non-purpose: what to copy, and what to do after a death (the owner's). Invariants: no CUDA call is made here; every call ends, with an answer or
+when the process has died, which it does by our hand when one takes longer than its patience; a call that is cancelled ends no sooner than that, for the
+GPU may still write to what it named. For the same reason the calls of a process that dies end when it is gone, not when its socket ends, which is before
+the driver has stopped the GPU's copies. Its death is told of once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from tierd import errors
+from tierd.core.model import StructArray
+from tierd.errors import Overloaded, TierdError, TierFailed
+from tierd.gpu.wire import GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
+
+START_PATIENCE_S = 60.0
+"""For the driver's own beginning, which takes seconds where many GPUs are."""
+STOP_S = 2.0
+"""So long a process that is not needed any more may take to end by itself."""
+REAP_S = 5.0
+"""So long a killed process may take to be gone; one that a driver holds in the kernel may never be."""
+CALLS_MAX = 32
+"""In flight at one time. Patience runs for these; the others wait for their turn."""
+WAITING_MAX = 1024
+NO_SLABS: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A call in flight: its answer, and when patience with it ends."""
+
+    answer: asyncio.Future[Message]
+    deadline: asyncio.TimerHandle
+
+
+class GpuProcess:
+    """Of one GPU, and one life: after its death another is made. Used in the thread of one event loop, which must not end before it.
+
+    facts: as of its start, with the notices that came since. on_death: called once if it dies after its start and before `stop`, with the reason.
+    """
+
+    def __init__(
+        self,
+        ordinal: int,
+        *,
+        patience_s: float,
+        on_death: Callable[[str], None],
+        start_patience_s: float = START_PATIENCE_S,
+    ) -> None:
+        self.facts = GpuFacts()
+        self._name, self._ordinal = f"GPU process of cuda:{ordinal}", ordinal
+        self._patience_s, self._start_patience_s = patience_s, start_patience_s
+        self._on_death = on_death
+        self._turns, self._waiting = asyncio.Semaphore(CALLS_MAX), 0
+        self._pending: dict[int, Pending] = {}
+        self._next_id = 0
+        self._inbox, self._outbox = Inbox(), deque[tuple[memoryview, Sequence[int]]]()
+        self._reason = f"{self._name}: not started"
+        """Why it cannot be asked; empty while it can."""
+        self._last_words, self._is_missed = "", False
+        self._burial: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process, for people and tests."""
+        return self._child.pid
+
+    async def start(self, *, slabs: Mapping[int, tuple[int, int]] = NO_SLABS) -> GpuFacts:
+        """Starts it. slabs: what a former one made, by number: descriptor (it stays the caller's) and length in bytes.
+
+        Raises Unsupported (no GPU, no driver, no extra), Overloaded, TierFailed. It is over then.
+        """
+        try:
+            self._spawn()
+            begun = (await self._ask("begin", patience_s=self._start_patience_s)).body["facts"]
+            self.facts = GpuFacts(**begun | {"notices": tuple(begun["notices"])})
+            for slab, (descriptor, length_bytes) in slabs.items():
+                await self._ask("adopt", descriptors=[descriptor], slab=slab, length=length_bytes)
+        except BaseException:
+            await self.stop()
+            raise
+        self._is_missed = True
+        return self.facts
+
+    async def make(self, slab: int, length_bytes: int) -> int:
+        """A new slab of zeros; its descriptor, the caller's to close. Raises Overloaded if the GPU has no room, InvalidArgument, TierFailed."""
+        made = await self._ask("make", slab=slab, length=length_bytes)
+        if not made.descriptors:
+            await self.drop(slab)
+            raise TierFailed(
+                f"slab {slab}: its descriptor did not arrive, this process has too many; raise LimitNOFILE"
+            )
+        return made.descriptors.pop()
+
+    async def drop(self, slab: int) -> None:
+        """Forgets a slab when the copies that use it have ended; its memory lives on in descriptors and mappings. Raises InvalidArgument, TierFailed."""
+        await self._ask("drop", slab=slab)
+
+    async def attach(self, host: int, fd: int, length_bytes: int) -> None:
+        """Maps a file of host memory for copies; fd stays the caller's. Raises InvalidArgument, Overloaded, TierFailed."""
+        attached = await self._ask("attach", descriptors=[fd], host=host, length=length_bytes)
+        new = [notice for notice in attached.body["notices"] if notice not in self.facts.notices]
+        self.facts = replace(self.facts, notices=(*self.facts.notices, *new))
+
+    async def detach(self, host: int) -> None:
+        """Unmaps it when the copies that use it have ended. Raises InvalidArgument, TierFailed."""
+        await self._ask("detach", host=host)
+
+    async def load(self, pieces: StructArray) -> list[SliceTable]:
+        """Host to slab, PIECE[n]; then the slice tables of what lies on the device. Raises InvalidArgument, before a byte moves, and TierFailed."""
+        return unpack_sums((await self._ask("load", pieces=pack_pieces(pieces))).body)
+
+    async def store(self, pieces: StructArray) -> None:
+        """Slab to host, PIECE[n]; the last byte is there when it returns. Raises InvalidArgument, before a byte moves, and TierFailed."""
+        await self._ask("store", pieces=pack_pieces(pieces))
+
+    async def sums(self, pieces: StructArray) -> list[SliceTable]:
+        """The slice tables of what lies in slabs, PIECE[n] without a host. Raises InvalidArgument, TierFailed."""
+        return unpack_sums((await self._ask("sums", pieces=pack_pieces(pieces))).body)
+
+    async def stop(self) -> None:
+        """Ends it. Calls that are under way fail; slabs live on in their descriptors."""
+        self._is_missed = False
+        self._end(f"{self._name}: stopped", kill_after_s=STOP_S)
+        if self._burial:
+            await asyncio.shield(self._burial)
+
+    # -- calls
+
+    async def _ask(
+        self, verb: str, *, descriptors: Sequence[int] = (), patience_s: float | None = None, **given: Any
+    ) -> Message:
+        """The answer. Raises what the process answered, TierFailed after its death, Overloaded."""
+        if self._waiting >= WAITING_MAX:
+            raise Overloaded(f"{self._name}: {WAITING_MAX} calls wait for their turn; ask for less at a time")
+        self._waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+        answer = self._post({"verb": verb, **given}, descriptors, patience_s or self._patience_s)
+        if not await _settled(answer):
+            return _checked(answer.result())
+        if answer.exception() is None:
+            await self._undo(answer.result(), given)
+        raise asyncio.CancelledError
+
+    async def _undo(self, answer: Message, given: Mapping[str, Any]) -> None:
+        """What was made for somebody who does not want it any more."""
+        if answer.descriptors:
+            answer.close()
+            with contextlib.suppress(TierdError):
+                await self.drop(given["slab"])
+
+    def _post(self, body: dict[str, Any], descriptors: Sequence[int], patience_s: float) -> asyncio.Future[Message]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Message] = loop.create_future()
+        answer.add_done_callback(lambda _: self._turns.release())
+        if self._reason:
+            answer.set_exception(TierFailed(self._reason))
+            return answer
+        self._next_id += 1
+        late = f"{self._name}: {body['verb']} was not answered within {patience_s:g} s, it is killed; look at dmesg"
+        self._pending[self._next_id] = Pending(answer, loop.call_later(patience_s, self._end, late))
+        packed = frame(body | {"id": self._next_id}, descriptors=len(descriptors))
+        self._outbox.append((memoryview(packed), descriptors))
+        self._flush()
+        return answer
+
+    def _flush(self) -> None:
+        """Sends what the socket takes; the rest when it takes more."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._outbox:
+                packed, descriptors = self._outbox[0]
+                sent = socket.send_fds(self._socket, [packed], descriptors)
+                self._outbox[0] = (packed[sent:], ())
+                if sent == len(packed):
+                    self._outbox.popleft()
+        except BlockingIOError:
+            loop.add_writer(self._socket, self._flush)
+            return
+        except OSError as error:
+            self._end(f"{self._name}: ended ({error})")
+            return
+        loop.remove_writer(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            for message in self._inbox.receive(self._socket):
+                self._take(message)
+        except BlockingIOError:
+            return
+        except (OSError, TierFailed) as error:
+            self._end(f"{self._name}: ended ({error})")
+            return
+        if self._inbox.is_ended:
+            self._end(self._last_words or f"{self._name}: ended")
+
+    def _take(self, message: Message) -> None:
+        if "lost" in message.body:
+            self._last_words = f"{self._name}: the GPU is lost to it ({message.body['lost']})"
+            return
+        pending = self._pending.pop(message.body["id"], None)
+        if pending is None:
+            message.close()
+            return
+        pending.deadline.cancel()
+        pending.answer.set_result(message)
+
+    # -- life and death
+
+    def _spawn(self) -> None:
+        """In this thread: the kernel ends the child with the thread that began it. Its Python finds what ours has found."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "tierd.gpu", str(theirs.fileno()), str(self._ordinal)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        try:
+            with theirs:
+                self._child = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+                )
+            self._socket, self._pidfd = ours, os.pidfd_open(self._child.pid)
+        except OSError as error:
+            ours.close()  # which ends it, if it was begun
+            raise TierFailed(
+                f"{self._name}: cannot be started ({error}); free memory, processes or descriptors"
+            ) from error
+        ours.setblocking(False)
+        asyncio.get_running_loop().add_reader(ours, self._receive)
+        self._reason = ""
+
+    def _end(self, reason: str, *, kill_after_s: float = 0.0) -> None:
+        """Nothing is asked of it any more."""
+        if self._reason:
+            return
+        self._reason = reason
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
+        loop.remove_writer(self._socket)
+        self._socket.close()
+        self._inbox.close()
+        self._outbox.clear()
+        for pending in self._pending.values():
+            pending.deadline.cancel()
+        self._burial = loop.create_task(self._bury(kill_after_s))
+
+    async def _bury(self, kill_after_s: float) -> None:
+        """Fails all that wait when the process is gone, or when it is clear that it does not go."""
+        is_gone = kill_after_s > 0 and await _readable(self._pidfd, kill_after_s)
+        if not is_gone:
+            self._child.kill()
+            is_gone = await _readable(self._pidfd, REAP_S)
+        os.close(self._pidfd)
+        status = self._child.poll()
+        self._reason += f"; status {status}" if is_gone else f"; pid {self.pid} does not die, what it holds is not free"
+        while self._pending:
+            self._pending.popitem()[1].answer.set_exception(TierFailed(self._reason))
+        if self._is_missed:
+            self._on_death(self._reason)
+
+
+async def _settled(answer: asyncio.Future[Message]) -> bool:
+    """Waits for the answer, come what may; whether the caller was cancelled meanwhile."""
+    is_cancelled = False
+    while not answer.done():
+        try:
+            await asyncio.wait([answer])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    return is_cancelled
+
+
+def _checked(message: Message) -> Message:
+    """An answer that is none of an error. Raises the error."""
+    if "error" in message.body:
+        name, text = message.body["error"]
+        kind = getattr(errors, name, None)
+        raise (kind if isinstance(kind, type) and issubclass(kind, TierdError) else TierFailed)(text)
+    return message
+
+
+async def _readable(fd: int, limit_s: float) -> bool:
+    """Whether it became readable within so long."""
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, _resolve, came)
+    try:
+        await asyncio.wait([came], timeout=limit_s)
+    finally:
+        loop.remove_reader(fd)
+    return came.done()
+
+
+def _resolve(came: asyncio.Future[None]) -> None:
+    if not came.done():
+        came.set_result(None)

@@ -1,0 +1,102 @@
+"""Ranges of addresses by number: slabs, or host memories. Who uses one is counted, so that none goes away under a copy.
+
+Purpose: what a piece's numbers and offsets mean, and that they mean something. Non-purpose: how memory comes and goes. Invariants: an address that is given
+out lies in a region that is there until the user has left; a number has one region at a time. Threads may share it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.model import StructArray
+from tierd.errors import InvalidArgument, TierFailed
+
+Addresses = NDArray[np.uint64]
+WAIT_S = 600.0
+"""The last resort: whoever asked has lost patience long before."""
+
+
+@dataclass(slots=True)
+class Region:
+    """address: where it begins; is_direct: the GPU's copy engines reach it without a detour; ending: gives it back."""
+
+    address: int
+    length_bytes: int
+    is_direct: bool = True
+    users: int = 0
+    ending: ExitStack = field(default_factory=ExitStack)
+
+
+class Regions:
+    """Of one kind, which is named in errors."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._regions: dict[int, Region] = {}
+        self._changed = threading.Condition()
+
+    def add(self, number: int, region: Region) -> None:
+        """From now on it may be used. Raises InvalidArgument if the number is taken."""
+        with self._changed:
+            if number in self._regions:
+                raise InvalidArgument(f"{self._kind} {number}: there already; give it back first")
+            self._regions[number] = region
+
+    def end(self, number: int) -> None:
+        """Gives it back when its last user has left; nobody new may use it. Raises InvalidArgument, and what giving back raises."""
+        with self._changed:
+            region = self._find(number)
+            del self._regions[number]
+            if not self._changed.wait_for(lambda: not region.users, WAIT_S):
+                raise TierFailed(f"{self._kind} {number}: still in use after {WAIT_S:g} s; the GPU hangs")
+        region.ending.close()
+
+    def end_all(self) -> None:
+        """As `end`, each."""
+        for number in list(self._regions):
+            self.end(number)
+
+    @contextmanager
+    def used(self, pieces: StructArray) -> Iterator[Used]:
+        """Where pieces lie, in regions that stay until the end. Raises InvalidArgument for a piece that no region holds."""
+        numbers, each = np.unique(pieces[self._kind], return_inverse=True)
+        with self._changed:
+            regions = [self._find(int(number)) for number in numbers]
+            for region in regions:
+                region.users += 1
+        try:
+            yield Used(self._kind, pieces, regions, each)
+        finally:
+            with self._changed:
+                for region in regions:
+                    region.users -= 1
+                self._changed.notify_all()
+
+    def _find(self, number: int) -> Region:
+        if number not in self._regions:
+            raise InvalidArgument(f"{self._kind} {number}: not there; make, adopt or attach it first")
+        return self._regions[number]
+
+
+class Used:
+    """The regions of pieces. addresses: u8[n]; is_direct: of all of them."""
+
+    def __init__(self, kind: str, pieces: StructArray, regions: list[Region], each: NDArray[np.intp]) -> None:
+        starts = np.array([region.address for region in regions], np.uint64)[each]
+        ends = np.array([region.length_bytes for region in regions], np.uint64)[each]
+        offsets = pieces[f"{kind}_offset"]
+        # The difference, for a sum might pass 2**64.
+        wrong = np.flatnonzero((offsets > ends) | (pieces["length"] > ends - np.minimum(offsets, ends)))
+        if len(wrong):
+            piece, end = pieces[wrong[0]], ends[wrong[0]]
+            raise InvalidArgument(
+                f"piece {wrong[0]}: {piece['length']} bytes at {offsets[wrong[0]]} of {kind} {piece[kind]}, which has {end}"
+            )
+        self.addresses: Addresses = starts + offsets
+        self.is_direct = all(region.is_direct for region in regions)

@@ -1,0 +1,85 @@
+"""Slabs: device memory that outlives this process, by CUDA's virtual memory management.
+
+Purpose: make, adopt and drop. Non-purpose: books, and what lies in a slab. Invariants: a slab is zero when its descriptor leaves; whatever fails, nothing is
+left of it here; the memory lives as long as a descriptor or a mapping of it does, in whatever process.
+
+Mapped here as a whole and for as long as it is known, for copies. The handle is given back at once: the mapping holds the memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from tierd.errors import InvalidArgument, TierFailed
+from tierd.gpu.device import Device, Lane
+from tierd.gpu.regions import Region, Regions
+
+
+class Slabs:
+    """Of one GPU. regions: where they are mapped, by number; lane: where they are zeroed."""
+
+    def __init__(self, device: Device, lane: Lane) -> None:
+        self._device, self._lane = device, lane
+        self.regions = Regions("slab")
+
+    def make(self, slab: int, length_bytes: int) -> int:
+        """A new slab; its descriptor, close-on-exec. Raises Overloaded if the GPU has no room, InvalidArgument."""
+        cuda, ask = self._device.cuda, self._device.call
+        self._check(slab, length_bytes)
+        handle = ask(cuda.cuMemCreate, length_bytes, self._device.properties(), 0)
+        with self._mapped(handle, length_bytes) as region, ExitStack() as failed:
+            with self._lane.turn() as stream:
+                ask(cuda.cuMemsetD8Async, region.address, 0, length_bytes, stream)
+            descriptor = int(ask(cuda.cuMemExportToShareableHandle, handle, self._device.handle_type, 0))
+            failed.callback(os.close, descriptor)
+            os.set_inheritable(descriptor, False)
+            self.regions.add(slab, region)
+            failed.pop_all()
+        return descriptor
+
+    def adopt(self, slab: int, descriptor: int, length_bytes: int) -> None:
+        """A slab that another process made; what it holds stays. The descriptor stays the caller's. Raises InvalidArgument, TierFailed."""
+        self._check(slab, length_bytes)
+        try:
+            handle = self._device.call(
+                self._device.cuda.cuMemImportFromShareableHandle, descriptor, self._device.handle_type
+            )
+        except InvalidArgument as error:
+            raise TierFailed(f"slab {slab}: cannot be taken over ({error}); drop it") from error
+        with self._mapped(handle, length_bytes) as region:
+            self.regions.add(slab, region)
+
+    def drop(self, slab: int) -> None:
+        """Unmapped when the copies that use it have ended. Raises InvalidArgument."""
+        self.regions.end(slab)
+
+    def _check(self, slab: int, length_bytes: int) -> None:
+        granularity = self._device.granularity
+        if length_bytes <= 0 or length_bytes % granularity:
+            raise InvalidArgument(
+                f"slab {slab}: {length_bytes} bytes; give a multiple of the GPU's granularity, {granularity}"
+            )
+
+    @contextmanager
+    def _mapped(self, handle: Any, length_bytes: int) -> Iterator[Region]:
+        """Stays mapped unless something is raised within. The handle is given back in any case."""
+        cuda, ask = self._device.cuda, self._device.call
+        with ExitStack() as always, ExitStack() as failed:
+            always.callback(ask, cuda.cuMemRelease, handle)
+            address = int(ask(cuda.cuMemAddressReserve, length_bytes, 0, 0, 0))
+            failed.callback(ask, cuda.cuMemAddressFree, address, length_bytes)
+            ask(cuda.cuMemMap, address, length_bytes, 0, handle, 0)
+            failed.callback(ask, cuda.cuMemUnmap, address, length_bytes)
+            ask(cuda.cuMemSetAccess, address, length_bytes, [self._access()], 1)
+            region = Region(address, length_bytes)
+            yield region
+            region.ending = failed.pop_all()
+
+    def _access(self) -> Any:
+        access = self._device.cuda.CUmemAccessDesc()
+        access.location = self._device.location()
+        access.flags = self._device.cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access

@@ -1,0 +1,102 @@
+"""Checksums of what lies on the device: by a kernel where there is one, else by way of host memory.
+
+Purpose: slice tables of spans of device memory. Non-purpose: the algorithm (`tierd.tiers.checksum` names it). Invariants: what is summed was read after the
+call began; both ways give the same tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.block import slice_lengths
+from tierd.core.model import StructArray
+from tierd.gpu.copies import Copies, Runs
+from tierd.gpu.device import Device
+from tierd.gpu.regions import Addresses
+from tierd.gpu.wire import SliceTable
+from tierd.tiers.checksum import slice_sums
+
+STAGING_BYTES = 16 << 20
+"""More than the longest slice: 4 GiB in 480 pieces."""
+
+
+class Sums(Protocol):
+    """kind: as in GpuFacts.hashes."""
+
+    kind: str
+
+    def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
+        """Of PIECE[n], whose bytes lie at addresses u8[n] of the device. Raises TierFailed."""
+
+    def close(self) -> None:
+        """Gives back what it holds of the driver."""
+
+
+class Part(NamedTuple):
+    """Slices that are staged together: where from, and their lengths."""
+
+    sources: Addresses
+    lengths: list[int]
+
+
+class StagedSums:
+    """Copies to registered host memory and sums there, one call at a time."""
+
+    kind = "host"
+
+    def __init__(self, device: Device, copies: Copies) -> None:
+        self._device, self._copies = device, copies
+        self._lock = threading.Lock()
+        self._address = int(device.call(device.cuda.cuMemHostAlloc, STAGING_BYTES, 0))
+        self._view = memoryview((ctypes.c_ubyte * STAGING_BYTES).from_address(self._address)).cast("B")
+
+    def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
+        """As Sums says."""
+        lengths = [slice_lengths(int(piece["length"]), int(piece["layers"])) for piece in pieces]
+        counts = [len(each) for each in lengths]
+        with self._lock:
+            sums = [self._sums_of(part) for part in parts(addresses, lengths)]
+        flat = np.concatenate(sums) if sums else np.empty(0, "<u8")
+        return np.split(flat, np.cumsum(counts)[:-1]) if counts else []
+
+    def close(self) -> None:
+        """As Sums says."""
+        self._view.release()
+        self._device.call(self._device.cuda.cuMemFreeHost, self._address)
+
+    def _sums_of(self, part: Part) -> NDArray[np.uint64]:
+        lengths = np.array(part.lengths, np.uint64)
+        targets = self._address + np.cumsum(lengths) - lengths
+        # A run may not span two slabs, so what does not adjoin on the device is not joined: slices are few and long.
+        self._copies.run(Runs(targets, part.sources, lengths), to_device=False, is_direct=True)
+        return slice_sums(self._view, part.lengths)
+
+
+def parts(addresses: Addresses, lengths: Sequence[Sequence[int]]) -> Iterator[Part]:
+    """All slices of all blocks in order, as many at a time as staging holds."""
+    sources, chosen, room = list[int](), list[int](), STAGING_BYTES
+    for address, block in zip(addresses.tolist(), lengths, strict=True):
+        for source, length in zip(accumulate(block, initial=address), block, strict=False):
+            if length > room:
+                yield Part(np.array(sources, np.uint64), chosen)
+                sources, chosen, room = [], [], STAGING_BYTES
+            sources.append(source)
+            chosen.append(length)
+            room -= length
+    if chosen:
+        yield Part(np.array(sources, np.uint64), chosen)
+
+
+def open_sums(device: Device, copies: Copies) -> Sums:
+    """The best way that there is; what is less than that is among the device's notices. Raises Overloaded."""
+    device.notices.append(
+        f"{device.name}: no kernel sums device memory: it is copied to host memory and summed there, which is slower"
+    )
+    return StagedSums(device, copies)
