@@ -136,6 +136,11 @@ def check(config: Config) -> None:
         _refuse("host", "no tier of memory is configured; add a [[host]] table")
     if config.nvme and not config.host:
         _refuse("host", "an nvme tier needs a host tier to read into; add a [[host]] table")
+    if any(device.kind == "cuda" for device in config.device) and not config.host:
+        _refuse(
+            "host",
+            "a device tier of kind cuda needs a host tier, over which its blocks come and go; add a [[host]] table",
+        )
     for name, tier in _tiers(config):
         _check_tier(name, tier)
     paths = [tier.path for tier in config.nvme]

@@ -1,6 +1,7 @@
 """The mover: runs transfers, and hashes.
 
-Purpose: bytes from page to page, verified on the way, in batches, bounded per link, demand before prefetch before demotion.
+Purpose: bytes from page to page, verified on the way, in batches, bounded per link, demand before prefetch before demotion. What moves between
+a device and mapped memory its GPU copies and, on the device, sums.
 Non-purpose: deciding what moves (core) or what a failure means (cache). Invariants: nothing is reported READY that was not verified
 against the block's digest on this very copy; hashing and copying never run on the event loop. A batch has no deadline of its own: a read that
 hangs may still write into its target page, so the page stays reserved until the tier lets go; those who wait for it have deadlines.
@@ -25,7 +26,17 @@ from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import slice_sums, table_digest
-from tierd.tiers.tier import MappedTier, StoredTier, Tier, is_mapped, is_stored
+from tierd.tiers.tier import (
+    DeviceTier,
+    MappedTier,
+    SharedTier,
+    SliceTable,
+    StoredTier,
+    Tier,
+    is_device,
+    is_mapped,
+    is_stored,
+)
 
 Second = TypeVar("Second")
 Result = TypeVar("Result")
@@ -136,6 +147,11 @@ class Mover:
             return await self._store(batch, metas, source, target)
         if is_stored(source) and is_mapped(target):
             return await self._load(batch, metas, source, target)
+        if is_mapped(source) and is_device(target):
+            return await self._to_device(batch, metas, source, target)
+        if is_device(source) and is_mapped(target):
+            return await self._from_device(batch, metas, source, target)
+        # Between device and store there is none: the core's plans lead over a host tier, without which neither is configured.
         raise AssertionError(f"no link from {source.spec.name} to {target.spec.name}")
 
     async def _copy_mapped(
@@ -179,8 +195,22 @@ class Mover:
             statuses[good] = self._publish(batch[good], metas[good], target, hashed)
         return statuses
 
+    async def _to_device(
+        self, batch: StructArray, metas: StructArray, source: MappedTier, target: DeviceTier
+    ) -> NDArray[np.uint16]:
+        failpoint("mover.device.before_load")
+        slices = await target.load(batch["target"], metas, source=source, sources=batch["source"])
+        return self._publish(batch, metas, target, _hashed(slices))  # of the device's copy
+
+    async def _from_device(
+        self, batch: StructArray, metas: StructArray, source: DeviceTier, target: MappedTier
+    ) -> NDArray[np.uint16]:
+        failpoint("mover.device.before_store")
+        await source.store(batch["source"], metas, target=target, targets=batch["target"])
+        return self._publish(batch, metas, target, await self.hash(_views(target, batch["target"], metas), metas))
+
     @staticmethod
-    def _publish(batch: StructArray, metas: StructArray, target: MappedTier, hashed: Hashed) -> NDArray[np.uint16]:
+    def _publish(batch: StructArray, metas: StructArray, target: SharedTier, hashed: Hashed) -> NDArray[np.uint16]:
         statuses = _judge(hashed, metas)
         good = np.flatnonzero(statuses == BlockStatus.READY)
         if len(good):
@@ -191,14 +221,28 @@ class Mover:
     async def hash(self, views: Sequence[memoryview], metas: StructArray) -> Hashed:
         """Slice sums and digests of blocks, computed in threads. metas: META per view, for stored_length and layers."""
         cuts = [slice_lengths(len(v), int(layers)) for v, layers in zip(views, metas["layers"], strict=True)]
-        slices = await self._in_threads(slice_sums, views, cuts)
-        digests = np.frombuffer(b"".join(map(table_digest, slices)), dtype=np.uint8).reshape(-1, 16)
-        return Hashed(digests, slices)
+        return _hashed(await self._in_threads(slice_sums, views, cuts))
 
-    async def check(self, tier: MappedTier, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
-        """Which pages hold exactly the blocks that metas describe."""
-        hashed = await self.hash(_views(tier, extents, metas), metas)
+    async def hash_pages(self, extents: StructArray, metas: StructArray) -> Hashed:
+        """As `hash`, of pages where they lie: the daemon's threads hash memory that it maps, a GPU its own. Raises TierFailed."""
+        slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(extents)
+        for position in np.unique(extents["tier"]).tolist():
+            rows = np.flatnonzero(extents["tier"] == position)
+            found = await self._slices(self._tiers[position], extents[rows], metas[rows])
+            for row, table in zip(rows.tolist(), found, strict=True):
+                slices[row] = table
+        return _hashed(slices)
+
+    async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
+        """Which pages of shared tiers hold exactly the blocks that metas describe. Raises TierFailed."""
+        hashed = await self.hash_pages(extents, metas)
         return np.asarray((hashed.digests == metas["digest"]).all(axis=1))
+
+    async def _slices(self, tier: Tier, extents: StructArray, metas: StructArray) -> list[SliceTable]:
+        if is_device(tier):
+            return await tier.sums(extents, metas)
+        assert is_mapped(tier), f"{tier.spec.name}: its pages are read, not hashed where they lie"
+        return (await self.hash(_views(tier, extents, metas), metas)).slices
 
     async def _in_threads(
         self, work: Callable[[memoryview, Second], Result], first: Sequence[memoryview], second: Sequence[Second]
@@ -246,6 +290,11 @@ def _copy_views(source: memoryview, target: memoryview) -> None:
 def _views(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
     lengths = metas["stored_length"].tolist()
     return [tier.view(row)[:length] for row, length in zip(extents, lengths, strict=True)]
+
+
+def _hashed(slices: list[SliceTable]) -> Hashed:
+    digests = np.frombuffer(b"".join(map(table_digest, slices)), dtype=np.uint8).reshape(-1, 16)
+    return Hashed(digests, slices)
 
 
 def _judge(hashed: Hashed, metas: StructArray) -> NDArray[np.uint16]:

@@ -170,7 +170,24 @@ class IdentityConfig:
 class DeviceConfig:
     """Pages that attention kernels read in place. None unless configured."""
 
-    kind: Literal["cpu"] = _key("cpu", 'What the pages are made of. "cpu": host memory that stands in for a GPU.')
+    kind: Literal["cpu", "cuda"] = _key(
+        "cpu",
+        'What the pages are made of. "cuda": memory of an NVIDIA GPU, set aside at start; needs a driver, a host tier and pip install'
+        ' "tierd[gpu]". "cpu": host memory that stands in for it.',
+    )
+    ordinal: int = _key(
+        0,
+        "Of kind cuda: number of the GPU, as the driver counts those that the daemon sees.",
+        unit="number",
+        least=0,
+        most=1023,
+    )
+    hang_limit: Seconds = _key(
+        "10 s",
+        "Of kind cuda: a call to the GPU that takes longer hangs: the daemon's GPU process is ended and another one started.",
+        unit="seconds",
+        least=0.1,
+    )
     capacity: Bytes = _key("256 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
     segment: SegmentSize = _segment()
     arena_dir: str = _key(

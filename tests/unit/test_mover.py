@@ -83,7 +83,7 @@ async def test_check_finds_the_pages_that_are_not_as_committed() -> None:
         committed = await world.put(NAMES)
         world.page(committed.extents[2])[100] ^= 1
         metas = world.cache.core.metas(committed.blocks)
-        good = await world.cache.parts.mover.check(world.daemon.tiers[0], committed.extents, metas)  # type: ignore[arg-type]
+        good = await world.cache.parts.mover.check(committed.extents, metas)
         assert good.tolist() == [True, True, False, True]
 
 

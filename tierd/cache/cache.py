@@ -47,7 +47,7 @@ from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable
-from tierd.tiers.tier import MappedTier, SliceTable, Tier, is_mapped
+from tierd.tiers.tier import SliceTable, Tier, is_mapped, is_shared
 
 log = structlog.get_logger(__name__)
 
@@ -233,6 +233,7 @@ class Cache:
         self.background.wake()
         self._count_served(groups, got, served)
         if not served.tokens:
+            self._give_back(session, [got.lease])
             return Lease(0, NOTHING, got.tier_tokens, whole=False)
         return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
@@ -340,7 +341,9 @@ class Cache:
         """
         if (session, kind, number) not in self._holdings:
             raise StaleHandle(f"{kind.name.lower()} {number}: it has ended during the call; begin again")
-        return self._mapped(extent).view(extent)
+        tier = self.tiers[int(extent["tier"])]
+        assert is_mapped(tier), "streams ask for host pages"
+        return tier.view(extent)
 
     async def watch(self, session: int, *, after: int, sees_all: bool) -> AsyncIterator[list[Event]]:
         """Batches of events until the session stops; of its tenant only, unless it sees all. Raises SessionLost."""
@@ -353,13 +356,14 @@ class Cache:
     # -- inner steps
 
     async def _settle(self, lease: int) -> Served:
-        """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page."""
+        """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
         while True:
             served = self.core.settle(lease, now=self.clock.now())
             self.flights.start(served.plan)
-            bad = await self._verification.find_bad(
-                _flat(served), np.concatenate([NO_IDS, *(g.blocks.reshape(-1) for g in served.groups)])
-            )
+            ids = np.concatenate([NO_IDS, *(g.blocks.reshape(-1) for g in served.groups)])
+            bad = await self._verification.find_bad(_flat(served), ids)
+            if bad is None:
+                return NOTHING
             if not len(bad):
                 return served
             self.flights.condemn(bad, Fault.READ)
@@ -394,10 +398,12 @@ class Cache:
         """A commit's lease is a hit where a block existed: pages of other writers are verified like those of any other. With bad ones
         there is no lease, and these blocks are FAILED: not to be had, until somebody puts them again."""
         exist = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
-        bad = await self._verification.find_bad(committed.extents[exist], committed.blocks[exist])
+        found = await self._verification.find_bad(committed.extents[exist], committed.blocks[exist])
+        bad = committed.extents[exist] if found is None else found
         if not len(bad):
             return committed
-        self.flights.condemn(bad, Fault.READ)
+        if found is not None:
+            self.flights.condemn(bad, Fault.READ)
         self._give_back(session, [committed.lease])
         gone = exist[np.isin(committed.extents["generation"][exist], bad["generation"])]
         committed.statuses[gone], committed.blocks[gone] = BlockStatus.FAILED, -1
@@ -412,8 +418,7 @@ class Cache:
             metas["layers"] = self._layers_of(metas["namespace"])
             metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
             metas["time_ms"] = self.clock.wall_ms()
-            views = [self._mapped(row).view(row)[: int(row["length"])] for row in extents]
-            hashed = await self.parts.mover.hash(views, metas)
+            hashed = await self.parts.mover.hash_pages(extents, metas)
         except Exception:  # whatever it is, the pages must not stay busy
             log.exception("commit failed", reservation=committing.reservation)
             return None
@@ -428,11 +433,11 @@ class Cache:
     def _publish(self, committed: Committed, metas: StructArray, slices: Sequence[SliceTable]) -> None:
         """Catalogue entries of what is new, in the same step as the core's publication."""
         new = np.flatnonzero(committed.statuses == BlockStatus.READY)
-        for position in np.unique(committed.extents["tier"][new]).tolist():
-            rows = new[committed.extents["tier"][new] == position]
-            tier = self._mapped(committed.extents[rows[0]])
-            tier.publish(committed.extents[rows], metas[rows], [slices[i] for i in rows])
-            self.metrics.blocks_committed.labels(tier=tier.spec.name).inc(len(rows))
+        for tier in filter(is_shared, self.tiers):
+            rows = new[committed.extents["tier"][new] == tier.position]
+            if len(rows):
+                tier.publish(committed.extents[rows], metas[rows], [slices[i] for i in rows])
+                self.metrics.blocks_committed.labels(tier=tier.spec.name).inc(len(rows))
         reasons = np.full(len(new), Reason.NONE, dtype=np.uint16)
         self.flights.announce(metas[new], committed.extents["tier"][new], reasons)
 
@@ -464,11 +469,6 @@ class Cache:
         if key[0] not in self._tenants:
             raise SessionLost(f"session {key[0]}: it ended during the call; open a session again")
         self._holdings.add(key, extents, at=at)
-
-    def _mapped(self, extent: np.void) -> MappedTier:
-        tier = self.tiers[int(extent["tier"])]
-        assert is_mapped(tier)
-        return tier
 
     def _layers_of(self, namespaces: StructArray) -> StructArray:
         return np.array([self.registry.get(n).spec.geometry.layers for n in namespaces.tolist()], dtype=np.uint32)

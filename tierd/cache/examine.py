@@ -18,7 +18,7 @@ from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Fault, StructArray
 from tierd.core.plan import PagesHeld
 from tierd.errors import TierFailed
 from tierd.mover import Mover
-from tierd.tiers.tier import StoredTier, Tier, is_mapped, is_stored
+from tierd.tiers.tier import StoredTier, Tier, is_shared, is_stored
 
 Faults = NDArray[np.uint8]
 """Fault per page; IO: it could not be read."""
@@ -38,8 +38,8 @@ class Examiner:
         tier, metas = self._tiers[position], self._core.metas(held.blocks)
         metas["layers"] = self._layers_of(metas["namespace"])
         try:
-            if is_mapped(tier):
-                good = await self._mover.check(tier, held.extents, metas)
+            if is_shared(tier):
+                good = await self._mover.check(held.extents, metas)
                 return np.where(good, Fault.NONE, Fault.DIGEST).astype(np.uint8)
             assert is_stored(tier)
             async with self._mover.last_turn(position):

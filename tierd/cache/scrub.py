@@ -6,7 +6,7 @@ found bad is a miss from that step on; nothing is evicted, pinned or put off for
 runs by itself. Where a pass is, is kept in memory alone: a restart begins anew.
 
 Bad means that the bytes are not the block's. What a medium does not give at all is tried again at the end of the tier's walk and then condemned too, but
-not where more than UNREAD_LIMIT pages are like that: then it is the medium that is in trouble, not its blocks.
+not where more than UNREAD_LIMIT pages are like that, or the tier is out of service: then it is the medium that is in trouble, not its blocks.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Pass:
 
     async def _look_again(self, done: TierPass, unread: Sequence[PagesHeld]) -> None:
         """A few pages that cannot be read are bad; many are a medium in trouble, and left alone."""
-        if len(unread) > UNREAD_LIMIT or len(unread) == done.pages:
+        if len(unread) > UNREAD_LIMIT or len(unread) == done.pages or not self._core.is_writable(done.tier):
             done.unread = len(unread)
             self._count(done, "unread", len(unread))
             if unread:

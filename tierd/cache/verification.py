@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import structlog
 
 from tierd.core.core import Core
 from tierd.core.model import UNVERIFIED, StructArray
 from tierd.core.plan import Bools, Ids
+from tierd.errors import TierFailed
 from tierd.mover import Mover
-from tierd.tiers.tier import Tier, is_mapped
+from tierd.tiers.tier import Tier, is_shared
+
+log = structlog.get_logger(__name__)
 
 SAMPLED_SHARE = 1 / 256
 """Of hits that are verified again under verify = "sampled"."""
@@ -36,18 +40,25 @@ class Verification:
         self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
         self._verify, self._sampling = setting[0], np.random.default_rng(setting[1])
 
-    async def find_bad(self, extents: StructArray, blocks: Ids) -> StructArray:
-        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified."""
+    async def find_bad(self, extents: StructArray, blocks: Ids) -> StructArray | None:
+        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified.
+
+        None where a device cannot be asked now: it is the device that is in trouble, so its blocks stay, and nobody is served them.
+        """
         suspect = self._suspect(extents)
         bad = [extents[:0]]
         for position in np.unique(extents["tier"][suspect]).tolist():
             rows = suspect & (extents["tier"] == position)
             metas = self._core.metas(blocks[rows])
             metas["layers"] = self._layers_of(metas["namespace"])
-            pages, tier = extents[rows], self._tiers[position]
-            if not is_mapped(tier):
+            pages = extents[rows]
+            if not is_shared(self._tiers[position]):
                 continue  # where a committed block existed on a store alone: verified whenever it is read
-            good = await self._mover.check(tier, pages, metas)
+            try:
+                good = await self._mover.check(pages, metas)
+            except TierFailed as error:
+                log.warning("blocks not verified, so not served", count=len(pages), error=str(error))
+                return None
             self._core.verified(pages[good])
             bad.append(pages[~good])
         return np.concatenate(bad)

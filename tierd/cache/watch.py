@@ -1,7 +1,7 @@
-"""Looks after the stored tiers: takes those that keep failing out of service, and tries whether they work again.
+"""Looks after the stored and the device tiers: takes those that keep failing out of service, and tries whether they work again.
 
 Purpose: `Watch`, which asks tiers how they fare, lets a breaker judge, and tells the core. Non-purpose: the judgement (`breaker`).
-Invariants: one probe at a time for each tier, so that a hung disk costs one thread; people hear of each change once. Under a replay clock it
+Invariants: one probe at a time for each tier, so that a disk that hangs costs one thread; people hear of each change once. Under a replay clock it
 looks too, since a disk may fail then as well.
 """
 
@@ -18,7 +18,7 @@ from tierd.core.core import Core
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.metrics import Metrics
 from tierd.mover import Mover
-from tierd.tiers.tier import StoredTier, Tier, is_stored
+from tierd.tiers.tier import Tier, WatchedTier, is_watched
 
 log = structlog.get_logger(__name__)
 
@@ -27,18 +27,18 @@ LOOK_S = 0.1
 
 
 class Watch:
-    """Runs while the daemon serves. breakers: of the stored tiers, by position."""
+    """Runs while the daemon serves. breakers: of the watched tiers, by position."""
 
     def __init__(self, core: Core, *, flights: Flights, tiers: Sequence[Tier], mover: Mover, metrics: Metrics) -> None:
         self._core, self._flights, self._mover, self._metrics = core, flights, mover, metrics
-        self._stored = {tier.position: tier for tier in tiers if is_stored(tier)}
-        self.breakers = {position: Breaker(Tolerance()) for position in self._stored}
+        self._watched = {tier.position: tier for tier in tiers if is_watched(tier)}
+        self.breakers = {position: Breaker(Tolerance()) for position in self._watched}
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def tolerate(self, tolerances: Mapping[int, Tolerance]) -> None:
-        """How much each stored tier may fail, by position; before `start`."""
-        self.breakers.update((at, Breaker(tolerances[at])) for at in self._stored if at in tolerances)
+        """How much each watched tier may fail, by position; before `start`."""
+        self.breakers.update((at, Breaker(tolerances[at])) for at in self._watched if at in tolerances)
 
     def start(self) -> None:
         """Begins to look."""
@@ -52,9 +52,9 @@ class Watch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def look(self) -> None:
-        """At every stored tier, now."""
+        """At every watched tier, now."""
         now = asyncio.get_running_loop().time()
-        for position, tier in self._stored.items():
+        for position, tier in self._watched.items():
             breaker = self.breakers[position]
             if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
                 self._tell(tier)
@@ -65,7 +65,9 @@ class Watch:
     async def resume(self, position: int | None, *, timeout_s: float) -> str:
         """By command: probes a tier that is out of service at once; what keeps it so, empty if it is back. Raises InvalidArgument."""
         if position not in self.breakers:
-            raise InvalidArgument("resume: only a tier that stores (such as nvme.0) goes out of service; name one")
+            raise InvalidArgument(
+                "resume: only a tier that stores (such as nvme.0) or a GPU's goes out of service; name one"
+            )
         self.breakers[position].resume()
         self.look()
         if probe := self._probes.get(position):
@@ -80,7 +82,7 @@ class Watch:
                 log.exception("tiers not looked at")
             await asyncio.sleep(LOOK_S)
 
-    async def _probe(self, tier: StoredTier) -> None:
+    async def _probe(self, tier: WatchedTier) -> None:
         fault = ""
         try:
             await tier.probe()
@@ -94,7 +96,7 @@ class Watch:
         if breaker.state is State.CLOSED:
             self._tell(tier)
 
-    def _tell(self, tier: StoredTier) -> None:
+    def _tell(self, tier: WatchedTier) -> None:
         """The core, the mover, and people."""
         breaker = self.breakers[tier.position]
         self._core.set_serving(tier.position, breaker.reads)

@@ -46,7 +46,8 @@ class Device:
         """As they are now."""
         name = self.call(self.cuda.cuDeviceGetName, 256, self._gpu).split(b"\0")[0].decode()
         free, total = self.call(self.cuda.cuMemGetInfo)
-        return GpuFacts(name, int(total), int(free), self.granularity, "vmm", hashes, tuple(self.notices))
+        uuid = bytes(self.call(self.cuda.cuDeviceGetUuid, self._gpu).bytes).hex()
+        return GpuFacts(name, int(total), int(free), self.granularity, "vmm", hashes, tuple(self.notices), uuid)
 
     def properties(self) -> Any:
         """Of memory on this GPU that other processes may map."""

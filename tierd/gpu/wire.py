@@ -47,6 +47,7 @@ MESSAGE_BYTES = 32 << 20
 """Of a body: slice tables of PIECES_MAX blocks are half of it."""
 DESCRIPTORS_MAX = 4
 RECEIVE_BYTES = 1 << 20
+INT = np.dtype(np.intc)
 HEAD = struct.Struct("<II")
 
 SliceTable = NDArray[np.uint64]
@@ -56,7 +57,7 @@ SliceTable = NDArray[np.uint64]
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     """What the process found. exports: how slabs leave it (`vmm`: as descriptors); hashes: what sums device memory (`kernel`, or `host` by way of host memory);
-    notices: what is less than the best, as sentences for people."""
+    notices: what is less than the best, as sentences for people. uuid: by which other processes find the GPU, whatever they may see of it."""
 
     name: str = ""
     total_bytes: int = 0
@@ -65,6 +66,7 @@ class GpuFacts:
     exports: str = ""
     hashes: str = ""
     notices: tuple[str, ...] = ()
+    uuid: str = ""
 
 
 @dataclass(slots=True)
@@ -101,8 +103,10 @@ class Inbox:
 
     def receive(self, peer: socket.socket) -> list[Message]:
         """Takes what is there, once, and gives the messages that are whole by it. Raises TierFailed for what is no message, OSError of the socket."""
-        room = DESCRIPTORS_MAX
-        data, came, _, _ = socket.recv_fds(peer, RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        # Not socket.recv_fds, which leaves its flags out: the descriptors would be inherited.
+        room = socket.CMSG_SPACE(DESCRIPTORS_MAX * INT.itemsize)
+        data, told, _, _ = peer.recvmsg(RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        came = [int(fd) for level, kind, packed in told for fd in np.frombuffer(packed, INT)]
         self.is_ended = not data
         self._received += data
         self._descriptors += came

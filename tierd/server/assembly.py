@@ -39,17 +39,21 @@ from tierd.policies.eviction import EVICTION
 from tierd.server.former import open_holds
 from tierd.server.instance import Instance
 from tierd.tiers.arena import Arena
+from tierd.tiers.cuda import CudaTier, GpuOptions
 from tierd.tiers.heads import check_versions
 from tierd.tiers.holds import FormerHolder, HoldTable
 from tierd.tiers.nvme import NvmeStore, Patience
 from tierd.tiers.slots import HEADER_BYTES
-from tierd.tiers.tier import Recovered, Tier
+from tierd.tiers.tier import Recovered, Tier, is_device
 
 TierTable = DeviceConfig | HostConfig | NvmeConfig
 log = structlog.get_logger(__name__)
 
 SILENCE_S = 5.0
 """How often it is said what is still being opened."""
+
+GPU_TOLERANCE = Tolerance(faults=0, pause_s=0.1, pause_limit_s=30.0)
+"""A GPU process that died is started again after a pause, which doubles as long as it keeps dying. Wrong bytes are their writer's fault, not the GPU's."""
 
 _T = TypeVar("_T")
 
@@ -153,7 +157,7 @@ async def _patiently(opening: Coroutine[Any, Any, _T], what: str) -> _T:
 
 def _directory(tier: Tier) -> Path:
     """Where the files lie whose heads name a version."""
-    return tier.choose().tables if isinstance(tier, Arena) else Path(tier.place)
+    return tier.choose().tables if isinstance(tier, Arena | CudaTier) else Path(tier.place)
 
 
 async def _close(tier: Tier, release: object) -> None:
@@ -211,6 +215,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     )
     stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
     cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
+    cache.health.tolerate({tier.position: GPU_TOLERANCE for tier in tiers if is_device(tier)})
     named = {namespace.id for namespace in registry.all()}
     began, former = time.monotonic(), opened.former
     return Assembly(
@@ -280,6 +285,9 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
             )
             store.patience = Patience(table.hang_limit, close_s=deadline_s)
             yield store
+        elif isinstance(table, DeviceConfig) and table.kind == "cuda":
+            gpu = GpuOptions(table.ordinal, patience_s=table.hang_limit)
+            yield CudaTier(spec, position=position, instance=instance, arena_dir=table.arena_dir or base, options=gpu)
         else:
             yield Arena(spec, position=position, instance=instance, arena_dir=table.arena_dir or base)
 

@@ -68,7 +68,9 @@ def _parts(config: Config, state: Path) -> Iterator[tuple[Part, Iterator[None]]]
 
 
 def _mapped(config: Config) -> Iterator[TierSpec]:
-    yield from (spec_of(TierKind.DEVICE, index, table) for index, table in enumerate(config.device))
+    # Of a GPU's memory nothing is left by now.
+    devices = ((index, table) for index, table in enumerate(config.device) if table.kind == "cpu")
+    yield from (spec_of(TierKind.DEVICE, index, table) for index, table in devices)
     yield from (spec_of(TierKind.HOST, index, table) for index, table in enumerate(config.host))
 
 

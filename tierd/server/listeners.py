@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
@@ -33,8 +33,8 @@ from tierd.server.rpc import Rpc
 from tierd.server.service import CacheService
 from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, Session, SessionCalls, Sessions
-from tierd.tiers.arena import Arena
 from tierd.tiers.holds import Holder, read_boot_id
+from tierd.tiers.tier import Tier, is_device, is_shared
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +83,7 @@ class Listeners:
             greeting={
                 "daemon": tierd.__version__,
                 "instance": daemon.instance,
-                "tiers": [{"name": t.spec.name, "kind": int(t.spec.kind)} for t in daemon.tiers],
+                "tiers": [_described(tier) for tier in daemon.tiers],
                 "credits": self._credits.share,
                 "events": daemon.config.events.enabled,
             },
@@ -236,22 +236,28 @@ class Listeners:
         self._daemon.former = []
 
     def _map_segment(self, session: Session, tier: int, segment: int) -> MappedFiles:
-        arena = self._daemon.tiers[tier] if 0 <= tier < len(self._daemon.tiers) else None
+        shared = self._daemon.tiers[tier] if 0 <= tier < len(self._daemon.tiers) else None
         core = self._daemon.cache.core
-        found = [s for s in core.segments(tier) if s.segment == segment] if isinstance(arena, Arena) else []
-        if not found or not isinstance(arena, Arena):
+        found = [s for s in core.segments(tier) if s.segment == segment] if shared and is_shared(shared) else []
+        if not found or not shared or not is_shared(shared):
             raise NotFound(f"segment {segment} of tier {tier}: it does not exist (any more); acquire the block again")
         if found[0].domain != session.identity.domain:
             raise NotPermitted(f"segment {segment} of tier {tier}: belongs to another trust domain")
         core.note_attached(session.id, tier=tier, segment=segment)
         is_writable = found[0].writer == session.id
-        data = arena.descriptor(segment, writable=is_writable)
+        data = shared.descriptor(segment, writable=is_writable)
         try:
-            catalogue = arena.catalogue_descriptor(segment)
+            catalogue = shared.catalogue_descriptor(segment)
         except TierdError:
             os.close(data.fd)
             raise
         return MappedFiles(data.fd, data.bytes, is_writable, catalogue.fd, catalogue.bytes)
+
+
+def _described(tier: Tier) -> dict[str, Any]:
+    """What a hello says of a tier. gpu: by which a client finds the GPU whose memory it is, if it is one's."""
+    told = {"name": tier.spec.name, "kind": int(tier.spec.kind)}
+    return told | {"gpu": {"ordinal": tier.ordinal, "uuid": tier.uuid}} if is_device(tier) else told
 
 
 def make_runtime_directory(path: Path) -> None:

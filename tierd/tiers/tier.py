@@ -4,8 +4,10 @@ Purpose: one face for every medium. Non-purpose: deciding (that is the core's), 
 Invariants: `apply` never waits; nothing is visible to others before `publish` (mapped) or a finished `write` (stored);
 what `open` finds again was published whole.
 
-Two families. A *mapped* tier is memory that clients map: its pages are written in place, then published. A *stored* tier is
-written from and read into pages of a mapped tier.
+Three families. A *mapped* tier is memory that the daemon and its clients map: its pages are written in place, then published. A *stored*
+tier is written from and read into pages of a mapped tier. A *device* tier is memory that clients map and the daemon does not: its pages are
+written in place by clients, loaded from and stored into pages of a mapped tier, and summed where they lie. Mapped and device tiers are *shared*;
+stored and device tiers are *watched*, since they may fail while the daemon lives.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How a stored tier fares. Counts are since it was opened.
+    """How a watched tier fares. Counts are since it was opened.
 
     fault: why nothing can be written, for people; empty if it can. read_errors, write_errors: calls that failed; a sync counts as a write.
     unread: reads that failed since one has succeeded. read_age_s, write_age_s: of the oldest call under way, 0.0 if there is none.
@@ -109,12 +111,8 @@ class Tier(Protocol):
 
 
 @runtime_checkable
-class MappedTier(Tier, Protocol):
-    """Memory that the daemon and its clients map."""
-
-    def view(self, extent: np.void) -> memoryview:
-        """The page of one EXTENT row: class_bytes of uint8, writable. Valid until the page is freed; the memory stays mapped
-        while the view lives. Raises KeyError for a segment that is not there."""
+class SharedTier(Tier, Protocol):
+    """Memory that clients map."""
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
         """Make blocks whose bytes are in place known to the next life. EXTENT[n], META[n]; the tier sets the fields that
@@ -124,24 +122,64 @@ class MappedTier(Tier, Protocol):
         """The slice tables published with these pages; None where none was, or the generation is another."""
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
-        """A descriptor of the segment's data file. Raises KeyError, TierFailed."""
+        """A descriptor of the segment's memory. Raises KeyError, TierFailed."""
 
     def catalogue_descriptor(self, segment: int) -> Descriptor:
         """A read-only descriptor of the segment's catalogue. Raises KeyError, TierFailed."""
 
 
 @runtime_checkable
-class StoredTier(Tier, Protocol):
-    """A medium that is read and written in batches."""
+class MappedTier(SharedTier, Protocol):
+    """Memory that the daemon maps too."""
 
-    is_stuck: bool
-    """Whether `close` gave up waiting for calls that hang."""
+    def view(self, extent: np.void) -> memoryview:
+        """The page of one EXTENT row: class_bytes of uint8, writable. Valid until the page is freed; the memory stays mapped
+        while the view lives. Raises KeyError for a segment that is not there."""
+
+
+@runtime_checkable
+class WatchedTier(Tier, Protocol):
+    """A medium that may fail while the daemon lives."""
 
     def health(self) -> Health:
         """How it fares now. Does not wait."""
 
     async def probe(self) -> None:
         """Finds out whether it works, and mends what can be mended. Takes as long as the medium takes. Raises TierFailed."""
+
+
+@runtime_checkable
+class DeviceTier(SharedTier, WatchedTier, Protocol):
+    """Memory of a GPU. Calls are for batches, EXTENT[n] and META[n] (stored_length and layers count), and raise TierFailed as a whole."""
+
+    @property
+    def ordinal(self) -> int:
+        """Number of the GPU, as the daemon's driver counts."""
+
+    @property
+    def uuid(self) -> str:
+        """Of the GPU, by which clients find it; empty if it is not known."""
+
+    async def load(
+        self, extents: StructArray, metas: StructArray, *, source: MappedTier, sources: StructArray
+    ) -> list[SliceTable]:
+        """Fill pages from those of a mapped tier; the slice tables of what lies on the device then."""
+
+    async def store(
+        self, extents: StructArray, metas: StructArray, *, target: MappedTier, targets: StructArray
+    ) -> None:
+        """Fill pages of a mapped tier; the last byte is there when it returns."""
+
+    async def sums(self, extents: StructArray, metas: StructArray) -> list[SliceTable]:
+        """The slice tables of what lies on the device."""
+
+
+@runtime_checkable
+class StoredTier(WatchedTier, Protocol):
+    """A medium that is read and written in batches."""
+
+    is_stuck: bool
+    """Whether `close` gave up waiting for calls that hang."""
 
     def holds(self, extents: StructArray) -> NDArray[np.bool_]:
         """Of EXTENT[n], which hold a block that is written whole and, once `sync` has returned, durable."""
@@ -157,10 +195,25 @@ class StoredTier(Tier, Protocol):
 
 
 def is_mapped(tier: Tier) -> TypeGuard[MappedTier]:
-    """Whether clients map it. For batches: `isinstance` asks a protocol for each of its members, which takes 0.1 ms."""
+    """Whether the daemon maps it. For batches: `isinstance` asks a protocol for each of its members, which takes 0.1 ms."""
     return hasattr(tier, "view")
+
+
+def is_shared(tier: Tier) -> TypeGuard[SharedTier]:
+    """Whether clients map it."""
+    return hasattr(tier, "descriptor")
+
+
+def is_device(tier: Tier) -> TypeGuard[DeviceTier]:
+    """Whether its bytes move by a GPU alone."""
+    return hasattr(tier, "sums")
+
+
+def is_watched(tier: Tier) -> TypeGuard[WatchedTier]:
+    """Whether it may fail while the daemon lives."""
+    return hasattr(tier, "probe")
 
 
 def is_stored(tier: Tier) -> TypeGuard[StoredTier]:
     """Whether it is read and written in batches."""
-    return hasattr(tier, "probe")
+    return hasattr(tier, "holds")
