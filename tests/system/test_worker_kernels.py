@@ -2,56 +2,106 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tests.system.lone_worker import OPTIONS, PROMPT, REQUEST, random_model
 from tests.system.test_worker_pages import HOST_ONLY, ROOMY
 from tierd.client import Client
 from tierd.kernels import PagedAttention, paged_attention
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.library import Emulated
 from tierd.testing import Daemon
-from tierd.worker.checkpoint import random_checkpoint
+from tierd.worker.backend import Backend
 from tierd.worker.engine import Engine, EngineOptions
 from tierd.worker.model import Llama
 from tierd.worker.pages import LocalPages, PageSource, page_shape
 from tierd.worker.report import Report, Request
-from tierd.worker.spec import LlamaSpec
 from tierd.worker.tierd_pages import TierdOptions, TierdPages
 from tools.kernels import MissingTool, build_emulator
 
-SPEC = LlamaSpec(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=96,
-    layers=2,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=64,
-    max_positions=512,
-    tied=True,
-)
-PROMPT = tuple((7 * i * i + 3) % 64 for i in range(75))
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 200
+BACKENDS = {
+    ("numpy", "float32"): "float16",
+    ("torch", "float32"): "float16",
+    ("torch", "float16"): "float16",
+    ("torch", "bfloat16"): "bfloat16",
+}
+"""What a worker may compute with, and the pages that it then has."""
 
 
 @pytest.fixture(scope="module")
-def kernels() -> KernelAttention:
-    """What runs on a GPU, on the CPU."""
+def emulated() -> Path:
+    """What runs on a GPU, for the CPU."""
     try:
-        return KernelAttention(Emulated(build_emulator()))
+        return build_emulator()
     except MissingTool as error:
         pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
 
 
 @pytest.fixture(scope="module")
+def kernels(emulated: Path) -> KernelAttention:
+    """The same as what attends."""
+    return KernelAttention(Emulated(emulated))
+
+
+@pytest.fixture(scope="module")
 def model() -> Llama:
     """Random, with a head dim that there are kernels for."""
-    return Llama(random_checkpoint(SPEC, seed=3, scale=0.2))
+    return random_model()
 
 
-def served(model: Llama, source: PageSource, attention: PagedAttention, **options: bool) -> Report:
+def served(model: Llama, source: PageSource, attention: PagedAttention) -> Report:
     """One request."""
-    engine = Engine(model, source, attention=attention, options=EngineOptions(chunk_tokens=32, **options))
-    return engine.generate([Request(PROMPT, 12, marks=(70,))])[0]
+    return Engine(model, source, attention=attention, options=OPTIONS).generate([REQUEST])[0]
+
+
+def lone(backend: tuple[str, str], target: str, **environment: str) -> dict[str, Any]:
+    """What a worker says that is a process of its own. environment: beside ours, in which nothing is said of kernels."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_KERNELS")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.system.lone_worker", *backend, target],
+        cwd=ROOT,
+        env=ours | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids="-".join)
+def test_the_environment_alone_chooses_kernels(backend: tuple[str, str], emulated: Path) -> None:
+    """With TIERD_KERNELS=emulated a whole worker prefills and decodes by the kernels' source, over pages that another one stored: the reference's tokens."""
+    if backend[0] == "torch":
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'tierd[worker]'")
+    model = random_model(Backend(*backend))
+    want = served(model, LocalPages(page_shape(model, kv_dtype=BACKENDS[backend])), paged_attention)
+    chosen = {"TIERD_KERNELS": "emulated", "TIERD_KERNELS_LIBRARY": str(emulated)}
+    with Daemon(ROOMY) as daemon:
+        told = [lone(backend, daemon.target, **chosen) for _ in range(2)]
+    assert [one["tokens"] for one in told] == [want.tokens] * 2
+    assert [one["reused"] for one in told] == [0, 64]
+    assert {one["kv"] for one in told} == {BACKENDS[backend]}
+    assert told[0]["multiplies"] > told[1]["multiplies"] > 0, "the tokens that were stored are not computed again"
+
+
+def test_without_a_word_the_reference_attends(emulated: Path, model: Llama) -> None:
+    """On a CPU no kernel runs unless it is asked for, also where a library is named; `reference` says the same in so many words."""
+    want = served(model, LocalPages(page_shape(model)), paged_attention)
+    for said in ({}, {"TIERD_KERNELS": "reference"}):
+        told = lone(("numpy", "float32"), "none", TIERD_KERNELS_LIBRARY=str(emulated), **said)
+        assert (told["tokens"], told["kv"], told["multiplies"]) == (want.tokens, "float32", 0)
 
 
 @pytest.mark.parametrize("config", [ROOMY, HOST_ONLY], ids=["device", "host"])

@@ -7,13 +7,13 @@ copied or moved, and a kernel gets no address that was not checked for its shape
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierd.errors import InvalidArgument
 
 Array = Any
-"""A numpy array, a torch tensor, or another array on a GPU."""
+"""A numpy array, a torch tensor, another array on a GPU, or a Buffer: memory that is told by its address."""
 DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -41,7 +41,9 @@ class Buffer:
 
     @classmethod
     def of(cls, name: str, array: Array) -> Buffer:
-        """Raises InvalidArgument for what is no array, or of a type that no kernel takes."""
+        """Of a Buffer the same under this name. Raises InvalidArgument for what is no array, or of a type that no kernel takes."""
+        if isinstance(array, Buffer):
+            return replace(array, name=name)
         if hasattr(array, "data_ptr"):
             strides = tuple(step * array.element_size() for step in array.stride())
             place, kind = str(array.device), str(array.dtype).removeprefix("torch.")

@@ -16,7 +16,8 @@ from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.kernels.loaded import Loaded
 
 KERNELS = "TIERD_KERNELS"
-"""Environment: empty for the GPU's, `emulated` for a CPU's."""
+"""Environment: `emulated` for kernels on a CPU, `reference` for none anywhere; empty: the GPU's on a GPU, none elsewhere."""
+EMULATED, REFERENCE = "emulated", "reference"
 KERNELS_LIBRARY = "TIERD_KERNELS_LIBRARY"
 """Environment: the path that `python -m tools.kernels emulator` printed."""
 
@@ -28,6 +29,10 @@ class Library(Protocol):
 
     def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
         """Launches a kernel by its symbol. grid: blocks in x, y, z; the threads of a block are the kernel's own, the stream is the current one."""
+        ...
+
+    def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
+        """How many blocks of a kernel share its work best."""
         ...
 
 
@@ -54,6 +59,10 @@ class Emulated:
         if all(grid):
             self._library[kernel](*grid, shared_bytes, ctypes.byref(params))
 
+    def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
+        """A few, so that a row is cut and merged as on a GPU, though one runs after another."""
+        return 8
+
     def _size_of(self, kernel: str) -> int:
         if kernel not in self._known:
             try:
@@ -65,19 +74,29 @@ class Emulated:
         return self._known[kernel]
 
 
+def asked_kernels() -> str:
+    """What the environment says: EMULATED, REFERENCE, or nothing. Raises ConfigError for anything else."""
+    asked = os.environ.get(KERNELS, "")
+    if asked not in ("", EMULATED, REFERENCE):
+        raise ConfigError(
+            f"{KERNELS}: is {asked!r}; set it to {EMULATED} or {REFERENCE}, or not at all for the GPU's kernels on a GPU"
+        )
+    return asked
+
+
 def open_library(*, ordinal: int = 0) -> Library:
     """The kernels that the environment asks for: on a GPU those that tierd was built with, or emulated ones.
 
     ordinal: of the GPU. Raises Unsupported, which says what is missing, and ConfigError.
     """
-    asked = os.environ.get(KERNELS, "")
-    if asked == "emulated":
-        path = os.environ.get(KERNELS_LIBRARY)
-        if not path:
-            raise Unsupported(
-                f"{KERNELS_LIBRARY}: is not set; {KERNELS}=emulated takes what `python -m tools.kernels emulator` builds from a checkout"
-            )
-        return Emulated(Path(path))
-    if asked:
-        raise ConfigError(f"{KERNELS}: is {asked!r}; set it to emulated, or not at all for those of the GPU")
-    return Loaded(ordinal=ordinal)
+    asked = asked_kernels()
+    if asked == REFERENCE:
+        raise ConfigError(f"{KERNELS}: is {asked!r}, which is no library of kernels; unset it for those of the GPU")
+    if not asked:
+        return Loaded(ordinal=ordinal)
+    path = os.environ.get(KERNELS_LIBRARY)
+    if not path:
+        raise Unsupported(
+            f"{KERNELS_LIBRARY}: is not set; {KERNELS}={EMULATED} takes what `python -m tools.kernels emulator` builds from a checkout"
+        )
+    return Emulated(Path(path))

@@ -116,7 +116,8 @@ class PagedDecode:
             self._q_heads,
             _scale(batch.scale, self._dim) * math.log2(math.e),
         )
-        self._library.launch(kernel, (self._blocks, 1, 1), decode, shared_bytes=self._shared_bytes(asked.kv_type))
+        shared_bytes = _decode_shared_bytes(self._dim, self._group, asked.kv_type)
+        self._library.launch(kernel, (self._blocks, 1, 1), decode, shared_bytes=shared_bytes)
         merge = params.DecodeMerge(
             starts,
             part_out,
@@ -141,10 +142,12 @@ class PagedDecode:
             self._tile_lse = self._allocate((self._requests, self._q_heads, tiles), "float32")
         return Buffer.of("workspace", self._tile_lse).address
 
-    def _shared_bytes(self, kv_type: str) -> int:
-        warps = 2 if self._dim > 128 else 4
-        ring = RING * 2 * TILE_TOKENS * self._dim * BYTES[kv_type]
-        return warps * (ring + 4 * self._group * (self._dim + 3))
+
+def decode_blocks(library: Library, shape: DecodeShape, *, q_type: str, kv_type: str) -> int:
+    """How many blocks a PagedDecode is best given: as many as the device runs at once. Types as in `buffers.DTYPES`. Raises InvalidArgument."""
+    group = _group_of(shape.q_heads, shape.kv_heads, shape.head_dim)
+    shared_bytes = _decode_shared_bytes(shape.head_dim, group, kv_type)
+    return library.resident_blocks(f"decode_{q_type}_{kv_type}_{shape.head_dim}", shared_bytes=shared_bytes)
 
 
 def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
@@ -265,6 +268,12 @@ def _group_of(q_heads: int, kv_heads: int, head_dim: int) -> int:
     if head_dim not in HEAD_DIMS:
         raise InvalidArgument(f"q: head_dim {head_dim}; there are kernels for {', '.join(map(str, HEAD_DIMS))}")
     return group
+
+
+def _decode_shared_bytes(head_dim: int, group: int, kv_type: str) -> int:
+    warps = 2 if head_dim > 128 else 4
+    ring = RING * 2 * TILE_TOKENS * head_dim * BYTES[kv_type]
+    return warps * (ring + 4 * group * (head_dim + 3))
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

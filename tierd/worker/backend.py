@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tierd.core.block import KVGeometry
 from tierd.errors import ConfigError, Unsupported
+from tierd.kernels.library import EMULATED, REFERENCE, asked_kernels
 from tierd.worker.checkpoint import RawTensor
 
 Array = Any
@@ -24,6 +25,8 @@ Array = Any
 
 KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Precisions of KV, bytes per value."""
+KERNEL_DTYPES = ("float16", "bfloat16")
+"""Precisions of KV that kernels attend to."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,28 @@ class Backend:
         except ImportError as fault:
             raise Unsupported("backend: torch is not installed; `pip install tierd[worker]` or use numpy") from fault
         return torch
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels attend: on a GPU unless TIERD_KERNELS asks for the reference, on a CPU where it asks for emulated ones. Raises ConfigError."""
+        asked, is_on_gpu = asked_kernels(), self.device.startswith("cuda")
+        if asked == EMULATED and self.device != "cpu":
+            raise ConfigError(
+                f"TIERD_KERNELS: emulated kernels run on the CPU, the backend computes on {self.device!r}; unset it, or choose device='cpu'"
+            )
+        return asked == EMULATED or (is_on_gpu and asked != REFERENCE)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of pages, where nobody says: float32 for the reference, else what kernels take. Raises ConfigError."""
+        if not self.has_kernels:
+            return "float32"
+        return self.dtype if self.dtype in KERNEL_DTYPES else "float16"
+
+    @property
+    def ordinal(self) -> int:
+        """Of the GPU where new tensors are made; 0 with a CPU."""
+        return 0 if self.device == "cpu" else int(self.torch.empty(0, device=self.device).get_device())
 
     def weight(self, raw: RawTensor) -> Array:
         """A stored tensor, in this backend's precision and place."""

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
-from tierd.kernels import PagedAttention, paged_attention
+from tierd.kernels import PagedAttention
+from tierd.worker.attention import attention_for
 from tierd.worker.blocks import BlockTable
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, PageSource
@@ -60,21 +61,22 @@ class Engine:
         source: PageSource,
         *,
         options: EngineOptions | None = None,
-        attention: PagedAttention = paged_attention,
+        attention: PagedAttention | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """source: the engine closes it. attention: of float16 pages also the kernels'. clock: seconds, for reports.
+        """source: the engine closes it. attention: none: what `attention_for` chooses. clock: seconds, for reports.
 
-        Raises InvalidArgument if the source's pages are not of the model's shape.
+        Raises InvalidArgument if the source's pages are not of the model's shape, and what `attention_for` does.
         """
         self.model, self.source, self.options = model, source, options or EngineOptions()
-        self._attention, self._clock = attention, clock
+        self._clock = clock
         geometry = source.shape.geometry
         wanted = model.spec.geometry(geometry.dtype)
         if geometry != wanted:
             raise InvalidArgument(
                 f"source: pages are {geometry}, the model needs {wanted}; make it with the model's spec"
             )
+        self._attention = attention or attention_for(model, source.shape)
 
     def __enter__(self) -> Self:
         """Itself."""

@@ -46,9 +46,9 @@ class PageShape:
         return self.backend.page(buffer, geometry=self.geometry, tokens=count)
 
 
-def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str = "float32") -> PageShape:
-    """Pages for a model. kv_dtype: float32, float16, or bfloat16 with torch."""
-    return PageShape(model.spec.geometry(kv_dtype), tokens_per_block, model.backend)
+def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str | None = None) -> PageShape:
+    """Pages for a model. kv_dtype: float32, float16, or bfloat16 with torch; None: what its backend attends to."""
+    return PageShape(model.spec.geometry(kv_dtype or model.backend.kv_dtype), tokens_per_block, model.backend)
 
 
 @dataclass(eq=False, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from array_api_compat import to_device
 from numpy.typing import NDArray
 
 from tierd.kernels import PagedAttention, PagedBatch
@@ -79,6 +80,6 @@ class Pass:
         pages = [page.array[layer] for run in self._runs for page in run.sequence.table.pages]
         attended = self._attention(q, pages, self._batch, with_mass=self.masses is not None)
         for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
-            seen = np.asarray(mass.mean(0), dtype=np.float64)
+            seen = np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64)
             total[: len(seen)] += seen
         return attended.out

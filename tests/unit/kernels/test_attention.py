@@ -59,7 +59,7 @@ def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
 def test_what_no_kernel_takes_is_named(library: Emulated) -> None:
     """Pages of two layouts, of float32, none at all, and lengths beyond a table are refused by the argument's name."""
     case, attention = made(SCATTERED), KernelAttention(library)
-    with pytest.raises(InvalidArgument, match=r"pages\[1\]: float16 .* unlike the others"):
+    with pytest.raises(InvalidArgument, match=r"pages\[1\]: f16 .* unlike the others"):
         attention(case.q, [case.pool[0], case.pool[1][:, :8], *case.pool[2:]], case.batch)
     with pytest.raises(InvalidArgument, match=r"float32.*|f32; the kernel takes bf16 or f16"):
         attention(case.q, case.pool.astype(np.float32), case.batch)
