@@ -24,7 +24,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "cuda"
 BUILT = ROOT / "build" / "cuda"
-UNITS = ("decode", "prefill", "merge", "pages")
+UNITS = ("decode", "prefill", "merge", "pages", "read")
 SANITIZERS = {
     "": ("-O1",),
     "thread": ("-O1", "-g", "-fsanitize=thread"),

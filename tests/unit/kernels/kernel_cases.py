@@ -5,6 +5,8 @@ Whatever a kernel must not read is poison: stale tails and unused pages are NaN,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,14 +107,29 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
     return filled
 
 
+@contextmanager
+def placed(library: Library) -> Iterator[Callable[[Any], Any]]:
+    """What moves arrays, and whatever holds some, to where a library's kernels run; what these write is brought back at the end.
+
+    A library whose kernels run elsewhere has a context of this name; the emulator's run where numpy's arrays are.
+    """
+    if hasattr(library, "placed"):
+        with library.placed() as put:
+            yield put
+    else:
+        yield lambda given: given
+
+
 def decoded(library: Library, case: Case, *, blocks: int = 3, with_mass: bool = True) -> Attended:
     """What the decode kernels give."""
     n, heads, dim = case.q.shape
-    decode = PagedDecode(library, DecodeShape(n + 1, heads, case.shape.kv_heads, dim), blocks=blocks, allocate=allocate)
+    shape = DecodeShape(n + 1, heads, case.shape.kv_heads, dim)
     mass = allocate((n, heads, case.device.tables.shape[1]), "float32") if with_mass else None
-    return decode(
-        case.q, case.pages, case.device, Attended(_poison_like(case.q), allocate((n, heads), "float32"), mass)
-    )
+    to = Attended(_poison_like(case.q), allocate((n, heads), "float32"), mass)
+    with placed(library) as put:
+        decode = PagedDecode(library, shape, blocks=blocks, allocate=lambda *asked: put(allocate(*asked)))
+        decode(put(case.q), put(case.pages), put(case.device), put(to))
+    return to
 
 
 def prefilled(library: Library, case: Case) -> Attended:
@@ -120,7 +137,9 @@ def prefilled(library: Library, case: Case) -> Attended:
     starts = np.array(case.batch.query_starts, np.int32)
     longest = max(rows for rows, _ in case.shape.sequences)
     to = Attended(_poison_like(case.q), allocate(case.q.shape[:2], "float32"))
-    return paged_prefill(library, Chunks(case.q, starts, longest), case.pages, case.device, to)
+    with placed(library) as put:
+        paged_prefill(library, put(Chunks(case.q, starts, longest)), put(case.pages), put(case.device), put(to))
+    return to
 
 
 def _poison_like(array: Array) -> Array:
@@ -173,7 +192,9 @@ def check_merge(library: Library, kind: str) -> None:
     lses[1, 2], lses[:, 4] = -np.inf, -np.inf
     outs[1, 2], outs[:, 4] = np.nan, np.nan
     given = outs.astype(TYPES[kind])
-    got = merge_parts(library, given, lses, Attended(_poison_like(given[0]), allocate((5, 2), "float32")))
+    got = Attended(_poison_like(given[0]), allocate((5, 2), "float32"))
+    with placed(library) as put:
+        merge_parts(library, put(given), put(lses), put(got))
     want = merge_attention(given.astype(np.float64), lses.astype(np.float64))
     np.testing.assert_allclose(got.out.astype(np.float64), want.out, atol=1e-6 if kind == "f32" else 1e-2)
     np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)

@@ -5,12 +5,13 @@ Whole pools are compared, so that a byte beside the right place is seen too: wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tests.unit.kernels.kernel_cases import TYPES, allocate
+from tests.unit.kernels.kernel_cases import TYPES, allocate, placed
 from tierd.kernels import reference
 from tierd.kernels.library import Library
 from tierd.kernels.pages import KvPages, Place, copy_pages, layer_addresses, store_tokens, summarize_pages
@@ -79,7 +80,8 @@ def check_store(library: Library, shape: Store) -> None:
     for side, values in enumerate((k, v)):
         reference.store_tokens(values, slots, shape.seen(want)[:, side], scales[side])
     pool = shape.seen(got)
-    store_tokens(library, k, v, slots, KvPages(pool[:, 0], pool[:, 1], *scales))
+    with placed(library) as put:
+        store_tokens(library, put(k), put(v), put(slots), put(KvPages(pool[:, 0], pool[:, 1], *scales)))
     assert_same_bytes(got, want, shape)
 
 
@@ -118,12 +120,12 @@ class Memory:
         """Views of each layer, [pages, 2, tokens, heads, dim]."""
         return self.views if self.is_list else [self.views[0][:, i] for i in range(LAYERS)]
 
-    def place(self, pages: tuple[int, ...] | None) -> Place:
-        """As a side of a copy."""
-        ids = None if pages is None else np.array(pages, np.int32)
+    def place(self, pages: tuple[int, ...] | None, put: Callable[[Any], Any]) -> Place:
+        """As a side of a copy. put: moves arrays to where its kernel runs."""
+        ids, views = put(None if pages is None else np.array(pages, np.int32)), put(self.views)
         if not self.is_list:
-            return Place(self.views[0], ids)
-        return Place(self.views, ids, np.array(layer_addresses(self.views), np.int64))
+            return Place(views[0], ids)
+        return Place(views, ids, put(np.array(layer_addresses(views), np.int64)))
 
 
 def check_copy(library: Library, shape: Copy) -> None:
@@ -135,7 +137,9 @@ def check_copy(library: Library, shape: Copy) -> None:
     pages = [list(range(count)) if ids is None else list(ids) for ids in (shape.of_source, shape.of_target)]
     for of, to in zip(source.layers(), want.layers(), strict=True):
         reference.copy_pages(of, to, of_source=pages[0], of_target=pages[1])
-    copy_pages(library, source.place(shape.of_source), got.place(shape.of_target), blocks=shape.blocks)
+    with placed(library) as put:
+        sides = source.place(shape.of_source, put), got.place(shape.of_target, put)
+        copy_pages(library, *sides, blocks=shape.blocks)
     for mine, other in zip(got.lies, want.lies, strict=True):
         assert_same_bytes(mine, other, shape)
 
@@ -163,8 +167,9 @@ def check_summary(library: Library, shape: Summary) -> None:
     for page, count in zip(pages, shape.tokens, strict=True):
         keys[page, :count] = (3 * rng.standard_normal((count, HEADS, shape.dim))).astype(keys.dtype)
     to = allocate((len(pages), HEADS, 2, shape.dim), "float32")
-    got = summarize_pages(library, keys, pages, tokens=np.array(shape.tokens, np.int32), to=to)
-    np.testing.assert_array_equal(got, reference.summarize_pages(keys, pages, shape.tokens), str(shape))
+    with placed(library) as put:
+        summarize_pages(library, put(keys), put(pages), tokens=put(np.array(shape.tokens, np.int32)), to=put(to))
+    np.testing.assert_array_equal(to, reference.summarize_pages(keys, pages, shape.tokens), str(shape))
 
 
 STORES = (
