@@ -1,0 +1,320 @@
+"""`make gpu` on the fake driver, with kernels that the emulator runs: from the first probe to the text of the results; and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.depth import report as figures
+from tests.repo.source import ROOT
+from tests.unit.kernels.fake_driver import fake_environment, on_fake_driver
+from tierd.errors import TierFailed
+from tierd.kernels.pages import KvPages, store_tokens
+from tools.fake_cuda import build_fatbins
+from tools.gpu import deaths, forecasts, report
+from tools.gpu.bench import Bench, end
+from tools.gpu.device import Gpu
+from tools.gpu.forecasts import FORECASTS, verdict
+from tools.gpu.parts import PARTS, Part, results_of
+from tools.gpu.results import Check, Fact, Left, Result, Row, line_of, result_of, row_of
+
+LIMIT_S = 110
+NEEDS_GRAPHS = {"graph_replays", "graph_replay", "graph_launch"}
+NEEDS_RIVALS = {name for name, forecast in FORECASTS.items() if forecast.part == "rivals"}
+NEEDS_SUMS = {"sums", "sums_slices"}
+NO_DRIVER = Path("/proc/driver/nvidia")
+
+
+@dataclass
+class Ended:
+    """A run of `python -m tools.gpu`."""
+
+    status: int
+    said: str
+    results: dict[str, dict[str, Any]]
+    text: str
+
+
+def run_gpu(into: Path, *arguments: str, environment: dict[str, str]) -> Ended:
+    """As a user starts it, but for the place of what it writes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu", "--into", str(into), *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    told, text = into / "gpu.json", into / "RESULTS.md"
+    results = json.loads(told.read_text())["results"] if told.exists() else []
+    said = done.stdout + done.stderr
+    print(said)
+    return Ended(
+        done.returncode, said, {each["name"]: each for each in results}, text.read_text() if text.exists() else ""
+    )
+
+
+def small(into: Path, *parts: str, fatbins: Path | None = None, **environment: str) -> Ended:
+    """Tiny sizes on the fake driver."""
+    given = ("--small", "--fatbins", str(fatbins or build_fatbins()), *parts)
+    return run_gpu(into, *given, environment=fake_environment() | environment)
+
+
+# -- a whole run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """All parts."""
+    begun = time.monotonic()
+    ended = small(tmp_path_factory.mktemp("gpu"))
+    figures("make gpu on the fake driver", seconds=round(time.monotonic() - begun, 1), results=len(ended.results))
+    return ended
+
+
+def test_a_small_run_is_right(whole: Ended) -> None:
+    """Every check that the fake driver can do passes, and the exit status says so."""
+    wrong = [each for each in whole.results.values() if each["verdict"] == "failed"]
+    assert (whole.status, wrong) == (0, [])
+
+
+def test_every_row_is_there_or_said_to_be_left_out(whole: Ended) -> None:
+    """What was foretold comes, and nothing else; left out is only what this machine lacks, each with its reason."""
+    assert set(whole.results) == set(FORECASTS)
+    left = {name: each["said"] for name, each in whole.results.items() if each["kind"] == "left"}
+    assert set(left) - NEEDS_SUMS == NEEDS_GRAPHS | NEEDS_RIVALS
+    assert all(reason not in ("", "not reached") for reason in left.values())
+    assert all("captures no work" in left[name] for name in NEEDS_GRAPHS)
+
+
+def test_the_text_of_the_results_has_every_row(whole: Ended) -> None:
+    """With its prediction, what came, and that tiny sizes are judged by no promise."""
+    for name, each in whole.results.items():
+        line = next(line for line in whole.text.splitlines() if line.startswith(f"| `{name}` |"))
+        assert f"| {report.predicted(FORECASTS[name])} |" in line
+        assert each["kind"] != "row" or f"| {each['value']:.4g} {each['unit']}" in line
+    assert "Sizes were tiny" in whole.text
+    assert "missed" not in whole.text
+    assert "Fake GPU" in whole.text
+
+
+def test_killed_clients_write_nothing_after_their_pidfd(whole: Ended) -> None:
+    """Clients were killed in mid-copy, into host memory and into a slab, and nothing changed after."""
+    for kind in ("host", "slab"):
+        assert whole.results[f"{kind}_kills"]["value"] == 2
+        assert whole.results[f"late_{kind}_writes"]["value"] == 0
+
+
+# -- what is wrong is seen
+
+
+def test_a_kernel_that_is_missing_fails_its_check_alone(tmp_path: Path) -> None:
+    """Without the fatbin of the merge its check fails by name, the exit status is 1, and the other checks of the part still run."""
+    folder = tmp_path / "fatbins"
+    folder.mkdir()
+    for path in build_fatbins().iterdir():
+        if path.stem != "merge":
+            (folder / path.name).symlink_to(path)
+    ended = small(tmp_path, "prefills", fatbins=folder)
+    assert ended.status == 1
+    verdicts = {name: each["verdict"] for name, each in ended.results.items()}
+    assert verdicts == {
+        "prefill_types": "passed",
+        "prefill_groups": "passed",
+        "prefill_long": "passed",
+        "merge": "failed",
+    }
+    assert "failed: merge" in ended.said
+    assert "merge_f32: the fatbins have no such kernel" in ended.said
+
+
+def test_a_driver_that_registers_nothing_read_only_is_no_failure(tmp_path: Path) -> None:
+    """What it answers is told, and the rows that need it are left out with that answer."""
+    ended = small(tmp_path, "register", TIERD_FAKE_CUDA_READ_ONLY_REGISTER="0")
+    assert ended.status == 0
+    assert ended.results["read_only_attribute"]["said"] == "no"
+    assert "CUDA_ERROR_NOT_SUPPORTED" in ended.results["read_only_register"]["said"]
+    assert ended.results["h2d_from_read_only"]["kind"] == "left"
+    assert ended.results["register_writable"]["value"] > 0
+
+
+@on_fake_driver()
+def test_what_is_written_beside_an_array_is_seen() -> None:
+    """A kernel that stores a token behind its pool is found out when the arrays are brought back."""
+    library, new = Gpu(build_fatbins()).kernels, np.ones((1, 2, 64), np.float16)
+    pool = np.zeros((2, 1, 16, 2, 64), np.float16)
+    with pytest.raises(AssertionError, match="behind an array"), library.placed() as put:
+        store_tokens(library, put(new), put(new), put(np.array([16], np.int64)), put(KvPages(pool[0], pool[1])))
+
+
+@on_fake_driver()
+def test_a_writer_that_goes_on_is_seen() -> None:
+    """If somebody still copies after a client's pidfd has fired, the bytes that change are seen, in host memory and in a slab."""
+    gpu = Gpu(with_kernels=False)
+    bench = Bench(Path(), time.monotonic() + LIMIT_S, is_small=True)
+    with gpu.room() as room:
+        for memory in (deaths.HostSide(1 << 20), deaths.SlabSide(gpu, room, bench)):
+            dies, lives = (deaths._client(memory) for _ in range(2))
+            try:
+                deaths._let_it_copy(lives, memory)
+                deaths._let_it_copy(dies, memory)
+                assert deaths._killed(dies, memory, watched_s=0.3).is_late
+            finally:
+                end(dies)
+                end(lives)
+
+
+# -- parts that do not end well
+
+
+def broken(kind: str, bound_s: float, monkeypatch: pytest.MonkeyPatch) -> list[Result]:
+    """What a part gives that hangs, dies or fails; the process that it started is gone."""
+    monkeypatch.setenv("TIERD_BROKEN_PART", kind)
+    part = Part("broken", "tests.unit.gpu_checks.broken_parts", 0)
+    found = list(results_of(part, fatbins=Path(), is_small=True, bound_s=bound_s))
+    assert isinstance(found[0], Fact)
+    assert is_gone(int(found[0].said))
+    return found[1:]
+
+
+def is_gone(process: int) -> bool:
+    """Within a while."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    ready, _, _ = select.select([descriptor], [], [], 10)
+    os.close(descriptor)
+    return bool(ready)
+
+
+def test_a_part_that_hangs_is_killed_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that it started; what it had found is kept, and the failure names the bound."""
+    (failed,) = broken("hangs", 8, monkeypatch)
+    assert failed == Check("part_broken", passed=False, said="not through after 8 s, and killed")
+
+
+def test_a_part_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if by a fault of the driver: said with the signal."""
+    (failed,) = broken("dies", 60, monkeypatch)
+    assert failed == Check("part_broken", passed=False, said="its process ended with -9")
+
+
+def test_an_error_of_a_part_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own words."""
+    (failed,) = broken("fails", 60, monkeypatch)
+    assert failed == Check("part_broken", passed=False, said=f"{TierFailed.__name__}: the GPU lost its context")
+
+
+# -- no GPU
+
+
+def test_a_driver_without_a_gpu_is_named(tmp_path: Path) -> None:
+    """The exit status is 1, nothing is written, and it does not take long."""
+    ended = small(tmp_path, TIERD_FAKE_CUDA_DEVICES="0")
+    assert (ended.status, ended.results, ended.text) == (1, {}, "")
+    assert "CUDA_ERROR_NO_DEVICE" in ended.said
+    assert "nothing was checked" in ended.said
+
+
+@pytest.mark.skipif(NO_DRIVER.exists(), reason="there is a GPU here")
+def test_a_machine_without_a_driver_is_named(tmp_path: Path) -> None:
+    """It says what is missing."""
+    ended = run_gpu(tmp_path, environment=dict(os.environ))
+    assert (ended.status, ended.results) == (1, {})
+    assert "no NVIDIA driver on this machine" in ended.said
+
+
+def test_missing_fatbins_are_named(tmp_path: Path) -> None:
+    """Where there is no nvcc either, it says how to build them."""
+    ended = small(tmp_path, fatbins=tmp_path / "none", PATH="/nowhere", CUDA_HOME="/nowhere")
+    assert ended.status == 1
+    assert "nothing was checked" in ended.said
+
+
+# -- forecasts and verdicts
+
+
+def test_every_part_foretells_what_it_gives() -> None:
+    """No name stands twice, and each is of a part that is run."""
+    tables = (
+        forecasts._probes,
+        forecasts._correctness,
+        forecasts._decode,
+        forecasts._others,
+        forecasts._link,
+        forecasts._together,
+    )
+    assert sum(len(list(table())) for table in tables) == len(FORECASTS)
+    assert {forecast.part for forecast in FORECASTS.values()} == {part.name for part in PARTS} == set(report.HEADINGS)
+
+
+def test_the_parts_fit_eight_minutes() -> None:
+    """Their bounds together are no more than what all may take and a little, for most end long before."""
+    assert sum(part.bound_s for part in PARTS) <= 8 * 60 + 10
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (Row("decode_8b_1x128k", 4000, "GB/s", 4400, 0.88), "passed"),
+        (Row("decode_8b_1x128k", 4000, "GB/s", 4600, 0.8799), "missed"),
+        (Row("mass_1x128k", 102, "us", 100, 1.02), "passed"),
+        (Row("mass_1x128k", 103, "us", 100, 1.03), "missed"),
+        (Row("late_host_writes", 0, "kills"), "passed"),
+        (Row("late_host_writes", 1, "kills"), "missed"),
+        (Row("graph_replay", 1e9, "us"), ""),
+        (Check("merge", passed=False, said=""), "failed"),
+        (Check("merge", passed=True, said=""), "passed"),
+        (Left("merge", "no time was left"), ""),
+    ],
+)
+def test_promises_are_judged(row: Result, said: str) -> None:
+    """By ratio where there is one, else by value, up to the very number; what promises nothing, or was left out, is not."""
+    assert verdict(row) == said
+    assert verdict(row, is_judged=False) == (said if isinstance(row, Check) else "")
+
+
+def test_the_issues_promises_are_there() -> None:
+    """Decode at 88 %, masses at 2 %, 2 MiB pages at 90 % of the link both ways, 1.05 times the best other."""
+    assert {
+        FORECASTS[f"decode_{model}_{size}"].at_least for model in ("8b", "70b") for size in forecasts.DECODE_SIZES
+    } == {0.88}
+    assert FORECASTS["mass_128x2k"].at_most == 1.02
+    assert {FORECASTS[f"{way}_batch_2m"].at_least for way in ("h2d", "d2h")} == {0.9}
+    assert {FORECASTS[f"{rival}_1x1k"].at_most for rival in ("sdpa", "flashinfer")} == {1.05}
+
+
+@pytest.mark.parametrize(
+    "result",
+    [Row("a", 1.5, "us", 2.0, 0.75, "note"), Check("b", passed=False, said="x\ny"), Fact("c", "yes"), Left("d", "no")],
+)
+def test_results_travel(result: Result) -> None:
+    """As a line of JSON each, and come back the same."""
+    assert result_of(line_of(result)) == result
+    assert line_of(result).count(b"\n") == 1
+
+
+def test_a_row_is_of_medians() -> None:
+    """Ratios are taken pair by pair; one limit serves for all."""
+    assert row_of("a", [1, 2, 9], "us", [2, 2, 3]) == Row("a", 2, "us", 2, 1.0)
+    assert row_of("a", [1, 2, 9], "us", [4]) == Row("a", 2, "us", 4, 0.5)
+    assert row_of("a", [3], "us") == Row("a", 3, "us")
+
+
+def test_the_results_in_the_repository_are_made_by_the_code() -> None:
+    """They wait for a GPU, word by word as the code says, or are of one, and have a line for each row."""
+    text = (ROOT / "cuda" / "RESULTS.md").read_text(encoding="utf-8")
+    assert text == report.waiting() or "\n- GPU: " in text
+    assert all(f"| `{name}` |" in text for name in FORECASTS)

@@ -1,0 +1,220 @@
+"""What is expected of each result, written down before any run, and what is promised.
+
+Purpose: one entry for each name that a part may give, in the order of a report; `verdict`. Non-purpose: measuring. Where the numbers are from: an H100 or H200 of
+132 multiprocessors, on which a copy moves nine tenths of the datasheet's bandwidth; PCIe 5 with 50 to 55 GB/s; what a decode issues per tile (526 instructions
+for 8 KiB, a quarter of the slots in that time); published figures of copies in pieces (vLLM #42212) and of prefill by mma.sync (FlashAttention-3, section 4). Copies between layouts divide 64-bit numbers
+about twelve times for each 16 bytes, stores and bounds of keys take two bytes at a time: none of these is near bandwidth.
+Invariants: `predicted` is of the ratio where a row has a limit, else of the value; a promise is what issue and design name, so missing one is a failure, and
+missing a prediction is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tools.gpu.results import Check, Fact, Left, Result, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """predicted: a number for a row, a few words for a fact or a check. at_least, at_most: what is promised of the same number."""
+
+    part: str
+    name: str
+    predicted: float | str
+    meaning: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+RIGHT = "right"
+DECODE_SIZES = {
+    "1x128k": "one request of 128 K tokens",
+    "4x32k": "4 of 32 K",
+    "16x8k": "16 of 8 K",
+    "17x8k": "17 of 8 K: as many rows as multiprocessors and a few more",
+    "32x4k": "32 of 4 K",
+    "128x2k": "128 of 2 K",
+    "ragged": "32 requests of 256 to 64 K tokens, log-uniform",
+}
+SMALL_SIZES = {"1x1k": "one request of 1 K", "1x8k": "one of 8 K", "8x1k": "8 of 1 K", "64x256": "64 of 256"}
+"""Whose keys and values are less than 256 MB: there others' kernels are the limit."""
+MODELS = {"8b": "Llama-3-8B", "70b": "Llama-3-70B"}
+
+
+def _probes() -> Iterator[Forecast]:
+    part = "register"
+    yield Forecast(
+        part, "read_only_attribute", "yes", "the driver says that it registers host memory that may only be read"
+    )
+    yield Forecast(
+        part,
+        "read_only_register",
+        "registered",
+        "a mapping of a descriptor that was opened for reading, with the flag for it",
+    )
+    yield Forecast(part, "read_only_register_unflagged", "refused", "the same without the flag")
+    yield Forecast(part, "register_writable", 10.0, "registration of 1 GiB that may be written: GiB a second")
+    yield Forecast(part, "register_read_only", 1.0, "the same of a read-only mapping, against it")
+    yield Forecast(part, "h2d_from_read_only", 1.0, "copies to the device from it, against those from the writable one")
+    yield Forecast(part, "read_only_bytes", RIGHT, "what these copies brought")
+    part = "deaths"
+    yield Forecast(
+        part,
+        "late_host_writes",
+        0.0,
+        "kills after whose pidfd host memory still changed, of all in mid-copy",
+        at_most=0.0,
+    )
+    yield Forecast(part, "late_slab_writes", 0.0, "the same of a slab that the parent has mapped too", at_most=0.0)
+    yield Forecast(part, "host_kills", 15.0, "clients killed while their copies to the host were under way")
+    yield Forecast(part, "slab_kills", 15.0, "clients killed while their copies into a slab were under way")
+    yield Forecast(part, "kill_to_pidfd", 150.0, "the longest from a kill to its pidfd, ms")
+    yield Forecast(
+        part, "last_change_to_pidfd", 100.0, "the shortest time from the last byte that changed to the pidfd, ms"
+    )
+    yield Forecast(
+        "bounds", "launch_bounds", RIGHT, "MAX_THREADS_PER_BLOCK of each kernel is the launch bound of its source"
+    )
+    yield Forecast("bounds", "resident_blocks", 2.0, "decode of head dim 128: blocks of a multiprocessor at a time")
+
+
+def _correctness() -> Iterator[Forecast]:
+    for name, meaning in {
+        "decode_types": "decode of every type and head dim, page masses too",
+        "decode_groups": "decode of 1 to 16 query heads for a kv head",
+        "decode_pages": "decode of pages of 16 to 256 tokens",
+        "decode_blocks": "decode by any number of blocks",
+        "decode_windows": "windows with sinks, and chosen pages",
+        "decode_long": "ragged batches of up to 20,000 tokens",
+    }.items():
+        yield Forecast("decodes", name, RIGHT, meaning)
+    told = "nearly equal weights of 20,000 tokens: relative L2 from float64"
+    yield Forecast("decodes", "decode_flat", 2.3e-3, told, at_most=2e-3)
+    for name, meaning in {
+        "prefill_types": "prefill of every type and head dim",
+        "prefill_groups": "prefill of groups, and windows with sinks",
+        "prefill_long": "chunks of up to 1,000 tokens behind up to 3,000",
+        "merge": "parts by their log-sum-exps",
+    }.items():
+        yield Forecast("prefills", name, RIGHT, meaning)
+    for name, meaning in {
+        "store": "new tokens into pages, to the bit",
+        "copy": "pages between every two layouts, to the bit",
+        "copy_mapped": "pages from and to mapped host memory, to the bit",
+        "summary": "bounds of keys, to the bit",
+        "sums": "checksums of slices, to the bit",
+        "read": "the words that the reading kernel of the benchmarks saw",
+    }.items():
+        yield Forecast("pages", name, RIGHT, meaning)
+
+
+def _decode() -> Iterator[Forecast]:
+    part = "decode"
+    yield Forecast(part, "read_bandwidth", 0.92, "a kernel that only reads, against the datasheet's clock and width")
+    yield Forecast(part, "copy_bandwidth", 0.90, "device to device, bytes read and written, against the same")
+    expected = {"1x128k": 0.91, "4x32k": 0.91, "16x8k": 0.91, "17x8k": 0.91, "32x4k": 0.90, "128x2k": 0.90}
+    for size, meaning in DECODE_SIZES.items():
+        for model, full in MODELS.items():
+            told = f"{full}: {meaning}, against reading as many bytes"
+            yield Forecast(part, f"decode_{model}_{size}", expected.get(size, 0.90), told, at_least=0.88)
+    yield Forecast(part, "decode_e4m3", 0.80, "Llama-3-70B in e4m3, 32 of 8 K", at_least=0.88)
+    yield Forecast(
+        part, "decode_whole_blocks", 0.90, "Llama-3-8B, 32 of 4 K in blocks of all layers, 2 MiB apart", at_least=0.88
+    )
+    for size in ("1x128k", "128x2k"):
+        yield Forecast(
+            part, f"mass_{size}", 1.01, f"Llama-3-8B, {size}: time with page masses over that without", at_most=1.02
+        )
+    yield Forecast(part, "decode_right", RIGHT, "samples of these outputs against float64")
+
+
+def _others() -> Iterator[Forecast]:
+    part = "kernels"
+    for name, ratio, meaning in (
+        ("prefill_8192", 0.25, "a prompt of 8,192 tokens, Llama-3-8B, against the datasheet's tensor cores"),
+        ("prefill_512_8k", 0.22, "512 tokens behind 8 K"),
+        ("prefill_512_32k", 0.22, "512 tokens behind 32 K"),
+    ):
+        yield Forecast(part, name, ratio, meaning)
+    near = 0.8
+    yield Forecast(part, "store_tokens", 0.40, "new tokens into random slots, against copy bandwidth", at_least=near)
+    yield Forecast(
+        part,
+        "gather_pages",
+        0.40,
+        "random pages of all layers into engine tensors, against copy bandwidth",
+        at_least=near,
+    )
+    yield Forecast(part, "merge_parts", 0.60, "8 parts in f32, against copy bandwidth", at_least=near)
+    yield Forecast(part, "summary_keys", 0.50, "bounds of keys, against read bandwidth")
+    yield Forecast(part, "sums_slices", 0.50, "checksums of slices, against read bandwidth")
+    part = "graphs"
+    yield Forecast(part, "graph_replays", RIGHT, "one capture of plan and decode, replayed at growing lengths")
+    yield Forecast(part, "graph_replay", 12.0, "a replayed decode of 8 requests of 1 K, us on the device")
+    yield Forecast(part, "decode_call", 80.0, "a decode by its Python face, us of the caller's time")
+    yield Forecast(part, "graph_launch", 8.0, "the same by its graph, us of the caller's time")
+
+
+def _link() -> Iterator[Forecast]:
+    part = "link"
+    for way, limit in (("h2d", 52.0), ("d2h", 50.0)):
+        yield Forecast(part, f"{way}_link", limit, "one copy of registered memory as long as all pieces: GB/s")
+        for piece, ratio in (("2m", 0.98), ("256k", 0.95), ("64k", 0.90), ("16k", 0.15)):
+            promise = 0.9 if piece == "2m" else None
+            told = f"pieces of {piece.upper()}iB in one batch, scattered on both sides, against the link"
+            yield Forecast(part, f"{way}_batch_{piece}", ratio, told, at_least=promise)
+        yield Forecast(
+            part, f"{way}_gather_16k", 0.90, "pieces of 16 KiB by a kernel on mapped memory, against the link"
+        )
+    yield Forecast(part, "both_ways", 1.6, "batches of 2 MiB pages both ways at once, against one way")
+    yield Forecast(part, "batch_bytes", RIGHT, "what these batches brought")
+
+
+def _together() -> Iterator[Forecast]:
+    part = "sharing"
+    for name, meaning in {
+        "shared_read_only": "a slab of another process, mapped for reading alone",
+        "shared_same_bits": "several processes attend to the same pages, and get the same bits",
+        "shared_survivor": "one is killed, the others go on with the same bits",
+        "shared_owner_death": "the owner is killed: the mappings live, and its memory can be imported again",
+        "shared_write_fault": "who writes to a page mapped for reading loses its own context, and nobody else's",
+    }.items():
+        yield Forecast(part, name, RIGHT, meaning)
+    yield Forecast(part, "shared_pace", 1.0, "decodes a second of three processes after a kill, against before")
+    part = "rivals"
+    yield Forecast(part, "sdpa", "there or not", "torch's SDPA on gathered keys and values")
+    yield Forecast(part, "flashinfer", "there or not", "FlashInfer's paged decode on the same pages")
+    for rival, ratios in (("sdpa", (0.8, 0.3, 0.8, 0.9)), ("flashinfer", (0.9, 0.9, 1.0, 1.0))):
+        for (size, meaning), ratio in zip(SMALL_SIZES.items(), ratios, strict=True):
+            told = f"Llama-3-8B, {meaning}: our time over that of {rival}"
+            yield Forecast(part, f"{rival}_{size}", ratio, told, at_most=1.05)
+        for size in ("1x128k", "128x2k"):
+            yield Forecast(part, f"{rival}_{size}", 0.95, f"Llama-3-8B, {size}: our time over that of {rival}")
+
+
+FORECASTS = {
+    forecast.name: forecast
+    for table in (_probes, _correctness, _decode, _others, _link, _together)
+    for forecast in table()
+}
+
+
+def verdict(result: Result, *, is_judged: bool = True) -> str:
+    """`passed`, `missed` or `failed`; nothing where nothing is promised. is_judged: whether sizes are those that promises are about."""
+    if isinstance(result, Check):
+        return "passed" if result.passed else "failed"
+    if isinstance(result, Fact | Left):
+        return ""
+    forecast = FORECASTS[result.name]
+    if forecast.at_least is None and forecast.at_most is None:
+        return ""
+    return ("passed" if _is_kept(result, forecast) else "missed") if is_judged else ""
+
+
+def _is_kept(row: Row, forecast: Forecast) -> bool:
+    number = row.value if row.ratio is None else row.ratio
+    return (forecast.at_least is None or number >= forecast.at_least) and (
+        forecast.at_most is None or number <= forecast.at_most
+    )

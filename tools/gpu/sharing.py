@@ -1,0 +1,128 @@
+"""Several processes attend to the pages of one slab, as workers do to the device tier's; one of them is killed, then the slab's owner."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+
+from tierd.errors import TierdError
+from tools.gpu import attending, slabs
+from tools.gpu.bench import Bench
+from tools.gpu.device import DeviceArray
+from tools.gpu.results import Check, Result, Row
+
+READERS = 3
+WATCHED_S = 1.5
+LIMIT_S = 25
+
+
+class Reader:
+    """A process that attends; what it said so far."""
+
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        self.child, self.count, self.digests, self.right = child, 0, set[str](), ""
+
+    def hear(self) -> None:
+        """One line more. Raises RuntimeError if it has ended."""
+        assert self.child.stdout
+        told = self.child.stdout.readline().split()
+        if not told:
+            raise RuntimeError(f"a process that attends ended with {self.child.wait(LIMIT_S)}")
+        self.count, self.right = int(told[0]), told[2]
+        self.digests |= set(told[1].split("+"))
+
+
+def results(bench: Bench) -> Iterator[Result]:
+    """In the order of the deaths."""
+    length = bench.pick(256 << 20, 2 << 20)
+    with ExitStack() as stack:
+        owner, descriptor, length = _owned(bench, stack, length)
+        asked = ("read", descriptor, length, bench.fatbins)
+        readers = [
+            Reader(stack.enter_context(bench.process("attending", *asked, pass_fds=[descriptor])))
+            for _ in range(READERS)
+        ]
+        for reader in readers:
+            reader.hear()
+        yield Check("shared_read_only", passed=True, said="mapped for reading by every process")
+        before = _pace(readers, bench.pick(WATCHED_S, 0.2))
+        yield _same("shared_same_bits", readers)
+        readers.pop(0).child.kill()
+        after = _pace(readers, bench.pick(WATCHED_S, 0.2))
+        yield _same("shared_survivor", readers)
+        yield Row("shared_pace", after, "decodes/s", before, after / before)
+        yield _write_fault(bench, readers, descriptor, length)
+        owner.kill()
+        owner.wait(LIMIT_S)
+        _pace(readers, bench.pick(WATCHED_S, 0.1))
+        yield _owner_death(bench, readers, descriptor, length)
+
+
+def _owned(bench: Bench, stack: ExitStack, length_bytes: int) -> tuple[subprocess.Popen[str], int, int]:
+    """The owner, the descriptor that it sent, and the slab's length."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stack.enter_context(ours)
+    with theirs:
+        owner = stack.enter_context(
+            bench.process("attending", "own", theirs.fileno(), length_bytes, pass_fds=[theirs.fileno()])
+        )
+    ours.settimeout(LIMIT_S)
+    told, (descriptor,), _, _ = socket.recv_fds(ours, 64, 1)
+    stack.callback(os.close, descriptor)
+    return owner, descriptor, int(told)
+
+
+def _pace(readers: list[Reader], seconds: float) -> float:
+    """Decodes a second of all of them. Raises RuntimeError if one ends, or says nothing."""
+    for reader in readers:
+        reader.hear()
+    begun, counts, until = time.monotonic(), [reader.count for reader in readers], time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        ready, _, _ = select.select([reader.child.stdout for reader in readers], [], [], left)
+        for reader in readers:
+            if reader.child.stdout in ready:
+                reader.hear()
+    for reader in readers:
+        reader.hear()
+    done = sum(reader.count - count for reader, count in zip(readers, counts, strict=True))
+    return done / (time.monotonic() - begun)
+
+
+def _same(name: str, readers: list[Reader]) -> Check:
+    digests = set.union(*(reader.digests for reader in readers))
+    wrong = [reader.right for reader in readers if reader.right != "right"]
+    said = f"{sum(reader.count for reader in readers)} decodes by {len(readers)} processes, {len(digests)} outputs"
+    return Check(name, passed=len(digests) == 1 and not wrong, said="; ".join([said, *wrong]))
+
+
+def _write_fault(bench: Bench, readers: list[Reader], descriptor: int, length_bytes: int) -> Check:
+    """One more process writes where it may only read."""
+    with bench.process("attending", "write", descriptor, length_bytes, pass_fds=[descriptor]) as writer:
+        assert writer.stdout
+        said = writer.stdout.readline().strip()
+    _pace(readers, bench.pick(WATCHED_S, 0.1))
+    same = _same("shared_write_fault", readers)
+    return Check(same.name, passed=same.passed and said.startswith("refused"), said=f"{said}; then {same.said}")
+
+
+def _owner_death(bench: Bench, readers: list[Reader], descriptor: int, length_bytes: int) -> Check:
+    """The readers went on; and whoever has the descriptor can map the memory again, with what was in it."""
+    same = _same("shared_owner_death", readers)
+    try:
+        gpu = bench.gpu(with_kernels=False)
+        slab = slabs.imported(gpu, descriptor, length_bytes, rights="READ")
+        pool = attending.pool_in(gpu, slab, is_filled=True)
+        first = DeviceArray(slab.address, pool.pattern.shape, pool.pattern.dtype)
+        is_there = bool((gpu.read_back(first).view(np.uint16) == pool.pattern.view(np.uint16)).all())
+    except TierdError as error:
+        return Check(same.name, passed=False, said=f"{same.said}; {error}")
+    return Check(
+        same.name, passed=same.passed and is_there, said=f"{same.said}; pages {'kept' if is_there else 'lost'}"
+    )
