@@ -11,23 +11,26 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from tests.depth import report
 from tests.system.blocks import await_true, connected
-from tests.system.errno_matrix import JOURNAL, SEG, Case, matrix, through
+from tests.system.errno_matrix import HITS, JOURNAL, SEG, STRIKE_S, Case, matrix, through
 from tests.system.shim.iofault import READS, SYNCS, WRITES
-from tests.system.trouble import BACKENDS, STORE, config, troubled
+from tests.system.trouble import BACKENDS, STORE, Troubled, config, troubled
 from tierd.cli import ctl
-from tierd.errors import Unavailable
-from tierd.testing import chain
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
+from tierd.errors import TierFailed, Unavailable
+from tierd.testing import chain, content_of, is_content
 
 
-def _deep(*values: str) -> list[Any]:
+def _deep(*values: Any) -> list[Any]:
     """Parameters for the night alone."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
@@ -167,6 +170,61 @@ def test_descriptors_run_out(tmp_path: Path) -> None:
 
 def _descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+MEMORY = "*/host.0/*"
+"""The files of host memory, on a tmpfs."""
+SIZES = range(4096, 9 * 4096, 4096)
+"""Of blocks of eight size classes: one segment of each takes all eight places of the tier."""
+MEMORY_CALLS = [
+    ("fallocate", "ENOSPC"),
+    ("open", "EMFILE"),
+    *_deep(("ftruncate", "ENOSPC"), ("rename", "EIO"), ("unlink", "EIO"), ("close", "EIO")),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", MEMORY_CALLS, ids="-".join)
+def test_memory_in_trouble(tmp_path: Path, fault: tuple[str, str]) -> None:
+    """Calls for the files of host memory that fail at their first to twentieth time cost blocks and no more: none is wrong, and afterwards every place of the tier
+    takes a segment again."""
+    with troubled(tmp_path, config()) as world, Client(world.daemon.target) as client:
+        memory, fired = Memory(client, world), 0
+        for hit in range(1, HITS + 1):
+            with world.io.armed(*fault, MEMORY, first=hit, times=1):
+                begun = time.monotonic()
+                while not world.io.fired() and time.monotonic() - begun < STRIKE_S:
+                    memory.turn()
+                fired += world.io.fired() > 0
+            await_true(lambda: memory.turn() == len(SIZES), "every place in use")
+        assert "Traceback" not in world.daemon.log, world.daemon.log[-3000:]
+    report("memory in trouble", call=fault[0], fault=fault[1], hits=HITS, fired=fired)
+    assert fired
+
+
+class Memory:
+    """A client that fills each place of the host tier with a segment of another size."""
+
+    def __init__(self, client: Client, world: Troubled) -> None:
+        self._client, self._world, self._seed = client, world, 0
+        specs = [NamespaceSpec(model=f"of {size}", tokens_per_block=16, block_bytes=size) for size in SIZES]
+        self._spaces = [client.open_namespace(spec) for spec in specs]
+
+    def turn(self) -> int:
+        """All that is there goes, and a block of each size is stored; how many can be read, every byte looked at."""
+        self._seed += 1
+        self._world.forget_memory()
+        names = chain(self._seed, 1)
+        return sum(self._is_stored(space, names) for space in self._spaces)
+
+    def _is_stored(self, space: OpenedNamespace, names: np.ndarray) -> bool:
+        with contextlib.suppress(TierFailed):
+            self._client.put(space, names, [content_of(names[0], space.spec.block_bytes)])
+        with contextlib.suppress(TierFailed):
+            views = self._client.get(space, names).views
+            assert all(is_content(view, names[0]) for view in views), "a wrong byte"
+            return len(views) == 1
+        return False
 
 
 @pytest.mark.timeout(60)

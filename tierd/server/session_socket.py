@@ -263,8 +263,9 @@ class Connection:
             failpoint("session.map.before_reply")
             self._send(reply, fds=[files.data_fd, files.catalogue_fd])
         finally:
-            os.close(files.data_fd)
-            os.close(files.catalogue_fd)
+            for fd in (files.data_fd, files.catalogue_fd):
+                with contextlib.suppress(OSError):  # it is closed all the same, and its client has one of its own
+                    os.close(fd)
 
     def _release(self, session: Session, request: dict[str, Any]) -> None:
         leases, reservations = _numbers(request, "leases"), _numbers(request, "reservations")

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,7 @@ class SegmentBooks(Generic[Memory]):
         self._instance, self._arena_dir = instance, arena_dir
         self._segments: dict[int, Segment[Memory]] = {}
         self._names: set[bytes] = set()
-        self._preparing = threading.Lock()
+        self._preparing, self._turn = threading.Lock(), threading.Lock()
         self._lock: OwnerLock | None = None
         self._marks: marks.Marks
         self._data: SegmentData[Memory]
@@ -235,7 +236,8 @@ class SegmentBooks(Generic[Memory]):
     def _begin(self, assignment: SegmentAssignment) -> None:
         """A segment begins a life. What cannot be done now (no spare memory) is left to `prepare`."""
         segment: Segment[Memory] = Segment(replace(assignment, replaces=None, fresh=False))
-        old = self._segments.pop(assignment.replaces, None) if assignment.replaces is not None else None
+        with self._turn:  # from here on no thread gives the old one memory
+            old = self._segments.pop(assignment.replaces, None) if assignment.replaces is not None else None
         self._segments[assignment.segment] = segment
         self._marks.use_segment(assignment.segment)
         try:
@@ -251,7 +253,8 @@ class SegmentBooks(Generic[Memory]):
         """End the old life: its words, its catalogue, then its memory, which the new life inherits if it may."""
         if old.catalogue is not None:
             old.catalogue.retract_all()
-        self._catalogue_path(old.assignment.segment).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # one that stays tells of no page any more, and goes with the next start
+            self._catalogue_path(old.assignment.segment).unlink(missing_ok=True)
         if old.memory is None:
             return  # it never got any: the place still has some to come
         if fresh or old.found:
@@ -288,13 +291,21 @@ class SegmentBooks(Generic[Memory]):
                 segment.catalogue.allocate(self._catalogue_path(name))
             if segment.memory is None:
                 failpoint("arena.prepare.before_memory")
-                segment.memory = self._data.take(name)
-            if self._segments.get(name) is not segment:
-                self._data.discard(name)  # its life has ended meanwhile, and nobody else would give the memory up
+                self._give(segment, self._data.take(name))
         except OSError as error:
             raise TierFailed(
                 f"{self.spec.name}: segment {name} cannot be allocated in {self.place}: {error}"
             ) from error
+
+    def _give(self, segment: Segment[Memory], memory: Memory) -> None:
+        """Memory that was made for a segment: of one whose life has ended meanwhile nobody else would give it up."""
+        name = segment.assignment.segment
+        with self._turn:
+            is_alive = self._segments.get(name) is segment
+            if is_alive:
+                segment.memory = memory
+        if not is_alive:
+            self._data.discard(name)
 
 
 def opened(path: Path, flags: int) -> Descriptor:

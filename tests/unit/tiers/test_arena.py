@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from tierd.tiers.purge import list_arenas, purge
 from tierd.tiers.tier import Recovered
 
 MIB = 1 << 20
+SOON_S = 10.0
 SPEC = TierSpec(TierKind.HOST, 0, 4 * MIB, MIB, writer_owned=True)
 CLASS_BYTES = 64 << 10
 
@@ -287,6 +289,35 @@ async def test_files_that_somebody_removed_are_made_anew(directory: Path, is_use
         arena.apply(Plan(segments=begun))
     await arena.prepare(begun)
     put(arena, page(23))
+    await arena.close(release=True)
+
+
+async def test_segment_that_ends_while_it_is_prepared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is the next one's at that place, and counts once: there are never more files than places."""
+    arena, _ = await opened(directory)
+    await asyncio.to_thread(arena._data.wait_idle)
+    allocate, is_begun, is_over = os.posix_fallocate, threading.Event(), threading.Event()
+
+    def slowly(*given: int) -> None:
+        allocate(*given)
+        is_begun.set()
+        assert is_over.wait(SOON_S)
+
+    arena.apply(Plan(segments=[segment(1)]))
+    monkeypatch.setattr(os, "posix_fallocate", slowly)
+    preparing = asyncio.ensure_future(arena.prepare([segment(1)]))
+    assert await asyncio.to_thread(is_begun.wait, SOON_S)
+    monkeypatch.undo()
+    arena.apply(Plan(segments=[segment(2, replaces=1)]))
+    is_over.set()
+    await preparing
+    rest = [segment(number, place=number - 2) for number in (2, 3, 4, 5)]
+    arena.apply(Plan(segments=rest[1:]))
+    await arena.prepare(rest)
+    assert {path.name for path in arena_path(directory).glob("*.data")} == {f"{n}.data" for n in (2, 3, 4, 5)}
+    arena.apply(Plan(segments=[segment(6, place=4)]))
+    with pytest.raises(TierFailed, match="every file of the tier is in use"):
+        await arena.prepare([segment(6, place=4)])
     await arena.close(release=True)
 
 
