@@ -18,7 +18,8 @@ from tierd.client import buffers, protocol
 from tierd.client.connection import Link
 from tierd.client.steps import Pull, Push, Steps
 from tierd.client.values import GetResult, Group, PutGroup, PutResult
-from tierd.errors import OperatorError
+from tierd.core.model import Need
+from tierd.errors import OperatorError, Unsupported
 
 
 def put(
@@ -31,7 +32,12 @@ def put(
 
 
 def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[GetResult]:
-    """Receives the servable prefix, into out or into arrays of its own."""
+    """Receives the servable prefix, into out or into arrays of its own. Raises Unsupported for a group that needs anything else."""
+    if group.need is not Need.PREFIX:
+        raise Unsupported(
+            f"get: a group that needs {group.need.name} and no prefix, over TCP, where blocks travel from the first one on; ask for a"
+            " prefix, or run a daemon beside this process"
+        )
     assembly = protocol.Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes))
     request = pb.GetRequest(group=protocol.groups_message([group])[0])
     yield Pull(link, "Get", request, deadline - time.monotonic(), assembly.take)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.client.conftest import BEARER, CLASS_BYTES, SPEC, TOKENS
-from tierd.client import Client, NamespaceSpec
+from tierd.client import Client, Group, NamespaceSpec, Need
 from tierd.errors import (
     Unavailable,
     Unsupported,
@@ -49,6 +49,17 @@ def test_remote_has_no_handles(daemon, tmp_path):
     with remote(daemon, tmp_path) as client, pytest.raises(Unsupported, match="put and get"):
         ns = client.open_namespace(SPEC)
         client.acquire(ns, ns.hash(TOKENS))
+
+
+def test_remote_get_is_of_a_prefix(daemon, tmp_path):
+    """A group that needs its last tokens alone is refused by name, not answered as if nothing were there; best effort makes of it a miss."""
+    with remote(daemon, tmp_path) as client, remote(daemon, tmp_path, best_effort=True) as careless:
+        ns, other = client.open_namespace(SPEC), careless.open_namespace(SPEC)
+        wanted = [Group(space, space.hash(TOKENS), need=Need.LAST_TOKENS, need_tokens=16) for space in (ns, other)]
+        with pytest.raises(Unsupported, match="LAST_TOKENS"):
+            client.get(ns, wanted[0])
+        assert careless.get(other, wanted[1]).tokens == 0
+        assert daemon.calls["Get"] == 0
 
 
 def test_no_remote_daemon(daemon, tmp_path):
