@@ -7,6 +7,7 @@ in chunks.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from tierd._proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 from tierd.config import ServerConfig
 from tierd.errors import ConfigError
 from tierd.server.admin import AdminService
-from tierd.server.guard import Guard
+from tierd.server.guard import OVER, Guard
 from tierd.server.service import CacheService
 
 SERVICES = ("tierd.v1.Cache", "tierd.v1.Admin")
@@ -29,6 +30,8 @@ OPTIONS = (
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.so_reuseport", 0),
 )
+GRPC_LOG = "grpc._cython.cygrpc"
+"""Where grpc.aio writes what a handler has raised, and that the reply of a unary call could not be sent: it sends that outside the guard."""
 STREAMS_FACTOR = 4
 """Calls that one connection may have in the server, as a multiple of a session's credits: so that the credits are what refuses, and no
 connection can leave more than this unread."""
@@ -38,10 +41,17 @@ BACKLOG = 16
 """Calls in the server, as a multiple of the queue: so that the guard is what answers."""
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of grpc's own is worth one of ours: not where the reply of a call met the end of that call, which its client has given up."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, grpc.aio.InternalError) and any(said in str(error) for said in OVER))
+
+
 class Rpc:
     """One or two gRPC servers over the same services."""
 
     def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, limits: ServerConfig) -> None:
+        logging.getLogger(GRPC_LOG).addFilter(is_news)
         self.guard = guard
         self.health = HealthServicer()
         options = (

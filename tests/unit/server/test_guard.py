@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -26,6 +27,7 @@ from tierd.errors import ERROR_KEY
 from tierd.server.credits import PATIENCE
 from tierd.server.guard import Guard, _unless_over
 from tierd.server.listeners import Listeners
+from tierd.server.rpc import GRPC_LOG
 from tierd.testing import chain
 from tierd.tiers.checksum import record_checksum
 
@@ -329,6 +331,19 @@ def test_a_call_that_is_used_wrongly_is_no_end() -> None:
         raise grpc.aio.InternalError(
             "Failed grpc_call_start_batch: 10 with grpc_call_error value: 'GRPC_CALL_ERROR_INVALID_METADATA'"
         )
+
+
+@pytest.mark.parametrize(
+    "said", ['Failed "execute_batch": (SendMessageOperation,)', "Failed grpc_call_start_batch: 10"]
+)
+async def test_a_reply_that_comes_too_late_is_no_line(caplog: pytest.LogCaptureFixture, said: str) -> None:
+    """grpc.aio sends a unary reply outside the guard: that the call was over by then is not worth a traceback; any other error of its is."""
+    async with rigged():
+        try:
+            raise grpc.aio.InternalError(said)
+        except grpc.aio.InternalError:
+            logging.getLogger(GRPC_LOG).exception("ExecuteBatchError raised in core by servicer method")
+    assert ("Traceback" in caplog.text) is ("execute_batch" not in said)
 
 
 async def test_cancelled_streams_leave_nothing() -> None:
