@@ -23,6 +23,7 @@ from tests.system.raw import BLOCK_BYTES, ask, connect, hello
 from tests.system.test_restart import wipe_arena
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
+from tierd.cli.admin import connect as operator
 from tierd.client import Client, NamespaceSpec
 from tierd.testing import Daemon, chain, content_of
 from tierd.tiers.slots import HEADER_BYTES
@@ -228,9 +229,12 @@ def test_first_hit__accident() -> None:
             put(client)
         flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
         assert served(daemon) == 2
-        flip(pages(daemon, NAMES)[NAMES[0].tobytes()], 9)
+        flip(pages(daemon, NAMES)[NAMES[1].tobytes()], 9)
         with pytest.raises(WrongBytes):
             served(daemon)
+        with operator(daemon.target) as visitor:
+            *_, passed = visitor.follow(apb.ScrubRequest())
+        assert passed.finished and served(daemon) == 1
 
 
 def test_first_hit__buggy_same() -> None:

@@ -1,0 +1,60 @@
+"""A failure is told in fewer events: in those that it takes, and they fail again by themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from tests.depth import report
+from tests.sim.test_notices import keeps_generations
+from tierd.testing.sim.script import Script, write
+from tierd.testing.sim.shrink import shrink
+from tierd.testing.sim.world import Result, run
+
+SEEDS = 400
+BUDGET_S = 10.0
+
+
+def fails_with(guilty: set[int], whole: Script) -> Callable[[Script], Result]:
+    """Carries out a script that breaks a promise at the last of these events of the whole one, if it has them all."""
+    wanted = [whole.events[number] for number in sorted(guilty)]
+
+    def carry_out(script: Script) -> Result:
+        is_broken = all(event in script.events for event in wanted)
+        return Result(
+            seed=script.seed,
+            violations=["broken"] * is_broken,
+            trace="",
+            struck=Counter(),
+            counts=Counter(),
+            virtual_s=0.0,
+            cpu_s=0.0,
+            wall_s=0.0,
+            first_s=wanted[-1].at_s * is_broken,
+        )
+
+    return carry_out
+
+
+@pytest.mark.parametrize("guilty", [{0}, {9}, {0, 15}, {3, 4, 11}], ids=str)
+def test_what_is_not_needed_goes(guilty: set[int]) -> None:
+    """Whichever events it takes, the shorter script has these and no other, and fails."""
+    script = write(1)
+    carry_out = fails_with(guilty, script)
+    shorter, result = shrink(script, carry_out(script), carry_out=carry_out)
+    assert shorter.events == tuple(script.events[number] for number in sorted(guilty))
+    assert result.violations
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_shorter_script_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a daemon with a fault in it: a seed that fails is told in fewer events, and these fail again in the same way."""
+    keeps_generations(monkeypatch)
+    script, found = next((it, found) for it in map(write, range(SEEDS)) if (found := run(it)).violations)
+    shorter, result = shrink(script, found, budget_s=BUDGET_S)
+    assert len(shorter.events) < len(script.events)
+    assert result.violations == run(shorter).violations != []
+    report("simulation shrinks", seed=script.seed, events=len(script.events), shorter=len(shorter.events))
