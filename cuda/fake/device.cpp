@@ -1,5 +1,7 @@
 // One device, its primary context, and how the bindings find the driver's functions.
 #include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -33,6 +35,24 @@ size_t number(const char* variable, size_t otherwise) {
   const char* given = getenv(variable);
   return given ? strtoull(given, nullptr, 0) : otherwise;
 }
+CUresult strike(const char* function) {
+  const char* given = getenv("TIERD_FAKE_CUDA_STRIKE");
+  char chosen[64], what[16];
+  unsigned long which;
+  if (!given || sscanf(given, "%63[^:]:%lu:%15s", chosen, &which, what) != 3) return CUDA_SUCCESS;
+  const std::string name(function), plain = name.substr(0, name.find("_v"));  // cuda.h puts versions behind some
+  if (strcmp(chosen, "*") && chosen != plain) return CUDA_SUCCESS;
+  static unsigned long calls = 0;
+  if (++calls != which && which) return CUDA_SUCCESS;
+  const CUresult wrong = CUresult(*what == 'e' ? atoi(what + 1) : 0);
+  if (wrong == CUDA_ERROR_ILLEGAL_ADDRESS) lose_context(wrong);
+  if (*what != 'e') raise(atoi(what));
+  return wrong;
+}
+bool is_left_out(const char* name) {
+  const char* given = getenv("TIERD_FAKE_CUDA_WITHOUT");
+  return given && !strcmp(given, name);
+}
 
 namespace {
 
@@ -53,7 +73,6 @@ const std::map<CUdevice_attribute, int> kAttributes = {
     {CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, 1},
     {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
-    {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1},
 };
 
 }  // namespace
@@ -63,6 +82,7 @@ using namespace fake;
 
 EXPORTED CUresult cuInit(unsigned flags) {
   std::lock_guard lock(mutex());
+  if (CUresult wrong = strike(__func__)) return wrong;
   if (flags) return CUDA_ERROR_INVALID_VALUE;
   if (!number("TIERD_FAKE_CUDA_DEVICES", 1)) return CUDA_ERROR_NO_DEVICE;
   if (owner && owner != getpid()) return CUDA_ERROR_NOT_INITIALIZED;
@@ -105,6 +125,10 @@ EXPORTED CUresult cuDeviceTotalMem(size_t* bytes, CUdevice device) {
 EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   ENTER;
   if (device) return CUDA_ERROR_INVALID_DEVICE;
+  if (attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
+    *value = !is_left_out("descriptors");
+    return CUDA_SUCCESS;
+  }
   if (attribute == CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED) {
     *value = int(number("TIERD_FAKE_CUDA_READ_ONLY_REGISTER", 1));
     return CUDA_SUCCESS;
@@ -198,7 +222,7 @@ EXPORTED CUresult cuGetProcAddress_v2(const char* name, void** to, int, cuuint64
   }();
   *to = nullptr;
   for (const char* version : {"_v3", "_v2", ""})
-    if (!*to) *to = dlsym(self, (std::string(name) + version).c_str());
+    if (!*to && !is_left_out(name)) *to = dlsym(self, (std::string(name) + version).c_str());
   if (found) *found = *to ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
   return *to ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }

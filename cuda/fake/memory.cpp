@@ -24,7 +24,6 @@ Backing::~Backing() {
 
 namespace {
 
-constexpr char kName[] = "tierd-fake-gpu";
 CUmemGenericAllocationHandle next_handle = 1;
 
 void* at(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
@@ -57,6 +56,14 @@ std::vector<std::map<CUdeviceptr, Mapping>::iterator> mappings_of(CUdeviceptr ad
     address += next->second.bytes;
   }
   return found;
+}
+
+// New memory is not zero: nobody may rely on what it holds.
+bool is_littered(int fd, size_t bytes) {
+  const std::vector<char> litter(kGranularity, 'x');
+  for (size_t at = 0; at < bytes; at += kGranularity)
+    if (pwrite(fd, litter.data(), kGranularity, at) != ssize_t(kGranularity)) return false;
+  return true;
 }
 
 CUresult location_error(const CUmemLocation& location) {
@@ -123,11 +130,11 @@ EXPORTED CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes
   if (CUresult wrong = location_error(prop->location)) return wrong;
   if (!bytes || bytes % kGranularity || flags || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_INVALID_VALUE;
   if (!is_there(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-  const int fd = memfd_create(kName, MFD_CLOEXEC);
+  const int fd = memfd_create("tierd-fake-gpu", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   auto backing = std::shared_ptr<Backing>(new Backing{fd, bytes, *prop, true});
   memory().charged += bytes;
-  if (ftruncate(fd, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (ftruncate(fd, bytes) || !is_littered(fd, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   memory().handles[*handle = next_handle++] = std::move(backing);
   return CUDA_SUCCESS;
 }
@@ -147,10 +154,9 @@ EXPORTED CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationH
 }
 EXPORTED CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from, CUmemAllocationHandleType type) {
   ENTER;
-  char link[64], name[64] = {};
   const int given = int(reinterpret_cast<intptr_t>(from));
-  snprintf(link, sizeof link, "/proc/self/fd/%d", given);
-  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || readlink(link, name, sizeof name - 1) < 0 || !strstr(name, kName)) return CUDA_ERROR_INVALID_VALUE;
+  // Ours may be sealed, which files and the memfds of others may not; a name would have to be looked up in /proc, which not every process may.
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || fcntl(given, F_GET_SEALS) != 0) return CUDA_ERROR_INVALID_VALUE;
   struct stat status;
   const int fd = fcntl(given, F_DUPFD_CLOEXEC, 0);
   if (fd < 0 || fstat(fd, &status)) return CUDA_ERROR_OPERATING_SYSTEM;

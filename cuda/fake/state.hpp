@@ -19,8 +19,9 @@
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // Calls take turns. A child of a process that has used the driver gets no further, as with the real one.
-#define ENTER                                       \
-  std::lock_guard lock(fake::mutex());              \
+#define ENTER                                                                \
+  std::lock_guard lock(fake::mutex());                                       \
+  if (CUresult wrong = fake::strike(__func__)) return wrong;                 \
   if (!fake::is_initialized()) return CUDA_ERROR_NOT_INITIALIZED
 // After an error of the device's, every call that needs the context gives it again.
 #define ENTER_CONTEXT                               \
@@ -37,6 +38,10 @@ bool is_initialized();
 CUresult context_error();
 void lose_context(CUresult error);
 size_t number(const char* variable, size_t otherwise);
+// TIERD_FAKE_CUDA_STRIKE, <function or *>:<which of its calls, from 1; 0: each>:<number of a signal, or e and that of an error>: what such a call meets with.
+CUresult strike(const char* function);
+// TIERD_FAKE_CUDA_WITHOUT: a function that this driver has not, or `descriptors`.
+bool is_left_out(const char* name);
 
 // -- memory
 

@@ -27,7 +27,7 @@ from tierd.gpu.wire import GpuFacts, Inbox, Message, SliceTable, frame, pack_pie
 
 START_PATIENCE_S = 60.0
 """For the driver's own beginning, which takes seconds where many GPUs are."""
-STOP_S = 2.0
+STOP_S = 5.0
 """So long a process that is not needed any more may take to end by itself."""
 REAP_S = 5.0
 """So long a killed process may take to be gone; one that a driver holds in the kernel may never be."""
@@ -192,8 +192,10 @@ class GpuProcess:
         except BlockingIOError:
             loop.add_writer(self._socket, self._flush)
             return
+        except (BrokenPipeError, ConnectionResetError):
+            self._outbox.clear()  # it has ended; what it said before is read first
         except OSError as error:
-            self._end(f"{self._name}: ended ({error})")
+            self._end(f"{self._name}: cannot be asked ({error})")
             return
         loop.remove_writer(self._socket)
 
@@ -204,7 +206,7 @@ class GpuProcess:
         except BlockingIOError:
             return
         except (OSError, TierFailed) as error:
-            self._end(f"{self._name}: ended ({error})")
+            self._end(self._last_words or f"{self._name}: ended ({error})")
             return
         if self._inbox.is_ended:
             self._end(self._last_words or f"{self._name}: ended")

@@ -59,7 +59,7 @@ class StagedSums:
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
         """As Sums says."""
-        lengths = [slice_lengths(int(piece["length"]), int(piece["layers"])) for piece in pieces]
+        lengths = list(map(slice_lengths, pieces["length"].tolist(), pieces["layers"].tolist()))
         counts = [len(each) for each in lengths]
         with self._lock:
             sums = [self._sums_of(part) for part in parts(addresses, lengths)]

@@ -1,0 +1,15 @@
+"""The fake driver for GPU processes that a test starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.kernels.fake_driver import fake_environment
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Children find the fake driver; what else the test sets, they find too."""
+    for name, value in fake_environment().items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch

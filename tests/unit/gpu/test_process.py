@@ -1,0 +1,287 @@
+"""The daemon's end of a GPU process: real processes, on the fake driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.unit.gpu.processes import (
+    HOST,
+    LENGTH,
+    SLAB,
+    Owner,
+    bytes_at,
+    descriptors,
+    lists,
+    memory,
+    pieces_of,
+    running,
+    sums_of,
+)
+from tests.unit.kernels.fake_driver import command, entered, fake_environment, mapped, ok
+from tierd.errors import InvalidArgument, Overloaded, TierFailed, Unsupported
+from tierd.gpu.process import CALLS_MAX, WAITING_MAX
+from tierd.gpu.wire import PIECE, PIECES_MAX, frame
+
+pytestmark = pytest.mark.usefixtures("driver")
+LIMIT_S = 100
+FEW = 4
+"""Descriptors of a GPU process without slabs: what every program has, and its socket. On the fake driver a slab is one more, host memory none."""
+
+
+def imported(fd: str) -> object:
+    """The bindings, and the handle of a slab that a worker was given."""
+    cuda = entered()
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return cuda, ok(cuda.cuMemImportFromShareableHandle(int(fd), kind))
+
+
+def write_through(fd: str, rights: str) -> None:
+    """A worker: maps a slab with these rights, reads its first byte, then writes to it by a copy of the GPU's, and says what the driver said."""
+    cuda, handle = imported(fd)
+    address = mapped(cuda, handle, rights=rights)
+    host, stream = int(ok(cuda.cuMemHostAlloc(64, 0))), ok(cuda.cuStreamCreate(1))
+    ok(cuda.cuMemcpyAsync(host, address, 64, stream))
+    ok(cuda.cuStreamSynchronize(stream))
+    ok(cuda.cuMemsetD8Async(address, 9, 64, stream))
+    print(cuda.cuStreamSynchronize(stream)[0].name, flush=True)
+
+
+def worker(fd: int, rights: str) -> str:
+    done = subprocess.run(
+        command(write_through, fd, rights), pass_fds=[fd], env=fake_environment(), capture_output=True, text=True,
+        timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+async def test_it_says_what_it_found() -> None:
+    """Name, memory, granularity, how slabs leave, how sums are made, and what is less than the best."""
+    async with running() as (gpu, _):
+        facts = gpu.facts
+    assert (facts.name, facts.total_bytes, facts.granularity, facts.exports) == ("Fake GPU", 8 << 30, SLAB, "vmm")
+    assert 0 < facts.free_bytes <= facts.total_bytes
+    assert facts.hashes == "kernel" or any("sum" in notice for notice in facts.notices)
+
+
+async def test_a_worker_maps_what_the_process_made() -> None:
+    """Through a mapping that may only read a worker reads what was loaded and can write nothing; through one that may write, the process sees what it wrote."""
+    host = memory(seed=1)
+    async with running() as (gpu, owner):
+        slab = await gpu.make(1, SLAB)
+        await gpu.attach(HOST, host, LENGTH)
+        pieces = pieces_of()
+        assert lists(await gpu.load(pieces)) == sums_of(host, pieces, "host")
+        assert worker(slab, "READ") == "CUDA_ERROR_ILLEGAL_ADDRESS"
+        assert bytes_at(slab, pieces, "slab") == bytes_at(host, pieces, "host")
+        assert worker(slab, "READWRITE") == "CUDA_SUCCESS"
+        assert os.pread(slab, 64, 0) == b"\x09" * 64
+        assert lists(await gpu.sums(pieces)) == sums_of(slab, pieces, "slab") != sums_of(host, pieces, "host")
+        assert owner.told == []
+    os.close(slab)
+    os.close(host)
+
+
+async def test_stored_means_that_the_last_byte_is_there() -> None:
+    """When a store returns, what is read past everybody on the host is what the slab holds; and nothing beside the pages has changed."""
+    host = memory(2 * LENGTH)
+    async with running() as (gpu, _):
+        slab = await gpu.make(1, SLAB)
+        os.pwrite(slab, np.random.default_rng(2).bytes(SLAB), 0)
+        await gpu.attach(HOST, host, 2 * LENGTH)
+        pieces = pieces_of()
+        await gpu.store(pieces)
+        assert bytes_at(host, pieces, "host") == bytes_at(slab, pieces, "slab")
+        rest = bytearray(os.pread(host, 2 * LENGTH, 0))
+        for piece in pieces:
+            rest[int(piece["host_offset"]) : int(piece["host_offset"]) + int(piece["length"])] = bytes(piece["length"])
+        assert not any(rest)
+    os.close(slab)
+    os.close(host)
+
+
+async def test_pieces_outside_are_refused_before_a_byte_moves() -> None:
+    """A batch in which one piece passes the end of its slab or host memory, or names what is not there, moves nothing; and so do too many."""
+    host = memory(seed=1)
+    async with running() as (gpu, _):
+        slab = await gpu.make(1, SLAB)
+        await gpu.attach(HOST, host, LENGTH)
+        for field, value in (
+            ("slab_offset", SLAB - 1), ("slab_offset", 2**64 - 1), ("host_offset", LENGTH - 1), ("host_offset", 2**64 - 1), ("slab", 2), ("host", 8),
+        ):  # fmt: skip
+            pieces = pieces_of([4096, 2])
+            pieces[field][1] = value
+            for call in (gpu.load, gpu.store):
+                with pytest.raises(InvalidArgument, match="slab|host"):
+                    await call(pieces)
+        with pytest.raises(InvalidArgument, match="at most 4096"):
+            await gpu.load(np.zeros(PIECES_MAX + 1, PIECE))
+        assert os.pread(slab, SLAB, 0) == bytes(SLAB)
+        assert os.pread(host, LENGTH, 0) == np.random.default_rng(1).bytes(LENGTH)
+        assert await gpu.load(pieces_of([])) == []
+        for gone in (gpu.drop(2), gpu.detach(8)):
+            with pytest.raises(InvalidArgument, match="not there"):
+                await gone
+    os.close(slab)
+    os.close(host)
+
+
+async def test_a_gpu_that_is_full_refuses(driver: pytest.MonkeyPatch) -> None:
+    """Overloaded, with nothing leaked in either process; the others are as they were, and a drop makes room."""
+    driver.setenv("TIERD_FAKE_CUDA_BYTES", str(2 * SLAB))
+    async with running() as (gpu, _):
+        first = await gpu.make(1, SLAB)
+        before = len(descriptors())
+        for _ in range(10):
+            with pytest.raises(Overloaded, match="OUT_OF_MEMORY"):
+                await gpu.make(2, 2 * SLAB)
+        assert len(descriptors()) == before
+        assert len(descriptors(gpu.pid)) <= FEW + 1
+        await gpu.drop(1)
+        os.close(first)
+        os.close(await gpu.make(2, 2 * SLAB))
+
+
+async def test_nothing_leaks() -> None:
+    """After rounds of everything that can be asked both processes have the descriptors that they had, and after the end ours has none more."""
+    outside = descriptors()
+    host = memory(seed=1)
+    async with running() as (gpu, _):
+        before = len(descriptors())
+        for round_ in range(5):
+            slab = await gpu.make(round_, SLAB)
+            await gpu.attach(HOST, host, LENGTH)
+            pieces = pieces_of(slab=round_)
+            await gpu.load(pieces)
+            await gpu.store(pieces)
+            with pytest.raises(InvalidArgument):
+                await gpu.make(round_, SLAB)
+            await gpu.drop(round_)
+            await gpu.detach(HOST)
+            os.close(slab)
+            assert len(descriptors()) == before
+            assert len(descriptors(gpu.pid)) == FEW
+    os.close(host)
+    assert descriptors() == outside
+
+
+async def test_other_processes_get_no_descriptor() -> None:
+    """All that the daemon has of a GPU process is close-on-exec; the process itself has its socket, what every program has, and not what else its parent left open."""
+    before = set(descriptors())
+    forgotten = os.memfd_create("forgotten", 0)
+    async with running() as (gpu, _):
+        slab = await gpu.make(1, SLAB)
+        inherited = {fd for fd in set(descriptors()) - before - {str(forgotten)} if os.get_inheritable(int(fd))}
+        assert inherited == set()
+        theirs = descriptors(gpu.pid)
+        assert not any("forgotten" in name for name in theirs.values())
+        assert len([name for name in theirs.values() if name.startswith("socket:")]) == 1
+    os.close(slab)
+    os.close(forgotten)
+
+
+async def test_many_calls_are_in_flight_and_none_is_lost() -> None:
+    """More than the process takes at one time, most of them longer than a socket's buffer, while it stands still: each has its own answer; beyond that many callers are refused."""
+    async with running() as (gpu, _):
+        slab = await gpu.make(1, SLAB)
+        os.pwrite(slab, np.random.default_rng(2).bytes(SLAB), 0)
+        os.kill(gpu.pid, signal.SIGSTOP)
+        asked = [pieces_of([number, *[0] * (PIECES_MAX - 1)], gap=0) for number in range(CALLS_MAX + 4)]
+        calls = [asyncio.create_task(gpu.sums(pieces)) for pieces in asked]
+        rest = [asyncio.create_task(gpu.sums(pieces_of([1]))) for _ in range(WAITING_MAX - 4)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="1024 calls wait"):
+            await gpu.sums(pieces_of([1]))
+        os.kill(gpu.pid, signal.SIGCONT)
+        for pieces, tables in zip(asked, await asyncio.gather(*calls), strict=True):
+            assert lists(tables[:1]) == sums_of(slab, pieces[:1], "slab")
+            assert not any(len(table) for table in tables[1:])
+        assert len({tuple(map(tuple, lists(tables))) for tables in await asyncio.gather(*rest)}) == 1
+    os.close(slab)
+
+
+async def test_a_cancelled_call_ends_with_what_it_began() -> None:
+    """Not before the process has answered; a slab that was made for it is given back, its descriptor closed."""
+    before = descriptors()
+    async with running() as (gpu, _):
+        os.kill(gpu.pid, signal.SIGSTOP)
+        making = asyncio.create_task(gpu.make(1, SLAB))
+        waiting = [asyncio.create_task(gpu.sums(pieces_of([1], slab=2))) for _ in range(CALLS_MAX)]
+        await asyncio.sleep(0)
+        making.cancel()
+        waiting[-1].cancel()  # it has no turn yet: nothing was begun
+        done, _ = await asyncio.wait([making, waiting[-1]], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {waiting[-1]}
+        os.kill(gpu.pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        assert making.cancelled()
+        for call in waiting[:-1]:
+            with pytest.raises(InvalidArgument, match="slab 2: not there"):
+                await call
+        os.close(await gpu.make(1, SLAB))
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("TIERD_FAKE_CUDA_DEVICES", "0", "CUDA_ERROR_NO_DEVICE"),
+        ("TIERD_FAKE_CUDA_WITHOUT", "descriptors", "cannot share memory by descriptors"),
+    ],
+)
+async def test_a_machine_that_cannot_is_refused(
+    driver: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    """Start says why and what to do, nobody is told of a death, and nothing is left."""
+    before = descriptors()
+    driver.setenv(variable, value)
+    owner = Owner()
+    gpu = owner.process()
+    with pytest.raises(Unsupported, match=said):
+        await gpu.start()
+    with pytest.raises(TierFailed, match="stopped"):
+        await gpu.make(1, SLAB)
+    assert owner.told == []
+    assert descriptors() == before
+
+
+async def test_a_refusal_to_register_is_among_the_notices(driver: pytest.MonkeyPatch) -> None:
+    """Once, however many host memories it is about."""
+    driver.setenv("TIERD_FAKE_CUDA_STRIKE", "cuMemHostRegister:0:e801")
+    host = memory()
+    async with running() as (gpu, _):
+        before = gpu.facts.notices
+        for number in range(3):
+            await gpu.attach(number, host, LENGTH)
+        (new,) = gpu.facts.notices[len(before) :]
+        assert "not registered for DMA" in new
+    os.close(host)
+
+
+def test_the_daemon_itself_has_no_driver() -> None:
+    """Neither NVIDIA's bindings nor anything else of the process comes with its daemon's end."""
+    program = "import sys, tierd.gpu.process; print(*[n for n in sys.modules if n.startswith(('cuda', 'tierd.gpu', 'tierd.kernels', 'tierd.tiers'))])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"tierd.gpu", "tierd.gpu.process", "tierd.gpu.wire"}
+
+
+def test_it_ends_with_its_socket() -> None:
+    """By itself, with status 0, though signals that stop a daemon do not end it."""
+    ours, theirs = socket.socketpair()
+    given = [sys.executable, "-m", "tierd.gpu", str(theirs.fileno()), "0"]
+    with theirs, subprocess.Popen(given, pass_fds=[theirs.fileno()], env=fake_environment()) as child:
+        theirs.close()
+        ours.sendall(frame({"id": 1, "verb": "begin"}))
+        assert ours.recv(1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            child.send_signal(number)
+        ours.close()
+        assert child.wait(LIMIT_S) == 0

@@ -1,0 +1,116 @@
+"""Numbers, offsets and lengths of pieces: what they mean, and when they mean nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.unit.gpu.processes import pieces_of
+from tierd.core.block import slice_lengths
+from tierd.errors import InvalidArgument
+from tierd.gpu.copies import Runs, Way, coalesced, way_of
+from tierd.gpu.regions import Region, Regions
+from tierd.gpu.sums import STAGING_BYTES, parts
+
+BASE, END = 1 << 40, 1 << 20
+
+
+@pytest.fixture
+def slabs() -> Regions:
+    """Slab 1 of END bytes at BASE, slab 2 of half of that behind it."""
+    regions = Regions("slab")
+    regions.add(1, Region(BASE, END))
+    regions.add(2, Region(BASE + END, END // 2))
+    return regions
+
+
+@pytest.mark.parametrize(
+    ("slab", "offset", "length"),
+    [(1, 0, END), (1, END, 0), (1, END - 1, 1), (2, END // 2 - 5, 5), (2, 0, 0)],
+)
+def test_what_lies_within_has_an_address(slabs: Regions, slab: int, offset: int, length: int) -> None:
+    """Up to the last byte, also nothing at the end."""
+    pieces = pieces_of([0, length])
+    pieces["slab"][1], pieces["slab_offset"][1] = slab, offset
+    with slabs.used(pieces) as used:
+        assert used.addresses.tolist() == [BASE, BASE + (slab == 2) * END + offset]
+
+
+@pytest.mark.parametrize(
+    ("slab", "offset", "length"),
+    [(1, 0, END + 1), (1, END, 1), (1, END + 1, 0), (2, END // 2 - 4, 5), (1, 2**64 - 1, 2), (1, 2**64 - END, END)],
+)
+def test_what_lies_outside_is_refused(slabs: Regions, slab: int, offset: int, length: int) -> None:
+    """Past the end by its length, by its offset, or by both so that their sum begins again at zero."""
+    pieces = pieces_of([0, length])
+    pieces["slab"][1], pieces["slab_offset"][1] = slab, offset
+    with (
+        pytest.raises(InvalidArgument, match=f"piece 1: {length} bytes at {offset} of slab {slab}"),
+        slabs.used(pieces),
+    ):
+        pass
+    slabs.end(slab)
+
+
+def test_numbers_are_known_and_single(slabs: Regions) -> None:
+    """An unknown number is refused, and so is a second region under one."""
+    for refused in (lambda: slabs.used(pieces_of([1], slab=3)).__enter__(), lambda: slabs.end(3)):
+        with pytest.raises(InvalidArgument, match="slab 3: not there"):
+            refused()
+    with pytest.raises(InvalidArgument, match="slab 1: there already"):
+        slabs.add(1, Region(BASE, END))
+
+
+def test_a_region_goes_when_its_last_user_has_left(slabs: Regions) -> None:
+    """Who ends it waits for those who use it; from the moment that he asks nobody else may."""
+    ended = threading.Event()
+    slabs._regions[1].ending.callback(ended.set)
+    with slabs.used(pieces_of([1])), slabs.used(pieces_of([2])):
+        ending = threading.Thread(target=slabs.end, args=(1,))
+        ending.start()
+        while 1 in slabs._regions:
+            pass
+        with pytest.raises(InvalidArgument, match="not there"), slabs.used(pieces_of([1])):
+            pass
+        assert not ended.is_set()
+    ending.join(30)
+    assert ended.is_set()
+
+
+def runs(*rows: tuple[int, int, int]) -> Runs:
+    return Runs(*np.array(rows, np.uint64).reshape(-1, 3).T)
+
+
+def test_what_adjoins_on_both_sides_is_one_run() -> None:
+    """In whatever order it comes; what adjoins on one side only, or belongs to another owner, stays apart, and nothing is left of no bytes."""
+    given = runs((110, 510, 5), (100, 500, 10), (115, 600, 5), (120, 605, 0), (120, 605, 7), (127, 612, 1))
+    joined = coalesced(given, np.array([1, 1, 1, 1, 1, 2], np.uint64))
+    assert [column.tolist() for column in joined] == [[100, 115, 127], [500, 600, 612], [15, 12, 1]]
+    assert [len(column) for column in coalesced(runs((1, 2, 0)), np.ones(1, np.uint64))] == [0, 0, 0]
+    assert [len(column) for column in coalesced(runs(), np.ones(0, np.uint64))] == [0, 0, 0]
+
+
+def test_a_batch_is_of_many_runs_of_registered_memory() -> None:
+    """One run, memory that is not registered and an older driver go by single copies."""
+    many, one = runs((1, 2, 3), (9, 9, 9)), runs((1, 2, 3))
+    assert way_of(many, has_batches=True, is_direct=True) is Way.BATCH
+    for given, has_batches, is_direct in ((one, True, True), (many, False, True), (many, True, False)):
+        assert way_of(given, has_batches=has_batches, is_direct=is_direct) is Way.SINGLY
+
+
+def test_staging_takes_every_slice_once() -> None:
+    """All slices in order, as many at a time as fit, those of the largest block that a piece can name among them."""
+    blocks = [slice_lengths(length, layers) for length, layers in ((2**32 - 1, 1), (0, 3), (1, 1), (9 << 20, 36))]
+    addresses = np.array([0, 5, 2**40, 2**41], np.uint64)
+    chosen = list(parts(addresses, blocks))
+    assert [length for part in chosen for length in part.lengths] == [length for block in blocks for length in block]
+    assert all(part.lengths and sum(part.lengths) <= STAGING_BYTES for part in chosen)
+    sources = np.concatenate([part.sources for part in chosen])
+    starts = [
+        address + sum(block[:i])
+        for address, block in zip((0, 5, 2**40, 2**41), blocks, strict=True)
+        for i in range(len(block))
+    ]
+    assert sources.tolist() == starts
