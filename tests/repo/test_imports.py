@@ -47,6 +47,7 @@ BUILDERS: dict[str, set[str]] = {
     # It stands beside the tiers: of theirs it knows how files are mapped and what names the checksums.
     "gpu/hosts.py": {"tiers"},
     "gpu/sums.py": {"tiers"},
+    "client/device.py": {"kernels"},  # NVIDIA's driver by its bindings, and no kernel
     "server/lifecycle.py": {"policies", "mover"},
     "server/assembly.py": {"policies", "mover"},
     "cli/daemon.py": {"server", "logs"},

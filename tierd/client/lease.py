@@ -8,6 +8,7 @@ read again, and what a changed one stands for is a miss with everything after it
 from __future__ import annotations
 
 import contextlib
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from tierd.client import buffers
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import Leased, LeasedGroup, leading_tokens, valid_blocks
 from tierd.client.session import Place
+from tierd.client.work import pauses
 from tierd.core.model import HANDLE, StructArray
 from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError, ViewsAlive
@@ -42,6 +44,7 @@ class Lease:
         self.handles: StructArray = np.concatenate([np.zeros(0, dtype=HANDLE), *parts])
         self.hold = hold
         self._is_acknowledged = is_acknowledged
+        self._work: tuple[Any, ...] = ()
         if hold:
             hold.watch(self)
 
@@ -57,7 +60,8 @@ class Lease:
         return self.hold is not None
 
     def view(self, i: int) -> Bytes:
-        """The bytes of block i, read-only uint8 [length], in place; its pages stay pinned as long as any array made from it lives.
+        """The bytes of block i, read-only uint8 [length], in place; its pages stay pinned as long as any array made from it lives. On a GPU a
+        DevicePage, which kernels take by `__cuda_array_interface__`.
 
         Raises StaleHandle, ForkedClient, InvalidArgument.
         """
@@ -75,7 +79,7 @@ class Lease:
         """
         targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
         for target, source in zip(targets, self._views(self.handles), strict=True):
-            np.copyto(target, source)
+            copy_out(source, target)
         return self.check()
 
     def check(self) -> int:
@@ -97,8 +101,15 @@ class Lease:
             return min(self.tokens, leading_tokens(self.groups[0].handles[0], blocks))
         return self.tokens if blocks == max((group.count for group in self.groups), default=0) else 0
 
+    def after(self, *work: Any) -> Self:
+        """`release` waits for this work first: events or streams of torch or cupy, whose kernels read the pages. Not for what ends the lease without it:
+        detach, and views that are collected; hold these until the work is done."""
+        self._work += work
+        return self
+
     def release(self) -> None:
-        """Unpins. Raises ViewsAlive while arrays made from it are alive, ForkedClient; a lease that has ended already is no fault."""
+        """Unpins, when the work named to `after` is done. Raises ViewsAlive while arrays made from it are alive, ForkedClient, DeadlineExceeded; a lease that
+        has ended already is no fault. It waits with this thread, so a caller with an event loop awaits its work before."""
         hold = self.hold
         if hold is None or hold.is_done:
             return
@@ -107,6 +118,8 @@ class Lease:
             raise ViewsAlive(
                 f"lease {hold.lease}: arrays made from its views are alive; drop them first, or call detach() to let the last one release it"
             )
+        for pause_s in pauses(self._work, time.monotonic() + RELEASE_TIMEOUT_S):
+            time.sleep(pause_s)
         if self._is_acknowledged and hold.link.is_usable and hold.link.session:
             hold.settle()
             with contextlib.suppress(TierdError):  # the daemon has gone, and the lease with it
@@ -143,10 +156,18 @@ class Lease:
         return cut_pages(self._held(), handles)
 
 
+def copy_out(page: Any, target: Bytes) -> None:
+    """A page's bytes into memory of this process; those of a GPU have come when it returns."""
+    if isinstance(page, np.ndarray):
+        np.copyto(target, page)
+    else:
+        page.copy_to(target)
+
+
 def cut_pages(hold: Hold, handles: StructArray, *, writable: bool = False) -> list[Bytes]:
     """The bytes of HANDLE [n], uint8 each, under one pin. Raises StaleHandle."""
     pin = hold.pin()
-    wholes: dict[Place, Bytes] = {}
+    wholes: dict[Place, Any] = {}
     pages = []
     columns = (handles[name].tolist() for name in ("tier", "segment", "offset", "length"))
     for tier, segment, offset, length in zip(*columns, strict=True):

@@ -62,11 +62,22 @@ class Segment:
     @property
     def is_empty(self) -> bool:
         """Whether no page of it is in use now: it may have ended."""
-        return not (self.words != NO_GENERATION).any()
+        return is_unused(self.words)
+
+
+def is_unused(words: Words) -> bool:
+    """Whether no page has a generation."""
+    return not (words != NO_GENERATION).any()
 
 
 def map_segment(segment: int, *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool) -> Segment:
     """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises TierFailed, VersionMismatch."""
+    words = map_words(segment, catalogue)
+    return Segment(segment, map_file(*data, writable=is_writable), words, is_writable)
+
+
+def map_words(segment: int, catalogue: tuple[int, int]) -> Words:
+    """The generation words of a segment's pages. catalogue: (descriptor, bytes). Raises TierFailed, VersionMismatch."""
     table = map_file(*catalogue, writable=False)
     head = table[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)[0]
     if head["magic"] != CATALOGUE_MAGIC or int(head["segment"]) != segment:
@@ -75,8 +86,7 @@ def map_segment(segment: int, *, data: tuple[int, int], catalogue: tuple[int, in
     pages = int(head["pages"])
     if HEADER_BYTES + pages * WORD_BYTES > len(table):
         raise TierFailed(f"segment {segment}: {pages} pages do not fit its catalogue of {len(table)} bytes")
-    words = words_of(table, offset=HEADER_BYTES, count=pages)
-    return Segment(segment, map_file(*data, writable=is_writable), words, is_writable)
+    return words_of(table, offset=HEADER_BYTES, count=pages)
 
 
 def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from tierd.client.connection import Link
 from tierd.client.mapping import Segment
 from tierd.client.session import Place
 from tierd.errors import ForkedClient, StaleHandle
+
+if TYPE_CHECKING:
+    from tierd.client.device import DeviceSegment
 
 Bytes = NDArray[np.uint8]
 
@@ -91,14 +94,16 @@ class Hold:
             raise StaleHandle(f"{self}: its client was closed; acquire or reserve again")
         return pin
 
-    def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Bytes:
-        """A segment's bytes, which hold the pin. Raises StaleHandle."""
+    def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Any:
+        """A segment's bytes, which hold the pin: uint8 [n], or a DevicePage where they are a GPU's. Raises StaleHandle."""
         segment = self.segment(place)
         if segment is None:
             raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; acquire again")
-        return np.asarray(Exposed(segment, pin, writable=writable and segment.is_writable))
+        if isinstance(segment, Segment):
+            return np.asarray(Exposed(segment, pin, writable=writable and segment.is_writable))
+        return segment.exposed(pin, writable=writable)
 
-    def segment(self, place: Place) -> Segment | None:
+    def segment(self, place: Place) -> Segment | DeviceSegment | None:
         """A segment of its link, if it is mapped."""
         return self.link.session.segment(place) if self.link.session else None
 

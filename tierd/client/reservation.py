@@ -22,7 +22,9 @@ from tierd.client import mapping
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import commit_request
+from tierd.client.steps import Pause
 from tierd.client.values import Committed
+from tierd.client.work import pauses
 from tierd.core.model import BlockStatus, StructArray
 from tierd.errors import InvalidArgument, TierdError
 
@@ -65,7 +67,8 @@ class ReservedPages:
         self.hold = hold
         self._ends = ends
         self._run = run
-        self._given: list[tuple[int, weakref.ref[Bytes]]] = []
+        self._given: list[tuple[int, weakref.ref[Any]]] = []
+        self._work: tuple[Any, ...] = ()
         if hold:
             hold.watch(self)
 
@@ -85,8 +88,14 @@ class ReservedPages:
     def __bool__(self) -> bool:
         return self.hold is not None and not self.hold.is_done
 
+    def after(self, *work: Any) -> Self:
+        """Commit and abort wait for this work first, within their time: events or streams of torch or cupy, whose kernels write the pages. Without it they
+        must be done before: a kernel that still writes would write into what was hashed already, or into somebody's next block."""
+        self._work += work
+        return self
+
     def buffer(self, i: int) -> Bytes:
-        """The page of block i, writable uint8 [length]. Raises InvalidArgument if it is not reserved, StaleHandle, ForkedClient."""
+        """The page of block i, writable uint8 [length]; on a GPU a DevicePage. Raises InvalidArgument if it is not reserved, StaleHandle, ForkedClient."""
         found = self._cut([i])[i] if -len(self) <= i < len(self) else None
         if found is None:
             raise InvalidArgument(f"block {i}: it has no reserved page; look at statuses")
@@ -113,7 +122,7 @@ class ReservedPages:
         for i, reference in self._given:
             array = reference()
             if array is not None and (indices is None or i in indices):
-                array.flags.writeable = False
+                _seal(array)
         self._given = [
             (i, ref) for i, ref in self._given if indices is not None and i not in indices and ref() is not None
         ]
@@ -121,11 +130,19 @@ class ReservedPages:
     def _commit(
         self, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool, timeout_s: float
     ) -> Steps:
+        deadline = time.monotonic() + timeout_s
+        yield from self._worked(deadline)
         request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
-        return self._ends.commit(self, request, time.monotonic() + timeout_s)
+        return (yield from self._ends.commit(self, request, deadline))
 
     def _abort(self, timeout_s: float) -> Steps:
-        return self._ends.abort(self, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        yield from self._worked(deadline)
+        yield from self._ends.abort(self, deadline)
+
+    def _worked(self, deadline: float) -> Steps:
+        yield from map(Pause, pauses(self._work, deadline))
+        self._work = ()
 
     def _cut(self, wanted: Any) -> list[Bytes | None]:
         found: list[Bytes | None] = [None] * len(self)
@@ -143,8 +160,15 @@ class ReservedPages:
         columns = (handles[name].tolist() for name in ("tier", "segment", "offset", "length"))
         for tier, segment, offset, length in zip(*columns, strict=True):
             mapped = hold.segment((tier, segment))
-            if mapped is not None and mapped.is_writable:
+            if isinstance(mapped, mapping.Segment) and mapped.is_writable:
                 mapping.populate(mapped, offset, length)
+
+
+def _seal(page: Any) -> None:
+    if isinstance(page, np.ndarray):
+        page.flags.writeable = False
+    else:
+        page.seal()
 
 
 class Reservation(ReservedPages):

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -34,6 +34,9 @@ from tierd.errors import (
     Unavailable,
     Unsupported,
 )
+
+if TYPE_CHECKING:
+    from tierd.client.device import DeviceSegment
 
 PROTO_VERSION = 1
 FORMAT_VERSION = 1
@@ -55,6 +58,10 @@ class Session:
         self.daemon = str(hello.get("daemon", ""))
         self.instance = str(hello.get("instance", ""))
         self.tiers: tuple[str, ...] = tuple(str(tier["name"]) for tier in hello.get("tiers", ()))
+        self.gpus: dict[int, Mapping[str, Any]] = {
+            i: tier["gpu"] for i, tier in enumerate(hello.get("tiers", ())) if "gpu" in tier
+        }
+        """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
         self.credits = int(hello.get("credits", 0))
         self.tells_events = bool(hello.get("events", False))
         self._connection = connection
@@ -62,7 +69,7 @@ class Session:
         self._glance = connection.dup()
         self._glance.setblocking(False)
         self._turn = threading.Lock()
-        self._segments: dict[Place, Segment] = {}
+        self._segments: dict[Place, Segment | DeviceSegment] = {}
         self._unsent: deque[dict[str, Any]] = deque()
         self._requests = itertools.count(1)
         # Nothing that holds a page outlives the session's last link: what is collected without a word has said goodbye.
@@ -100,6 +107,8 @@ class Session:
     def unmap(self) -> None:
         """Keeps no segment mapped but for the views that are alive."""
         self._segments.clear()
+        if self.gpus:
+            _device().unmap_ended()
 
     def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """One request, its reply. Raises what the daemon raised, SessionLost, DeadlineExceeded."""
@@ -116,12 +125,17 @@ class Session:
                     self._sweep()
                     self._segments[place] = self._fetch(place, timeout_s=timeout_s)
 
+    def check_gpus(self) -> None:
+        """Whether this process can map the daemon's device tiers. Raises Unsupported."""
+        for told in self.gpus.values():
+            _device().gpu_at(_device().GpuPlace.of(told))
+
     def unmapped(self, handles: StructArray) -> set[Place]:
         """Segments of HANDLE [n] that are not mapped yet."""
         places = places_of(handles)
         return {place for place in places if place not in self._segments}
 
-    def segment(self, place: Place) -> Segment | None:
+    def segment(self, place: Place) -> Segment | DeviceSegment | None:
         """A mapped segment."""
         return self._segments.get(place)
 
@@ -157,7 +171,7 @@ class Session:
             part = ids[start : start + IDS_PER_MESSAGE]
             self.ask({"op": "release", "leases": part, "reply": True}, timeout_s=timeout_s)
 
-    def _fetch(self, place: Place, *, timeout_s: float) -> Segment:
+    def _fetch(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
         tier, segment = place
         reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
         try:
@@ -167,13 +181,23 @@ class Session:
                     f"daemon: {len(fds)} descriptors for segment {segment} instead of 2; versions differ?"
                 )
             data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
-            return map_segment(segment, data=data, catalogue=catalogue, is_writable=bool(reply["writable"]))
+            is_writable = bool(reply["writable"])
+            if tier not in self.gpus:
+                return map_segment(segment, data=data, catalogue=catalogue, is_writable=is_writable)
+            gpu = _device().GpuPlace.of(self.gpus[tier])
+            mapped: DeviceSegment = _device().map_segment(
+                gpu, segment, data=data, catalogue=catalogue, is_writable=is_writable
+            )
+            return mapped
         finally:
             _close(fds)
 
     def _sweep(self) -> None:
-        if len(self._segments) >= SWEEP_SEGMENTS:
-            for place in [place for place, segment in self._segments.items() if segment.is_empty]:
+        """Of a GPU at once: what has ended may be memory that nobody else gets while it is mapped here."""
+        is_many = len(self._segments) >= SWEEP_SEGMENTS
+        swept = [place for place, segment in self._segments.items() if is_many or place[0] in self.gpus]
+        for place in swept:
+            if self._segments[place].is_empty:
                 del self._segments[place]
 
     def _exchange(self, request: Mapping[str, Any], *, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
@@ -232,6 +256,13 @@ def connect_session(
     except BaseException:
         connection.close()
         raise
+
+
+def _device() -> Any:
+    """The module is loaded by who needs it: it looks for a driver."""
+    from tierd.client import device  # noqa: PLC0415
+
+    return device
 
 
 def places_of(handles: StructArray) -> set[Place]:

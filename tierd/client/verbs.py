@@ -160,6 +160,7 @@ class Verbs:
         if _is_empty(groups):
             yield from self._opened(_spaces(groups), deadline)
             return self._empty_lease()
+        yield from self._check_device(tier, deadline)
         link, reply = yield from self._ask(
             lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), tier=kind)),
             _spaces(groups),
@@ -195,6 +196,7 @@ class Verbs:
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
     ) -> Steps[ReservedPages]:
         self._check_local("reserve")
+        yield from self._check_device(tier, deadline)
         link, reply = yield from self._ask(
             lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable, tells=self.tells_events)),
             _spaces(groups),
@@ -250,6 +252,13 @@ class Verbs:
             lease = Lease(Hold(hold.link, lease=reply.lease), leased, is_acknowledged=self._is_acknowledged)
             yield from self._map(hold.link, held, deadline)
         return Committed(handles["status"].astype(np.uint16), handles, lease)
+
+    def _check_device(self, tier: str, deadline: float) -> Steps[None]:
+        """Before anything is taken for a process that could not map it. Raises Unsupported."""
+        if tier == "device":
+            session = (yield from self._link(deadline)).session
+            if session is not None and session.gpus:
+                yield Do(session.check_gpus)
 
     def _map(self, link: Link, handles: StructArray, deadline: float) -> Steps[None]:
         session = link.session

@@ -1,0 +1,373 @@
+"""The device tier of kind "cuda", a real daemon and real clients on the fake driver: who reads what where, and what is left of it whoever dies.
+
+On the fake driver device memory can be read by its address, so a test sees what a kernel would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.depth import count, report
+from tests.system.blocks import await_true
+from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.raw import RawClient
+from tests.system.sdk import HOST, await_nothing_held, held
+from tests.unit.kernels.fake_driver import fake_environment
+from tierd._proto import admin_pb2 as apb
+from tierd.client import BlockStatus, Client, NamespaceSpec, PutGroup
+from tierd.errors import TierdError, Unavailable, Unsupported
+from tierd.testing import Daemon, chain, content_of, is_content
+
+TOKENS = 16
+SPEC = NamespaceSpec(model="cuda", tokens_per_block=TOKENS, block_bytes=256 << 10)
+DEVICE = '[[device]]\nkind = "cuda"\ncapacity = "16 MiB"\nsegment = "4 MiB"\n'
+CONFIG = DEVICE + '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\n'
+BLOCKS = 6
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started here find the fake driver. This one has none: what it loads was decided when it began."""
+    for name, value in fake_environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def daemon(driver: None) -> Iterator[Daemon]:
+    with Daemon(CONFIG) as running:
+        yield running
+
+
+class Worker:
+    """A client that works on the device: one method for each thing that a test asks of it."""
+
+    def __init__(self, target: str) -> None:
+        self.client = Client(target)
+        self.namespace = self.client.open_namespace(SPEC)
+        self.kept: list[Any] = []
+        self.written: list[tuple[int, int]] = []
+
+    def put(self, seed: int, blocks: int, durability: str = "") -> int:
+        """Writes a chain in place and commits it; how many blocks are stored."""
+        names = chain(seed, blocks)
+        pages = self.client.reserve(PutGroup(self.namespace, names), tier="device")
+        for name, page in zip(names, pages.buffers(), strict=True):
+            if page is not None:
+                page.copy_from(content_of(name, SPEC.block_bytes))
+                self.written.append((page.address, page.nbytes))
+        statuses = pages.statuses.copy()
+        if pages:
+            statuses[statuses == BlockStatus.RESERVED] = pages.commit(durable=durability == "durable").statuses
+        return int(np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS)).sum())
+
+    def lease(self, seed: int, blocks: int) -> int:
+        """Keeps a lease on a chain and its pages; how many blocks."""
+        lease = self.client.acquire(self.namespace, chain(seed, blocks), tier="device")
+        self.kept.append((lease, lease.views(), seed)) if lease else None
+        return lease.tokens // TOKENS
+
+    def right(self) -> list[int]:
+        """How many of the pages that are kept hold what they must: copied out, and read where they lie."""
+        return [sum(column) for column in zip((0, 0), *(self._right(*kept) for kept in self.kept), strict=True)]
+
+    def marks(self) -> list[bool]:
+        """Which kept pages tell that they are read-only."""
+        return [page.__cuda_array_interface__["data"][1] for _, views, _ in self.kept for page in views]
+
+    def scribble(self) -> None:
+        """Changes a byte of each page that it wrote, as a kernel that is late does."""
+        for address, nbytes in self.written:
+            ctypes.memset(address + nbytes // 2, 0x5A, 64)
+
+    def write_where_it_may_not(self) -> None:
+        """Dies of it."""
+        ctypes.memset(self.kept[0][1][0].address, 0, 1)
+
+    def drop(self) -> None:
+        """Releases what it keeps."""
+        while self.kept:
+            lease, views, _ = self.kept.pop()
+            views.clear()
+            lease.release()
+
+    def reserve(self, blocks: int) -> int:
+        """Writes private pages and keeps them; how many."""
+        pages = self.client.reserve(PutGroup.private(self.namespace, blocks), tier="device")
+        self.kept_pages = (pages, pages.buffers())
+        for page in self.kept_pages[1]:
+            if page is not None:
+                page.copy_from(np.full(SPEC.block_bytes, 0xEE, np.uint8))
+        return len([page for page in self.kept_pages[1] if page is not None])
+
+    def work(self, seed: int, rounds: int) -> list[int]:
+        """Puts, leases and looks, whatever fails; how many rounds went well, and how many pages were wrong."""
+        good = wrong = 0
+        for turn in range(rounds):
+            try:
+                stored = self.put(seed + turn, 2)
+                found = self.lease(seed + turn, 2)
+                right = self.right()[1]
+                wrong += found - right
+                good += stored == found == right == 2
+                self.drop()
+            except TierdError:
+                pass
+        return [good, wrong]
+
+    @staticmethod
+    def _right(_: Any, views: Any, seed: int) -> tuple[int, int]:
+        copied = read = 0
+        for page, name in zip(views, chain(seed, len(views)), strict=True):
+            out = np.zeros(page.nbytes, np.uint8)
+            page.copy_to(out)
+            copied += is_content(out, name)
+            read += is_content(np.frombuffer(ctypes.string_at(page.address, page.nbytes), np.uint8), name)
+        return copied, read
+
+
+def serve(talk: Talk, target: str) -> None:
+    """Runs there: does what it is asked until the test has gone."""
+    worker = Worker(target)
+    while True:
+        verb, given = talk.hear()
+        try:
+            talk.say(getattr(worker, verb)(*given))
+        except TierdError as error:
+            talk.say(f"{type(error).__name__}: {error}")
+
+
+def evict(daemon: Daemon, tier: str) -> None:
+    """Everything that nobody holds leaves the tier."""
+    with RawClient(daemon.target) as admin:
+        admin.call(admin.admin.Evict, apb.EvictRequest(tier=tier))
+
+
+def gpu_process(daemon: Daemon) -> psutil.Process:
+    """The daemon's one child."""
+    found: list[psutil.Process] = []
+    await_true(lambda: bool(found.extend(psutil.Process(daemon.pid).children()) or found), "a GPU process")
+    return found[-1]
+
+
+def await_put(worker: Elsewhere, seed: int) -> None:
+    """The device takes blocks again."""
+    seeds = iter(range(seed, seed + 10_000))
+    await_true(lambda: worker.ask(["put", [next(seeds), 1]]) == 1, "a put on the device")
+
+
+def test_one_writes_and_another_reads_in_place(daemon: Daemon) -> None:
+    """What one process wrote another reads at its own address, marked read-only; writing there ends that process alone and changes nothing."""
+    with Elsewhere(serve, daemon.target) as writer, Elsewhere(serve, daemon.target) as reader:
+        assert writer.ask(["put", [1, BLOCKS]]) == BLOCKS
+        for worker in (reader, writer):
+            assert worker.ask(["lease", [1, BLOCKS]]) == BLOCKS
+            assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
+            assert worker.ask(["marks", []]) == [True] * BLOCKS
+        reader.say(["write_where_it_may_not", []])
+        assert reader._process.wait() == -signal.SIGSEGV
+        assert writer.ask(["right", []]) == [BLOCKS, BLOCKS]
+        writer.ask(["drop", []])
+        await_nothing_held(daemon, "a reader that died")
+
+
+def test_down_to_nvme_and_up_again(daemon: Daemon) -> None:
+    """A durable put on the device lies on NVMe when it returns; from there, and from the host, it comes back to the bit."""
+    with Elsewhere(serve, daemon.target) as worker:
+        assert worker.ask(["put", [2, BLOCKS, "durable"]]) == BLOCKS
+        for tiers in (["device.0"], ["device.0", "host.0"]):
+            for tier in tiers:
+                evict(daemon, tier)
+            assert worker.ask(["lease", [2, BLOCKS]]) == BLOCKS
+            assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
+            worker.ask(["drop", []])
+        with Client(daemon.target) as client:
+            names = chain(2, BLOCKS)
+            got = client.get(client.open_namespace(SPEC), names)
+            assert [is_content(view, name) for view, name in zip(got.views, names, strict=True)] == [True] * BLOCKS
+            del got
+
+
+def test_a_tier_that_is_full_passes_blocks_on(daemon: Daemon) -> None:
+    """Three times what the device holds can be put there: what is cold moves to the host, nothing is lost and nothing is wrong."""
+    chains = 3 * (16 << 20) // SPEC.block_bytes // BLOCKS // 2
+    with Elsewhere(serve, daemon.target) as worker:
+        for seed in range(100, 100 + chains):
+            await_true(lambda seed=seed: worker.ask(["put", [seed, BLOCKS]]) == BLOCKS, "room on the device")  # type: ignore[misc]
+        for seed in range(100, 100 + chains):
+            found = worker.ask(["lease", [seed, BLOCKS]])
+            assert worker.ask(["right", []]) == [found, found]
+            worker.ask(["drop", []])
+
+
+def test_scribbled_pages_are_misses(daemon: Daemon) -> None:
+    """A page that its writer changed after the commit is summed on the device before anybody sees it, and is a miss."""
+    with Elsewhere(serve, daemon.target) as writer, Elsewhere(serve, daemon.target) as reader:
+        assert writer.ask(["put", [3, BLOCKS]]) == BLOCKS
+        writer.ask(["scribble", []])
+        assert reader.ask(["lease", [3, BLOCKS]]) == 0
+        assert writer.ask(["put", [3, BLOCKS]]) == BLOCKS, "it can be put again"
+        assert reader.ask(["lease", [3, BLOCKS]]) == BLOCKS and reader.ask(["right", []]) == [BLOCKS, BLOCKS]
+
+
+def test_scribbled_pages_are_not_passed_on(daemon: Daemon) -> None:
+    """A demotion of a page that was changed gives no block to the host."""
+    with Elsewhere(serve, daemon.target) as writer:
+        assert writer.ask(["put", [4, BLOCKS]]) == BLOCKS
+        writer.ask(["scribble", []])
+        with Client(daemon.target) as client:
+            assert client.get(client.open_namespace(SPEC), chain(4, BLOCKS)).tokens == 0
+
+
+def test_pages_of_a_killed_worker_come_back(daemon: Daemon) -> None:
+    """SIGKILL of a worker with reserved and leased pages gives all of them back, when it is gone."""
+    with Elsewhere(serve, daemon.target) as worker, Elsewhere(serve, daemon.target) as other:
+        assert other.ask(["put", [5, BLOCKS]]) == BLOCKS
+        assert worker.ask(["lease", [5, BLOCKS]]) == BLOCKS
+        assert worker.ask(["reserve", [3]]) == 3
+        assert held(daemon)[1] == 1
+        worker.kill()
+        await_nothing_held(daemon, "a worker that was killed")
+        assert other.ask(["lease", [5, BLOCKS]]) == BLOCKS and other.ask(["right", []]) == [BLOCKS, BLOCKS]
+
+
+def test_the_gpu_process_dies_under_load(daemon: Daemon) -> None:
+    """SIGKILL of the GPU process, again and again: the daemon serves its host tier, readers keep their pages, no byte is wrong, and the device comes back
+    with the blocks that it had."""
+    kills = count(test=3, nightly=12, weekly=60)
+    with Elsewhere(serve, daemon.target) as worker, Elsewhere(serve, daemon.target) as reader:
+        assert reader.ask(["put", [6, BLOCKS]]) == BLOCKS
+        assert reader.ask(["lease", [6, BLOCKS]]) == BLOCKS
+        good = []
+        for turn in range(kills):
+            worker.say(["work", [1000 * (turn + 1), 30]])
+            child = gpu_process(daemon)
+            child.kill()
+            with Client(daemon.target) as client:
+                space, names = client.open_namespace(SPEC), chain(10_000 + turn, 1)
+                content = content_of(names[0], SPEC.block_bytes)
+                assert client.put(space, names, [content]).stored == 1
+                assert np.array_equal(client.get(space, names).views[0], content)
+            done, wrong = worker.hear()
+            good.append(done)
+            assert wrong == 0
+            assert reader.ask(["right", []]) == [BLOCKS, BLOCKS]
+            await_put(worker, 2_000_000 + 10_000 * turn)
+            assert gpu_process(daemon).pid != child.pid
+        reader.ask(["drop", []])
+        assert worker.ask(["lease", [6, BLOCKS]]) == BLOCKS and worker.ask(["right", []]) == [BLOCKS, BLOCKS]
+        report("device tier, GPU process killed", kills=kills, rounds_of_30=good)
+    assert "tier out of service" in daemon.log and "tier back in service" in daemon.log
+
+
+def test_the_daemon_dies(daemon: Daemon) -> None:
+    """SIGKILL of the daemon takes its GPU process along; a worker keeps what it has mapped, and the next daemon's device tier begins empty."""
+    with Elsewhere(serve, daemon.target) as worker:
+        assert worker.ask(["put", [7, BLOCKS]]) == BLOCKS
+        assert worker.ask(["lease", [7, BLOCKS]]) == BLOCKS
+        child = gpu_process(daemon)
+        daemon.restart()
+        await_true(lambda: not child.is_running(), "the end of the GPU process")
+        assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
+        assert "device memory does not outlive the daemon" in daemon.log
+        with Elsewhere(serve, daemon.target) as other:
+            assert other.ask(["lease", [7, BLOCKS]]) == 0
+            assert other.ask(["put", [7, BLOCKS]]) == BLOCKS
+            assert other.ask(["lease", [7, BLOCKS]]) == BLOCKS and other.ask(["right", []]) == [BLOCKS, BLOCKS]
+        assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
+
+
+def test_what_is_pinned_makes_no_room(daemon: Daemon) -> None:
+    """A worker that wants more than its share of the device gets what there is, and an answer for the rest."""
+    with Elsewhere(serve, daemon.target) as worker:
+        share = (16 << 20) // SPEC.block_bytes // 2
+        assert 0 < worker.ask(["reserve", [2 * share]]) <= share
+        assert worker.ask(["put", [8, 2]]) == 0
+
+
+def test_without_cuda_there_is_the_host(daemon: Daemon) -> None:
+    """A client without a driver is told so before anything is taken for it, and the same blocks come to it in host memory."""
+    with Elsewhere(serve, daemon.target) as worker, Client(daemon.target) as client:
+        assert worker.ask(["put", [9, BLOCKS]]) == BLOCKS
+        space, names = client.open_namespace(SPEC), chain(9, BLOCKS)
+        for ask in (
+            lambda: client.acquire(space, names, tier="device"),
+            lambda: client.reserve(PutGroup.private(space, 1), tier="device"),
+        ):
+            with pytest.raises(Unsupported, match='tier="host"'):
+                ask()
+        assert held(daemon) == (0, 0, 0, 0)
+        views = client.get(space, names).views
+        assert [is_content(view, name) for view, name in zip(views, names, strict=True)] == [True] * BLOCKS
+        del views
+
+
+class Late:
+    """As an event of torch: what it stands for happens when it was asked the third time."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.asked, self._happens = 0, happens
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.asked == 3:
+            self._happens()
+        return self.asked >= 3
+
+
+def test_commit_and_release_wait_for_the_workers_kernels() -> None:
+    """Bytes that a kernel writes after commit was called, and before the work named to `after` is done, are in the block; a release waits alike."""
+    with Daemon(HOST) as daemon, Client(daemon.target) as client:
+        space, names = client.open_namespace(SPEC), chain(11, 1)
+        pages = client.reserve(PutGroup(space, names))
+        page = pages.buffer(0)
+        late = Late(lambda: np.copyto(page, content_of(names[0], SPEC.block_bytes)))
+        assert pages.after(late).commit().statuses.tolist() == [BlockStatus.READY]
+        lease = client.acquire(space, names)
+        assert lease.tokens == TOKENS and is_content(lease.view(0), names[0])
+        reading = Late(lambda: None)
+        lease.after(reading).release()
+        assert (late.asked, reading.asked) == (3, 3)
+        assert held(daemon) == (0, 0, 0, 0)
+
+
+def test_descriptors_stay_as_many(daemon: Daemon) -> None:
+    """Rounds of put, evict and promotion leave the daemon, its GPU process and a worker with the descriptors that they had."""
+    with Elsewhere(serve, daemon.target) as worker, RawClient(daemon.target) as admin:
+
+        def go_round(turn: int) -> None:
+            assert worker.ask(["put", [50 + turn, BLOCKS]]) == BLOCKS
+            assert worker.ask(["lease", [50, BLOCKS]]) == BLOCKS
+            assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
+            worker.ask(["drop", []])
+            admin.call(admin.admin.Evict, apb.EvictRequest(tier="device.0"))
+
+        def descriptors() -> list[int]:
+            return [psutil.Process(pid).num_fds() for pid in (daemon.pid, gpu_process(daemon).pid, worker.pid)]
+
+        assert worker.ask(["put", [50, BLOCKS, "durable"]]) == BLOCKS
+        most = np.max([(go_round(turn), descriptors())[1] for turn in range(1, 9)], axis=0)
+        last = np.max([(go_round(turn), descriptors())[1] for turn in range(9, 17)], axis=0)
+        report("device tier, descriptors after rounds", daemon=last[0], gpu_process=last[1], worker=last[2])
+        assert (last <= most).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "hide", "words"),
+    [
+        (CONFIG.replace("capacity", "ordinal = 5\ncapacity", 1), False, "no GPU of this number"),
+        (CONFIG, True, "no NVIDIA driver"),
+        (CONFIG.replace("16 MiB", "64 GiB", 1), False, "lower it"),
+    ],
+)
+def test_no_start_without_the_gpu(config: str, hide: bool, words: str) -> None:
+    """A GPU, a driver or memory that is not there keeps the daemon from starting, and it says what to do."""
+    daemon = Daemon(config, env={"LD_LIBRARY_PATH": ""} if hide else None)
+    with pytest.raises(Unavailable, match=words), daemon:
+        pass
