@@ -72,6 +72,7 @@ UNITS = (
     *(Unit(source, dim) for dim in reversed(DIMS) for source in ("prefill", "decode")),
     Unit("pages"),
     Unit("merge"),
+    Unit("hash"),
     Unit("read"),
 )
 """The slowest to compile first."""

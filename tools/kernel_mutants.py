@@ -44,7 +44,7 @@ class Mutant:
         return (sources / "src" / self.file).read_text(encoding="utf-8").count(self.old) == 1
 
 
-DECODE, PREFILL, PAGES, MERGE = "decode", "prefill", "pages", "merge"
+DECODE, PREFILL, PAGES, MERGE, HASH = "decode", "prefill", "pages", "merge", "hash"
 MUTANTS: tuple[Mutant, ...] = (
     # -- barriers and waits
     Mutant(
@@ -348,6 +348,53 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "summary-tail", "one stale token counts", "pages.cu", "token < p.tokens[page]", "token <= p.tokens[page]", PAGES
+    ),
+    # -- sums
+    Mutant("hash-scramble", "blocks are not scrambled", "hash.cu", "scramble(accumulators, scrambling);", "", HASH),
+    Mutant(
+        "hash-stripe",
+        "the last stripe is a whole one",
+        "hash.cu",
+        "data + length - kStripeBytes",
+        "data + (length - 1) / 64 * 64",
+        HASH,
+    ),
+    Mutant(
+        "hash-full-block",
+        "a full last block is scrambled",
+        "hash.cu",
+        "blocks = (length - 1) / kBlockBytes",
+        "blocks = length / kBlockBytes",
+        HASH,
+    ),
+    Mutant(
+        "hash-lanes",
+        "half of a block's stripes is left out",
+        "hash.cu",
+        "over_lanes(sum, kStripeLanes, 32)",
+        "over_lanes(sum, kStripeLanes, 16)",
+        HASH,
+    ),
+    Mutant("hash-crossed", "words feed their own accumulators", "hash.cu", "data.words[1 - i]", "data.words[i]", HASH),
+    Mutant("hash-path", "129 bytes take the path of 128", "hash.cu", "length <= 128", "length <= 129", HASH),
+    Mutant(
+        "hash-ahead",
+        "blocks that were loaded ahead are used twice",
+        "hash.cu",
+        "load(ring[i], first + i + kAhead);",
+        "",
+        HASH,
+    ),
+    Mutant(
+        "hash-granule",
+        "unaligned bytes are of the wrong half of a granule",
+        "hash.cu",
+        "offset < 8 ?",
+        "offset <= 8 ?",
+        HASH,
+    ),
+    Mutant(
+        "hash-empty", "a slice of no bytes is read", "hash.cu", "if (length == 0) return", "if (false) return", HASH
     ),
 )
 

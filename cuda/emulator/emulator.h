@@ -42,6 +42,7 @@ namespace simt {
 
 inline int lane() { return emulator::current().lane; }
 inline int warp() { return emulator::current().warp; }
+inline void assume_global(const void*) {}
 inline void load_matrices(uint32_t (&r)[4], const void* row) { emulator::load<false>(r, row); }
 inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulator::load<true>(r, row); }
 template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {

@@ -22,6 +22,9 @@ SIMT_DEV int lane() { return threadIdx.x & 31; }
 SIMT_DEV int warp() { return threadIdx.x >> 5; }
 SIMT_DEV uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+// What an address that was read as a number points to: without it the compiler must think that it may be shared memory as well.
+SIMT_DEV void assume_global(const void* p) { __builtin_assume(__isGlobal(p)); }
+
 // Copies 16 bytes to shared memory, some time before the wait for its group; zeros where not `is_there`, and then the source is not read.
 SIMT_DEV void copy_async(void* to, const void* from, bool is_there) {
   const int bytes = is_there ? 16 : 0;

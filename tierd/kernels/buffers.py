@@ -22,9 +22,11 @@ DTYPES = {
     "int32": "i32",
     "int64": "i64",
     "uint8": "u8",
+    "uint32": "u32",
+    "uint64": "u64",
 }
 """Names of numpy (with ml_dtypes) and torch, and those of the kernels."""
-BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "i32": 4, "i64": 8, "u8": 1}
+BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "i32": 4, "i64": 8, "u8": 1, "u32": 4, "u64": 8}
 ALIGNMENT_BYTES = 16
 
 

@@ -118,3 +118,9 @@ class Summary(ctypes.Structure):
         ("kv_heads", _I),
         ("dim", _I),
     ]
+
+
+class Sums(ctypes.Structure):
+    """hash.cu"""
+
+    _fields_ = [(name, _P) for name in ("addresses", "lengths", "sums")]

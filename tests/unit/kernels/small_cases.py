@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.unit.kernels.kernel_cases import DECODES, MERGES, PREFILLS, check_decode, check_merge, check_prefill
 from tests.unit.kernels.page_cases import COPIES, STORES, SUMMARIES, check_copy, check_store, check_summary
+from tests.unit.kernels.sum_cases import SUMS, check_sums
 from tierd.kernels.library import Emulated
 
 UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
@@ -27,6 +28,7 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
         for check, shapes in ((check_store, STORES), (check_copy, COPIES), (check_summary, SUMMARIES))
         for shape in shapes
     ],
+    "hash": [(check_sums, spans) for spans in SUMS],
 }
 """By the source file of the kernels."""
 
