@@ -87,9 +87,14 @@ struct Work {
   bool is_done = false, was_asked = false;
   std::chrono::steady_clock::time_point ended;
 };
+// What a stream was given while it was captured.
+struct Graph {
+  std::vector<std::function<CUresult()>> steps;
+};
 struct Stream {
   bool is_blocking;  // it and the legacy stream wait for each other
   std::shared_ptr<Work> last;
+  std::unique_ptr<Graph> captured = nullptr;  // while it is; nobody may wait for it then
 };
 Stream* find_stream(CUstream handle);
 std::shared_ptr<Work> enqueue(Stream& stream, std::function<CUresult()> run);

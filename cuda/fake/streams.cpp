@@ -128,6 +128,11 @@ Stream* find_stream(CUstream handle) {
 
 std::shared_ptr<Work> enqueue(Stream& stream, std::function<CUresult()> run) {
   auto work = std::make_shared<Work>();
+  if (stream.captured) {
+    if (run) stream.captured->steps.push_back(std::move(run));
+    work->is_done = true;
+    return work;
+  }
   work->run = std::move(run);
   const auto follow = [&](const Stream& other) {
     if (other.last && !other.last->is_done) work->before.push_back(other.last);
@@ -160,6 +165,8 @@ CUresult finish(const std::shared_ptr<Work>& last) {
 }
 
 CUresult finish_all() {
+  for (const Stream* stream : streams())
+    if (stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   for (const auto& each : std::exchange(pending(), {}))
     if (const auto work = each.lock())
       if (CUresult wrong = finish(work)) return wrong;
@@ -209,11 +216,13 @@ EXPORTED CUresult cuStreamDestroy(CUstream handle) {
 EXPORTED CUresult cuStreamQuery(CUstream handle) {
   ENTER_CONTEXT;
   Stream* stream = find_stream(handle);
+  if (stream && stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   return stream ? ask(stream->last) : CUDA_ERROR_INVALID_HANDLE;
 }
 EXPORTED CUresult cuStreamSynchronize(CUstream handle) {
   ENTER_CONTEXT;
   Stream* stream = find_stream(handle);
+  if (stream && stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   return stream ? finish(stream->last) : CUDA_ERROR_INVALID_HANDLE;
 }
 EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent given, unsigned) {
@@ -318,6 +327,7 @@ EXPORTED CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t*
   ENTER_CONTEXT;
   Stream* stream = find_stream(handle);
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (stream == &legacy() || !count || !attribute_count || attribute_count > count || firsts[0]) return CUDA_ERROR_INVALID_VALUE;
   for (size_t i = 0; i < attribute_count; i++) {
     const auto order = attributes[i].srcAccessOrder;

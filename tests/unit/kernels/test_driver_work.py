@@ -201,3 +201,30 @@ def test_streams_are_long_and_outlive_their_handles() -> None:
     assert held(place) == 19_999 % 251
     ok(cuda.cuCtxSynchronize())
     assert held(place) == 255
+
+
+@on_fake_driver()
+def test_captured_work_runs_at_each_launch() -> None:
+    """What a stream is given while it is captured does not run; a launch of the graph runs it, in the order of the stream, as often as it is launched."""
+    cuda = entered()
+    a, b, stream = filled(cuda, 1), filled(cuda, 2), stream_of(cuda)
+    mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    ok(cuda.cuStreamBeginCapture(stream, mode))
+    ok(cuda.cuMemcpyDtoDAsync(b, a, LENGTH, stream))
+    ok(cuda.cuMemsetD8Async(a, 7, LENGTH, stream))
+    assert refused(cuda.cuStreamSynchronize(stream)) == refused(cuda.cuCtxSynchronize()) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert refused(batched(cuda, stream, [(b, a)])) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert refused(cuda.cuStreamBeginCapture(stream, mode)) == "ILLEGAL_STATE"
+    graph = ok(cuda.cuStreamEndCapture(stream))
+    assert refused(cuda.cuStreamEndCapture(stream)) == "ILLEGAL_STATE"
+    made = ok(cuda.cuGraphInstantiate(graph, 0))
+    ok(cuda.cuGraphDestroy(graph))
+    ok(cuda.cuCtxSynchronize())
+    assert (held(a), held(b)) == (1, 2)
+    for seen in (1, 7):
+        ok(cuda.cuGraphLaunch(made, stream))
+        ok(cuda.cuStreamSynchronize(stream))
+        assert (held(a), held(b)) == (7, seen)
+    ok(cuda.cuGraphExecDestroy(made))
+    assert refused(cuda.cuGraphLaunch(made, stream)) == "INVALID_HANDLE"
+    assert refused(cuda.cuStreamBeginCapture(0, mode)) == "STREAM_CAPTURE_UNSUPPORTED"
