@@ -136,11 +136,7 @@ def check(config: Config) -> None:
         _refuse("host", "no tier of memory is configured; add a [[host]] table")
     if config.nvme and not config.host:
         _refuse("host", "an nvme tier needs a host tier to read into; add a [[host]] table")
-    if any(device.kind == "cuda" for device in config.device) and not config.host:
-        _refuse(
-            "host",
-            "a device tier of kind cuda needs a host tier, over which its blocks come and go; add a [[host]] table",
-        )
+    _check_devices(config)
     for name, tier in _tiers(config):
         _check_tier(name, tier)
     paths = [tier.path for tier in config.nvme]
@@ -178,6 +174,20 @@ def _with_segment(tier: Tier, name: str) -> Tier:
     if not capacity:
         _refuse(f"{name}.capacity", f"{format_bytes(tier.capacity)} is less than a page of 4 KiB; give more")
     return dataclasses.replace(tier, segment=segment, capacity=capacity)
+
+
+def _check_devices(config: Config) -> None:
+    is_cuda = [device.kind == "cuda" for device in config.device]
+    if any(is_cuda) and not config.host:
+        _refuse(
+            "host",
+            "a device tier of kind cuda needs a host tier, over which its blocks come and go; add a [[host]] table",
+        )
+    if any(is_cuda) and len(is_cuda) > 1:
+        _refuse(
+            "device[1]",
+            "a device tier beside one of kind cuda; requests name a kind of tier and no GPU, so run one daemon for each GPU",
+        )
 
 
 def _check_server(server: ServerConfig) -> None:

@@ -225,6 +225,31 @@ def test_scribbled_pages_are_not_passed_on(daemon: Daemon) -> None:
             assert client.get(client.open_namespace(SPEC), chain(4, BLOCKS)).tokens == 0
 
 
+def test_scribbled_host_pages_are_not_promoted(daemon: Daemon) -> None:
+    """What arrives on the device is summed there: a host page that was changed after its commit becomes no block of the device."""
+    with Elsewhere(serve, daemon.target) as reader, Client(daemon.target) as client:
+        space, names = client.open_namespace(SPEC), chain(12, BLOCKS)
+        pages = client.reserve(PutGroup(space, names))
+        buffers = pages.buffers()
+        for name, page in zip(names, buffers, strict=True):
+            np.copyto(page, content_of(name, SPEC.block_bytes))
+        address = buffers[2].ctypes.data
+        assert pages.commit().statuses.tolist() == [BlockStatus.READY] * BLOCKS
+        ctypes.memset(address + SPEC.block_bytes - 1, 0x5A, 1)
+        assert reader.ask(["lease", [12, BLOCKS]]) == 2
+        assert reader.ask(["right", []]) == [2, 2]
+
+
+def test_while_nobody_can_sum_unverified_pages_are_misses(daemon: Daemon) -> None:
+    """With the GPU process gone a page that nobody has verified yet is a miss and no error, and a hit when another process is there."""
+    with Elsewhere(serve, daemon.target) as writer, Elsewhere(serve, daemon.target) as reader:
+        assert writer.ask(["put", [13, BLOCKS]]) == BLOCKS
+        gpu_process(daemon).kill()
+        assert reader.ask(["lease", [13, BLOCKS]]) == 0
+        await_true(lambda: reader.ask(["lease", [13, BLOCKS]]) == BLOCKS, "a hit again")
+        assert reader.ask(["right", []]) == [BLOCKS, BLOCKS]
+
+
 def test_pages_of_a_killed_worker_come_back(daemon: Daemon) -> None:
     """SIGKILL of a worker with reserved and leased pages gives all of them back, when it is gone."""
     with Elsewhere(serve, daemon.target) as worker, Elsewhere(serve, daemon.target) as other:
@@ -302,7 +327,7 @@ def test_without_cuda_there_is_the_host(daemon: Daemon) -> None:
         ):
             with pytest.raises(Unsupported, match='tier="host"'):
                 ask()
-        assert held(daemon) == (0, 0, 0, 0)
+        assert held(daemon) == (0, 0, 0, 0) and client.gpu_tiers == ("device.0",)
         views = client.get(space, names).views
         assert [is_content(view, name) for view, name in zip(views, names, strict=True)] == [True] * BLOCKS
         del views

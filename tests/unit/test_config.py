@@ -94,6 +94,7 @@ def test_unknown_key_names_its_neighbour(section: str, data: st.DataObject) -> N
         ("host = []\nnvme = []", ["host", "[[host]]"]),
         ('host = []\n[[device]]\ncapacity = "64 MiB"', ["host", "nvme", "[[host]]"]),
         ('host = []\nnvme = []\n[[device]]\nkind = "cuda"', ["host", "cuda", "[[host]]"]),
+        ('[[device]]\nkind = "cuda"\n[[device]]', ["device[1]", "one daemon for each GPU"]),
         ('[[device]]\nkind = "gpu"', ["device[0].kind", "gpu", "cuda"]),
         ("[[device]]\nordinal = -1", ["device[0].ordinal", "-1", "0"]),
         ('[[nvme]]\npath = "/a"\n[[nvme]]\npath = "/a"', ["nvme[1].path", "/a", "nvme[0]"]),

@@ -56,6 +56,12 @@ class AsyncClient:
         return link.session.tiers if link and link.session else ()
 
     @property
+    def gpu_tiers(self) -> tuple[str, ...]:
+        """As Client.gpu_tiers."""
+        link = self._connector.link
+        return tuple(link.session.tiers[i] for i in link.session.gpus) if link and link.session else ()
+
+    @property
     def tells_events(self) -> bool:
         """As Client.tells_events."""
         return self._verbs.tells_events

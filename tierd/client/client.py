@@ -74,6 +74,12 @@ class Client:
         return link.session.tiers if link and link.session else ()
 
     @property
+    def gpu_tiers(self) -> tuple[str, ...]:
+        """Names of those of `tiers` that are memory of a GPU: their pages are DevicePages, which need CUDA in this process. Empty before the first call."""
+        link = self._connector.link
+        return tuple(link.session.tiers[i] for i in link.session.gpus) if link and link.session else ()
+
+    @property
     def tells_events(self) -> bool:
         """Whether the daemon tells routers what it holds, and so wants to know what an engine calls it (`About`); False before the first call."""
         return self._verbs.tells_events

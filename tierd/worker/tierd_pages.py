@@ -93,7 +93,8 @@ class TierdPages:
     @property
     def tier(self) -> str:
         """The kind of tier where pages lie."""
-        has_device = any(name.startswith("device") for name in self._client.tiers)
+        # What computes here computes on host memory: a device tier of kind "cpu" is that, one of a GPU is not.
+        has_device = any(name.startswith("device") for name in set(self._client.tiers) - set(self._client.gpu_tiers))
         return self._options.tier or ("device" if has_device else "host")
 
     def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
