@@ -12,11 +12,13 @@ import pytest
 from tests.unit.gpu.processes import HOST, LENGTH, RAGGED, SLAB, bytes_at, lists, memory, pieces_of, sums_of
 from tests.unit.kernels.fake_driver import counts, on_fake_driver
 from tierd.errors import InvalidArgument, Overloaded, TierFailed
+from tierd.gpu import sums
 from tierd.gpu.child import Engine
 from tierd.gpu.wire import pack_pieces, unpack_sums
+from tools.fake_cuda import build_fatbins
 
 
-def opened(*, seed: int | None = 5) -> tuple[Engine, int, int]:
+def opened(*, seed: int = 5) -> tuple[Engine, int, int]:
     """An engine with slab 1 and host memory; their descriptors."""
     engine = Engine(0)
     slab = engine.slabs.make(1, 2 * SLAB)
@@ -80,6 +82,22 @@ def test_sums_are_those_of_the_bytes_on_the_device() -> None:
     assert np.flatnonzero(changed[0] != asked[0]).tolist() == [0]
     assert lists(changed[1:]) == lists(asked[1:])
     assert unpack_sums(engine.sums_of(b"")) == []
+    closed(engine, slab, host)
+
+
+@on_fake_driver()
+def test_the_kernel_sums_as_the_host_does() -> None:
+    """Where there is a library with it, which is said, and nothing is less than the best: loads and sums give the same tables, also of more slices than one launch takes."""
+    os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
+    sums.SLICES_MAX = 4
+    engine, slab, host = opened()
+    assert engine.facts()["hashes"] == "kernel"
+    assert engine.facts()["notices"] == ()
+    pieces = pieces_of(RAGGED, layers=3)
+    assert lists(unpack_sums(engine.copy(pack_pieces(pieces), to_device=True))) == sums_of(host, pieces, "host")
+    assert unpack_sums(engine.sums_of(b"")) == []
+    many = pieces_of([*RAGGED, 9 * 4096, 262_144 * 3 + 5])
+    assert lists(unpack_sums(engine.sums_of(pack_pieces(many)))) == sums_of(slab, many, "slab")
     closed(engine, slab, host)
 
 

@@ -194,8 +194,11 @@ async def test_many_calls_are_in_flight_and_none_is_lost() -> None:
         os.pwrite(slab, np.random.default_rng(2).bytes(SLAB), 0)
         os.kill(gpu.pid, signal.SIGSTOP)
         asked = [pieces_of([number, *[0] * (PIECES_MAX - 1)], gap=0) for number in range(CALLS_MAX + 4)]
-        calls = [asyncio.create_task(gpu.sums(pieces)) for pieces in asked]
-        rest = [asyncio.create_task(gpu.sums(pieces_of([1]))) for _ in range(WAITING_MAX - 4)]
+        calls = [asyncio.create_task(gpu.sums(pieces)) for pieces in asked[:9]]
+        hosts = [memory(seed=number) for number in range(3)]
+        attaching = [asyncio.create_task(gpu.attach(number, host, LENGTH)) for number, host in enumerate(hosts)]
+        calls += [asyncio.create_task(gpu.sums(pieces)) for pieces in asked[9:]]
+        rest = [asyncio.create_task(gpu.sums(pieces_of([1]))) for _ in range(WAITING_MAX - 7)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="1024 calls wait"):
             await gpu.sums(pieces_of([1]))
@@ -204,6 +207,12 @@ async def test_many_calls_are_in_flight_and_none_is_lost() -> None:
             assert lists(tables[:1]) == sums_of(slab, pieces[:1], "slab")
             assert not any(len(table) for table in tables[1:])
         assert len({tuple(map(tuple, lists(tables))) for tables in await asyncio.gather(*rest)}) == 1
+        await asyncio.gather(*attaching)
+        for number, host in enumerate(hosts):
+            pieces = pieces_of([LENGTH])
+            pieces["host"] = number
+            assert lists(await gpu.load(pieces)) == sums_of(host, pieces, "host")
+            os.close(host)
     os.close(slab)
 
 
