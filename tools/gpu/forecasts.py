@@ -149,11 +149,11 @@ def _others() -> Iterator[Forecast]:
     )
     yield Forecast(part, "merge_parts", 0.60, "8 parts in f32, against copy bandwidth", at_least=near)
     yield Forecast(part, "summary_keys", 0.50, "bounds of keys, against read bandwidth")
-    yield Forecast(part, "sums_slices", 0.50, "checksums of slices, against read bandwidth")
+    yield Forecast(part, "sums_slices", 0.80, "checksums of slices of 64 KiB, against read bandwidth")
     part = "graphs"
     yield Forecast(part, "graph_replays", RIGHT, "one capture of plan and decode, replayed at growing lengths")
     yield Forecast(part, "graph_replay", 12.0, "a replayed decode of 8 requests of 1 K, us on the device")
-    yield Forecast(part, "decode_call", 80.0, "a decode by its Python face, us of the caller's time")
+    yield Forecast(part, "decode_call", 150.0, "a decode by its Python face, us of the caller's time")
     yield Forecast(part, "graph_launch", 8.0, "the same by its graph, us of the caller's time")
 
 
@@ -173,6 +173,14 @@ def _link() -> Iterator[Forecast]:
 
 
 def _together() -> Iterator[Forecast]:
+    part = "process"
+    told = "exports vmm, hashes host: no kernel sums yet, and no other notice"
+    yield Forecast(part, "process_facts", told, "what the device tier's GPU process found")
+    yield Forecast(part, "process_bytes", RIGHT, "blocks of 2 MiB loaded, summed and stored by it")
+    yield Forecast(part, "process_load", 0.22, "loads with checksums, against the link")
+    yield Forecast(part, "process_store", 0.90, "stores, against the link")
+    yield Forecast(part, "process_sums", 0.30, "checksums of what lies on the GPU, against the link from it")
+    yield Forecast(part, "process_death", RIGHT, "it is killed, and its successor takes over the slab")
     part = "sharing"
     for name, meaning in {
         "shared_read_only": "a slab of another process, mapped for reading alone",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from tierd.kernels import Attended
 from tierd.kernels.paged import Chunks, DeviceBatch, merge_parts, paged_prefill
 from tierd.kernels.pages import Place, copy_pages, layer_addresses, store_tokens, summarize_pages
+from tierd.kernels.sums import cut_pages, slice_sums
 from tools.gpu import shapes
 from tools.gpu.bench import Bench
 from tools.gpu.device import BF16, Gpu, Room
@@ -21,6 +20,7 @@ from tools.gpu.shapes import MODELS, PAGE_TOKENS, Pool
 ROUNDS = 7
 GIGA = 1e9
 PARTS = 8
+BLOCK_BYTES, LAYERS = 2 << 20, 32
 Step = Callable[["Table"], Result]
 
 
@@ -148,16 +148,23 @@ def _summary(table: Table) -> Result:
 
 
 def _sums(table: Table) -> Result:
-    """Where this checkout has the kernel."""
-    try:
-        sums = importlib.import_module("tierd.kernels.sums")
-    except ImportError:
-        return Left("sums_slices", "this checkout has no such kernel")
-    return _sums_by(table, sums)
-
-
-def _sums_by(table: Table, sums: Any) -> Result:
-    raise NotImplementedError
+    """Blocks of 2 MiB in slices of a layer each."""
+    gpu, pool = table.gpu, table.pool
+    count = table.bench.pick(512, 1)
+    length = min(BLOCK_BYTES, pool.memory.nbytes // 2)
+    with gpu.room() as room:
+        out = room.array((count * LAYERS,), np.uint64)
+        cuts = [
+            cut_pages(
+                [pool.memory.address + (i * count + block) * length for block in range(count)],
+                [length] * count,
+                [LAYERS] * count,
+            )
+            for i in range(2)
+        ]
+        sides = [(room.of(cut.addresses), room.of(cut.lengths)) for cut in cuts]
+        works = [lambda side=side: _nothing(slice_sums(gpu.kernels, *side, out)) for side in sides]
+        return table.against("sums_slices", works, count * length, table.read)
 
 
 def _nothing(_: object) -> None:

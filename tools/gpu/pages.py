@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,13 +21,14 @@ from tests.unit.kernels.page_cases import (
     check_store,
     check_summary,
 )
+from tests.unit.kernels.sum_cases import SUMS, Spans, check_sums
 from tierd.kernels.pages import Place, copy_pages
 from tools.gpu import host
 from tools.gpu.bench import Bench
 from tools.gpu.decodes import TYPES
 from tools.gpu.device import DeviceArray, Gpu
 from tools.gpu.families import Case, family
-from tools.gpu.results import Left, Result
+from tools.gpu.results import Result
 from tools.gpu.shapes import Reader
 
 KINDS = ("bf16", "f16", "e4m3")
@@ -43,8 +43,6 @@ def results(bench: Bench) -> Iterator[Result]:
     yield family(
         bench, gpu, "read", [(check_read, count) for count in bench.pick((1, 1 << 20, (1 << 20) + 77), (5, 5000))]
     )
-    cases = sum_cases()
-    yield family(bench, gpu.kernels, "sums", cases) if cases else Left("sums", "this checkout has no such kernel")
 
 
 def _full() -> dict[str, list[Case]]:
@@ -64,6 +62,7 @@ def _full() -> dict[str, list[Case]]:
             for dim in (64, 256)
             for is_hnd in (False, True)
         ],
+        "sums": [(check_sums, spans) for spans in (*SUMS, Spans((1 << 18, (1 << 18) - 1, 1 << 16) * 20, (0, 8)))],
     }
 
 
@@ -72,16 +71,8 @@ def _small() -> dict[str, list[Case]]:
         "store": [(check_store, shape) for shape in STORES],
         "copy": [(check_copy, shape) for shape in COPIES],
         "summary": [(check_summary, shape) for shape in SUMMARIES],
+        "sums": [(check_sums, spans) for spans in SUMS],
     }
-
-
-def sum_cases() -> list[Case]:
-    """Those of the tests, where there are some."""
-    try:
-        cases = importlib.import_module("tests.unit.kernels.sum_cases")
-    except ImportError:
-        return []
-    return [(cases.check_sums, shape) for shape in cases.SUMS]
 
 
 def check_mapped(gpu: Gpu, to_host: bool) -> None:  # noqa: FBT001 -- what a case is given

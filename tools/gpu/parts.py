@@ -43,17 +43,18 @@ class Part:
 
 
 PARTS = (
-    Part("register", "tools.gpu.registering", 30),
-    Part("deaths", "tools.gpu.deaths", 60),
+    Part("register", "tools.gpu.registering", 25),
+    Part("deaths", "tools.gpu.deaths", 55),
     Part("bounds", "tools.gpu.bounds", 15),
-    Part("decodes", "tools.gpu.decodes", 40),
-    Part("prefills", "tools.gpu.prefills", 35),
-    Part("pages", "tools.gpu.pages", 30),
-    Part("decode", "tools.gpu.decode", 75),
-    Part("kernels", "tools.gpu.kernels", 40),
+    Part("decodes", "tools.gpu.decodes", 35),
+    Part("prefills", "tools.gpu.prefills", 30),
+    Part("pages", "tools.gpu.pages", 25),
+    Part("decode", "tools.gpu.decode", 70),
+    Part("kernels", "tools.gpu.kernels", 35),
     Part("graphs", "tools.gpu.graphs", 20),
-    Part("link", "tools.gpu.link", 40),
-    Part("sharing", "tools.gpu.sharing", 40),
+    Part("link", "tools.gpu.link", 35),
+    Part("process", "tools.gpu.process", 25),
+    Part("sharing", "tools.gpu.sharing", 35),
     Part("rivals", "tools.gpu.rivals", 60),
 )
 

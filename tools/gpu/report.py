@@ -24,6 +24,7 @@ HEADINGS = {
     "kernels": "Other kernels",
     "graphs": "CUDA graphs",
     "link": "Copies between host and GPU",
+    "process": "The GPU process",
     "sharing": "Several processes and one slab",
     "rivals": "Others' kernels",
 }
