@@ -3,7 +3,8 @@
 AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none, `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
     hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}
-    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue
+    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
+           where hello's row of the tier has gpu: {ordinal, uuid}
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
     revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
