@@ -69,7 +69,9 @@ class GpuProcess:
         self._inbox, self._outbox = Inbox(), deque[tuple[memoryview, Sequence[int]]]()
         self._reason = f"{self._name}: not started"
         """Why it cannot be asked; empty while it can."""
-        self._last_words, self._is_missed = "", False
+        self._last_words = ""
+        self._is_missed = False
+        """Whether its owner is to be told of its death."""
         self._burial: asyncio.Task[None] | None = None
 
     @property
@@ -165,6 +167,7 @@ class GpuProcess:
                 await self.drop(given["slab"])
 
     def _post(self, body: dict[str, Any], descriptors: Sequence[int], patience_s: float) -> asyncio.Future[Message]:
+        """The answer to come. Each ends, which gives its turn to the next."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Message] = loop.create_future()
         answer.add_done_callback(lambda _: self._turns.release())
