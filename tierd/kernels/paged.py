@@ -1,7 +1,8 @@
 """Paged attention by the kernels of cuda/: decode, prefill and the merge of partial results.
 
 Purpose: check what is given, fill in parameters, launch. Non-purpose: what is computed, which `reference` says in plain words and tests compare. Invariants: no
-memory is made after a `PagedDecode` was (for page masses: after their first use), and nothing is read back, so that a captured graph may replay it with other lengths and tables in the same arrays.
+memory is made after a `PagedDecode` was (for page masses: after their first use, and with longer tables), none is given back before it goes, and nothing is read back, so that a
+captured graph may replay it with other lengths and tables in the same arrays.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Chunks:
 
 
 class PagedDecode:
-    """Attention of one query token of each sequence, for up to `requests` of them. Raises InvalidArgument for shapes that no kernel has.
+    """Attention of one query token of each sequence, for up to `requests` of them, one call after another in a stream: they share the arrays that it keeps.
+
+    Raises InvalidArgument for shapes that no kernel has.
 
     blocks: how many thread blocks share the work; as many as fit the GPU at once. allocate(shape, dtype name): makes the arrays that it keeps.
     """
@@ -81,7 +84,7 @@ class PagedDecode:
         self._starts = allocate((rows + 1,), "int32")
         self._out = allocate((blocks + rows, self._group, shape.head_dim), "float32")
         self._lse = allocate((blocks + rows, self._group), "float32")
-        self._tile_lse: Array = None
+        self._tile_lses: list[Array] = []  # with every one that a captured graph may hold
 
     def __call__(self, q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
         """Fills `to`: out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), mass f32 [n, q_heads, pages of a table] if it is given.
@@ -138,9 +141,9 @@ class PagedDecode:
         return to
 
     def _tiles(self, tiles: int) -> int:
-        if self._tile_lse is None or self._tile_lse.shape[2] < tiles:
-            self._tile_lse = self._allocate((self._requests, self._q_heads, tiles), "float32")
-        return Buffer.of("workspace", self._tile_lse).address
+        if not self._tile_lses or self._tile_lses[-1].shape[2] < tiles:
+            self._tile_lses.append(self._allocate((self._requests, self._q_heads, tiles), "float32"))
+        return Buffer.of("workspace", self._tile_lses[-1]).address
 
 
 def decode_blocks(library: Library, shape: DecodeShape, *, q_type: str, kv_type: str) -> int:
