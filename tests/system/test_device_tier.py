@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.depth import count, report
-from tests.system.blocks import await_true
+from tests.system.blocks import SOON_S, await_true
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.raw import RawClient
 from tests.system.sdk import HOST, await_nothing_held, held
@@ -171,7 +171,7 @@ def test_one_writes_and_another_reads_in_place(daemon: Daemon) -> None:
             assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
             assert worker.ask(["marks", []]) == [True] * BLOCKS
         reader.say(["write_where_it_may_not", []])
-        assert reader._process.wait() == -signal.SIGSEGV
+        assert reader._process.wait(SOON_S) == -signal.SIGSEGV
         assert writer.ask(["right", []]) == [BLOCKS, BLOCKS]
         writer.ask(["drop", []])
         await_nothing_held(daemon, "a reader that died")

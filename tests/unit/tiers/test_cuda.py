@@ -214,6 +214,7 @@ async def test_a_restart_drops_what_was_in_device_memory(directory: Path) -> Non
     assert found.segments == [] and not len(found.extents)
     assert (found.next_segment, found.next_generation, found.namespaces) == (5, 34, [b"name"])
     assert len([n for n in again.notices if "does not outlive the daemon" in n]) == 1
+    assert not await asyncio.to_thread(lambda: list(again.tables.glob("*.cat")))
     await again.close(release=True)
     assert not await asyncio.to_thread(lambda: [path for path in directory.rglob("*") if path.is_file()])
 
