@@ -1,7 +1,7 @@
 """The books of a tier whose segments clients map: which are in use, with which catalogue and which memory.
 
 Purpose: `SegmentBooks`, what every such tier does alike: decisions carried out, blocks published, namespaces kept. Non-purpose: the memory itself
-(`SegmentData`: files of an arena, slabs of a GPU), where the tables lie (`arena_files.py`), what a former life left.
+(`SegmentSupply`: files of an arena, slabs of a GPU), where the tables lie (`arena_files.py`), what a former life left.
 
 Invariants:
 - Retract, then begin, then stamp: within `apply` a page's old entry and generation are gone before its new generation is
@@ -45,7 +45,7 @@ Memory = TypeVar("Memory")
 Given_co = TypeVar("Given_co", covariant=True)
 
 
-class SegmentData(Protocol[Given_co]):
+class SegmentSupply(Protocol[Given_co]):
     """Memory for as many segments as the tier has places, made ahead where that is possible."""
 
     def find_ready(self, segment: int) -> Given_co | None:
@@ -96,7 +96,7 @@ class SegmentBooks(Generic[Memory]):
         self._preparing, self._turn = threading.Lock(), threading.Lock()
         self._lock: OwnerLock | None = None
         self._marks: marks.Marks
-        self._data: SegmentData[Memory]
+        self._data: SegmentSupply[Memory]
 
     # -- life
 
