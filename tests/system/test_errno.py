@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -225,6 +226,34 @@ class Memory:
             assert all(is_content(view, names[0]) for view in views), "a wrong byte"
             return len(views) == 1
         return False
+
+
+NAMES = "*/state/namespaces*"
+"""The file of the namespaces that the daemon knows, and the one that takes its place."""
+NAMES_CALLS = [(SYNCS, "EIO"), *_deep(("open", "EIO"), (WRITES, "ENOSPC"), ("rename", "EIO"), ("close", "EIO"))]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", NAMES_CALLS, ids="-".join)
+def test_names_in_trouble(tmp_path: Path, fault: tuple[str, str]) -> None:
+    """A namespace that cannot be written down is refused, others serve on; it opens once it can be, and is the same one, with its blocks, after SIGKILL."""
+    with troubled(tmp_path, config()) as world:
+        client, spaces = world.client, dict[str, int]()
+        for hit in range(1, HITS + 1):
+            with world.io.armed(*fault, NAMES, first=hit, times=1):
+                for number in range(hit + 1):
+                    with contextlib.suppress(grpc.RpcError):
+                        client.open_namespace(model=f"{hit} {number}")
+                assert world.io.fired()
+            spaces |= {name: client.open_namespace(model=name) for name in (f"{hit} 0", f"{hit} {hit - 1}")}
+            assert client.put(spaces[f"{hit} 0"], chain(hit, 1), durable=True) == 1
+        assert world.io.synced_again == 0
+        world.daemon.restart()
+        with connected(world.daemon) as world.client:
+            assert {name: world.client.open_namespace(model=name) for name in spaces} == spaces
+            for hit in range(1, HITS + 1):
+                assert world.client.read(spaces[f"{hit} 0"], chain(hit, 1)) == 1
+        assert "Traceback" not in world.daemon.log, world.daemon.log[-3000:]
 
 
 @pytest.mark.timeout(60)

@@ -118,6 +118,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "good",
         SLOTS,
     ),
+    Mutation(
+        "memory-given-once",
+        "memory that was made for a segment is given up if its life has ended meanwhile, and not if another has it",
+        "tierd/tiers/segments.py",
+        "is_alive = self._segments.get(name) is segment",
+        "is_alive = True",
+        ("tests/unit/tiers/test_arena.py", "-k", "ended"),
+    ),
     # -- checksums
     Mutation(
         "entry-checksum",
@@ -183,6 +191,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._index.tiers[tier].flags[pages] = UNVERIFIED",
         "self._index.tiers[tier].flags[pages] = 0",
         CACHE,
+    ),
+    Mutation(
+        "bad-though-forgotten",
+        "a bad page of an epoch that has ended is withheld, and no lease keeps it",
+        "tierd/core/upkeep.py",
+        "pages = pages[readable & (pages_of.doom[pages] != Reason.CORRUPTED)]",
+        "pages = pages[readable & (pages_of.doom[pages] == 0)]",
+        ("tests/unit/core/test_quarantine.py",),
     ),
     # -- syncs
     Mutation(
@@ -381,6 +397,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "stack.push_async_callback(daemon.cache.commits_ended)",
         "pass",
         ("tests/unit/server/test_assembly.py",),
+    ),
+    Mutation(
+        "closed-without-its-daemon",
+        "what a client held that was closed while its daemon died is told to the successor",
+        "tierd/client/connection.py",
+        "self.forgettable.append(self._closed.popleft())",
+        "self._closed.popleft()",
+        ("tests/system/test_client.py", "-k", "closed_without"),
     ),
     # -- full disks
     Mutation(

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tierd import failpoint
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
@@ -311,6 +312,28 @@ async def test_segment_that_ends_while_it_is_prepared(directory: Path, monkeypat
     arena.apply(Plan(segments=[segment(2, replaces=1)]))
     is_over.set()
     await preparing
+    await takes_all_places(arena, directory)
+
+
+async def test_memory_for_a_segment_that_has_ended(directory: Path) -> None:
+    """A file that is made for a segment after its life has ended is given up, and counts for the next one."""
+    failpoint.arm("arena.spare.before_file", "delay:0.5x1")
+    failpoint.arm("arena.prepare.before_memory", "delay:0.3x1")
+    try:
+        arena, _ = await opened(directory)
+        arena.apply(Plan(segments=[segment(1)]))
+        preparing = asyncio.ensure_future(arena.prepare([segment(1)]))
+        point = "arena.prepare.before_memory"
+        assert await asyncio.to_thread(failpoint.await_hits, point, count=1, timeout_s=SOON_S)
+        arena.apply(Plan(segments=[segment(2, replaces=1)]))
+        await preparing
+    finally:
+        failpoint.disarm()
+    await takes_all_places(arena, directory)
+
+
+async def takes_all_places(arena: Arena, directory: Path) -> None:
+    """Segment 2 has begun at the first of four places: three more get a file each, a fifth none."""
     rest = [segment(number, place=number - 2) for number in (2, 3, 4, 5)]
     arena.apply(Plan(segments=rest[1:]))
     await arena.prepare(rest)

@@ -31,8 +31,10 @@ HEADER_FLIPS = count(test=8_192, nightly=1_200_000, weekly=2_400_000)
 PAYLOAD_FLIPS = count(test=8_192, nightly=1_775_000, weekly=3_500_000)
 FILE_FLIPS = count(test=1_000, nightly=100_000, weekly=100_000)
 """At most: each bit of a file once, some thousands."""
-LENGTH = 20_000
-"""Of a payload: five slices of 4000 bytes."""
+LAYERS, LENGTH = 5, 20_480
+"""Of a payload: five slices of 4096 bytes."""
+COVERED = META_BYTES + 8 * LAYERS
+"""Bytes of such a block's header that its checksums cover; zeros follow."""
 BATCH = 1024
 
 
@@ -53,7 +55,7 @@ def flipped(data: bytes, place: tuple[int, int]) -> bytes:
 
 
 def _tables(key: int) -> list[np.ndarray]:
-    return [slice_sums(content(key, LENGTH), slice_lengths(LENGTH, 5))]
+    return [slice_sums(content(key, LENGTH), slice_lengths(LENGTH, LAYERS))]
 
 
 def _header(key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -68,7 +70,7 @@ def _header(key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.timeout(3600)
 def test_slot_headers() -> None:
     """No flip in META or in the slice table of a slot is believed; one in the zeros behind them changes nothing that is read."""
-    places = itertools.chain(flips(384, HEADER_FLIPS - BATCH), flips(slots.HEADER_BYTES, BATCH, step=31))
+    places = itertools.chain(flips(COVERED, HEADER_FLIPS - BATCH), flips(slots.HEADER_BYTES, BATCH, step=31))
     refused = told = 0
     for batch in range(-(-HEADER_FLIPS // BATCH)):
         given, metas, extents = _header(SEED + batch // 32)
@@ -91,7 +93,8 @@ def test_slot_headers() -> None:
 def test_payloads() -> None:
     """No flip in a payload is verified, by the slice table or by the digest of the block."""
     places, told = flips(LENGTH, PAYLOAD_FLIPS, step=1 if PAYLOAD_FLIPS > LENGTH * 8 else 17), 0
-    cuts = slice_lengths(LENGTH, 5)
+    cuts = slice_lengths(LENGTH, LAYERS)
+    assert len(cuts) == LAYERS
     for key in itertools.count(SEED):
         payload = bytearray(content(key, LENGTH))
         table = slice_sums(payload, cuts)
