@@ -18,6 +18,7 @@ import pytest
 from tests.depth import count, report
 from tests.system.blocks import SOON_S
 from tests.system.crash_load import TOKENS, Chain, chain_of, open_all
+from tests.system.warm import WarmDaemon
 from tierd.client import Client
 from tierd.testing import Daemon, is_content
 
@@ -174,10 +175,10 @@ def kill_and_restart(daemon: Daemon, chance: random.Random, *, start_s: float) -
     return starts_killed
 
 
-def crash(kills: int, *, seed: int, directory: Path) -> None:
+def crash(kills: int, *, seed: int, directory: Path, kind: type[Daemon] = Daemon) -> None:
     """A run: so many kills under load, with everything checked."""
     chance, oracle, begun = random.Random(seed), Oracle(directory), time.monotonic()
-    with Daemon(config(kills)) as daemon:
+    with kind(config(kills)) as daemon:
         before = time.monotonic()
         daemon.restart()
         start_s, done, starts_killed = time.monotonic() - before, 0, 0
@@ -226,9 +227,10 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_killed_hundreds_of_times(tmp_path: Path) -> None:
-    """Hundreds of kills: as above."""
+    """Hundreds of kills, most of them of daemons that start warm: as above."""
     kills, seed = count(test=20, nightly=300, weekly=1000), _seed()
     for i, start in enumerate(range(0, kills, KILLS_PER_RUN)):
         directory = tmp_path / str(i)
         directory.mkdir()
-        crash(min(KILLS_PER_RUN, kills - start), seed=seed + i, directory=directory)
+        kind = WarmDaemon if i else Daemon
+        crash(min(KILLS_PER_RUN, kills - start), seed=seed + i, directory=directory, kind=kind)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.busy import CONFIG, Busy
+from tests.system.warm import WarmDaemon
 from tierd.errors import Unavailable
 from tierd.failpoint import POINTS
 from tierd.testing import Daemon
@@ -128,10 +129,10 @@ class Deaths:
             return faults.hits()[point]
 
 
-def die_often(points: list[str], *, seed: int) -> None:
+def die_often(points: list[str], *, seed: int, kind: type[Daemon] = Daemon) -> None:
     """A daemon that dies at all these points, one after another."""
     begun = time.monotonic()
-    with Daemon(CONFIG, faults=True) as daemon:
+    with kind(CONFIG, faults=True) as daemon:
         run = Deaths(daemon, random.Random(seed))
         try:
             for point in points:
@@ -179,4 +180,4 @@ def test_death_at_each_fault_point(part: int) -> None:
     seed = _seed()
     points = sorted(POINTS)[part::4] * count(nightly=5, weekly=25)
     random.Random(seed).shuffle(points)
-    die_often(points, seed=seed)
+    die_often(points, seed=seed, kind=WarmDaemon)

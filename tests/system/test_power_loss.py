@@ -29,10 +29,11 @@ import pytest
 from tests.depth import count, percentile, report
 from tests.system.blocks import SOON_S
 from tests.system.crash_load import TOKENS, Chain, chain_of, open_all
+from tests.system.warm import WarmDaemon
 from tierd.client import Client
 from tierd.client.values import GetResult, OpenedNamespace
 from tierd.errors import TierdError
-from tierd.testing import Daemon, content_of, is_content
+from tierd.testing import content_of, is_content
 
 EXT4_IOC_SHUTDOWN, NOLOGFLUSH = 0x8004587D, 2
 IMAGE_BYTES = 640 << 20
@@ -135,7 +136,7 @@ class Machine:
     """A daemon on a disk, and what it has acknowledged. durable, seen: chains acknowledged durable, and all that were ever put."""
 
     def __init__(self, disk: LoopDisk, direct: str, seed: int) -> None:
-        self.daemon = Daemon(config(direct), env={"TIERD_STATE_DIR": str(disk.path / "state")})
+        self.daemon = WarmDaemon(config(direct), env={"TIERD_STATE_DIR": str(disk.path / "state")})
         self.durable: dict[int, None] = {}
         self.seen: dict[int, None] = {}
         self.figures: Counter[str] = Counter()
@@ -178,7 +179,7 @@ class Machine:
         """The daemon again; sometimes the power goes once more while it starts."""
         while self._chance.random() < 0.2:
             self.daemon.start(wait=False)
-            time.sleep(self._chance.uniform(0.3, 1.0))
+            time.sleep(self._chance.uniform(0.0, 0.4))
             self.lose_power()
         self.daemon.start()
 

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from tierd.errors import Unavailable
 from tierd.testing.faults import Faults
@@ -40,6 +41,21 @@ capacity = "64 MiB"
 segment = "4 MiB"
 """
 """A configuration that starts in no time."""
+
+
+class Process(Protocol):
+    """What a Daemon needs of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class Daemon:
@@ -68,7 +84,7 @@ class Daemon:
         )
         if faults:
             self._env["TIERD_FAILPOINT_SOCKET"] = str(self.root / "faults.sock")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     @property
     def target(self) -> str:
@@ -109,21 +125,9 @@ class Daemon:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.root / "tierd.log", "ab") as log:
             address = f"\0tierd-test-{os.getpid()}-{time.monotonic_ns()}"
             notify.bind(address)
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tierd.cli.daemon",
-                    "serve",
-                    "--config",
-                    str(self.root / "tierd.toml"),
-                    *self._args,
-                ],
-                env=self._env | {"NOTIFY_SOCKET": "@" + address[1:], "TIERD_FAILPOINTS": failpoints},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            serve = ["serve", "--config", str(self.root / "tierd.toml"), *self._args]
+            env = self._env | {"NOTIFY_SOCKET": "@" + address[1:], "TIERD_FAILPOINTS": failpoints}
+            self._process = self._spawn(serve, env=env, log=log.fileno())
             if wait:
                 self._await_ready(notify)
         return self
@@ -184,6 +188,11 @@ class Daemon:
         shutil.rmtree(self._arena, ignore_errors=True)
         if self._own_root:
             shutil.rmtree(self.root, ignore_errors=True)
+
+    def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
+        """`tierd` with these arguments, its output to the descriptor."""
+        command = [sys.executable, "-m", "tierd.cli.daemon", *arguments]
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
     def _with_arena(self, config: str) -> str:
         """Gives each tier of memory without an arena_dir one below this daemon's own, so that nothing is left behind."""
