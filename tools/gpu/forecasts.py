@@ -174,12 +174,12 @@ def _link() -> Iterator[Forecast]:
 
 def _together() -> Iterator[Forecast]:
     part = "process"
-    told = "exports vmm, hashes host: no kernel sums yet, and no other notice"
+    told = "exports vmm; hashes kernel; no notice"
     yield Forecast(part, "process_facts", told, "what the device tier's GPU process found")
     yield Forecast(part, "process_bytes", RIGHT, "blocks of 2 MiB loaded, summed and stored by it")
-    yield Forecast(part, "process_load", 0.22, "loads with checksums, against the link")
+    yield Forecast(part, "process_load", 0.80, "loads with checksums, against the link")
     yield Forecast(part, "process_store", 0.90, "stores, against the link")
-    yield Forecast(part, "process_sums", 0.30, "checksums of what lies on the GPU, against the link from it")
+    yield Forecast(part, "process_sums", 2.0, "checksums of what lies on the GPU, against the link from it")
     yield Forecast(part, "process_death", RIGHT, "it is killed, and its successor takes over the slab")
     part = "sharing"
     for name, meaning in {
