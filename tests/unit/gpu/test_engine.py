@@ -217,8 +217,7 @@ def test_a_beginning_without_memory_is_refused() -> None:
         Engine(0)
 
 
-@on_fake_driver()
-def test_threads_copy_at_one_time() -> None:
+def copy_in_threads(rounds: int) -> None:
     """Eight threads, each with pages of its own in one slab and one host memory, both ways: every byte, every sum."""
     engine, slab, host = opened()
     faults = []
@@ -229,11 +228,11 @@ def test_threads_copy_at_one_time() -> None:
             pieces = pieces_of([4096 + number, 100, 20000])
             pieces["slab_offset"] += number << 18
             pieces["host_offset"] += number << 18
-            for _ in range(20):
+            for _ in range(rounds):
                 data = bytes_at(host, pieces, "host")
-                sums = unpack_sums(engine.copy(pack_pieces(pieces), to_device=True))
+                tables = unpack_sums(engine.copy(pack_pieces(pieces), to_device=True))
                 assert bytes_at(slab, pieces, "slab") == data
-                assert lists(sums) == sums_of(host, pieces, "host")
+                assert lists(tables) == sums_of(host, pieces, "host")
                 for piece in pieces:
                     os.pwrite(slab, os.urandom(int(piece["length"])), int(piece["slab_offset"]))
                 engine.copy(pack_pieces(pieces), to_device=False)
@@ -248,3 +247,16 @@ def test_threads_copy_at_one_time() -> None:
         thread.join()
     assert faults == []
     closed(engine, slab, host)
+
+
+@on_fake_driver()
+def test_threads_copy_at_one_time() -> None:
+    """With sums made on the host."""
+    copy_in_threads(20)
+
+
+@on_fake_driver()
+def test_threads_sum_at_one_time() -> None:
+    """With sums made by the kernel."""
+    os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
+    copy_in_threads(5)
