@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.depth import report
-from tests.system.blocks import await_true, connected
+from tests.system.blocks import BlockClient, await_true, connected
 from tests.system.errno_matrix import HITS, JOURNAL, SEG, STRIKE_S, Case, matrix, through
 from tests.system.shim.iofault import READS, SYNCS, WRITES
 from tests.system.trouble import BACKENDS, STORE, Troubled, config, troubled
@@ -238,22 +238,29 @@ NAMES_CALLS = [(SYNCS, "EIO"), *_deep(("open", "EIO"), (WRITES, "ENOSPC"), ("ren
 def test_names_in_trouble(tmp_path: Path, fault: tuple[str, str]) -> None:
     """A namespace that cannot be written down is refused, others serve on; it opens once it can be, and is the same one, with its blocks, after SIGKILL."""
     with troubled(tmp_path, config()) as world:
-        client, spaces = world.client, dict[str, int]()
+        client, spaces = world.client, dict[int, int]()
         for hit in range(1, HITS + 1):
             with world.io.armed(*fault, NAMES, first=hit, times=1):
-                for number in range(hit + 1):
-                    with contextlib.suppress(grpc.RpcError):
-                        client.open_namespace(model=f"{hit} {number}")
+                refused = [_is_refused(client, model=f"{hit} {number}") for number in range(hit)]
                 assert world.io.fired()
-            spaces |= {name: client.open_namespace(model=name) for name in (f"{hit} 0", f"{hit} {hit - 1}")}
-            assert client.put(spaces[f"{hit} 0"], chain(hit, 1), durable=True) == 1
+            assert refused == [False] * (hit - 1) + [True]
+            spaces[hit] = client.open_namespace(model=f"{hit} {hit - 1}")
+            assert client.put(spaces[hit], chain(hit, 1), durable=True) == 1
         assert world.io.synced_again == 0
         world.daemon.restart()
         with connected(world.daemon) as world.client:
-            assert {name: world.client.open_namespace(model=name) for name in spaces} == spaces
-            for hit in range(1, HITS + 1):
-                assert world.client.read(spaces[f"{hit} 0"], chain(hit, 1)) == 1
+            for hit, space in spaces.items():
+                assert world.client.open_namespace(model=f"{hit} {hit - 1}") == space
+                assert world.client.read(space, chain(hit, 1)) == 1
         assert "Traceback" not in world.daemon.log, world.daemon.log[-3000:]
+
+
+def _is_refused(client: BlockClient, *, model: str) -> bool:
+    try:
+        client.open_namespace(model=model)
+    except grpc.RpcError:
+        return True
+    return False
 
 
 @pytest.mark.timeout(60)
