@@ -28,7 +28,7 @@ CLASS_BYTES = 16 << 10
 PAGES = SEGMENT_BYTES // CLASS_BYTES
 SLICES = [5_000, 5_000]
 SPEC = TierSpec(TierKind.HOST, 0, 4 * SEGMENT_BYTES, SEGMENT_BYTES, writer_owned=True)
-WATCHED = ("arena.py", "catalogue.py", "data_files.py", "marks.py")
+WATCHED = ("arena.py", "segments.py", "catalogue.py", "data_files.py", "marks.py")
 
 
 def make_arena(directory: str) -> Arena:
