@@ -43,7 +43,7 @@ COMMON = (
 RUNTIMES = {"": (), "thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
 OPTIONS = {"TSAN_OPTIONS": "exitcode=66 history_size=4", "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
 LIMIT_S = 600
-SPILL_FREE = ("decode", "slice_sums")
+SPILL_FREE = ("decode", "prefill", "slice_sums")
 """Kernels, by how their names begin, of which each byte of memory counts."""
 RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",

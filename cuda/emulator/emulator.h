@@ -35,6 +35,8 @@
   extern "C" __attribute__((visibility("default"))) int NAME##_bytes() { return sizeof(PARAMS); }                             \
   extern "C" __attribute__((visibility("default"))) int NAME##_threads() { return THREADS; }
 
+#define SIMT_RESIDENT_KERNEL(NAME, PARAMS, THREADS, BLOCKS, BODY) SIMT_KERNEL(NAME, PARAMS, THREADS, BODY)
+
 using std::max;
 using std::min;
 

@@ -13,8 +13,10 @@
 
 #define SIMT_DEV __device__ __forceinline__
 #define SIMT_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
-#define SIMT_KERNEL(NAME, PARAMS, THREADS, BODY) \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ PARAMS params) { BODY(params); }
+#define SIMT_KERNEL(NAME, PARAMS, THREADS, BODY) SIMT_RESIDENT_KERNEL(NAME, PARAMS, THREADS, 0, BODY)
+// BLOCKS: so many must fit a multiprocessor by their registers; 0: as ptxas likes, which may spill some to fit one more.
+#define SIMT_RESIDENT_KERNEL(NAME, PARAMS, THREADS, BLOCKS, BODY) \
+  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ PARAMS params) { BODY(params); }
 
 namespace simt {
 

@@ -85,15 +85,16 @@ SIMT_DEV void plan(const PlanParams& p) {
   if (me == kPlanThreads - 1) p.starts[rows] = sums[me];
 }
 
-// A row's tiles, and where in the list of all they stand. Its query heads are `group` of all requests' from number * group on.
+// A row's tiles, and where in the list of all they stand. Its query heads are `group` of all requests' from number * group on. A thread has two of them all
+// the time: what can be found anew costs less than its register.
 struct Row {
-  int number, begin, end, request, head, length;
+  int number, begin, end;
   TileList tiles;
 
   static SIMT_DEV Row of(const DecodeParams& p, int number) {
-    const int request = number / p.batch.kv_heads, head = number % p.batch.kv_heads, length = p.batch.kv_lens[request];
-    return {number, p.starts[number], p.starts[number + 1], request, head, length,
-            tiles_of(p.batch, p.pool.page_tokens, request, head, length - p.batch.window)};
+    const int request = number / p.batch.kv_heads, head = number % p.batch.kv_heads;
+    return {number, p.starts[number], p.starts[number + 1],
+            tiles_of(p.batch, p.pool.page_tokens, request, head, p.batch.kv_lens[request] - p.batch.window)};
   }
   // The row that a tile is of, from this one on.
   SIMT_DEV void advance(const DecodeParams& p, int tile) {
@@ -119,9 +120,10 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
 
   static SIMT_DEV void load(const DecodeParams& p, const Row& row, int tile, bool is_there, unsigned char* slot) {
     if (is_there) {
-      const int token = row.tiles.first_token(tile - row.begin), page = token / p.pool.page_tokens, rows = row.length - token;
-      const int64_t id = rows > 0 ? p.batch.tables[(int64_t)row.request * p.batch.table_stride + page] : 0;
-      const int64_t at = id * p.pool.page_stride + row.head * p.pool.head_stride + (token % p.pool.page_tokens) * p.pool.token_stride;
+      const int request = row.number / p.batch.kv_heads, head = row.number % p.batch.kv_heads;
+      const int token = row.tiles.first_token(tile - row.begin), page = token / p.pool.page_tokens, rows = p.batch.kv_lens[request] - token;
+      const int64_t id = rows > 0 ? p.batch.tables[(int64_t)request * p.batch.table_stride + page] : 0;
+      const int64_t at = id * p.pool.page_stride + head * p.pool.head_stride + (token % p.pool.page_tokens) * p.pool.token_stride;
       KvTile::load(slot, p.pool.k + at, p.pool.token_stride, rows);
       KvTile::load(slot + KvTile::kBytes, p.pool.v + at, p.pool.token_stride, rows);
     }
@@ -169,32 +171,31 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
     float* shared = reinterpret_cast<float*>(raw + kWarps * kRing * kSlot);
 
     Row row = Row::of(p, row_of(p.starts, rows, mine.first)), ahead = row;
-    int next = mine.first + warp, slot = 0;
-    const auto load_next = [&](int to) {
-      if (next < mine.last) ahead.advance(p, next);
-      load(p, ahead, next, next < mine.last, ring + to * kSlot);
-      next += kWarps;
+    const auto load_ahead = [&](int tile, int to) {
+      if (tile < mine.last) ahead.advance(p, tile);
+      load(p, ahead, tile, tile < mine.last, ring + to * kSlot);
     };
 #pragma unroll
-    for (int i = 0; i < kRing - 1; i++) load_next(i);
+    for (int i = 0; i < kRing - 1; i++) load_ahead(mine.first + warp + i * kWarps, i);
 
+    int slot = 0;
     for (int tile = mine.first + warp;;) {
       Queries<Stored, kDim> q;
       const auto* queries = static_cast<const typename Query::Value*>(p.q) + (int64_t)row.number * group * kDim;
       q.template load<Query>([&](int i) { return i < group ? queries + i * kDim : nullptr; });
-      const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[row.head] : 1.f);
+      const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[row.number % p.batch.kv_heads] : 1.f);
       Attention<Stored, kDim> attention;
       attention.begin();
-      const int end = min(row.end, mine.last), tiles_of_table = p.batch.table_stride * (p.pool.page_tokens / kTileTokens);
+      const int length = p.batch.kv_lens[row.number / p.batch.kv_heads], end = min(row.end, mine.last), tiles_of_table = p.batch.table_stride * (p.pool.page_tokens / kTileTokens);
       for (; tile < end; tile += kWarps) {
         simt::await_copies<kRing - 2>();
         __syncwarp();
-        load_next((slot + kRing - 1) % kRing);
+        load_ahead(tile + (kRing - 1) * kWarps, (slot + kRing - 1) % kRing);
         const unsigned char* here = ring + slot * kSlot;
         const int first = row.tiles.first_token(tile - row.begin);
         attention.template add<kTells>(
             q, here, here + KvTile::kBytes, scale,
-            [&](int, int token) { return first + token < row.length && is_in_window(p.batch, first + token, row.length - 1); },
+            [&](int, int token) { return first + token < length && is_in_window(p.batch, first + token, length - 1); },
             [&](int i, float lse) {
               if (i < group) p.tile_lse[((int64_t)row.number * group + i) * tiles_of_table + first / kTileTokens] = lse;
             });
@@ -253,6 +254,7 @@ SIMT_DEV void page_mass(const MassParams& p) {
 
 template <class Query, class Stored, int kDim> struct Shape {
   static constexpr int kWarps = kDim > 128 ? 2 : 4;  // rings of two blocks fit a multiprocessor of an H100
+  static constexpr int kResident = kDim == 64 ? 4 : 0;
   using Kernel = Decode<Query, Stored, kDim, kWarps>;
 };
 
@@ -265,11 +267,11 @@ SIMT_KERNEL(decode_merge_bf16, DecodeMergeParams, 128, decode_merge<Bf16>)
 SIMT_KERNEL(decode_merge_f16, DecodeMergeParams, 128, decode_merge<F16>)
 SIMT_KERNEL(decode_page_mass, MassParams, 128, page_mass)
 
-#define DECODE(QUERY, Q, STORED, KV, DIM)                                                                    \
-  SIMT_KERNEL(decode_##Q##_##KV##_##DIM, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads),        \
-              (Shape<QUERY, STORED, DIM>::Kernel::run<false>))                                               \
-  SIMT_KERNEL(decode_##Q##_##KV##_##DIM##_mass, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads), \
-              (Shape<QUERY, STORED, DIM>::Kernel::run<true>))
+#define DECODE(QUERY, Q, STORED, KV, DIM)                                                                             \
+  SIMT_RESIDENT_KERNEL(decode_##Q##_##KV##_##DIM, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads),        \
+                       (Shape<QUERY, STORED, DIM>::kResident), (Shape<QUERY, STORED, DIM>::Kernel::run<false>))       \
+  SIMT_RESIDENT_KERNEL(decode_##Q##_##KV##_##DIM##_mass, DecodeParams, (Shape<QUERY, STORED, DIM>::Kernel::kThreads), \
+                       (Shape<QUERY, STORED, DIM>::kResident), (Shape<QUERY, STORED, DIM>::Kernel::run<true>))
 #define DECODE_DIM(DIM) TIERD_TYPES(DECODE, DIM)
 
 TIERD_DIMS(DECODE_DIM)

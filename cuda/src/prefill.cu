@@ -24,6 +24,7 @@ struct PrefillParams {
 template <class Query, class Stored, int kDim> struct Prefill {
   using KvTile = Tile<Stored, kDim>;
   static constexpr int kThreads = 32 * kPrefillWarps, kStage = 2 * kStageTiles * KvTile::kBytes;
+  static constexpr int kResident = kDim > 128 ? 1 : kDim > 64 ? 3 : 4;  // told, or ptxas spills to have one more
 
   // Tile by tile: a warp brings one of K and the same of V.
   static SIMT_DEV void load(const PrefillParams& p, const TileList& tiles, int request, int head, int stage, unsigned char* to) {
@@ -107,7 +108,8 @@ template <class Query, class Stored, int kDim> struct Prefill {
 using namespace tierd;
 
 #define PREFILL(QUERY, Q, STORED, KV, DIM) \
-  SIMT_KERNEL(prefill_##Q##_##KV##_##DIM, PrefillParams, (Prefill<QUERY, STORED, DIM>::kThreads), (Prefill<QUERY, STORED, DIM>::run))
+  SIMT_RESIDENT_KERNEL(prefill_##Q##_##KV##_##DIM, PrefillParams, (Prefill<QUERY, STORED, DIM>::kThreads), \
+                       (Prefill<QUERY, STORED, DIM>::kResident), (Prefill<QUERY, STORED, DIM>::run))
 #define PREFILL_DIM(DIM) TIERD_TYPES(PREFILL, DIM)
 
 TIERD_DIMS(PREFILL_DIM)

@@ -14,14 +14,15 @@ template <class Stored, int kDim> struct Tile {
   static constexpr int kBlocks = kDim / 16;  // of channels
   // Chunks that a row can exchange: the largest power of two that divides their number, at most the 8 of all banks.
   static constexpr int kSwap = (kChunks & -kChunks) < 8 ? (kChunks & -kChunks) : 8;
+  static constexpr int kPieces = kTileTokens * kChunks / 32;  // of 16 bytes, for each lane
   static_assert(kDim % 32 == 0 && kTileTokens * kChunks % 32 == 0);
 
   static SIMT_DEV int at(int row, int chunk) { return row * kRowBytes + 16 * (chunk ^ (row / (8 / kSwap) & (kSwap - 1))); }
 
   // A warp's part: rows from `rows` on are zeros and are not read (what is stale there may be NaN, and 0 * NaN is NaN).
   static SIMT_DEV void load(unsigned char* tile, const unsigned char* first_row, int64_t row_stride_bytes, int rows) {
-#pragma unroll
-    for (int i = 0; i < kTileTokens * kChunks / 32; i++) {
+#pragma unroll(kPieces > 8 ? 4 : kPieces)  // addresses of sixteen pieces at once take registers that kernels of 256 channels do not have
+    for (int i = 0; i < kPieces; i++) {
       const int piece = i * 32 + simt::lane(), row = piece / kChunks, chunk = piece % kChunks;
       simt::copy_async(tile + at(row, chunk), first_row + row * row_stride_bytes + 16 * chunk, row < rows);
     }
