@@ -67,6 +67,8 @@ POINTS: Mapping[str, str] = {
     "lifecycle.before_ready": "sockets are bound, nobody has been told",
     "lifecycle.before_settle": "SIGTERM has come",
     "mover.copy.before_copy": "a batch between two mapped tiers",
+    "mover.device.before_load": "a batch on its way from host memory to a GPU",
+    "mover.device.before_store": "a batch on its way from a GPU to host memory",
     "mover.load.before_verify": "a batch is read, nothing of it verified",
     "mover.publish.before_catalogue": "a batch is verified, not published",
     "mover.store.before_hash": "a batch on its way to a store",
