@@ -195,6 +195,28 @@ def test_copied_caches(model: Callable[..., Any], store: Callable[..., Any]) -> 
     assert cache.get_seq_length() == WHOLE
 
 
+def test_chosen_rows(model: Callable[..., Any], store: Callable[..., Any]) -> None:
+    """Restored rows that were put in another order, or of which some were left out, are stored under their own tokens, and refused under those of others."""
+    one, kept = model(), store(model())
+    ids = torch.cat([prompt(27), prompt(28)])
+    first = TierdCache(kept)
+    say(one, ids, cache=first)
+    assert first.save(ids) == 2 * WHOLE
+    cache = TierdCache.restore(kept, ids)
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    out = say(one, ids[[1, 0]], cache=cache, max_new_tokens=40).tokens
+    with pytest.raises(InvalidArgument, match="row 0 begins with other tokens"):
+        cache.save(out[[1, 0]])
+    assert cache.save(out) == 2 * 128
+    cache.batch_select_indices(torch.tensor([False, True]))
+    with pytest.raises(InvalidArgument, match="row 0 begins with other tokens"):
+        cache.save(out[:1])
+    assert cache.save(out[1:]) == 128
+    again = TierdCache.restore(kept, out)
+    assert again.restored == 128
+    assert_same(say(one, out), say(one, out, cache=again))
+
+
 def test_wrong_tokens_are_refused(model: Callable[..., Any], store: Callable[..., Any]) -> None:
     """Tokens that the cache was not restored for, rows that do not divide and padding on the right are errors; nothing is stored."""
     one, kept, ids = model(), store(model()), prompt(14)

@@ -125,6 +125,23 @@ def test_rows_that_are_chosen(paged: Any, store: Callable[..., Any]) -> None:
     assert_same(say(paged, ids), say(paged, ids, cache=cache))
 
 
+def test_chosen_rows_are_stored_as_what_they_are(paged: Any, store: Callable[..., Any]) -> None:
+    """Restored rows that were put in another order are stored under their own tokens, and refused under those of others."""
+    kept, ids = store(paged), torch.cat([prompt(19), prompt(20)])
+    first = PagedTierdCache(kept)
+    say(paged, ids, cache=first)
+    assert first.save(ids) == 2 * WHOLE
+    cache = PagedTierdCache.restore(kept, ids)
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    out = say(paged, ids.flip(0), cache=cache, max_new_tokens=40).tokens
+    with pytest.raises(InvalidArgument, match="row 0 begins with other tokens"):
+        cache.save(out.flip(0))
+    assert cache.save(out) == 2 * 128
+    again = PagedTierdCache.restore(kept, out)
+    assert again.restored == 128
+    assert_same(say(paged, out), say(paged, out, cache=again))
+
+
 def test_without_a_daemon(paged: Any, store: Callable[..., Any], tmp_path: Any) -> None:
     """With no daemon the pages are this process's own memory."""
     kept, ids = store(paged, target=str(tmp_path / "nobody")), prompt(14)

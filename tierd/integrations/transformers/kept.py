@@ -34,17 +34,23 @@ class KeptCache(Cache):
         generate() was given it. Blocks end where the tokens do, or where beams were mixed. Raises InvalidArgument for tokens that cannot be these.
         """
         rows = rows_of(tokens, attention_mask, self.store.padding)
-        self._check_same(rows)
         held = self._held_rows()
         copies, odd = divmod(held, len(rows))
         if odd or (held and not copies):
             raise InvalidArgument(f"save: {len(rows)} rows of tokens for {held} of the cache; give the prompts")
+        self._check_same(rows, held)
         return sum(self._save_row(row, i * copies, copies) for i, row in enumerate(rows)) if held else 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beams: whose tokens a row holds from here on, only the search knows."""
         self._doubt()
+        self._choose(beam_idx)
         super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows, in this order: numbers, or a bool of each row."""
+        self._choose(indices)
+        super().batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
         """Assisted decoding begins: it computes the whole prompt even where a cache holds some of it, so that what was restored has to go."""
@@ -88,13 +94,18 @@ class KeptCache(Cache):
         length = self.get_seq_length()
         self._certain = length if self._certain is None else min(self._certain, length)
 
-    def _check_same(self, rows: list[Row]) -> None:
-        """What was restored was restored for certain tokens."""
-        if not self.restored or len(rows) % len(self._rows):
-            return
-        copies = len(rows) // len(self._rows)
-        for i, row in enumerate(rows):
-            known = self._rows[i // copies]
+    def _choose(self, indices: torch.Tensor) -> list[int]:
+        """Numbers of the cache's rows that stay, in their order; what was restored goes with them."""
+        held = self._held_rows()
+        chosen: list[int] = torch.arange(held)[indices.cpu()].tolist() if held else []
+        self._rows = [self._rows[i * len(self._rows) // held] for i in chosen if self._rows]
+        return chosen
+
+    def _check_same(self, rows: list[Row], held: int) -> None:
+        """What was restored was restored for certain tokens. held: rows of the cache, of which several may be one of tokens, or were one when it was restored."""
+        for at in range(held) if self.restored else ():
+            i = at * len(rows) // held
+            row, known = rows[i], self._rows[at * len(self._rows) // held]
             whole = max(0, min(self.restored - known.start, len(row.tokens)))
             if row.start != known.start or (row.tokens[:whole] != known.tokens[:whole]).any():
                 raise InvalidArgument(

@@ -103,7 +103,7 @@ class PagedTierdCache(KeptCache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Tables of the same pages; whoever writes first into the last page copies it."""
         self._doubt()
-        self._take(beam_idx.tolist())
+        self._take(self._choose(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row so many times."""
@@ -111,7 +111,7 @@ class PagedTierdCache(KeptCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these rows."""
-        self._take(torch.arange(len(self.tables))[indices.cpu()].tolist())
+        self._take(self._choose(indices))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes so many tokens away, given as a negative number. Raises ValueError for a positive one, as transformers does since 5.20."""
