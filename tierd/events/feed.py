@@ -30,8 +30,8 @@ log = structlog.get_logger(__name__)
 
 NAMES_BYTES = 32 << 20
 """What clients have said of their blocks and was not handed over yet; beyond it the oldest is forgotten, and tierd's own hashes are told."""
-RETRY_S = 1.0
-"""Before everything is told anew after an accident."""
+AGAIN_S = 1.0
+"""Everything is told at most once in this time: where more happens than can be told, telling all of it anew at once would lose more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,15 @@ class Feed:
 
     async def run(self) -> None:
         """Until the log is closed."""
-        is_open = True
+        clock, is_open = asyncio.get_running_loop().time, True
         while is_open:
+            began = clock()
             try:
                 is_open = await self._tell()
             except Exception:
                 log.exception("KV events: told anew")
-                await asyncio.sleep(RETRY_S)
+            if is_open:
+                await asyncio.sleep(max(0.0, began + AGAIN_S - clock()))
 
     async def _tell(self) -> bool:
         """Everything that is held, then what happens, until something was lost; False: the log is closed."""
