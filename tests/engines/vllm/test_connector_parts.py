@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, get_request_block_hasher, init_none_hash
@@ -29,6 +30,7 @@ import tierd.integrations.vllm as face
 from tierd.core.model import Need
 from tierd.errors import ConfigError, Unsupported
 from tierd.integrations.pieces import copy_in, copy_out
+from tierd.integrations.vllm.identity import files_of, kernels
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.scheduler import _runs
@@ -36,7 +38,6 @@ from tierd.integrations.vllm.spaces import (
     block_bytes,
     check_supported,
     facts_of,
-    files_of,
     is_replicated,
     spaces_of,
     step_tokens,
@@ -72,7 +73,7 @@ def config(**more: Any) -> Any:
         "enable_prefix_caching": True,
     }
     model = {"model": "m", "revision": None, "quantization": None, "dtype": torch.float32}
-    model |= {"hf_config": LlamaConfig(), "max_model_len": 4096}
+    model |= {"hf_config": LlamaConfig(), "max_model_len": 4096, "enable_sleep_mode": False}
     transfer = {"kv_load_failure_policy": "recompute", "is_kv_consumer": True, "is_kv_producer": True}
     parts = {"kv_transfer_config": transfer, "parallel_config": parallel, "cache_config": cache, "model_config": model}
     parts["attention_config"] = {"backend": None}
@@ -197,6 +198,22 @@ def test_what_divides_namespaces() -> None:
     assert (named[-1][0].need, named[-1][0].need_tokens) == (Need.LAST_TOKENS, 95)
 
 
+def test_kernels_divide_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's kernels for AMX have K and V in tiles, those for ROCm have them shuffled where a setting says so: under one layout's name, with other bytes."""
+    said = []
+    for found in ({"amx_tile": False}, {"amx_tile": True}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        kernels.cache_clear()
+        said.append(spaces_of(config(), kv_config(FULL), ConnectorOptions())[0].spec)
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    for shuffled in "01":
+        monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", shuffled)
+        kernels.cache_clear()
+        said.append(spaces_of(config(), kv_config(FULL), ConnectorOptions())[0].spec)
+    kernels.cache_clear()
+    assert len(set(map(str, said))) == len(said)
+
+
 def _committed(commit: str) -> LlamaConfig:
     found = LlamaConfig()
     found._commit_hash = commit
@@ -273,6 +290,7 @@ def test_what_is_not_kept_is_refused() -> None:
     for asked, kv, words in (
         (config(pipeline_parallel_size=2), kv_config(FULL), "pipeline_parallel_size 2"),
         (config(calculate_kv_scales=True), kv_config(FULL), "calculate_kv_scales"),
+        (config(enable_sleep_mode=True), kv_config(FULL), "enable_sleep_mode"),
         (config(), kv_config(FULL, mamba), "groups of kind mamba"),
     ):
         with pytest.raises(Unsupported, match=words):

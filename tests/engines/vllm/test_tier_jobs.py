@@ -173,8 +173,9 @@ def hung(daemon: Daemon) -> Iterator[None]:
         os.kill(daemon.pid, signal.SIGCONT)
 
 
-def test_chunks_go_and_come(stack: Callable[..., Stack]) -> None:
-    """What left the host tier comes back bit by bit; the first answer to a lookup is RETRY, and a key that was never stored is a miss."""
+def test_chunks_go_and_come(daemon: Daemon, stack: Callable[..., Stack]) -> None:
+    """What left the host tier comes back bit by bit; the first answer to a lookup is RETRY, and a key that was never stored is a miss. The daemon maps nothing of
+    vLLM's."""
     one, keys = stack(), [key(i) for i in range(100, 105)]
     kv = one.offload(request(keys, name="a"), keys)
     one.forget()
@@ -184,6 +185,8 @@ def test_chunks_go_and_come(stack: Callable[..., Stack]) -> None:
     again = request(keys, name="b")
     assert one.find(again, [*keys, key(1)]) == [LookupResult.HIT] * 5 + [LookupResult.MISS]
     assert (one.restored(again, keys) == kv).all()
+    ours, theirs = (Path(f"/proc/{pid}/maps").read_text() for pid in ("self", daemon.pid))
+    assert one.mapping.name in ours and one.mapping.name not in theirs
 
 
 def test_groups_do_not_meet(stack: Callable[..., Stack]) -> None:

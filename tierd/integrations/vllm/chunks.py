@@ -2,12 +2,13 @@
 
 Purpose: an OffloadKey (block hash, then group in 4 bytes) becomes a name in the group's namespace. Non-purpose: when chunks move (tier.py).
 Invariants: whatever changes the bytes of a row of vLLM's host tier is in the namespace; it is opened only when vLLM has chosen its hash seed, which is after
-the tier was made. A key carries no parent; the request's own record of positions has it, and where that has a gap the chunk begins a chain of its own.
+the tier was made; what model is served is looked at when the tier is made. A key carries no parent; the request's own record of positions has it, and where that has a gap the chunk begins a chain of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
+from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
@@ -26,11 +28,12 @@ from tierd.core.model import ROOT
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
-from tierd.integrations.vllm.spaces import files_of
+from tierd.integrations.vllm.identity import engine_words, files_of, model_words
 
 UNKNOWN = -1
 """Place of a chunk that the request does not know."""
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class ChunkNames:
 
     def __init__(self, store: EngineStore, spec: Any, *, row_bytes: int, options: Options) -> None:
         self._store, self._spec, self._row_bytes, self._options = store, spec, row_bytes, options
+        self._model = _model_words(spec, options)
         self._tokens: dict[int, int] = {
             g.group_id: g.tokens_per_block * spec.blocks_per_chunk for g in spec.config.groups
         }
@@ -118,25 +122,20 @@ class ChunkNames:
             tokens_per_block=self._tokens[group],
             block_bytes=self._row_bytes,
             group=str(group),
-            salt=salt_of(self._spec, self._options),
+            salt=salt_of(self._spec, self._model),
         )
 
 
-def salt_of(spec: Any, options: Options) -> str:
-    """Digest of what else decides the bytes of a row: what vLLM's own file tier goes by, the physical layout, the release, the beginning of its hashes.
+def salt_of(spec: Any, model: Mapping[str, Any]) -> str:
+    """Digest of what else decides the bytes of a row: what vLLM's own file tier goes by, the physical layout, the release, the beginning of its hashes, the model.
 
     Topologies share rows only where vLLM has certified the layout (canonical) or keeps one copy (replicated).
     """
     config = spec.config
     shared = bool(config.canonical_layout or config.replicated_layout)
     files = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=shared)
-    words = files.get_run_config() | {
-        "face": "TierdTier",
-        "release": ".".join(vllm.__version__.split(".")[:2]),
-        "kv_cache_layout": str(config.kv_cache_layout),
-        "files": [] if options.weights_digest else files_of(config.model.name),
-        "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex(),
-    }
+    words = files.get_run_config() | engine_words()
+    words |= {"face": "TierdTier", "kv_cache_layout": str(config.kv_cache_layout), "model": model}
     return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -169,6 +168,29 @@ def facts_of(spec: Any) -> EngineFacts:
         ranks=f"0/{config.parallel.world_size}",
         role="scheduler",
     )
+
+
+def _model_words(spec: Any, options: Options) -> dict[str, Any]:
+    """As the connector's, where vLLM's configuration is to be had; else what the checkpoint's place tells."""
+    config = _config_behind(spec)
+    if config is not None:
+        return model_words(config, options)
+    logger.warning(
+        "tierd: vLLM's configuration was not found: set weights_digest where one model has several (--hf-overrides)"
+    )
+    return {"files": () if options.weights_digest else files_of(spec.config.model.name)}
+
+
+def _config_behind(spec: Any) -> Any:
+    """The VllmConfig of the engine that makes a tier. vLLM hands its tiers a name, a type and sizes, and keeps to itself what the user has overridden of the model:
+    it is found among the calls that led here, as the one with the spec's engine_id; None if none has it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        config = frame.f_locals.get("vllm_config")
+        if getattr(getattr(config, "kv_transfer_config", None), "engine_id", None) == spec.config.engine_id:
+            return config
+        frame = frame.f_back
+    return None
 
 
 def _follows(before: tuple[int, int], after: tuple[int, int]) -> bool:

@@ -22,10 +22,10 @@ from tierd.client import Found, OpenedNamespace
 from tierd.integrations.courier import Courier
 from tierd.integrations.match import Match, claim
 from tierd.integrations.store import EngineStore
+from tierd.integrations.vllm.identity import AdapterFiles
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
 from tierd.integrations.vllm.spaces import (
-    AdapterFiles,
     Space,
     facts_of,
     is_replicated,

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import vllm
@@ -29,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
 from tierd.client import Group, NamespaceSpec, OpenedNamespace
 from tierd.core.model import Need
 from tierd.errors import Unsupported
-from tierd.integrations import checkpoint
 from tierd.integrations.facts import EngineFacts
+from tierd.integrations.vllm.identity import dtype_of, engine_words, model_words
 from tierd.integrations.vllm.options import ConnectorOptions
 
 WHOLE = (
@@ -41,12 +39,8 @@ WHOLE = (
 )
 """Kinds of which every block is asked for."""
 WINDOWS = (KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.SLIDING_WINDOW_MLA)
-ADAPTERS_MAX = 4096
-"""Of which it is remembered what their files were."""
 REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 """Kinds that every tensor parallel rank holds whole."""
-ELSEWHERE = ("_name_or_path", "transformers_version")
-"""Of a checkpoint's configuration, what says nothing of its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +81,6 @@ def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = ""
     )
 
 
-class AdapterFiles:
-    """What the files of LoRA adapters were when this engine first met them, which are those that it goes on with: vLLM's hashes know an adapter's name and path
-    only, and what is stored outlives both. Where a weights_digest was given it stands for adapters too."""
-
-    def __init__(self, options: ConnectorOptions) -> None:
-        self._is_told = bool(options.weights_digest)
-        self._met: dict[tuple[str, int, str], bytes] = {}
-
-    def stamp(self, adapter: Any) -> bytes:
-        """To be added to the names of a request's blocks. adapter: its LoRARequest; b"" without one."""
-        if adapter is None or self._is_told:
-            return b""
-        key = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
-        if adapter.load_inplace or key not in self._met:
-            while len(self._met) >= ADAPTERS_MAX:
-                del self._met[next(iter(self._met))]
-            self._met[key] = _digest_of(adapter.lora_path)
-        return self._met[key]
-
-
 def stamped(names: Sequence[bytes], stamp: bytes) -> tuple[bytes, ...]:
     """vLLM's names of blocks as tierd has them."""
     return tuple(name + stamp for name in names)
@@ -119,6 +93,10 @@ def check_supported(config: Any, kv: Any) -> None:
         raise Unsupported(
             f"vllm: pipeline_parallel_size {parallel.pipeline_parallel_size}, decode_context_parallel_size {parallel.decode_context_parallel_size}; "
             "TierdConnector keeps blocks of tensor parallel ranks only: set both to 1, or use TierdTier"
+        )
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        raise Unsupported(
+            "vllm: enable_sleep_mode takes KV memory away and gives it back, which TierdConnector does not follow; leave it out"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported(
@@ -152,15 +130,6 @@ def is_kept_by_blocks(kv: Any) -> bool:
     return len(kinds) == 1 and kinds[0] not in WINDOWS
 
 
-@cache
-def files_of(model: str) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of a local checkpoint's files, whose place may come to hold others; () of a model that is known by its name.
-
-    As they were when they were first asked for: an engine goes on with what it has loaded.
-    """
-    return checkpoint.files_of(model)
-
-
 def step_tokens(spaces: Sequence[Space]) -> int:
     """Tokens at whose multiples all groups' blocks end."""
     return math.lcm(*(space.tokens for space in spaces))
@@ -183,7 +152,7 @@ def facts_of(config: Any, kv: Any, *, role: str, rank: int = 0) -> EngineFacts:
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=kv_cache_utils.get_none_hash_seed() if role == "scheduler" else "",  # other processes never hash
         tokens_per_block="/".join(str(group.kv_cache_spec.block_size) for group in kv.kv_cache_groups),
-        dtype=_dtype(config),
+        dtype=dtype_of(config),
         layout=str(kv.kv_cache_layout or ""),
         ranks=f"{rank}/{config.parallel_config.tensor_parallel_size}",
         role=role,
@@ -222,50 +191,11 @@ def _kept_longer(spec: Any) -> int:
 
 def _words(config: Any, kv: Any, options: ConnectorOptions) -> dict[str, Any]:
     """What else decides a block's bytes, or what its hash means."""
-    model, cache = config.model_config, config.cache_config
     return {
         "face": "TierdConnector",
-        "release": ".".join(vllm.__version__.split(".")[:2]),
-        "revision": model.revision,
-        "files": () if options.weights_digest else (*files_of(model.model), _commit_of(model)),
-        "config": _config_words(model),
-        "quantization": str(model.quantization),
-        "dtype": _dtype(config),
         "layout": kv.kv_cache_layout,
-        "attention": str(getattr(getattr(config, "attention_config", None), "backend", None)),
         "tensor_parallel": config.parallel_config.tensor_parallel_size,
-        "hash_algorithm": cache.prefix_caching_hash_algo,
-        "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex(),
+        "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
+        **engine_words(),
+        **model_words(config, options),
     }
-
-
-def _commit_of(model: Any) -> str:
-    """Of a checkpoint from a hub, where it is known: no revision means its newest one."""
-    return str(getattr(getattr(model, "hf_config", None), "_commit_hash", None) or "")
-
-
-def _config_words(model: Any) -> str:
-    """The checkpoint's configuration with what the user has overridden of it: keys are stored with their positions, so rotary scaling is in the bytes.
-
-    Not where it came from, nor how long a sequence may be, but where that chooses the scaling (longrope).
-    """
-    config = getattr(model, "hf_config", None)
-    if config is None:
-        return ""
-    said = {key: value for key, value in config.to_dict().items() if key not in ELSEWHERE}
-    words = json.dumps(said, sort_keys=True, default=lambda value: type(value).__name__)
-    return f"{words} {model.max_model_len}" if '"longrope"' in words else words
-
-
-def _digest_of(adapter: str) -> bytes:
-    """Of an adapter's files; of nobody else's where they cannot be looked at."""
-    try:
-        files = json.dumps(checkpoint.files_of(adapter, checkpoint.ADAPTER_FILES))
-    except OSError:
-        files = secrets.token_hex(16)
-    return hashlib.sha256(files.encode()).digest()
-
-
-def _dtype(config: Any) -> str:
-    """Of the model and of its KV."""
-    return f"{config.model_config.dtype}/{config.cache_config.cache_dtype}".replace("torch.", "")
