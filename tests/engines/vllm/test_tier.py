@@ -113,6 +113,18 @@ def test_another_process(vllm: Callable[..., Engine], make_model: Callable[..., 
     assert not list(Path("/dev/shm").glob(f"vllm_offload_{name}*"))
 
 
+def test_another_rotary_scaling_is_another_model(
+    daemon: Daemon, vllm: Callable[..., Engine], make_model: Callable[..., Path]
+) -> None:
+    """A vLLM of the same checkpoint with another scaling of positions is not served the first one's chunks, and is its own, although vLLM tells its tiers nothing
+    of it."""
+    kept(daemon, vllm(), prompt(8))
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    scaled = {"hf_overrides": {"rope_parameters": rope}}
+    with Engine(make_model("llama"), connector=connector(daemon), **scaled) as second:
+        assert [say(second, prompt(8)).cached for _ in range(2)] == [0, WHOLE]
+
+
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_corrupted_chunk(daemon: Daemon, vllm: Callable[..., Engine], verify: str) -> None:
     """Bytes that change in tierd's memory and on its disk cost the hit where hits are verified; where they are trusted they change what is said."""
