@@ -112,7 +112,7 @@ def nest() -> Nest:
 def _await_turn(told: socket.socket) -> list[str] | None:
     """In the one that forks: serves until its socket ends, then gives None. In each that it forks: the arguments to go on with."""
     while True:
-        data, fds, _, _ = socket.recv_fds(told, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(told, MESSAGE_BYTES, 1)
         if not data:
             return None
         request = msgpack.unpackb(data)

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -295,8 +296,16 @@ def _connect(connection: socket.socket, path: str) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    # recv_fds of Python before 3.13 does not pass MSG_CMSG_CLOEXEC by itself.
-    data, fds, _flags, _address = socket.recv_fds(connection, REPLY_MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    # Not socket.recv_fds, which leaves its flags out before Python 3.13: the descriptors would be inherited over exec.
+    data, told, _flags, _address = connection.recvmsg(
+        REPLY_MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = [
+        fd
+        for level, kind, packed in told
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for fd in array("i", packed)
+    ]
     return data, fds
 
 

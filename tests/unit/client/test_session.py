@@ -104,6 +104,23 @@ def test_descriptors_are_closed_whatever_comes(ends):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_descriptors_are_not_inherited_over_exec(ends, monkeypatch):
+    """What a worker starts while it maps a segment does not have the segment too."""
+    session, theirs = ends
+    inherited = []
+
+    def look(_, *, data, catalogue, is_writable):
+        inherited.extend(map(os.get_inheritable, (data[0], catalogue[0])))
+        raise TierFailed("seen")
+
+    monkeypatch.setattr("tierd.client.session.map_segment", look)
+    with open("/dev/null", "rb") as file:
+        answer(theirs, {"ok": True, "bytes": 1, "writable": False, "catalogue_bytes": 1}, [file.fileno()] * 2)
+    with pytest.raises(TierFailed, match="seen"):
+        session.map(handles(), timeout_s=1)
+    assert inherited == [False, False]
+
+
 def test_unread_descriptors_are_closed_at_the_end(ends):
     """Descriptors without a word are closed, and mean that the daemon has gone."""
     session, theirs = ends
