@@ -7,8 +7,8 @@ SCALE ?= 1
 TIERD_DEPTH ?= nightly
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(or $(WORKERS),auto) --dist loadfile --no-loadscope-reorder
-# One worker more than cores: the tests of a night wait for disks, clocks and pauses a good part of their time.
-SPREAD_AT_NIGHT := -n $(or $(WORKERS),$(shell echo $$(($$(nproc) + 1)))) --dist loadfile --no-loadscope-reorder
+# Two workers more than cores: the tests of a night wait for disks, clocks and pauses a good part of their time.
+SPREAD_AT_NIGHT := -n $(or $(WORKERS),$(shell echo $$(($$(nproc) + 2)))) --dist loadfile --no-loadscope-reorder
 
 # A night starts a thousand daemons; each would compile the whole package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -81,7 +81,7 @@ nightly-alone: .venv/.dev ## what measures times in depth, with nothing else bes
 nightly-torch: ## the worker against torch and transformers, in an environment of their own
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5' --editable '.[dev]'
-	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py
+	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py tests/system/test_worker_kernels.py
 
 # --- engines: each in an environment of its own, of exactly the packages that it ran with ------------------------------------
 
