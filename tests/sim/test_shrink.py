@@ -38,7 +38,9 @@ def fails_with(guilty: set[int], whole: Script) -> Callable[[Script], Result]:
     return carry_out
 
 
-@pytest.mark.parametrize("guilty", [{0}, {9}, {0, 15}, {3, 4, 11}], ids=str)
+@pytest.mark.parametrize(
+    "guilty", [{0}, {9}, {0, 15}, {3, 4, 11}], ids=lambda guilty: "-".join(map(str, sorted(guilty)))
+)
 def test_what_is_not_needed_goes(guilty: set[int]) -> None:
     """Whichever events it takes, the shorter script has these and no other, and fails."""
     script = write(1)
