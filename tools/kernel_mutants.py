@@ -253,6 +253,14 @@ MUTANTS: tuple[Mutant, ...] = (
         PREFILL,
     ),
     Mutant(
+        "weights-rest",
+        "what rounding leaves of a weight is not multiplied",
+        "attend.h",
+        "std::is_same_v<Query, Math> ? 2 : 1;",
+        "1;",
+        DECODE,
+    ),
+    Mutant(
         "sum-rescale",
         "the sum of weights does not shrink",
         "attend.h",

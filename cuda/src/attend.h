@@ -4,6 +4,8 @@
 #pragma once
 #include <math.h>
 
+#include <type_traits>
+
 #include "tile.h"
 
 #ifndef TIERD_DIMS  // head dims that kernels are built for; fewer for a quick build
@@ -40,15 +42,17 @@ template <class Stored, int kDim> struct Queries {
   }
 };
 
-template <class Stored, int kDim> struct Attention {
+// Weights are two parts, the rounded one and what rounding left, where one of them would be as coarse as the output: where attention is flat, that alone would
+// be as far off as the output's own rounding.
+template <class Query, class Stored, int kDim> struct Attention {
   using Math = typename Stored::Math;
   using KvTile = Tile<Stored, kDim>;
-  static constexpr int kBlocks = kDim / 16;
+  static constexpr int kBlocks = kDim / 16, kParts = std::is_same_v<Query, Math> ? 2 : 1;
 
   float out[2 * kBlocks][4];
   float top[2];      // the greatest score so far, per row
   float sum[2];      // of this lane's weights; exact, for the log-sum-exp
-  float rounded[2];  // of the same weights as they were multiplied, for the output: their rounding cancels
+  float rounded[2];  // of the same weights as they were multiplied, for the output: their rounding cancels; the same sum where a weight is two parts
 
   SIMT_DEV void begin() {
 #pragma unroll
@@ -69,7 +73,7 @@ template <class Stored, int kDim> struct Attention {
       simt::multiply_add(scores[0], q.words[b], halves[0][0], halves[0][1], typename Math::Value());
       simt::multiply_add(scores[1], q.words[b], halves[1][0], halves[1][1], typename Math::Value());
     }
-    uint32_t weights[4];
+    uint32_t weights[kParts][4];
     float shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) shrink[r] = weigh<kTells>(scores, r, weights, scale_log2, is_seen, told);
@@ -79,15 +83,18 @@ template <class Stored, int kDim> struct Attention {
     for (int b = 0; b < kBlocks; b++) {
       uint32_t pair[2][2];
       KvTile::values(pair, v, b, spare);
-      simt::multiply_add(out[2 * b], weights, pair[0][0], pair[0][1], typename Math::Value());
-      simt::multiply_add(out[2 * b + 1], weights, pair[1][0], pair[1][1], typename Math::Value());
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        simt::multiply_add(out[2 * b], weights[part], pair[0][0], pair[0][1], typename Math::Value());
+        simt::multiply_add(out[2 * b + 1], weights[part], pair[1][0], pair[1][1], typename Math::Value());
+      }
     }
   }
 
   // Sums over the lanes of a row; after the last tile.
   SIMT_DEV void finish() {
 #pragma unroll
-    for (int r = 0; r < 2; r++) sum[r] = over_row(sum[r]), rounded[r] = over_row(rounded[r]);
+    for (int r = 0; r < 2; r++) sum[r] = over_row(sum[r]), rounded[r] = kParts == 1 ? over_row(rounded[r]) : sum[r];
   }
 
   // Calls put(row, channel, value) for what this lane holds.
@@ -107,7 +114,7 @@ template <class Stored, int kDim> struct Attention {
 
   // Scores of row r become weights; how much what was gathered before shrinks.
   template <bool kTells, class Seen, class Told>
-  SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[4], float scale_log2, Seen is_seen, Told told) {
+  SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[kParts][4], float scale_log2, Seen is_seen, Told told) {
     const int row = (simt::lane() >> 2) + 8 * r, t = simt::lane() & 3;
     float x[4], best = -INFINITY;
 #pragma unroll
@@ -123,10 +130,18 @@ template <class Stored, int kDim> struct Attention {
     float mine = 0.f;
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] = simt::exp2_fast(x[j] - base), mine += x[j];
-    weights[r] = Math::pack(x[0], x[1]);
-    weights[r + 2] = Math::pack(x[2], x[3]);
     sum[r] = sum[r] * shrink + mine;
-    rounded[r] = rounded[r] * shrink + (Math::low_of(weights[r]) + Math::high_of(weights[r])) + (Math::low_of(weights[r + 2]) + Math::high_of(weights[r + 2]));
+    if constexpr (kParts == 1) rounded[r] *= shrink;
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint32_t pair = weights[part][r + 2 * i] = Math::pack(x[2 * i], x[2 * i + 1]);
+        const float low = Math::low_of(pair), high = Math::high_of(pair);
+        if constexpr (kParts == 1) rounded[r] += low + high;
+        x[2 * i] -= low, x[2 * i + 1] -= high;  // for the next part
+      }
+    }
     if constexpr (kTells) {
       const float whole = over_row(mine);
       if (t == 0) told(row, whole > 0.f ? base + log2f(whole) : -INFINITY);

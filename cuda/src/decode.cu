@@ -131,7 +131,7 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
   }
 
   // The warps' results of one row become one partial result. Everything of shared memory behind the rings is used.
-  static SIMT_DEV void join(const DecodeParams& p, const Attention<Stored, kDim>& mine, int slot, int group, float* shared) {
+  static SIMT_DEV void join(const DecodeParams& p, const Attention<Query, Stored, kDim>& mine, int slot, int group, float* shared) {
     float *outs = shared, *tops = outs + kWarps * group * kDim, *sums = tops + kWarps * group, *rounded = sums + kWarps * group;
     const int warp = simt::warp();
     mine.each_out([&](int row, int channel, float value) {
@@ -184,7 +184,7 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
       const auto* queries = static_cast<const typename Query::Value*>(p.q) + (int64_t)row.number * group * kDim;
       q.template load<Query>([&](int i) { return i < group ? queries + i * kDim : nullptr; });
       const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[row.number % p.batch.kv_heads] : 1.f);
-      Attention<Stored, kDim> attention;
+      Attention<Query, Stored, kDim> attention;
       attention.begin();
       const int length = p.batch.kv_lens[row.number / p.batch.kv_heads], end = min(row.end, mine.last), tiles_of_table = p.batch.table_stride * (p.pool.page_tokens / kTileTokens);
       for (; tile < end; tile += kWarps) {

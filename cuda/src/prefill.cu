@@ -57,7 +57,7 @@ template <class Query, class Stored, int kDim> struct Prefill {
       if (row > last_row) return nullptr;
       return static_cast<const typename Query::Value*>(p.q) + ((int64_t)(begin + row / group) * p.q_heads + head * group + row % group) * kDim;
     });
-    Attention<Stored, kDim> attention;
+    Attention<Query, Stored, kDim> attention;
     attention.begin();
     const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[head] : 1.f);
     const int stages = (tiles.count + kStageTiles - 1) / kStageTiles;
@@ -85,7 +85,7 @@ template <class Query, class Stored, int kDim> struct Prefill {
     put(p, attention, begin, head, my_first, last_row);
   }
 
-  static SIMT_DEV void put(const PrefillParams& p, const Attention<Stored, kDim>& attention, int begin, int head, int my_first, int last_row) {
+  static SIMT_DEV void put(const PrefillParams& p, const Attention<Query, Stored, kDim>& attention, int begin, int head, int my_first, int last_row) {
     const int group = p.q_heads / p.batch.kv_heads;
     const auto place = [&](int row) { return (int64_t)(begin + row / group) * p.q_heads + head * group + row % group; };
     const float v_scale = p.v_scales ? p.v_scales[head] : 1.f;

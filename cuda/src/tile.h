@@ -21,7 +21,7 @@ template <class Stored, int kDim> struct Tile {
 
   // A warp's part: rows from `rows` on are zeros and are not read (what is stale there may be NaN, and 0 * NaN is NaN).
   static SIMT_DEV void load(unsigned char* tile, const unsigned char* first_row, int64_t row_stride_bytes, int rows) {
-#pragma unroll(kPieces > 8 ? 4 : kPieces)  // addresses of sixteen pieces at once take registers that kernels of 256 channels do not have
+#pragma unroll(kDim > 128 ? 4 : kPieces)  // addresses of more pieces at once take registers that kernels of 256 channels do not have
     for (int i = 0; i < kPieces; i++) {
       const int piece = i * 32 + simt::lane(), row = piece / kChunks, chunk = piece % kChunks;
       simt::copy_async(tile + at(row, chunk), first_row + row * row_stride_bytes + 16 * chunk, row < rows);

@@ -2,7 +2,7 @@
 
 Purpose: one entry for each name that a part may give, in the order of a report; `verdict`. Non-purpose: measuring. Where the numbers are from: an H100 or H200 of
 132 multiprocessors, on which a copy moves nine tenths of the datasheet's bandwidth; PCIe 5 with 50 to 55 GB/s; what a decode issues per tile (526 instructions
-for 8 KiB, a quarter of the slots in that time); published figures of copies in pieces (vLLM #42212) and of prefill by mma.sync (FlashAttention-3, section 4). Copies between layouts divide 64-bit numbers
+for 8 KiB, a quarter of the slots in that time); published figures of copies in pieces (vLLM #42212) and of prefill by mma.sync (FlashAttention-3, section 4), less a third, as weights are multiplied in two parts. Copies between layouts divide 64-bit numbers
 about twelve times for each 16 bytes, stores and bounds of keys take two bytes at a time: none of these is near bandwidth.
 Invariants: `predicted` is of the ratio where a row has a limit, else of the value; a promise is what issue and design name, so missing one is a failure, and
 missing a prediction is none.
@@ -91,7 +91,7 @@ def _correctness() -> Iterator[Forecast]:
     }.items():
         yield Forecast("decodes", name, RIGHT, meaning)
     told = "nearly equal weights of 20,000 tokens: relative L2 from float64"
-    yield Forecast("decodes", "decode_flat", 2.3e-3, told, at_most=2e-3)
+    yield Forecast("decodes", "decode_flat", 1.7e-3, told, at_most=2e-3)
     for name, meaning in {
         "prefill_types": "prefill of every type and head dim",
         "prefill_groups": "prefill of groups, and windows with sinks",
@@ -133,9 +133,9 @@ def _decode() -> Iterator[Forecast]:
 def _others() -> Iterator[Forecast]:
     part = "kernels"
     for name, ratio, meaning in (
-        ("prefill_8192", 0.25, "a prompt of 8,192 tokens, Llama-3-8B, against the datasheet's tensor cores"),
-        ("prefill_512_8k", 0.22, "512 tokens behind 8 K"),
-        ("prefill_512_32k", 0.22, "512 tokens behind 32 K"),
+        ("prefill_8192", 0.18, "a prompt of 8,192 tokens, Llama-3-8B, against the datasheet's tensor cores"),
+        ("prefill_512_8k", 0.16, "512 tokens behind 8 K"),
+        ("prefill_512_32k", 0.16, "512 tokens behind 32 K"),
     ):
         yield Forecast(part, name, ratio, meaning)
     near = 0.8

@@ -28,7 +28,7 @@ WILD = 2**31 - 1
 
 @dataclass(frozen=True)
 class Shape:
-    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees; 0: all."""
+    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees; 0: all. spread: of the queries; the less, the flatter is attention."""
 
     sequences: tuple[tuple[int, int], ...]
     types: tuple[str, str] = ("bf16", "bf16")
@@ -40,6 +40,7 @@ class Shape:
     window: int = 0
     chosen: int = 0
     seed: int = 0
+    spread: float = 2.0
 
 
 @dataclass
@@ -75,7 +76,7 @@ def made(shape: Shape) -> Case:
             tokens = min(shape.page_tokens, kv - i * shape.page_tokens)
             pool[page, :, :tokens] = rng.standard_normal((2, tokens, *pool.shape[3:])).astype(pool.dtype)
     starts = np.concatenate([[0], np.cumsum([rows for rows, _ in shape.sequences])]).tolist()
-    q = (2 * rng.standard_normal((starts[-1], shape.kv_heads * shape.group, shape.head_dim))).astype(
+    q = (shape.spread * rng.standard_normal((starts[-1], shape.kv_heads * shape.group, shape.head_dim))).astype(
         TYPES[shape.types[0]]
     )
     batch = PagedBatch(starts, kv_lens, tables, sinks=shape.sinks, window=shape.window)
@@ -205,6 +206,7 @@ DECODES = (
     Shape(((1, 100), (1, 70)), types=("f16", "e4m3"), page_tokens=32, group=7, kv_heads=1),
     Shape(((1, 200), (1, 20), (1, 3)), types=("f16", "f16"), page_tokens=32, sinks=4, window=50),
     Shape(((1, 200), (1, 20), (1, 3)), types=("bf16", "e4m3"), page_tokens=32, chosen=2, group=16, kv_heads=1),
+    Shape(((1, 777),), kv_heads=1, spread=0.5),
 )
 PREFILLS = (
     Shape(((20, 150), (40, 40), (1, 30))),
@@ -213,5 +215,5 @@ PREFILLS = (
 )
 """Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
 anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row
-does, and is so long that each warp fills a place of its ring anew."""
+does, and is so long that each warp fills a place of its ring anew; the last decode is of flat attention."""
 MERGES = ("f32", "bf16", "f16")

@@ -103,6 +103,13 @@ def test_one_decode_serves_growing_lengths(library: Emulated) -> None:
         check(case, decode(case.q, case.pages, case.device, Attended(out, lse)))
 
 
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_decode_of_flat_attention(library: Emulated, types: tuple[str, str]) -> None:
+    """Where many tokens weigh nearly the same, weights are exact enough for the output's limit: of a ragged batch, and of one request alone."""
+    for sequences in (((1, 2000), (1, 777)), ((1, 1000),)):
+        check_decode(library, Shape(sequences, types, kv_heads=1, spread=0.5))
+
+
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("shape", DECODES, ids=range(len(DECODES)))
 def test_decode_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
@@ -130,6 +137,13 @@ def test_prefill_of_groups(library: Emulated, group: int) -> None:
 def test_prefill_of_a_window_with_sinks(library: Emulated, sinks: int, window: int) -> None:
     """Each query of a chunk has its own window."""
     check_prefill(library, Shape(((40, 130), (9, 9)), sinks=sinks, window=window, group=2))
+
+
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_prefill_of_flat_attention(library: Emulated, types: tuple[str, str]) -> None:
+    """The same of chunks behind long prompts."""
+    for sequences in (((8, 1500), (5, 777)), ((4, 1000),)):
+        check_prefill(library, Shape(sequences, types, kv_heads=1, group=1, spread=0.5))
 
 
 def test_chunks_are_the_whole(library: Emulated) -> None:
