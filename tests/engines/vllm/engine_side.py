@@ -8,6 +8,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.engines.vllm import at_ranks
+
 SETTLE_S = 120.0
 
 
@@ -94,6 +96,10 @@ class Side:
     def evaluate(self, code: str) -> Any:
         """A Python expression over `llm`, for what only one test asks."""
         return eval(code, {"llm": self.llm})
+
+    def on_ranks(self, what: str, given: list[Any]) -> list[Any]:
+        """A function of at_ranks.py in each worker, and what each of them says."""
+        return list(self.llm.collective_rpc(getattr(at_ranks, what), args=tuple(given)))
 
 
 def _answer(result: Any, took: float) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """`vllm serve` as a process that a test asks over HTTP, with the configuration of deploy/examples/vllm.
 
-Purpose: the command that users run, on the CPU. Non-purpose: reaching inside. Every wait has a deadline; the log is in every error.
+Purpose: the command that users run, on the CPU. Non-purpose: reaching inside. Every wait has a deadline; the log is in every error; nothing of it outlives the
+test's process, however that ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import importlib.metadata
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ MODEL = "small"
 
 
 class Server:
-    """`with Server(model, daemon) as server: server.complete([1, 2, 3])`. options: more of vLLM's."""
+    """`with Server(model, daemon) as server: server.await_ready(); server.complete([1, 2, 3])`. options: more of vLLM's."""
 
     def __init__(self, model: Path, daemon: Daemon, *options: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- ends with the server
@@ -42,7 +43,7 @@ class Server:
         outer = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         self._env = outer | here | {"TIERD_TARGET": daemon.target, "VLLM_SERVER_DEV_MODE": "1"}
         self._process: subprocess.Popen[bytes] | None = None
-        self._said = ""
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def log(self) -> str:
@@ -84,29 +85,31 @@ class Server:
             raise RuntimeError(f"{method} {path}: {reply.status} {data[:1000]!r}\n{self.log[-3000:]}")
         return data
 
+    def await_ready(self) -> None:
+        """Until it answers. Raises RuntimeError if it ends before, or takes too long."""
+        until = time.monotonic() + START_S
+        while not self._is_ready():
+            if self._process is None or self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"vllm serve: did not start\n{self.log[-6000:]}")
+            time.sleep(POLL_S)
+
     def __enter__(self) -> Self:
+        """Begins to start."""
         self._process = subprocess.Popen(
             self._words, env=self._env, stdout=self._log, stderr=self._log, start_new_session=True
         )
-        until = time.monotonic() + START_S
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > until:
-                self.__exit__(None, None, None)
-                raise RuntimeError(f"vllm serve: did not start\n{self._said}")
-            time.sleep(POLL_S)
+        self._guard = guard_of(self._process.pid)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process is not None
+        assert self._process is not None and self._guard is not None
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(END_S)
-        self._said = self.log[-6000:]
+        self._guard.communicate(timeout=END_S)
+        self._process.wait(END_S)
         self._log.close()
 
     def _is_ready(self) -> bool:
@@ -115,6 +118,14 @@ class Server:
         except (OSError, RuntimeError):
             return False
         return True
+
+
+def guard_of(group: int) -> subprocess.Popen[bytes]:
+    """A process that kills a process group as soon as its own standard input ends: when it is closed here, or when this process does, by SIGKILL too."""
+    words = f"cat > /dev/null; kill -s KILL -- -{group}"
+    return subprocess.Popen(
+        ["sh", "-c", words], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def _command(model: Path) -> list[str]:

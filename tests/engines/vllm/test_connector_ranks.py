@@ -1,4 +1,4 @@
-"""vLLM with TierdConnector on two tensor parallel ranks, each a process of its own."""
+"""vLLM with TierdConnector on two tensor parallel ranks, each a process of its own: each stores its part, and only both together are a hit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
+
 from tests.depth import report
-from tests.engines.vllm.connected import BLOCK_TOKENS, assert_same, await_hits, connector, counted, to_the_store
+from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import VERIFIED, prompt
 from tierd.testing import Daemon
@@ -30,7 +31,7 @@ Start = Callable[..., Engine]
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     """Checks blocks at each hit."""
-    with Daemon(VERIFIED) as daemon:
+    with Daemon(VERIFIED, faults=True) as daemon:
         yield daemon
 
 
@@ -73,3 +74,56 @@ def test_restored_on_both_ranks(llm: Engine, alone: Engine, daemon: Daemon) -> N
         assert (loads(llm) - before[0], loaded_blocks(llm) - before[1]) == (RANKS, RANKS * WHOLE_BLOCKS)
         assert_same(known, restored)
     report("vLLM connector, two ranks", loaded_blocks=loaded_blocks(llm), bytes=counted(llm.metrics(), "loaded_bytes"))
+
+
+def test_what_one_rank_has_is_no_hit(llm: Engine, alone: Engine) -> None:
+    """Blocks that rank 0 has stored and rank 1 has not are neither claimed nor loaded; once the other one has stored them too, they are."""
+    asked = [prompt(3, PROMPT_TOKENS)]
+    known = alone.generate(asked, max_tokens=24)[0]
+    assert llm.ask("on_ranks", what="is_writer", given=[[0]]) == [True, False]
+    try:
+        before = loads(llm), counted(llm.metrics(), "saved_blocks")
+        for _ in range(2):
+            answer = llm.generate(asked, max_tokens=24)[0]
+            assert answer.cached == 0 and llm.reset()
+            assert_same(known, answer)
+        assert loads(llm) == before[0] and counted(llm.metrics(), "saved_blocks") > before[1]
+    finally:
+        assert llm.ask("on_ranks", what="is_writer", given=[[0, 1]]) == [True, True]
+    llm.generate(asked, max_tokens=24)
+    assert llm.reset()
+    restored = llm.generate(asked, max_tokens=24)[0]
+    assert restored.cached == WHOLE
+    assert_same(known, restored)
+
+
+def test_many_at_once(llm: Engine, alone: Engine) -> None:
+    """Prompts that share a beginning, more of them than run at one time, are answered the same whether computed or restored."""
+    common = prompt(12, 128)
+    asked = [common + prompt(20 + i, 40 + 16 * i) for i in range(8)]
+    known = alone.generate(asked, max_tokens=16)
+    for restored in (False, True):
+        answers = llm.generate(asked, max_tokens=16)
+        assert not restored or all(answer.cached >= len(common) for answer in answers)
+        for first, second in zip(known, answers, strict=True):
+            assert_same(first, second, within=CLOSE)
+        assert llm.reset()
+
+
+def test_a_daemon_that_dies_in_a_load(llm: Engine, alone: Engine, daemon: Daemon) -> None:
+    """A daemon that is killed after one rank's load has begun and before the other's costs computing, not the request."""
+    asked = [prompt(14, PROMPT_TOKENS)]
+    known = alone.generate(asked, max_tokens=24)[0]
+    llm.generate(asked, max_tokens=24)
+    assert llm.reset()
+    before = counted(llm.metrics(), "hit_tokens_host")
+    try:
+        with daemon.faults() as faults:
+            faults.arm("cache.acquire.before_hold", "kill@2")
+        answer = llm.generate(asked, max_tokens=24)[0]
+        assert daemon.await_end() < 0
+        assert_same(known, answer, within=CLOSE)
+        assert counted(llm.metrics(), "hit_tokens_host") - before == WHOLE, "no load had begun: this test shows nothing"
+    finally:
+        daemon.restart()
+    await_hits(llm, asked[0])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
-from tests.engines.vllm.connected import CLOSE, assert_same, await_hits, connector, counted, to_the_store
+from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import VERIFIED, prompt
 from tierd.testing import Daemon
@@ -63,19 +63,19 @@ def test_a_window_that_does_not_come(engine: Callable[..., Engine], make_model: 
 def test_another_rotary_scaling_is_another_model(
     daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
-    """An engine of the same checkpoint with another scaling of positions, as for longer sequences, is not served the first one's blocks."""
+    """An engine of the same checkpoint with another scaling of positions, as for longer sequences, is not served the first one's blocks, and is its own."""
     asked, rope = [prompt(4, 300)], {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     first = engine(make_model(), connector=connector(daemon))
     await_hits(first, prompt(5, 70))
     first.generate(asked, max_tokens=2)
     first.settle()
-    scaled = {"hf_overrides": {"rope_parameters": rope}, "fresh": True}
-    known = engine(make_model(), **scaled).generate(asked, max_tokens=24)[0]
-    second = engine(make_model(), connector=connector(daemon), **scaled)
+    second = engine(make_model(), connector=connector(daemon), hf_overrides={"rope_parameters": rope})
     await_hits(second, prompt(5, 70))
-    answer = second.generate(asked, max_tokens=24)[0]
-    assert answer.cached == 0
-    assert_same(known, answer, within=CLOSE)
+    computed = second.generate(asked, max_tokens=24)[0]
+    assert computed.cached == 0 and second.reset()
+    restored = second.generate(asked, max_tokens=24)[0]
+    assert restored.cached == len(asked[0]) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert_same(computed, restored)
 
 
 def test_without_vllms_caching_tierd_is_off(

@@ -165,6 +165,21 @@ def test_a_daemon_that_dies_while_it_loads(daemon: Daemon, vllm: Callable[..., E
     await_true(served, "hits after the daemon came back")
 
 
+def test_little_memory(daemon: Daemon, vllm: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
+    """Requests that are preempted while their chunks go and come say the same as in an engine with room, and nothing is lost of vLLM's blocks."""
+    asked = [prompt(30 + i, 200) for i in range(4)]
+    known = vllm().generate(asked, max_tokens=60)
+    assert vllm().reset(connector=True)
+    little = {"num_gpu_blocks_override": 24, "max_model_len": 512, "enable_chunked_prefill": True}
+    with Engine(make_model("llama"), connector=connector(daemon), **little) as tight:
+        answers = tight.generate(asked, max_tokens=60)
+        preempted = [value for name, value in tight.metrics().items() if name.startswith("vllm:num_preemptions_total")]
+        assert sum(preempted) > 0, "there was room: this test shows nothing"
+        assert loaded(tight) > 0 and tight.reset(connector=True)
+    for one, other in zip(known, answers, strict=True):
+        assert one.tokens == other.tokens and far_from(one.logprobs, other.logprobs) < 1e-3
+
+
 def test_requests_that_share_a_prefix(vllm: Callable[..., Engine]) -> None:
     """Requests that come together and share a prefix get it, each its own rest, and say the same as when all was computed."""
     engine = vllm()
