@@ -192,7 +192,7 @@ def test_a_disk_is_asked_for_ten_times_what_it_can(busy: Busy) -> None:
     threads = max(first, key=lambda number: first[number])
     peaks, goods, told, memory = [first[threads]], [], Outcome(), busy.memory_bytes()
     checks = Outcome()
-    for _ in range(rounds):
+    while len(goods) < rounds or (not told.counts["cut off"] and len(goods) < 3 * rounds):  # a slow machine offers less
         outcome, health = overload(busy, seconds, 10 * peaks[0])
         goods.append(whole_per_s(outcome, seconds))
         grown, recovered = busy.memory_bytes() - memory, recovery_s(busy)
