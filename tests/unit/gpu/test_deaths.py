@@ -200,6 +200,9 @@ async def test_a_lost_context_ends_the_process(call: str, monkeypatch: pytest.Mo
     with pytest.raises(TierFailed, match="the GPU is lost"):
         while True:
             await gpu.sums(pieces_of([]))
+    async with asyncio.timeout(LIMIT_S):
+        while not owner.told:  # the last words come before the end
+            await asyncio.sleep(0.01)
     await gpu.stop()
     (reason,) = owner.told
     assert "ILLEGAL_ADDRESS" in reason
