@@ -14,6 +14,7 @@ import subprocess
 import pytest
 
 from tests.depth import count, report
+from tests.system.blocks import await_true
 from tests.unit.gpu.processes import (
     HOST,
     LENGTH,
@@ -200,9 +201,7 @@ async def test_a_lost_context_ends_the_process(call: str, monkeypatch: pytest.Mo
     with pytest.raises(TierFailed, match="the GPU is lost"):
         while True:
             await gpu.sums(pieces_of([]))
-    async with asyncio.timeout(LIMIT_S):
-        while not owner.told:  # the last words come before the end
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(await_true, lambda: bool(owner.told), "the end, which follows the last words")
     await gpu.stop()
     (reason,) = owner.told
     assert "ILLEGAL_ADDRESS" in reason
