@@ -48,7 +48,7 @@ class Instance:
         path = self.directory / "namespaces.jsonl"
         try:
             failpoint("instance.namespaces.before_replace")
-            replace_file(path, [sealed(record) + b"\n" for record in records])
+            replace_file(path, [b"".join(sealed(record) + b"\n" for record in records)])  # one write, not one a name
         except OSError as error:
             raise TierFailed(
                 f"{path}: cannot be written ({error}); make room in server.state_dir, or mend it"
