@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tierd.errors import ConfigError, InvalidArgument, Unsupported
-from tierd.kernels.loaded import Loaded
+from tierd.kernels.loaded import Loaded, fatbins_folder
 
 KERNELS = "TIERD_KERNELS"
 """Environment: `emulated` for kernels on a CPU, `reference` for none anywhere; empty: the GPU's on a GPU, none elsewhere."""
@@ -93,7 +93,7 @@ def open_library(*, ordinal: int = 0) -> Library:
     if asked == REFERENCE:
         raise ConfigError(f"{KERNELS}: is {asked!r}, which is no library of kernels; unset it for those of the GPU")
     if not asked:
-        return Loaded(ordinal=ordinal)
+        return Loaded(fatbins_folder(), ordinal=ordinal)
     path = os.environ.get(KERNELS_LIBRARY)
     if not path:
         raise Unsupported(

@@ -7,6 +7,7 @@ goes to the current stream; what is launched was checked: parameters by their si
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from tierd.kernels.driver import bindings, call, fault
 
 FATBINS = Path(__file__).parent / "fatbins"
 """Where a wheel has them, and where `python -m tools.fatbins` puts them in a checkout."""
+FATBINS_FOLDER = "TIERD_FATBINS_FOLDER"
+"""Environment: where they are instead."""
 
 
 class Loaded:
@@ -37,8 +40,8 @@ class Loaded:
                 f"kernels: no fatbins in {folder}: tierd was built without nvcc; "
                 "install a wheel that has them, or build them from a checkout with `python -m tools.fatbins`"
             )
-        self.device, self._ordinal = f"cuda:{ordinal}", ordinal
-        self._stream = stream or self._torch_stream
+        self.device = f"cuda:{ordinal}"
+        self._stream = stream or (lambda: current_stream(ordinal))
         self._gpu = call(cuda.cuDeviceGet, ordinal, what=self.device)
         self._context = call(cuda.cuDevicePrimaryCtxRetain, self._gpu, what=self.device)
         self._libraries = [self._load(path) for path in files]
@@ -142,12 +145,19 @@ class Loaded:
         finally:
             call(self._cuda.cuCtxPopCurrent, what=self.device)
 
-    def _torch_stream(self) -> int:
-        torch = sys.modules.get("torch")
-        if torch is None or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
-            return 0
-        # As torch's own compiled code asks: a tenth of the time of torch.cuda.current_stream().cuda_stream.
-        return int(torch._C._cuda_getCurrentRawStream(self._ordinal))
+
+def current_stream(ordinal: int) -> int:
+    """Of a GPU, as an integer: torch's current one where torch is loaded, else the legacy default stream."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        return 0
+    # As torch's own compiled code asks: a tenth of the time of torch.cuda.current_stream().cuda_stream.
+    return int(torch._C._cuda_getCurrentRawStream(ordinal))
+
+
+def fatbins_folder() -> Path:
+    """Where the fatbins are: as the environment says, else those that tierd was built with."""
+    return Path(os.environ.get(FATBINS_FOLDER) or FATBINS)
 
 
 class _Cell(threading.local):
