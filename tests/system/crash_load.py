@@ -1,4 +1,4 @@
-"""A worker that puts and gets while its daemon is killed again and again: `python -m tests.system.crash_load TARGET WORKER LOG`.
+"""A worker that puts and gets while its daemon is killed again and again: `python -m tests.system.crash_load TARGET WORKER LOG [PUT_BYTES]`.
 
 Chains are named by numbers, and everything about a chain follows from its number, so anybody can look at anybody's blocks. What a
 worker knows it appends to LOG, one JSON record a line, each written before the next call:
@@ -35,7 +35,8 @@ MOST_BLOCKS = (12, 6, 2)
 KIND_WEIGHTS = (10, 5, 2)
 THREADS = 2
 PUT_BYTES_PER_S = 2 << 20
-"""Of each thread, so that a run's blocks fit its store."""
+"""Of each thread."""
+UNBOUNDED = 1 << 60
 HELD_LEASES = 2
 PAUSE_S = 0.01
 """After a call that is to be tried again."""
@@ -70,13 +71,13 @@ def open_all(client: Client) -> list[OpenedNamespace]:
 
 
 class Load:
-    """One thread of a worker."""
+    """One thread of a worker. put_bytes: its chains have about so many, all together; then it puts those again. A store that must not evict wants a limit."""
 
-    def __init__(self, client: Client, worker: int, thread: int, log: int) -> None:
-        self._client, self._log = client, log
+    def __init__(self, client: Client, worker: int, thread: int, log: int, *, put_bytes: int = UNBOUNDED) -> None:
+        self._client, self._log, self._put_bytes = client, log, put_bytes
         self._spaces = open_all(client)
         self._base = (worker * THREADS + thread + 1) * 1_000_000
-        self._made = 0
+        self._made, self._made_bytes = 0, 0
         self._chance = random.Random(self._base + os.getpid())
         self._allowed_bytes, self._last = 0.0, time.monotonic()
         self._held: deque[tuple[Chain, Any]] = deque()
@@ -102,11 +103,11 @@ class Load:
         now = time.monotonic()
         self._allowed_bytes = min(self._allowed_bytes + (now - self._last) * PUT_BYTES_PER_S, 2.0 * PUT_BYTES_PER_S)
         self._last = now
-        is_new = self._made == 0 or self._chance.random() < 0.7
+        is_new = self._made == 0 or (self._made_bytes < self._put_bytes and self._chance.random() < 0.7)
         it = chain_of(self._base + (self._made if is_new else self._chance.randrange(self._made)))
         if self._allowed_bytes < 0:
             return self.get()
-        self._made += is_new
+        self._made, self._made_bytes = self._made + is_new, self._made_bytes + is_new * len(it.hashes) * it.length
         self._allowed_bytes -= len(it.hashes) * it.length
         durable = self._chance.random() < 0.5
         blocks = [content_of(name, it.length) for name in it.hashes]
@@ -178,10 +179,12 @@ class Load:
 def main() -> None:
     """Works until it is killed, or its parent is gone."""
     target, worker, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    put_bytes = int(sys.argv[4]) if len(sys.argv) > 4 else UNBOUNDED
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     client = Client(target, name=f"crash-{worker}", timeout_s=20.0)
     for thread in range(THREADS):
-        threading.Thread(target=Load(client, worker, thread, log).run, daemon=True).start()
+        load = Load(client, worker, thread, log, put_bytes=put_bytes)
+        threading.Thread(target=load.run, daemon=True).start()
     sys.stdin.read()
 
 

@@ -31,6 +31,11 @@ SAMPLED_OLDER = 8
 """Of everything older, so many chains."""
 
 
+def store_bytes(kills: int) -> int:
+    """Capacity of a run's store: it never has to evict, and no thread may make chains of more than a twelfth of it (six threads; slots are up to a third larger)."""
+    return 512 + 64 * kills << 20
+
+
 def config(kills: int) -> str:
     """A host tier under pressure, and a store that never has to evict."""
     return f"""\
@@ -44,7 +49,7 @@ high_watermark = 0.8
 low_watermark = 0.6
 
 [[nvme]]
-capacity = "{512 + 24 * kills} MiB"
+capacity = "{store_bytes(kills) >> 20} MiB"
 segment = "8 MiB"
 """
 
@@ -102,9 +107,9 @@ class Oracle:
 class Workers:
     """Processes at work on a daemon, until the context ends."""
 
-    def __init__(self, daemon: Daemon, oracle: Oracle) -> None:
+    def __init__(self, daemon: Daemon, oracle: Oracle, *, put_bytes: int) -> None:
         self._commands = [
-            [sys.executable, "-m", "tests.system.crash_load", daemon.target, str(i), str(log)]
+            [sys.executable, "-m", "tests.system.crash_load", daemon.target, str(i), str(log), str(put_bytes)]
             for i, log in enumerate(oracle.logs)
         ]
         self._processes = [self._start(command) for command in self._commands]
@@ -182,7 +187,7 @@ def crash(kills: int, *, seed: int, directory: Path, kind: type[Daemon] = Daemon
         before = time.monotonic()
         daemon.restart()
         start_s, done, starts_killed = time.monotonic() - before, 0, 0
-        with Workers(daemon, oracle) as workers:
+        with Workers(daemon, oracle, put_bytes=store_bytes(kills) // 12) as workers:
             while done < kills:
                 time.sleep(chance.uniform(0.05, 0.6))
                 if chance.random() < 0.2:
