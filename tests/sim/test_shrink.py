@@ -14,7 +14,8 @@ from tierd.testing.sim.shrink import shrink
 from tierd.testing.sim.world import Result, run
 
 SEEDS = 400
-BUDGET_S = 10.0
+TRIES = 20
+"""Of a daemon that gives a generation twice: from thirty events to three."""
 
 
 def fails_with(guilty: set[int], whole: Script) -> Callable[[Script], Result]:
@@ -50,13 +51,27 @@ def test_what_is_not_needed_goes(guilty: set[int]) -> None:
     assert result.violations
 
 
-@pytest.mark.slow
+def test_so_many_tries_and_no_more() -> None:
+    """However much could still be left out, the tries are the bound, and what was found by then still fails."""
+    script, tried = write(1), list[Script]()
+    carry_out = fails_with({3}, script)
+
+    def counted(shorter: Script) -> Result:
+        tried.append(shorter)
+        return carry_out(shorter)
+
+    shorter, result = shrink(script, carry_out(script), tries=3, carry_out=counted)
+    assert len(tried) == 3
+    assert 1 < len(shorter.events) < len(script.events)
+    assert result.violations
+
+
 @pytest.mark.timeout(300)
 def test_the_shorter_script_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a daemon with a fault in it: a seed that fails is told in fewer events, and these fail again in the same way."""
     keeps_generations(monkeypatch)
     script, found = next((it, found) for it in map(write, range(SEEDS)) if (found := run(it)).violations)
-    shorter, result = shrink(script, found, budget_s=BUDGET_S)
-    assert len(shorter.events) < len(script.events)
+    shorter, result = shrink(script, found, tries=TRIES)
+    assert len(shorter.events) <= len(script.events) / 2
     assert result.violations == run(shorter).violations != []
     report("simulation shrinks", seed=script.seed, events=len(script.events), shorter=len(shorter.events))

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tierd.testing.sim.script import FAULTS, MEDIUM_FAULTS, Script, write
-from tierd.testing.sim.shrink import shrink
+from tierd.testing.sim.shrink import TRIES, shrink
 from tierd.testing.sim.world import Result, run
 
 SHOWN = 5
@@ -25,9 +25,9 @@ SHOWN = 5
 @click.option("--seed", default=0, help="The first seed.", show_default=True)
 @click.option("--seeds", default=1, type=click.IntRange(1), help="How many, one after another.", show_default=True)
 @click.option(
-    "--shrink-s", default=20.0, help="Seconds for telling each failure in fewer events; 0: don't.", show_default=True
+    "--tries", default=TRIES, help="Runs for telling each failure in fewer events; 0: don't.", show_default=True
 )
-def main(seed: int, seeds: int, shrink_s: float) -> None:
+def main(seed: int, seeds: int, tries: int) -> None:
     """Simulates the daemon and its clients on a virtual clock, with faults. The same seed gives the same trace."""
     console, results = Console(), list[Result]()
     with Progress(
@@ -36,7 +36,7 @@ def main(seed: int, seeds: int, shrink_s: float) -> None:
         for number in progress.track(range(seed, seed + seeds), description="seeds"):
             results.append(run(write(number)))
             if results[-1].violations:
-                _tell(console, write(number), results[-1], shrink_s=shrink_s)
+                _tell(console, write(number), results[-1], tries=tries)
     _sum_up(console, results)
     failed = [result.seed for result in results if result.violations]
     if failed:
@@ -45,12 +45,12 @@ def main(seed: int, seeds: int, shrink_s: float) -> None:
     console.print(f"{seeds} seeds, no promise broken")
 
 
-def _tell(console: Console, script: Script, result: Result, *, shrink_s: float) -> None:
+def _tell(console: Console, script: Script, result: Result, *, tries: int) -> None:
     console.print(f"[red]seed {script.seed}[/], trace {result.trace}, {len(script.events)} events:")
     for text in result.violations[:SHOWN]:
         console.print(f"  {text}", highlight=False)
-    if shrink_s:
-        shorter, result = shrink(script, result, budget_s=shrink_s)
+    if tries:
+        shorter, result = shrink(script, result, tries=tries)
         console.print(f"  in {len(shorter.events)} events:")
         for event in shorter.events:
             console.print(
