@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tierd/v1/cache.proto\x12\x08tierd.v1\"]\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\"\xd4\x01\n\x14OpenNamespaceRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\r\n\x05group\x18\x06 \x01(\t\x12\x0c\n\x04salt\x18\x07 \x01(\t\x12\x12\n\nrank_count\x18\x08 \x01(\r\x12$\n\x08geometry\x18\t \x01(\x0b\x32\x12.tierd.v1.Geometry\"F\n\x12OpenNamespaceReply\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\x96\x01\n\x05Group\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\x1c\n\x04need\x18\x06 \x01(\x0e\x32\x0e.tierd.v1.Need\x12\x13\n\x0bneed_tokens\x18\x07 \x01(\x04\"0\n\rLookupRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\"C\n\x0bLookupReply\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07tier_of\x18\x02 \x03(\x0c\x12\x13\n\x0btier_tokens\x18\x03 \x03(\x04\"S\n\x0e\x41\x63quireRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\"=\n\x0cGroupHandles\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0f\n\x07handles\x18\x03 \x01(\x0c\"y\n\x0c\x41\x63quireReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.tierd.v1.GroupHandles\x12\x13\n\x0btier_tokens\x18\x04 \x03(\x04\x12\r\n\x05whole\x18\x05 \x01(\x08\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"\x0e\n\x0cReleaseReply\"\xb8\x01\n\x08PutGroup\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x15\n\rengine_hashes\x18\x06 \x01(\x0c\x12\x18\n\x10\x65ngine_per_block\x18\x07 \x01(\r\x12\x15\n\rengine_parent\x18\x08 \x01(\x0c\x12\x11\n\ttoken_ids\x18\t \x01(\x0c\"\x80\x01\n\x0eReserveRequest\x12\"\n\x06groups\x18\x01 \x03(\x0b\x32\x12.tierd.v1.PutGroup\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\"L\n\x0cReserveReply\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x03(\x0c\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"\x1d\n\x0b\x43ommitGroup\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x0c\"\x97\x01\n\rCommitRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12%\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x15.tierd.v1.CommitGroup\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05lease\x18\x04 \x01(\x08\x12\x11\n\tkeep_open\x18\x05 \x01(\x08\"-\n\x0b\x43ommitReply\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\r\n\x05lease\x18\x02 \x01(\x04\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\"\x0c\n\nAbortReply\"T\n\x0fPrefetchRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\" \n\rPrefetchReply\x12\x0f\n\x07started\x18\x01 \x01(\r\"\x96\x01\n\x08PutChunk\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.tierd.v1.PutGroup\x12(\n\ndurability\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"\x1c\n\x08PutReply\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\";\n\nGetRequest\x12\x1e\n\x05group\x18\x01 \x01(\x0b\x32\x0f.tierd.v1.Group\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"y\n\x08GetChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12\x0e\n\x06status\x18\x07 \x01(\r\"D\n\x16ReportAttentionRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0c\n\x04mass\x18\x03 \x01(\x0c\"\x16\n\x14ReportAttentionReply\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\")\n\x06\x45vents\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Event\"\xc8\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Event.Kind\x12\x0c\n\x04tier\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\"H\n\x04Kind\x12\x0f\n\x0bKIND_STORED\x10\x00\x12\x10\n\x0cKIND_REMOVED\x10\x01\x12\r\n\tKIND_LOST\x10\x02\x12\x0e\n\nKIND_ENDED\x10\x03*_\n\x08TierKind\x12\x14\n\x10TIER_KIND_DEVICE\x10\x00\x12\x12\n\x0eTIER_KIND_HOST\x10\x01\x12\x12\n\x0eTIER_KIND_NVME\x10\x02\x12\x15\n\x11TIER_KIND_ARCHIVE\x10\x03*\x8d\x02\n\x0b\x42lockStatus\x12\x15\n\x11\x42LOCK_STATUS_MISS\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x19\n\x15\x42LOCK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x42LOCK_STATUS_EXISTS\x10\x03\x12\x18\n\x14\x42LOCK_STATUS_NO_ROOM\x10\x04\x12\x19\n\x15\x42LOCK_STATUS_REJECTED\x10\x05\x12\x19\n\x15\x42LOCK_STATUS_DEFERRED\x10\x06\x12\x17\n\x13\x42LOCK_STATUS_FAILED\x10\x07\x12\x18\n\x14\x42LOCK_STATUS_CORRUPT\x10\x08\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\t*B\n\x04Need\x12\x0f\n\x0bNEED_PREFIX\x10\x00\x12\x14\n\x10NEED_LAST_TOKENS\x10\x01\x12\x13\n\x0fNEED_LAST_STATE\x10\x02*;\n\nDurability\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x00\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x01\x32\xe6\x05\n\x05\x43\x61\x63he\x12M\n\rOpenNamespace\x12\x1e.tierd.v1.OpenNamespaceRequest\x1a\x1c.tierd.v1.OpenNamespaceReply\x12\x38\n\x06Lookup\x12\x17.tierd.v1.LookupRequest\x1a\x15.tierd.v1.LookupReply\x12;\n\x07\x41\x63quire\x12\x18.tierd.v1.AcquireRequest\x1a\x16.tierd.v1.AcquireReply\x12;\n\x07Release\x12\x18.tierd.v1.ReleaseRequest\x1a\x16.tierd.v1.ReleaseReply\x12;\n\x07Reserve\x12\x18.tierd.v1.ReserveRequest\x1a\x16.tierd.v1.ReserveReply\x12\x38\n\x06\x43ommit\x12\x17.tierd.v1.CommitRequest\x1a\x15.tierd.v1.CommitReply\x12\x35\n\x05\x41\x62ort\x12\x16.tierd.v1.AbortRequest\x1a\x14.tierd.v1.AbortReply\x12>\n\x08Prefetch\x12\x19.tierd.v1.PrefetchRequest\x1a\x17.tierd.v1.PrefetchReply\x12/\n\x03Put\x12\x12.tierd.v1.PutChunk\x1a\x12.tierd.v1.PutReply(\x01\x12\x31\n\x03Get\x12\x14.tierd.v1.GetRequest\x1a\x12.tierd.v1.GetChunk0\x01\x12S\n\x0fReportAttention\x12 .tierd.v1.ReportAttentionRequest\x1a\x1e.tierd.v1.ReportAttentionReply\x12\x33\n\x05Watch\x12\x16.tierd.v1.WatchRequest\x1a\x10.tierd.v1.Events0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tierd/v1/cache.proto\x12\x08tierd.v1\"]\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\"\xd4\x01\n\x14OpenNamespaceRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\r\n\x05group\x18\x06 \x01(\t\x12\x0c\n\x04salt\x18\x07 \x01(\t\x12\x12\n\nrank_count\x18\x08 \x01(\r\x12$\n\x08geometry\x18\t \x01(\x0b\x32\x12.tierd.v1.Geometry\"F\n\x12OpenNamespaceReply\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\x96\x01\n\x05Group\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\x1c\n\x04need\x18\x06 \x01(\x0e\x32\x0e.tierd.v1.Need\x12\x13\n\x0bneed_tokens\x18\x07 \x01(\x04\"0\n\rLookupRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\"C\n\x0bLookupReply\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07tier_of\x18\x02 \x03(\x0c\x12\x13\n\x0btier_tokens\x18\x03 \x03(\x04\"S\n\x0e\x41\x63quireRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\"=\n\x0cGroupHandles\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0f\n\x07handles\x18\x03 \x01(\x0c\"y\n\x0c\x41\x63quireReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.tierd.v1.GroupHandles\x12\x13\n\x0btier_tokens\x18\x04 \x03(\x04\x12\r\n\x05whole\x18\x05 \x01(\x08\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"\x0e\n\x0cReleaseReply\"\xb8\x01\n\x08PutGroup\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x15\n\rengine_hashes\x18\x06 \x01(\x0c\x12\x18\n\x10\x65ngine_per_block\x18\x07 \x01(\r\x12\x15\n\rengine_parent\x18\x08 \x01(\x0c\x12\x11\n\ttoken_ids\x18\t \x01(\x0c\"\x80\x01\n\x0eReserveRequest\x12\"\n\x06groups\x18\x01 \x03(\x0b\x32\x12.tierd.v1.PutGroup\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\"J\n\x0cReserveReply\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x03(\x0cJ\x04\x08\x03\x10\x04R\x0eretry_after_ms\"\x1d\n\x0b\x43ommitGroup\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x0c\"\x97\x01\n\rCommitRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12%\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x15.tierd.v1.CommitGroup\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05lease\x18\x04 \x01(\x08\x12\x11\n\tkeep_open\x18\x05 \x01(\x08\"-\n\x0b\x43ommitReply\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\r\n\x05lease\x18\x02 \x01(\x04\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\"\x0c\n\nAbortReply\"T\n\x0fPrefetchRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\" \n\rPrefetchReply\x12\x0f\n\x07started\x18\x01 \x01(\r\"\x96\x01\n\x08PutChunk\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.tierd.v1.PutGroup\x12(\n\ndurability\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"\x1c\n\x08PutReply\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\";\n\nGetRequest\x12\x1e\n\x05group\x18\x01 \x01(\x0b\x32\x0f.tierd.v1.Group\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"y\n\x08GetChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12\x0e\n\x06status\x18\x07 \x01(\r\"D\n\x16ReportAttentionRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0c\n\x04mass\x18\x03 \x01(\x0c\"\x16\n\x14ReportAttentionReply\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\")\n\x06\x45vents\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Event\"\xc8\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Event.Kind\x12\x0c\n\x04tier\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\"H\n\x04Kind\x12\x0f\n\x0bKIND_STORED\x10\x00\x12\x10\n\x0cKIND_REMOVED\x10\x01\x12\r\n\tKIND_LOST\x10\x02\x12\x0e\n\nKIND_ENDED\x10\x03*_\n\x08TierKind\x12\x14\n\x10TIER_KIND_DEVICE\x10\x00\x12\x12\n\x0eTIER_KIND_HOST\x10\x01\x12\x12\n\x0eTIER_KIND_NVME\x10\x02\x12\x15\n\x11TIER_KIND_ARCHIVE\x10\x03*\x8d\x02\n\x0b\x42lockStatus\x12\x15\n\x11\x42LOCK_STATUS_MISS\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x19\n\x15\x42LOCK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x42LOCK_STATUS_EXISTS\x10\x03\x12\x18\n\x14\x42LOCK_STATUS_NO_ROOM\x10\x04\x12\x19\n\x15\x42LOCK_STATUS_REJECTED\x10\x05\x12\x19\n\x15\x42LOCK_STATUS_DEFERRED\x10\x06\x12\x17\n\x13\x42LOCK_STATUS_FAILED\x10\x07\x12\x18\n\x14\x42LOCK_STATUS_CORRUPT\x10\x08\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\t*B\n\x04Need\x12\x0f\n\x0bNEED_PREFIX\x10\x00\x12\x14\n\x10NEED_LAST_TOKENS\x10\x01\x12\x13\n\x0fNEED_LAST_STATE\x10\x02*;\n\nDurability\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x00\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x01\x32\xe6\x05\n\x05\x43\x61\x63he\x12M\n\rOpenNamespace\x12\x1e.tierd.v1.OpenNamespaceRequest\x1a\x1c.tierd.v1.OpenNamespaceReply\x12\x38\n\x06Lookup\x12\x17.tierd.v1.LookupRequest\x1a\x15.tierd.v1.LookupReply\x12;\n\x07\x41\x63quire\x12\x18.tierd.v1.AcquireRequest\x1a\x16.tierd.v1.AcquireReply\x12;\n\x07Release\x12\x18.tierd.v1.ReleaseRequest\x1a\x16.tierd.v1.ReleaseReply\x12;\n\x07Reserve\x12\x18.tierd.v1.ReserveRequest\x1a\x16.tierd.v1.ReserveReply\x12\x38\n\x06\x43ommit\x12\x17.tierd.v1.CommitRequest\x1a\x15.tierd.v1.CommitReply\x12\x35\n\x05\x41\x62ort\x12\x16.tierd.v1.AbortRequest\x1a\x14.tierd.v1.AbortReply\x12>\n\x08Prefetch\x12\x19.tierd.v1.PrefetchRequest\x1a\x17.tierd.v1.PrefetchReply\x12/\n\x03Put\x12\x12.tierd.v1.PutChunk\x1a\x12.tierd.v1.PutReply(\x01\x12\x31\n\x03Get\x12\x14.tierd.v1.GetRequest\x1a\x12.tierd.v1.GetChunk0\x01\x12S\n\x0fReportAttention\x12 .tierd.v1.ReportAttentionRequest\x1a\x1e.tierd.v1.ReportAttentionReply\x12\x33\n\x05Watch\x12\x16.tierd.v1.WatchRequest\x1a\x10.tierd.v1.Events0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tierd.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIERKIND']._serialized_start=2546
-  _globals['_TIERKIND']._serialized_end=2641
-  _globals['_BLOCKSTATUS']._serialized_start=2644
-  _globals['_BLOCKSTATUS']._serialized_end=2913
-  _globals['_NEED']._serialized_start=2915
-  _globals['_NEED']._serialized_end=2981
-  _globals['_DURABILITY']._serialized_start=2983
-  _globals['_DURABILITY']._serialized_end=3042
+  _globals['_TIERKIND']._serialized_start=2544
+  _globals['_TIERKIND']._serialized_end=2639
+  _globals['_BLOCKSTATUS']._serialized_start=2642
+  _globals['_BLOCKSTATUS']._serialized_end=2911
+  _globals['_NEED']._serialized_start=2913
+  _globals['_NEED']._serialized_end=2979
+  _globals['_DURABILITY']._serialized_start=2981
+  _globals['_DURABILITY']._serialized_end=3040
   _globals['_GEOMETRY']._serialized_start=34
   _globals['_GEOMETRY']._serialized_end=127
   _globals['_OPENNAMESPACEREQUEST']._serialized_start=130
@@ -66,41 +66,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEREQUEST']._serialized_start=1197
   _globals['_RESERVEREQUEST']._serialized_end=1325
   _globals['_RESERVEREPLY']._serialized_start=1327
-  _globals['_RESERVEREPLY']._serialized_end=1403
-  _globals['_COMMITGROUP']._serialized_start=1405
-  _globals['_COMMITGROUP']._serialized_end=1434
-  _globals['_COMMITREQUEST']._serialized_start=1437
-  _globals['_COMMITREQUEST']._serialized_end=1588
-  _globals['_COMMITREPLY']._serialized_start=1590
-  _globals['_COMMITREPLY']._serialized_end=1635
-  _globals['_ABORTREQUEST']._serialized_start=1637
-  _globals['_ABORTREQUEST']._serialized_end=1672
-  _globals['_ABORTREPLY']._serialized_start=1674
-  _globals['_ABORTREPLY']._serialized_end=1686
-  _globals['_PREFETCHREQUEST']._serialized_start=1688
-  _globals['_PREFETCHREQUEST']._serialized_end=1772
-  _globals['_PREFETCHREPLY']._serialized_start=1774
-  _globals['_PREFETCHREPLY']._serialized_end=1806
-  _globals['_PUTCHUNK']._serialized_start=1809
-  _globals['_PUTCHUNK']._serialized_end=1959
-  _globals['_PUTREPLY']._serialized_start=1961
-  _globals['_PUTREPLY']._serialized_end=1989
-  _globals['_GETREQUEST']._serialized_start=1991
-  _globals['_GETREQUEST']._serialized_end=2050
-  _globals['_GETCHUNK']._serialized_start=2052
-  _globals['_GETCHUNK']._serialized_end=2173
-  _globals['_REPORTATTENTIONREQUEST']._serialized_start=2175
-  _globals['_REPORTATTENTIONREQUEST']._serialized_end=2243
-  _globals['_REPORTATTENTIONREPLY']._serialized_start=2245
-  _globals['_REPORTATTENTIONREPLY']._serialized_end=2267
-  _globals['_WATCHREQUEST']._serialized_start=2269
-  _globals['_WATCHREQUEST']._serialized_end=2298
-  _globals['_EVENTS']._serialized_start=2300
-  _globals['_EVENTS']._serialized_end=2341
-  _globals['_EVENT']._serialized_start=2344
-  _globals['_EVENT']._serialized_end=2544
-  _globals['_EVENT_KIND']._serialized_start=2472
-  _globals['_EVENT_KIND']._serialized_end=2544
-  _globals['_CACHE']._serialized_start=3045
-  _globals['_CACHE']._serialized_end=3787
+  _globals['_RESERVEREPLY']._serialized_end=1401
+  _globals['_COMMITGROUP']._serialized_start=1403
+  _globals['_COMMITGROUP']._serialized_end=1432
+  _globals['_COMMITREQUEST']._serialized_start=1435
+  _globals['_COMMITREQUEST']._serialized_end=1586
+  _globals['_COMMITREPLY']._serialized_start=1588
+  _globals['_COMMITREPLY']._serialized_end=1633
+  _globals['_ABORTREQUEST']._serialized_start=1635
+  _globals['_ABORTREQUEST']._serialized_end=1670
+  _globals['_ABORTREPLY']._serialized_start=1672
+  _globals['_ABORTREPLY']._serialized_end=1684
+  _globals['_PREFETCHREQUEST']._serialized_start=1686
+  _globals['_PREFETCHREQUEST']._serialized_end=1770
+  _globals['_PREFETCHREPLY']._serialized_start=1772
+  _globals['_PREFETCHREPLY']._serialized_end=1804
+  _globals['_PUTCHUNK']._serialized_start=1807
+  _globals['_PUTCHUNK']._serialized_end=1957
+  _globals['_PUTREPLY']._serialized_start=1959
+  _globals['_PUTREPLY']._serialized_end=1987
+  _globals['_GETREQUEST']._serialized_start=1989
+  _globals['_GETREQUEST']._serialized_end=2048
+  _globals['_GETCHUNK']._serialized_start=2050
+  _globals['_GETCHUNK']._serialized_end=2171
+  _globals['_REPORTATTENTIONREQUEST']._serialized_start=2173
+  _globals['_REPORTATTENTIONREQUEST']._serialized_end=2241
+  _globals['_REPORTATTENTIONREPLY']._serialized_start=2243
+  _globals['_REPORTATTENTIONREPLY']._serialized_end=2265
+  _globals['_WATCHREQUEST']._serialized_start=2267
+  _globals['_WATCHREQUEST']._serialized_end=2296
+  _globals['_EVENTS']._serialized_start=2298
+  _globals['_EVENTS']._serialized_end=2339
+  _globals['_EVENT']._serialized_start=2342
+  _globals['_EVENT']._serialized_end=2542
+  _globals['_EVENT_KIND']._serialized_start=2470
+  _globals['_EVENT_KIND']._serialized_end=2542
+  _globals['_CACHE']._serialized_start=3043
+  _globals['_CACHE']._serialized_end=3785
 # @@protoc_insertion_point(module_scope)

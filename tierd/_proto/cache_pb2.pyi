@@ -212,14 +212,12 @@ class ReserveRequest(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("reservation", "handles", "retry_after_ms")
+    __slots__ = ("reservation", "handles")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     handles: _containers.RepeatedScalarFieldContainer[bytes]
-    retry_after_ms: int
-    def __init__(self, reservation: _Optional[int] = ..., handles: _Optional[_Iterable[bytes]] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, reservation: _Optional[int] = ..., handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CommitGroup(_message.Message):
     __slots__ = ("blocks",)

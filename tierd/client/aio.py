@@ -169,8 +169,8 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _reservation(self, hold: Any, handles: StructArray, *, retry_after_ms: int = 0) -> AsyncReservation:
-        return AsyncReservation(hold, handles, ends=self._verbs, run=self._run, retry_after_ms=retry_after_ms)
+    def _reservation(self, hold: Any, handles: StructArray) -> AsyncReservation:
+        return AsyncReservation(hold, handles, ends=self._verbs, run=self._run)
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)

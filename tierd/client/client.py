@@ -183,8 +183,8 @@ class Client:
     ) -> None:
         self.close()
 
-    def _reservation(self, hold: Any, handles: StructArray, *, retry_after_ms: int = 0) -> Reservation:
-        return Reservation(hold, handles, ends=self._verbs, run=self._run, retry_after_ms=retry_after_ms)
+    def _reservation(self, hold: Any, handles: StructArray) -> Reservation:
+        return Reservation(hold, handles, ends=self._verbs, run=self._run)
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)

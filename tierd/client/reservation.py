@@ -49,8 +49,8 @@ class Ends(Protocol):
 class ReservedPages:
     """What both faces of a reservation share; false if nothing is reserved, or not any more.
 
-    handles: HANDLE [n] and statuses: u2 [n] of BlockStatus (RESERVED, EXISTS, NO_ROOM, REJECTED, DEFERRED), groups in order.
-    retry_after_ms: with NO_ROOM or DEFERRED.
+    handles: HANDLE [n] and statuses: u2 [n] of BlockStatus (RESERVED, EXISTS, FAILED, NO_ROOM, REJECTED), groups in order. NO_ROOM: others
+    hold it, and nobody knows until when; a call that may be made again after some time raises Overloaded, with its hint.
     """
 
     def __init__(
@@ -60,10 +60,8 @@ class ReservedPages:
         *,
         ends: Ends,
         run: Callable[[Steps], Any],
-        retry_after_ms: int = 0,
     ) -> None:
         self.handles = handles
-        self.retry_after_ms = retry_after_ms
         self.hold = hold
         self._ends = ends
         self._run = run

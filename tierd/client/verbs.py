@@ -208,7 +208,7 @@ class Verbs:
         ]
         handles = np.concatenate([np.zeros(0, dtype=HANDLE), *given])
         hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
-        pages = self._pages(hold, handles, retry_after_ms=reply.retry_after_ms)
+        pages = self._pages(hold, handles)
         yield from self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
         return pages
 

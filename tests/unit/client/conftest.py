@@ -22,7 +22,7 @@ from tierd._proto import cache_pb2_grpc
 from tierd.client import Client, NamespaceSpec
 from tierd.core.block import namespace_digest
 from tierd.core.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, BlockStatus, SegmentAssignment
-from tierd.errors import ERROR_KEY, GRPC_STATUS, NotFound, TierdError
+from tierd.errors import ERROR_KEY, GRPC_STATUS, RETRY_KEY, NotFound, TierdError
 from tierd.server.identity import IdentityRules, identify
 from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, SessionCalls, Sessions
@@ -163,7 +163,9 @@ class FakeDaemon(cache_pb2_grpc.CacheServicer):
                 self.sessions.authenticate(metadata.get("tierd-session", ""))
         except TierdError as error:
             status = getattr(grpc.StatusCode, GRPC_STATUS[type(error)])
-            await context.abort(status, str(error), trailing_metadata=((ERROR_KEY, type(error).__name__),))
+            hint = getattr(error, "retry_after_s", 0.0)
+            hints = ((RETRY_KEY, str(round(hint * 1000))),) if hint else ()
+            await context.abort(status, str(error), trailing_metadata=((ERROR_KEY, type(error).__name__), *hints))
 
     # -- verbs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -30,6 +31,32 @@ def test_errors_come_back_as_they_were_raised(client, daemon, ns, error):
     with pytest.raises(error, match="^thing: fault; remedy$"):
         client.lookup(ns, ns.hash(TOKENS))
     assert daemon.calls["Lookup"] == 1
+
+
+@pytest.mark.parametrize("method", ["Lookup", "Acquire", "Reserve", "Commit"])
+def test_a_refused_call_is_made_again_when_it_was_told_to(client, daemon, ns, blocks, method):
+    """What is refused with a hint is made again after that time, and not before, and then succeeds unnoticed."""
+    hint_s, made = 0.05, []
+
+    def note():
+        made.append(time.monotonic())
+        if len(made) == 3:
+            daemon.faults.clear()
+
+    daemon.faults[method] = Overloaded("thing: full; later", retry_after_s=hint_s)
+    daemon.before[method] = note
+    assert client.put(ns, TOKENS, blocks).stored == 3
+    assert client.lookup(ns, ns.hash(TOKENS)).tokens == 32
+    assert client.get(ns, TOKENS).tokens == 40
+    assert min(later - earlier for earlier, later in itertools.pairwise(made[:3])) >= hint_s
+
+
+def test_a_hint_beyond_the_deadline_is_not_waited_for(client, daemon, ns):
+    """A refusal that says "in a minute" to a call of a second is raised at once, hint and all."""
+    daemon.faults["Reserve"] = Overloaded("thing: full; later", retry_after_s=60.0)
+    with pytest.raises(Overloaded, match="full") as told:
+        client.reserve(PutGroup.private(ns, 1), timeout_s=1.0)
+    assert (told.value.retry_after_s, daemon.calls["Reserve"]) == (60.0, 1)
 
 
 def test_deadlines(client, daemon, ns):
