@@ -18,9 +18,9 @@ from tests.system.damaged import PAGE_BYTES, Place, flip, pages, slots
 from tests.system.raw import BLOCK_BYTES
 from tests.system.test_restart import wipe_arena
 from tierd._proto import admin_pb2 as apb
-from tierd.client import Client, NamespaceSpec
+from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.core.meta import META_BYTES
-from tierd.testing import Daemon, chain, is_content
+from tierd.testing import Daemon, chain, content_of, is_content
 
 SEED = int(os.environ.get("FLIP_SEED", "1"))
 ROUND = count(test=50, nightly=500, weekly=500)
@@ -39,6 +39,12 @@ capacity = "32 MiB"
 segment = "4 MiB"
 fault_limit = 0
 """
+DEVICE = """\
+[[device]]
+capacity = "16 MiB"
+segment = "2 MiB"
+"""
+"""Of kind "cpu"."""
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=BLOCK_BYTES)
 HEADER_BITS = (META_BYTES + 8) * 8
 """Of a slot: what is under a checksum, with the one slice of such a block."""
@@ -182,3 +188,37 @@ def test_verified_page(verify: str) -> None:
         missed=reader.missed,
         wrong=reader.wrong,
     )
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("verify", ["first_hit", "always"])
+def test_device_page(verify: str) -> None:
+    """A bit of a page of the device tier, flipped before its first hit, or under "always" after it: a miss for who asks there, counted, and nobody else misses."""
+    total, missed = count(test=50, nightly=2_000, weekly=6_000), 0
+    config = DEVICE + CONFIG.replace("{verify}", verify)
+    with Daemon(config) as daemon, Client(daemon.target) as writer, Client(daemon.target) as reader:
+        for seed in _rounds(total):
+            names, bad = chain(seed, ROUND), ROUND // 2
+            space = writer.open_namespace(SPEC)
+            with writer.reserve(PutGroup(space, names), tier="device") as pages_of:
+                for name, page in zip(names, pages_of.buffers(), strict=True):
+                    page[:] = content_of(name, BLOCK_BYTES)
+                pages_of.commit()
+            if verify == "always":
+                assert _on_device(reader, names) == ROUND
+            _damage(pages(daemon, names), names[:bad], _in_page)
+            assert [_on_device(reader, names[i : i + 1]) for i in range(ROUND)] == [0] * bad + [1] * (ROUND - bad)
+            missed += bad
+            with connected(daemon) as client:
+                client.call(client.admin.Evict, apb.EvictRequest())
+        assert _corrupt(daemon) == missed
+    report("flips through get", where=f"page of a device, {verify}", flips=missed, missed=missed, wrong=0)
+
+
+def _on_device(client: Client, names: np.ndarray) -> int:
+    """Blocks that are leased in the device tier, each right."""
+    with client.acquire(client.open_namespace(SPEC), names, tier="device") as lease:
+        assert all(
+            is_content(np.ascontiguousarray(view), name) for view, name in zip(lease.views(), names, strict=False)
+        )
+        return len(lease)
