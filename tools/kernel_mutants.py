@@ -354,6 +354,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "side.layers[0]",
         PAGES,
     ),
+    Mutant("runs-rest", "each block copies one run", "pages.cu", "run += gridDim.x", "run = p.count", PAGES),
+    Mutant(
+        "runs-tail", "bytes behind the last whole 16 stay behind", "pages.cu", "i < length; i +=", "i < 0; i +=", PAGES
+    ),
     Mutant(
         "summary-tail", "one stale token counts", "pages.cu", "token < p.tokens[page]", "token <= p.tokens[page]", PAGES
     ),

@@ -142,6 +142,14 @@ EXPORTED CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   ENTER;
   return memory().handles.erase(handle) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
+// Of what is mapped at an address: once more, to be released once more.
+EXPORTED CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* from) {
+  ENTER;
+  const auto found = entry_at(memory().mappings, CUdeviceptr(from));
+  if (found == memory().mappings.end() || CUdeviceptr(from) >= found->first + found->second.bytes) return CUDA_ERROR_INVALID_VALUE;
+  memory().handles[*handle = next_handle++] = found->second.backing;
+  return CUDA_SUCCESS;
+}
 EXPORTED CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags) {
   ENTER;
   const auto found = memory().handles.find(handle);

@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -60,7 +61,9 @@ struct Copied {
 };
 using Snapshot = std::shared_ptr<std::vector<char>>;
 
+// TIERD_FAKE_CUDA_PIECE_US: how long the copy engines take for each piece, beside its bytes.
 CUresult copy_now(const Copied& copied, const Snapshot& snapshot) {
+  if (const size_t piece_us = number("TIERD_FAKE_CUDA_PIECE_US", 0)) usleep(piece_us);
   const Range to = range_of(copied.to, copied.bytes), from = range_of(copied.from, copied.bytes);
   if (!(to.rights & PROT_WRITE) || (!snapshot && !(from.rights & PROT_READ))) return CUDA_ERROR_ILLEGAL_ADDRESS;
   memmove(reinterpret_cast<void*>(copied.to), snapshot ? snapshot->data() : reinterpret_cast<void*>(copied.from), copied.bytes);

@@ -72,6 +72,26 @@ SIMT_DEV void copy_rows(const CopyParams& p) {
   }
 }
 
+// -- runs: bytes from anywhere to anywhere, such as small pages between the GPU's memory and the host's that it has mapped
+
+struct RunsParams {
+  const uint64_t *to, *from;  // [count], addresses: where both are multiples of 16, so many bytes are copied at a time, else one
+  const uint32_t* lengths;    // [count], bytes
+  int count;
+};
+
+// Any grid: its blocks take runs in turn, so that few of them can do it beside other work.
+SIMT_DEV void copy_run(const RunsParams& p) {
+  for (int run = blockIdx.x; run < p.count; run += gridDim.x) {
+    auto* to = reinterpret_cast<unsigned char*>(p.to[run]);
+    const auto* from = reinterpret_cast<const unsigned char*>(p.from[run]);
+    simt::assume_global(to), simt::assume_global(from);
+    const uint32_t length = p.lengths[run], whole = (p.to[run] | p.from[run]) % 16 ? 0 : length / 16;
+    for (uint32_t i = threadIdx.x; i < whole; i += blockDim.x) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    for (uint32_t i = whole * 16 + threadIdx.x; i < length; i += blockDim.x) to[i] = from[i];
+  }
+}
+
 // -- summary: the least and the greatest of each channel of a page's keys (Quest, arXiv 2406.10774, section 3.2)
 
 struct SummaryParams {
@@ -110,6 +130,7 @@ SIMT_KERNEL(store_f16_f16, StoreParams, 256, (store<F16, F16>))
 SIMT_KERNEL(store_bf16_e4m3, StoreParams, 256, (store<Bf16, ToE4m3>))
 SIMT_KERNEL(store_f16_e4m3, StoreParams, 256, (store<F16, ToE4m3>))
 SIMT_KERNEL(copy_rows_16, CopyParams, 256, copy_rows)
+SIMT_KERNEL(copy_runs, RunsParams, 256, copy_run)
 SIMT_KERNEL(summarize_bf16, SummaryParams, 128, summarize<Bf16>)
 SIMT_KERNEL(summarize_f16, SummaryParams, 128, summarize<F16>)
 SIMT_KERNEL(summarize_e4m3, SummaryParams, 128, summarize<FromE4m3>)

@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tierd.errors import TierdError, TierFailed
-from tierd.gpu.copies import Copies, Runs, coalesced
+from tierd.gpu.copies import Copies
 from tierd.gpu.device import Device, Lane
 from tierd.gpu.hosts import Hosts
+from tierd.gpu.runs import Runs, coalesced
 from tierd.gpu.slabs import Slabs
 from tierd.gpu.sums import Sums, open_sums
 from tierd.gpu.wire import Inbox, Message, frame, pack_sums, unpack_pieces
@@ -46,7 +47,7 @@ class Engine:
 
     def facts(self) -> Body:
         """As GpuFacts."""
-        return asdict(self.device.facts(hashes=self.sums.kind))
+        return asdict(self.device.facts(hashes=self.sums.kind, gather_bytes=self.copies.gather_bytes))
 
     def copy(self, packed: bytes, *, to_device: bool) -> Body:
         """load or store; a load answers the sums of what has arrived."""

@@ -1,57 +1,33 @@
-"""Copies between device and host memory: what adjoins in one piece, batches in one call, one lane for each direction.
+"""Copies between device and host memory: what adjoins in one piece, small pieces by a kernel, the others in batches, one lane for each direction.
 
-Purpose: `Copies`. Non-purpose: which bytes, and whether they may be touched. Invariants: a call returns when the last byte is there, which an event of its lane has
-told; there is no order between the pieces of a call.
+Purpose: `Copies`. Non-purpose: which bytes, and whether they may be touched; which way they go (`runs.ways_of`). Invariants: a call returns when the last byte is there, whichever
+way it went, which one event of its lane has told; there is no order between the pieces of a call.
 """
 
 from __future__ import annotations
 
-import enum
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from tierd.errors import TierdError
+from tierd.gpu.cutover import measured
 from tierd.gpu.device import Device, Lane
-from tierd.gpu.regions import Addresses
+from tierd.gpu.gather import Gather
+from tierd.gpu.runs import Runs, Way, ways_of
+from tierd.kernels.pages import RUNS_KERNEL
 
-
-class Runs(NamedTuple):
-    """Where to, where from and how many bytes: u8[n] each, no length of 0."""
-
-    targets: Addresses
-    sources: Addresses
-    lengths: NDArray[np.uint64]
-
-
-class Way(enum.Enum):
-    """How a call's runs are copied. Small ones may have another one day: a kernel that gathers them."""
-
-    BATCH = "cuMemcpyBatchAsync"
-    SINGLY = "cuMemcpyAsync"
-
-
-def way_of(runs: Runs, *, has_batches: bool, is_direct: bool) -> Way:
-    """The one place that chooses. Memory that is not registered goes by the calls whose way with it is written down."""
-    return Way.BATCH if has_batches and is_direct and len(runs.lengths) > 1 else Way.SINGLY
-
-
-def coalesced(runs: Runs, owners: NDArray[np.uint64]) -> Runs:
-    """The same bytes in fewer runs, by address: those of one owner that follow each other on both sides are one. owners: u8[n], what a copy may not span two of."""
-    kept = np.flatnonzero(runs.lengths)
-    order = kept[np.argsort(runs.targets[kept], kind="stable")]
-    targets, sources, lengths, owners = (column[order] for column in (*runs, owners))
-    joins = owners[1:] == owners[:-1]
-    for begins in (targets, sources):
-        joins &= begins[1:] == begins[:-1] + lengths[:-1]
-    starts = np.flatnonzero(np.concatenate(([True], ~joins))) if len(order) else order
-    return Runs(targets[starts], sources[starts], np.add.reduceat(lengths, starts) if len(starts) else lengths)
+HOST_POINTERS = "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"
+"""Attribute of a GPU that reaches registered memory by the addresses that it has here."""
 
 
 class Copies:
-    """Of one GPU. Threads may share it."""
+    """Of one GPU. Threads may share it. gather_bytes: up to which length runs are gathered, to the device (True) and from it (False); 0: none."""
 
     def __init__(self, device: Device) -> None:
+        """Measures when to gather. What keeps it from that is among the device's notices. Raises Overloaded, TierFailed."""
         self._device = device
         self._lanes = {True: Lane(device), False: Lane(device)}
         cuda = device.cuda
@@ -59,20 +35,60 @@ class Copies:
         # Host memory is quiet and might be read at any time; device memory may be waiting for earlier work of this lane, and one rule for both is one less to mistake.
         self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         self._attributes.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+        self._gather: Gather | None = None
+        self.gather_bytes = {True: 0, False: 0}
+        try:
+            fault = self._begin_gather()
+        except TierdError as error:
+            fault = str(error)
+        if fault:
+            device.notices.append(
+                f"{device.name}: small pages are copied by the copy engines, which are slow with them ({fault})"
+            )
 
     def run(self, runs: Runs, *, to_device: bool, is_direct: bool) -> None:
         """Copies all of them. is_direct: the host's memory is registered. Raises TierFailed."""
-        if not len(runs.lengths):
-            return
-        way = way_of(runs, has_batches=self._device.has_batches, is_direct=is_direct)
-        put = self._batch if way is Way.BATCH else self._singly
-        with self._lanes[to_device].turn() as stream:
-            put(runs, stream)
+        limit, has_batches = self.gather_bytes[to_device], self._device.has_batches
+        ways = ways_of(runs, gather_bytes=limit, has_batches=has_batches, is_direct=is_direct)
+        if ways:
+            self._carry(ways, to_device=to_device)
+
+    def seconds(self, way: Way, runs: Runs, *, to_device: bool) -> float:
+        """How long it takes to copy all of them this way. Raises TierFailed."""
+        begun = time.perf_counter()
+        self._carry([(way, runs)], to_device=to_device)
+        return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Gives the streams back."""
-        for lane in self._lanes.values():
-            lane.close()
+        """Gives back what it holds of the driver."""
+        for part in (*self._lanes.values(), *([self._gather] if self._gather else ())):
+            part.close()
+
+    def _begin_gather(self) -> str:
+        """Why nothing is gathered, or nothing. Raises Overloaded, TierFailed."""
+        device = self._device
+        fault = device.kernels.find_fault(RUNS_KERNEL)
+        if not fault and not device.attribute(HOST_POINTERS):
+            fault = f"{HOST_POINTERS} is 0: its kernels do not find the host's memory"
+        if not fault:
+            self._gather = Gather(device)
+            self.gather_bytes = measured(device, self)
+        return fault
+
+    def _carry(self, ways: Sequence[tuple[Way, Runs]], *, to_device: bool) -> None:
+        with ExitStack() as ends:
+            # Before the turn, and so given back after it, when the kernel has read it.
+            puts = [self._put(way, runs, ends) for way, runs in ways]
+            stream = ends.enter_context(self._lanes[to_device].turn())
+            for put in puts:
+                put(stream)
+
+    def _put(self, way: Way, runs: Runs, ends: ExitStack) -> Callable[[Any], None]:
+        """What puts them into a stream."""
+        if way is Way.GATHER:
+            assert self._gather, "nothing is gathered without a kernel"
+            return ends.enter_context(self._gather.prepared(runs))
+        return partial(self._batch if way is Way.BATCH else self._singly, runs)
 
     def _batch(self, runs: Runs, stream: Any) -> None:
         cuda = self._device.cuda

@@ -7,11 +7,13 @@ refused; a lane waits for no other work of this or any other process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from tierd.errors import Unsupported
+from tierd.gpu.kernels import Kernels
 from tierd.gpu.wire import GpuFacts
 from tierd.kernels.driver import bindings, call
 
@@ -20,10 +22,10 @@ BATCH_VERSION = 12080
 
 
 class Device:
-    """cuda: NVIDIA's bindings; granularity: what slabs are a multiple of, in bytes; notices: what is less than the best."""
+    """cuda: NVIDIA's bindings; granularity: what slabs are a multiple of, in bytes; notices: what is less than the best; kernels: tierd's, if there are any."""
 
     def __init__(self, ordinal: int) -> None:
-        """Takes the GPU of this number. Raises Unsupported if it, its driver or what slabs need is not there."""
+        """Takes the GPU of this number. Raises Unsupported if it, its driver or what slabs need is not there, Overloaded, TierFailed."""
         self.cuda = cuda = bindings()
         self.name, self.notices = f"cuda:{ordinal}", list[str]()
         self.ordinal, self._gpu = ordinal, call(cuda.cuDeviceGet, ordinal, what=f"cuda:{ordinal}")
@@ -33,6 +35,7 @@ class Device:
         minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = int(self.call(cuda.cuMemGetAllocationGranularity, self.properties(), minimum))
         self.has_batches = self._has_batches()
+        self.kernels = Kernels(ordinal)
 
     def call(self, function: Callable[..., tuple[Any, ...]], *given: Any) -> Any:
         """What a function of the driver answers. Raises what `tierd.kernels.driver.fault` makes, with the GPU's name."""
@@ -42,12 +45,18 @@ class Device:
         """Makes the context this thread's."""
         self.call(self.cuda.cuCtxSetCurrent, self._context)
 
-    def facts(self, *, hashes: str) -> GpuFacts:
-        """As they are now."""
+    def attribute(self, name: str) -> int:
+        """Of the GPU, by its name without the prefix."""
+        attribute = getattr(self.cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call(self.cuda.cuDeviceGetAttribute, attribute, self._gpu))
+
+    def facts(self, *, hashes: str, gather_bytes: Mapping[bool, int]) -> GpuFacts:
+        """As they are now. hashes, gather_bytes: what `sums` and `copies` found."""
         name = self.call(self.cuda.cuDeviceGetName, 256, self._gpu).split(b"\0")[0].decode()
         free, total = self.call(self.cuda.cuMemGetInfo)
         uuid = bytes(self.call(self.cuda.cuDeviceGetUuid, self._gpu).bytes).hex()
-        return GpuFacts(name, int(total), int(free), self.granularity, "vmm", hashes, tuple(self.notices), uuid)
+        facts = GpuFacts(name, int(total), int(free), self.granularity, "vmm", hashes, tuple(self.notices), uuid)
+        return replace(facts, gather_load_bytes=gather_bytes[True], gather_store_bytes=gather_bytes[False])
 
     def properties(self) -> Any:
         """Of memory on this GPU that other processes may map."""
@@ -70,13 +79,13 @@ class Device:
         return self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def close(self) -> None:
-        """Gives the context back. Nothing may be asked after it."""
+        """Gives the kernels and the context back. Nothing may be asked after it."""
+        self.kernels.close()
         self.call(self.cuda.cuDevicePrimaryCtxRelease, self._gpu)
 
     def _check_exports(self) -> None:
         for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
-            attribute = getattr(self.cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-            if not self.call(self.cuda.cuDeviceGetAttribute, attribute, self._gpu):
+            if not self.attribute(name):
                 raise Unsupported(
                     f"{self.name}: the driver cannot share memory by descriptors here ({name} is 0), and tierd has no other way; "
                     'run without a container that hides it, or set kind = "cpu"'

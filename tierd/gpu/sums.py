@@ -7,12 +7,9 @@ call began; both ways give the same tables.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,25 +17,20 @@ from numpy.typing import NDArray
 
 from tierd.core.block import slice_lengths
 from tierd.core.model import StructArray
-from tierd.errors import InvalidArgument, Unsupported
-from tierd.gpu.copies import Copies, Runs
+from tierd.gpu.copies import Copies
 from tierd.gpu.device import Device, Lane
 from tierd.gpu.regions import Addresses
+from tierd.gpu.runs import Runs
+from tierd.gpu.told import Told
 from tierd.gpu.wire import SliceTable
-from tierd.kernels.buffers import Buffer
-from tierd.kernels.loaded import FATBINS, Loaded
 from tierd.kernels.sums import KERNEL, cut_pages
 from tierd.kernels.sums import slice_sums as slice_sums_on
 from tierd.tiers.checksum import slice_sums
 
-FATBINS_FOLDER = "TIERD_FATBINS_FOLDER"
-"""Environment: of the kernels; empty: those that tierd was built with."""
 SLICES_MAX = 1 << 16
 """In one launch: 16 GiB of whole ones."""
 TOLD = np.dtype([("address", "<u8"), ("sum", "<u8"), ("length", "<u4")])
-"""What a launch is told of a slice and answers; each column lies by itself, in this order."""
-KINDS = {8: "u64", 4: "u32"}
-"""As kernels name them."""
+"""What a launch is told of a slice and answers."""
 STAGING_BYTES = 16 << 20
 """More than the longest slice: 4 GiB in 480 pieces."""
 
@@ -115,21 +107,10 @@ class KernelSums:
 
     kind = "kernel"
 
-    def __init__(self, device: Device, folder: Path) -> None:
-        """folder: of fatbins. Raises Unsupported and InvalidArgument if there is no such kernel for this GPU, Overloaded."""
-        self._device, self._lock, self._stream = device, threading.Lock(), 0
-        with ExitStack() as failed:
-            self._library = Loaded(folder, ordinal=device.ordinal, stream=lambda: self._stream)
-            failed.callback(self._library.close)
-            self._library.resident_blocks(KERNEL)
-            self._lane = Lane(device)
-            failed.callback(self._lane.close)
-            self._address = int(device.call(device.cuda.cuMemHostAlloc, SLICES_MAX * TOLD.itemsize, 0))
-            failed.callback(device.call, device.cuda.cuMemFreeHost, self._address)
-            self._ends = failed.pop_all()
-        room = memoryview((ctypes.c_ubyte * (SLICES_MAX * TOLD.itemsize)).from_address(self._address)).cast("B")
-        starts = {"address": 0, "sum": 8 * SLICES_MAX, "length": 16 * SLICES_MAX}
-        self._columns = {name: np.frombuffer(room, TOLD[name], SLICES_MAX, start) for name, start in starts.items()}
+    def __init__(self, device: Device) -> None:
+        """`device.kernels` must have it. Raises Overloaded."""
+        self._device, self._lock, self._lane = device, threading.Lock(), Lane(device)
+        self._told = Told(device, TOLD, SLICES_MAX)
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
         """As Sums says."""
@@ -143,29 +124,24 @@ class KernelSums:
 
     def close(self) -> None:
         """As Sums says."""
-        self._ends.close()
+        self._told.close()
+        self._lane.close()
 
     def _sums_of(self, addresses: Addresses, lengths: NDArray[np.uint32]) -> NDArray[np.uint64]:
-        count = len(lengths)
-        self._columns["address"][:count], self._columns["length"][:count] = addresses, lengths
+        count, columns = len(lengths), self._told.columns
+        columns["address"][:count], columns["length"][:count] = addresses, lengths
         with self._lane.turn() as stream:
-            self._stream = int(stream)
-            slice_sums_on(self._library, *(self._buffer(name, count) for name in ("address", "length", "sum")))
-        return self._columns["sum"][:count]
-
-    def _buffer(self, name: str, count: int) -> Buffer:
-        column = self._columns[name]
-        return Buffer(
-            name, column.ctypes.data, (count,), column.strides, KINDS[column.dtype.itemsize], self._library.device
-        )
+            buffers = (self._told.buffer(name, count) for name in ("address", "length", "sum"))
+            slice_sums_on(self._device.kernels.into(stream), *buffers)
+        return columns["sum"][:count]
 
 
 def open_sums(device: Device, copies: Copies) -> Sums:
     """The best way that there is; why it is not the kernel is among the device's notices. Raises Overloaded."""
-    try:
-        return KernelSums(device, Path(os.environ.get(FATBINS_FOLDER) or FATBINS))
-    except (Unsupported, InvalidArgument) as error:
-        device.notices.append(
-            f"{device.name}: sums of device memory are made on the host, which takes a copy of it and is slow ({error})"
-        )
+    fault = device.kernels.find_fault(KERNEL)
+    if not fault:
+        return KernelSums(device)
+    device.notices.append(
+        f"{device.name}: sums of device memory are made on the host, which takes a copy of it and is slow ({fault})"
+    )
     return StagedSums(device, copies)

@@ -57,7 +57,8 @@ SliceTable = NDArray[np.uint64]
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     """What the process found. exports: how slabs leave it (`vmm`: as descriptors); hashes: what sums device memory (`kernel`, or `host` by way of host memory);
-    notices: what is less than the best, as sentences for people. uuid: by which other processes find the GPU, whatever they may see of it."""
+    notices: what is less than the best, as sentences for people. uuid: by which other processes find the GPU, whatever they may see of it. gather_load_bytes,
+    gather_store_bytes: up to which length a kernel copies pages, as it was measured; 0: none."""
 
     name: str = ""
     total_bytes: int = 0
@@ -67,6 +68,8 @@ class GpuFacts:
     hashes: str = ""
     notices: tuple[str, ...] = ()
     uuid: str = ""
+    gather_load_bytes: int = 0
+    gather_store_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""Pages of a pool: new tokens into them, whole pages between two layouts, and bounds of their keys.
+"""Pages of a pool: new tokens into them, whole pages between two layouts, runs of bytes, and bounds of their keys.
 
 Purpose: check what is given, fill in parameters, launch. Non-purpose: what is computed, which `reference` says in plain words and tests compare. Invariants:
 no memory is made and nothing is read back, so that a captured graph may replay it with other pages in the same arrays. What stands in arrays of page ids, slots
-and token counts is therefore the caller's duty: ids below the number of pages, no target twice, no more tokens than a page has.
+and token counts is therefore the caller's duty: ids below the number of pages, no target twice, no more tokens than a page has, addresses that the device has mapped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ KV_TYPES = {"bf16": ("bf16", "e4m3"), "f16": ("f16", "e4m3")}
 """How keys and values may be stored, by the type of the queries and of new tokens."""
 COPY_THREADS = 256
 """As in cuda/src."""
+RUNS_KERNEL = "copy_runs"
 STORED = ("bf16", "f16", "e4m3")
 COPY_BLOCKS = 64
 """As many as keep a link to the host busy, and leave most of a GPU to what computes beside."""
@@ -130,6 +131,22 @@ def copy_pages(library: Library, source: Place, target: Place, *, blocks: int = 
         (min(blocks, -(-pieces // COPY_THREADS)), 1, 1),
         params.Copy(of.params(), to.params(), rows.counts, rows.row_bytes),
     )
+
+
+def copy_runs(library: Library, targets: Array, sources: Array, *, lengths: Array, blocks: int = COPY_BLOCKS) -> None:
+    """Copies n runs of bytes that must not overlap, from anywhere to anywhere that the kernel's device has mapped: host memory too.
+
+    targets, sources: u64 [n], addresses of any alignment; runs with both at multiples of 16 are much the fastest. lengths: u32 [n], bytes.
+    blocks: how many thread blocks do it at most. Raises InvalidArgument.
+    """
+    to = Buffer.of("targets", targets).checked((None,), "u64", device=library.device, dense_from=0)
+    runs = params.Runs(
+        to.address,
+        Buffer.of("sources", sources).checked(to.shape, "u64", device=library.device, dense_from=0).address,
+        Buffer.of("lengths", lengths).checked(to.shape, "u32", device=library.device, dense_from=0).address,
+        to.shape[0],
+    )
+    library.launch(RUNS_KERNEL, (min(blocks, to.shape[0]), 1, 1), runs)
 
 
 def layer_addresses(tensors: Sequence[Array]) -> list[int]:

@@ -108,6 +108,12 @@ class Copy(ctypes.Structure):
     _fields_ = [("from_", Side), ("to", Side), ("counts", _I * 5), ("row_bytes", _I)]
 
 
+class Runs(ctypes.Structure):
+    """pages.cu"""
+
+    _fields_ = [*((name, _P) for name in ("to", "from_", "lengths")), ("count", _I)]
+
+
 class Summary(ctypes.Structure):
     """pages.cu"""
 

@@ -18,7 +18,7 @@ THREADS = (
     (r"prefill_\w+", 128),
     (r"merge_\w+|summarize_\w+", 128),
     (r"slice_sums", 32),
-    (r"store_\w+|copy_rows_16|read_all", 256),
+    (r"store_\w+|copy_rows_16|copy_runs|read_all", 256),
 )
 """As in cuda/src; the first that fits. A kernel that is not here is only counted."""
 

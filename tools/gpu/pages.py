@@ -10,6 +10,7 @@ import numpy as np
 from tests.unit.kernels.page_cases import (
     COPIES,
     LAYOUTS,
+    RUNS,
     STORES,
     SUMMARIES,
     Copy,
@@ -18,6 +19,7 @@ from tests.unit.kernels.page_cases import (
     Summary,
     assert_same_bytes,
     check_copy,
+    check_runs,
     check_store,
     check_summary,
 )
@@ -55,6 +57,7 @@ def _full() -> dict[str, list[Case]]:
             *((check_copy, Copy(source, target)) for source in LAYOUTS for target in LAYOUTS),
             *((check_copy, Copy("pages-hnd", "layers-nhd", kind=kind)) for kind in (*KINDS, "f32")),
             *((check_copy, Copy("pages-nhd", "layers-hnd", blocks=blocks)) for blocks in (1, 7, 1000)),
+            *((check_runs, runs) for runs in RUNS),
         ],
         "summary": [
             (check_summary, Summary(kind=kind, dim=dim, is_hnd=is_hnd))
@@ -69,7 +72,7 @@ def _full() -> dict[str, list[Case]]:
 def _small() -> dict[str, list[Case]]:
     return {
         "store": [(check_store, shape) for shape in STORES],
-        "copy": [(check_copy, shape) for shape in COPIES],
+        "copy": [*((check_copy, shape) for shape in COPIES), *((check_runs, runs) for runs in RUNS)],
         "summary": [(check_summary, shape) for shape in SUMMARIES],
         "sums": [(check_sums, spans) for spans in SUMS],
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ import pytest
 from tests.unit.gpu.processes import pieces_of
 from tierd.core.block import slice_lengths
 from tierd.errors import InvalidArgument
-from tierd.gpu.copies import Runs, Way, coalesced, way_of
 from tierd.gpu.regions import Region, Regions
+from tierd.gpu.runs import RUNS_MAX, RUNS_MIN, Runs, Way, coalesced, ways_of
 from tierd.gpu.sums import STAGING_BYTES, parts
 
 BASE, END = 1 << 40, 1 << 20
@@ -92,12 +94,39 @@ def test_what_adjoins_on_both_sides_is_one_run() -> None:
     assert [len(column) for column in coalesced(runs(), np.ones(0, np.uint64))] == [0, 0, 0]
 
 
+def engines_of(given: Runs, **how: bool) -> list[Way]:
+    """The ways of runs of which none is small."""
+    return [way for way, _ in ways_of(given, gather_bytes=0, **how)]
+
+
 def test_a_batch_is_of_many_runs_of_registered_memory() -> None:
-    """One run, memory that is not registered and an older driver go by single copies."""
+    """One run, memory that is not registered and an older driver go by single copies; nothing goes no way."""
     many, one = runs((1, 2, 3), (9, 9, 9)), runs((1, 2, 3))
-    assert way_of(many, has_batches=True, is_direct=True) is Way.BATCH
+    assert engines_of(many, has_batches=True, is_direct=True) == [Way.BATCH]
     for given, has_batches, is_direct in ((one, True, True), (many, False, True), (many, True, False)):
-        assert way_of(given, has_batches=has_batches, is_direct=is_direct) is Way.SINGLY
+        assert engines_of(given, has_batches=has_batches, is_direct=is_direct) == [Way.SINGLY]
+    assert engines_of(runs(), has_batches=True, is_direct=True) == []
+
+
+def sorted_rows(parts_of: Sequence[Runs]) -> list[tuple[int, ...]]:
+    """All runs of all parts."""
+    return sorted(row for part in parts_of for row in zip(*(column.tolist() for column in part), strict=True))
+
+
+def test_small_runs_are_gathered_if_they_are_many() -> None:
+    """Those up to the limit by the kernel, if they are as many as pay and no more than fit, and the host's memory is registered; each run goes one way."""
+    rng = np.random.default_rng(7)
+    for number in (0, 1, RUNS_MIN - 1, RUNS_MIN, RUNS_MIN + 1, 500, RUNS_MAX, RUNS_MAX + 1):
+        for large, is_direct, has_batches in product((0, 1, 2), (True, False), (True, False)):
+            lengths = np.concatenate([rng.integers(1, 4097, number), rng.integers(4097, 1 << 20, large)])
+            lengths = rng.permutation(lengths).astype(np.uint64)
+            given = Runs(*rng.permutation(2 * len(lengths)).astype(np.uint64).reshape(2, -1), lengths)
+            found = ways_of(given, gather_bytes=4096, has_batches=has_batches, is_direct=is_direct)
+            gathered = [part.lengths.tolist() for way, part in found if way is Way.GATHER]
+            are_gathered = is_direct and RUNS_MIN <= number <= RUNS_MAX
+            assert gathered == ([lengths[lengths <= 4096].tolist()] if are_gathered else [])
+            assert sorted_rows([part for _, part in found]) == sorted_rows([given])
+            assert all(len(part.lengths) for _, part in found)
 
 
 def test_staging_takes_every_slice_once() -> None:

@@ -1,4 +1,4 @@
-"""Cases for the kernels that move pages: stores, copies between layouts, bounds of keys. What must come out is the reference's, to the bit.
+"""Cases for the kernels that move pages: stores, copies between layouts, runs of bytes, bounds of keys. What must come out is the reference's, to the bit.
 
 Whole pools are compared, so that a byte beside the right place is seen too: what is written to begins as 0xFF, NaN in every type.
 """
@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from tests.unit.kernels.kernel_cases import TYPES, allocate, placed
+from tests.unit.kernels.sum_cases import GRANULE, WILD, surrounded
 from tierd.kernels import reference
+from tierd.kernels.buffers import Buffer
 from tierd.kernels.library import Library
-from tierd.kernels.pages import KvPages, Place, copy_pages, layer_addresses, store_tokens, summarize_pages
+from tierd.kernels.pages import KvPages, Place, copy_pages, copy_runs, layer_addresses, store_tokens, summarize_pages
 
 Array = np.ndarray[Any, Any]
 PAGES, LAYERS, TOKENS, HEADS, DIM = 5, 3, 16, 2, 64
@@ -144,6 +146,45 @@ def check_copy(library: Library, shape: Copy) -> None:
         assert_same_bytes(mine, other, shape)
 
 
+# -- runs
+
+
+@dataclass(frozen=True)
+class Runs:
+    """lengths: bytes; each run begins so many bytes behind a multiple of GRANULE: shifts of targets and of sources, taken in turn."""
+
+    lengths: tuple[int, ...]
+    of_targets: tuple[int, ...] = (0,)
+    of_sources: tuple[int, ...] = (0,)
+    blocks: int = 3
+
+    def starts(self, shifts: tuple[int, ...], order: Array) -> Array:
+        """Where runs lie if they follow each other in this order, a byte apart at least."""
+        rooms = -(-(np.array(self.lengths, np.int64)[order] + GRANULE) // GRANULE) * GRANULE
+        starts = np.empty(len(order), np.int64)
+        starts[order] = np.cumsum(rooms) - rooms + np.resize(shifts, len(order))[order]
+        return starts
+
+
+def check_runs(library: Library, runs: Runs) -> None:
+    """Every run arrives, in another order than it lay in, and nothing else changes; entries beside those that are given point far away."""
+    count, room = len(runs.lengths), sum(runs.lengths) + 3 * GRANULE * (len(runs.lengths) + 1)
+    rng = np.random.default_rng(count)
+    starts = [runs.starts(runs.of_targets, rng.permutation(count)), runs.starts(runs.of_sources, np.arange(count))]
+    source, got = rng.integers(0, 256, room, np.uint8), np.full(room, 0xFF, np.uint8)
+    want = got.copy()
+    for to, of, length in zip(*starts, runs.lengths, strict=True):
+        want[to : to + length] = source[of : of + length]
+    with placed(library) as put:
+        bases = [Buffer.of("pool", put(pool)).address for pool in (got, source)]
+        assert not any(base % GRANULE for base in bases)
+        places = [
+            put(surrounded((base + at).tolist(), np.uint64, WILD)) for base, at in zip(bases, starts, strict=True)
+        ]
+        copy_runs(library, *places, lengths=put(surrounded(runs.lengths, np.uint32, 64)), blocks=runs.blocks)
+    assert_same_bytes(got, want, runs)
+
+
 # -- summary
 
 
@@ -180,6 +221,11 @@ COPIES = (
     Copy("pages-hnd", "tensors-nhd"),
     Copy("layers-nhd", "pages-hnd", None),
     Copy("pages-hnd", "pages-hnd", kind="e4m3"),
+)
+RUNS = (
+    Runs((4096, 16, 0, 4097, 31, 1, 15, 8192)),
+    Runs((4096, 300, 17, 1, 5000), of_targets=(0, 5, 0), of_sources=(0, 0, 9, 5)),
+    Runs(()),
 )
 SUMMARIES = (Summary(), Summary(kind="e4m3", is_hnd=True))
 """Small ones of each kind."""

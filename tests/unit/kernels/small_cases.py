@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.kernels.kernel_cases import DECODES, MERGES, PREFILLS, check_decode, check_merge, check_prefill
-from tests.unit.kernels.page_cases import COPIES, STORES, SUMMARIES, check_copy, check_store, check_summary
+from tests.unit.kernels.page_cases import (
+    COPIES,
+    RUNS,
+    STORES,
+    SUMMARIES,
+    check_copy,
+    check_runs,
+    check_store,
+    check_summary,
+)
 from tests.unit.kernels.sum_cases import SUMS, check_sums
 from tierd.kernels.library import Emulated
 
@@ -25,7 +34,12 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
     "merge": [(check_merge, kind) for kind in MERGES],
     "pages": [
         (check, shape)
-        for check, shapes in ((check_store, STORES), (check_copy, COPIES), (check_summary, SUMMARIES))
+        for check, shapes in (
+            (check_store, STORES),
+            (check_copy, COPIES),
+            (check_runs, RUNS),
+            (check_summary, SUMMARIES),
+        )
         for shape in shapes
     ],
     "hash": [(check_sums, spans) for spans in SUMS],

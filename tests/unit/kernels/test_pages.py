@@ -12,9 +12,11 @@ from tests.unit.kernels.page_cases import (
     LAYOUTS,
     Copy,
     Memory,
+    Runs,
     Store,
     Summary,
     check_copy,
+    check_runs,
     check_store,
     check_summary,
 )
@@ -99,6 +101,21 @@ def test_copy_of_tensors_for_k_and_v(library: Emulated) -> None:
     copy_pages(library, Place(flat), Place(tensors, addresses=np.array(layer_addresses(tensors), np.int64)))
     for layer, tensor in enumerate(tensors):
         np.testing.assert_array_equal(tensor.view(np.uint16), flat[:, layer].view(np.uint16))
+
+
+# -- runs
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 1000])
+def test_runs_of_any_length_at_any_alignment(library: Emulated, blocks: int) -> None:
+    """Every pair of shifts behind a multiple of 16 and every length up to three times that, by few blocks or by many."""
+    of_sources = tuple((i + i // 16) % 16 for i in range(256))
+    check_runs(library, Runs((*range(49),) * 16, of_targets=(*range(16),), of_sources=of_sources, blocks=blocks))
+
+
+def test_runs_longer_than_a_turn_of_their_block(library: Emulated) -> None:
+    """Of more than a block's threads take at once, aligned and not."""
+    check_runs(library, Runs((70_001, 65_536, 4096, 20_000), of_targets=(0, 0, 3), of_sources=(0, 0, 3, 1)))
 
 
 # -- summary

@@ -1,0 +1,62 @@
+"""Small runs copied by a kernel, straight from and to host memory that the GPU has mapped.
+
+Purpose: `Gather`. Non-purpose: which runs are small (`runs`, `cutover`), when they have arrived (`device.Lane`). Invariants: what a kernel is told of runs stays until
+whoever launched it says that it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from tierd.errors import TierdError, TierFailed
+from tierd.gpu.device import Device
+from tierd.gpu.runs import RUNS_MAX, Runs
+from tierd.gpu.told import Told
+from tierd.kernels.pages import copy_runs
+
+ROW = np.dtype([("to", "<u8"), ("from", "<u8"), ("length", "<u4")])
+CALLS = 4
+"""Under way at one time; more wait for one of them to end."""
+
+
+class Gather:
+    """The kernel on one GPU. Threads may share it."""
+
+    def __init__(self, device: Device) -> None:
+        """`device.kernels` must have it. Raises Overloaded."""
+        self._device = device
+        self._free: SimpleQueue[Told] = SimpleQueue()
+        with ExitStack() as failed:
+            for _ in range(CALLS):
+                told = Told(device, ROW, RUNS_MAX)
+                failed.callback(told.close)
+                self._free.put(told)
+            self._ends = failed.pop_all()
+
+    @contextmanager
+    def prepared(self, runs: Runs) -> Iterator[Callable[[Any], None]]:
+        """A launch that copies them, at most RUNS_MAX, to be made into a stream; they must have arrived when this ends."""
+        told, count = self._free.get(), len(runs.lengths)
+        try:
+            for name, column in zip(ROW.names or (), runs, strict=True):
+                told.columns[name][:count] = column
+            yield lambda stream: self._launch(told, count, stream)
+        finally:
+            self._free.put(told)
+
+    def close(self) -> None:
+        """When all copies have ended."""
+        self._ends.close()
+
+    def _launch(self, told: Told, count: int, stream: Any) -> None:
+        """Raises TierFailed whatever the driver says, for it is no fault of the caller's."""
+        to, of, lengths = (told.buffer(name, count) for name in ROW.names or ())
+        try:
+            copy_runs(self._device.kernels.into(stream), to, of, lengths=lengths)
+        except TierdError as error:
+            raise TierFailed(f"{self._device.name}: small pages cannot be gathered ({error})") from error

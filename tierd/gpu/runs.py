@@ -1,0 +1,64 @@
+"""Runs of bytes to be copied, and the way that each goes.
+
+Purpose: `coalesced`, `ways_of`. Non-purpose: copying. Invariants: pure; every byte is in one run of one way.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.gpu.regions import Addresses
+from tierd.gpu.wire import PIECES_MAX
+
+RUNS_MIN = 32
+"""Fewer small runs are not gathered."""
+RUNS_MAX = PIECES_MAX
+"""More are not gathered either: in one launch."""
+
+
+class Runs(NamedTuple):
+    """Where to, where from and how many bytes: u8[n] each, no length of 0."""
+
+    targets: Addresses
+    sources: Addresses
+    lengths: NDArray[np.uint64]
+
+    def part(self, chosen: NDArray[np.bool_]) -> Runs:
+        """Some of them."""
+        return Runs(*(column[chosen] for column in self))
+
+
+class Way(enum.Enum):
+    """By whom runs are copied: the kernel, or the copy engines, told of many at once or of each."""
+
+    GATHER = "copy_runs"
+    BATCH = "cuMemcpyBatchAsync"
+    SINGLY = "cuMemcpyAsync"
+
+
+def ways_of(runs: Runs, *, gather_bytes: int, has_batches: bool, is_direct: bool) -> list[tuple[Way, Runs]]:
+    """The one place that chooses. gather_bytes: up to which length a run is small, as it was measured; is_direct: the host's memory is registered.
+
+    Memory that is not registered goes by the calls whose way with it is written down; a kernel cannot reach it at all.
+    """
+    small = (runs.lengths <= gather_bytes) & is_direct
+    small &= RUNS_MIN <= np.count_nonzero(small) <= RUNS_MAX
+    few, rest = runs.part(small), runs.part(~small)
+    engines = Way.BATCH if has_batches and is_direct and len(rest.lengths) > 1 else Way.SINGLY
+    return [(way, part) for way, part in ((Way.GATHER, few), (engines, rest)) if len(part.lengths)]
+
+
+def coalesced(runs: Runs, owners: NDArray[np.uint64]) -> Runs:
+    """The same bytes in fewer runs, by address: those of one owner that follow each other on both sides are one. owners: u8[n], what a copy may not span two of."""
+    kept = np.flatnonzero(runs.lengths)
+    order = kept[np.argsort(runs.targets[kept], kind="stable")]
+    targets, sources, lengths, owners = (column[order] for column in (*runs, owners))
+    joins = owners[1:] == owners[:-1]
+    for begins in (targets, sources):
+        joins &= begins[1:] == begins[:-1] + lengths[:-1]
+    starts = np.flatnonzero(np.concatenate(([True], ~joins))) if len(order) else order
+    return Runs(targets[starts], sources[starts], np.add.reduceat(lengths, starts) if len(starts) else lengths)
