@@ -9,7 +9,7 @@ import pytest
 
 from tests.repo.source import Module, imports, modules
 
-EDGE = {"errors", "config", "units", "places", "clock", "failpoint"}
+EDGE = {"errors", "config", "units", "places", "clock", "failpoint", "processes"}
 """What every part may use, besides core."""
 
 PARTS: dict[str, set[str]] = {
@@ -18,6 +18,7 @@ PARTS: dict[str, set[str]] = {
     "units": set(),
     "places": set(),
     "clock": set(),
+    "processes": set(),
     "metrics": set(),
     "logs": set(),
     "notify": set(),

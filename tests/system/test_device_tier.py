@@ -1,14 +1,10 @@
-"""The device tier of kind "cuda", a real daemon and real clients on the fake driver: who reads what where, and what is left of it whoever dies.
-
-On the fake driver device memory can be read by its address, so a test sees what a kernel would.
-"""
+"""The device tier of kind "cuda", a real daemon and real clients on the fake driver: who reads what where, and what is left of it whoever dies."""
 
 from __future__ import annotations
 
 import ctypes
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import psutil
@@ -16,19 +12,16 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.blocks import SOON_S, await_true
-from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.device_worker import CONFIG, SPEC, TOKENS, await_put, evict, gpu_process, serve
+from tests.system.elsewhere import Elsewhere
 from tests.system.raw import RawClient
 from tests.system.sdk import HOST, await_nothing_held, held
 from tests.unit.kernels.fake_driver import fake_environment
 from tierd._proto import admin_pb2 as apb
-from tierd.client import BlockStatus, Client, NamespaceSpec, PutGroup
-from tierd.errors import TierdError, Unavailable, Unsupported
+from tierd.client import BlockStatus, Client, PutGroup
+from tierd.errors import Unavailable, Unsupported
 from tierd.testing import Daemon, chain, content_of, is_content
 
-TOKENS = 16
-SPEC = NamespaceSpec(model="cuda", tokens_per_block=TOKENS, block_bytes=256 << 10)
-DEVICE = '[[device]]\nkind = "cuda"\ncapacity = "16 MiB"\nsegment = "4 MiB"\n'
-CONFIG = DEVICE + '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\n'
 BLOCKS = 6
 
 
@@ -43,123 +36,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def daemon(driver: None) -> Iterator[Daemon]:
     with Daemon(CONFIG) as running:
         yield running
-
-
-class Worker:
-    """A client that works on the device: one method for each thing that a test asks of it."""
-
-    def __init__(self, target: str) -> None:
-        self.client = Client(target)
-        self.namespace = self.client.open_namespace(SPEC)
-        self.kept: list[Any] = []
-        self.written: list[tuple[int, int]] = []
-
-    def put(self, seed: int, blocks: int, durability: str = "") -> int:
-        """Writes a chain in place and commits it; how many blocks are stored."""
-        names = chain(seed, blocks)
-        pages = self.client.reserve(PutGroup(self.namespace, names), tier="device")
-        for name, page in zip(names, pages.buffers(), strict=True):
-            if page is not None:
-                page.copy_from(content_of(name, SPEC.block_bytes))
-                self.written.append((page.address, page.nbytes))
-        statuses = pages.statuses.copy()
-        if pages:
-            statuses[statuses == BlockStatus.RESERVED] = pages.commit(durable=durability == "durable").statuses
-        return int(np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS)).sum())
-
-    def lease(self, seed: int, blocks: int) -> int:
-        """Keeps a lease on a chain and its pages; how many blocks."""
-        lease = self.client.acquire(self.namespace, chain(seed, blocks), tier="device")
-        self.kept.append((lease, lease.views(), seed)) if lease else None
-        return lease.tokens // TOKENS
-
-    def right(self) -> list[int]:
-        """How many of the pages that are kept hold what they must: copied out, and read where they lie."""
-        return [sum(column) for column in zip((0, 0), *(self._right(*kept) for kept in self.kept), strict=True)]
-
-    def marks(self) -> list[bool]:
-        """Which kept pages tell that they are read-only."""
-        return [page.__cuda_array_interface__["data"][1] for _, views, _ in self.kept for page in views]
-
-    def scribble(self) -> None:
-        """Changes a byte of each page that it wrote, as a kernel that is late does."""
-        for address, nbytes in self.written:
-            ctypes.memset(address + nbytes // 2, 0x5A, 64)
-
-    def write_where_it_may_not(self) -> None:
-        """Dies of it."""
-        ctypes.memset(self.kept[0][1][0].address, 0, 1)
-
-    def drop(self) -> None:
-        """Releases what it keeps."""
-        while self.kept:
-            lease, views, _ = self.kept.pop()
-            views.clear()
-            lease.release()
-
-    def reserve(self, blocks: int) -> int:
-        """Writes private pages and keeps them; how many."""
-        pages = self.client.reserve(PutGroup.private(self.namespace, blocks), tier="device")
-        self.kept_pages = (pages, pages.buffers())
-        for page in self.kept_pages[1]:
-            if page is not None:
-                page.copy_from(np.full(SPEC.block_bytes, 0xEE, np.uint8))
-        return len([page for page in self.kept_pages[1] if page is not None])
-
-    def work(self, seed: int, rounds: int) -> list[int]:
-        """Puts, leases and looks, whatever fails; how many rounds went well, and how many pages were wrong."""
-        good = wrong = 0
-        for turn in range(rounds):
-            try:
-                stored = self.put(seed + turn, 2)
-                found = self.lease(seed + turn, 2)
-                right = self.right()[1]
-                wrong += found - right
-                good += stored == found == right == 2
-                self.drop()
-            except TierdError:
-                pass
-        return [good, wrong]
-
-    @staticmethod
-    def _right(_: Any, views: Any, seed: int) -> tuple[int, int]:
-        copied = read = 0
-        for page, name in zip(views, chain(seed, len(views)), strict=True):
-            out = np.zeros(page.nbytes, np.uint8)
-            page.copy_to(out)
-            copied += is_content(out, name)
-            read += is_content(np.frombuffer(ctypes.string_at(page.address, page.nbytes), np.uint8), name)
-        return copied, read
-
-
-def serve(talk: Talk, target: str) -> None:
-    """Runs there: does what it is asked until the test has gone."""
-    worker = Worker(target)
-    while True:
-        verb, given = talk.hear()
-        try:
-            talk.say(getattr(worker, verb)(*given))
-        except TierdError as error:
-            talk.say(f"{type(error).__name__}: {error}")
-
-
-def evict(daemon: Daemon, tier: str) -> None:
-    """Everything that nobody holds leaves the tier."""
-    with RawClient(daemon.target) as admin:
-        admin.call(admin.admin.Evict, apb.EvictRequest(tier=tier))
-
-
-def gpu_process(daemon: Daemon) -> psutil.Process:
-    """The daemon's one child."""
-    found: list[psutil.Process] = []
-    await_true(lambda: bool(found.extend(psutil.Process(daemon.pid).children()) or found), "a GPU process")
-    return found[-1]
-
-
-def await_put(worker: Elsewhere, seed: int) -> None:
-    """The device takes blocks again."""
-    seeds = iter(range(seed, seed + 10_000))
-    await_true(lambda: worker.ask(["put", [next(seeds), 1]]) == 1, "a put on the device")
 
 
 def test_one_writes_and_another_reads_in_place(daemon: Daemon) -> None:
@@ -183,7 +59,7 @@ def test_down_to_nvme_and_up_again(daemon: Daemon) -> None:
         assert worker.ask(["put", [2, BLOCKS, "durable"]]) == BLOCKS
         for tiers in (["device.0"], ["device.0", "host.0"]):
             for tier in tiers:
-                evict(daemon, tier)
+                evict(daemon.target, tier)
             assert worker.ask(["lease", [2, BLOCKS]]) == BLOCKS
             assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
             worker.ask(["drop", []])
@@ -384,15 +260,16 @@ def test_descriptors_stay_as_many(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "hide", "words"),
+    ("config", "driver", "words"),
     [
-        (CONFIG.replace("capacity", "ordinal = 5\ncapacity", 1), False, "no GPU of this number"),
-        (CONFIG, True, "no NVIDIA driver"),
-        (CONFIG.replace("16 MiB", "64 GiB", 1), False, "lower it"),
+        (CONFIG.replace("capacity", "ordinal = 5\ncapacity", 1), {}, "cuda:5.*no GPU of this number"),
+        (CONFIG, {"LD_LIBRARY_PATH": ""}, "no NVIDIA driver"),
+        (CONFIG, {"TIERD_FAKE_CUDA_WITHOUT": "vmm"}, "cuda:0: the driver cannot share memory by descriptors"),
+        (CONFIG.replace("16 MiB", "64 GiB", 1), {}, "lower it"),
     ],
 )
-def test_no_start_without_the_gpu(config: str, hide: bool, words: str) -> None:
-    """A GPU, a driver or memory that is not there keeps the daemon from starting, and it says what to do."""
-    daemon = Daemon(config, env={"LD_LIBRARY_PATH": ""} if hide else None)
+def test_no_start_without_the_gpu(config: str, driver: dict[str, str], words: str) -> None:
+    """A GPU, a driver, what slabs need or memory that is not there keeps the daemon from starting, and it says what to do."""
+    daemon = Daemon(config, env=driver)
     with pytest.raises(Unavailable, match=words), daemon:
         pass

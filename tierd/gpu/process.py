@@ -3,7 +3,7 @@
 Purpose: `GpuProcess`. Non-purpose: what to copy, and what to do after a death (the owner's). Invariants: no CUDA call is made here; every call ends, with an answer or
 when the process has died, which it does by our hand when one takes longer than its patience; a call that is cancelled ends no sooner than that, for the
 GPU may still write to what it named. For the same reason the calls of a process that dies end when it is gone, not when its socket ends, which is before
-the driver has stopped the GPU's copies. Its death is told of once.
+the driver has stopped the GPU's copies; one that nothing can end keeps its copies' callers waiting, and what they own is reused by nobody. Its death is told of once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ REAP_S = 5.0
 CALLS_MAX = 32
 """In flight at one time. Patience runs for these; the others wait for their turn."""
 WAITING_MAX = 1024
+COPIES = {"load", "store"}
+"""Verbs that write where their caller reads when they have ended."""
 NO_SLABS: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A call in flight: its answer, and when patience with it ends."""
+    """A call in flight: its answer, when patience with it ends, and whether it is a copy."""
 
     answer: asyncio.Future[Message]
     deadline: asyncio.TimerHandle
+    is_copy: bool
 
 
 class GpuProcess:
@@ -138,6 +141,8 @@ class GpuProcess:
         self._end(f"{self._name}: stopped", kill_after_s=STOP_S)
         if self._burial:
             await asyncio.shield(self._burial)
+            # Its owner is about to end: the next daemon waits for what is left of it.
+            self._fail(copies=True)
 
     # -- calls
 
@@ -176,7 +181,8 @@ class GpuProcess:
             return answer
         self._next_id += 1
         late = f"{self._name}: {body['verb']} was not answered within {patience_s:g} s, it is killed; look at dmesg"
-        self._pending[self._next_id] = Pending(answer, loop.call_later(patience_s, self._end, late))
+        deadline = loop.call_later(patience_s, self._end, late)
+        self._pending[self._next_id] = Pending(answer, deadline, is_copy=body["verb"] in COPIES)
         packed = frame(body | {"id": self._next_id}, descriptors=len(descriptors))
         self._outbox.append((memoryview(packed), descriptors))
         self._flush()
@@ -263,18 +269,33 @@ class GpuProcess:
         self._burial = loop.create_task(self._bury(kill_after_s))
 
     async def _bury(self, kill_after_s: float) -> None:
-        """Fails all that wait when the process is gone, or when it is clear that it does not go."""
+        """Fails all that wait when the process is gone. If it is clear that it does not go its owner is told so, and copies wait on."""
         is_gone = kill_after_s > 0 and await _readable(self._pidfd, kill_after_s)
         if not is_gone:
             self._child.kill()
             is_gone = await _readable(self._pidfd, REAP_S)
-        os.close(self._pidfd)
-        status = self._child.poll()
-        self._reason += f"; status {status}" if is_gone else f"; pid {self.pid} does not die, what it holds is not free"
-        while self._pending:
-            self._pending.popitem()[1].answer.set_exception(TierFailed(self._reason))
+        if is_gone:
+            self._reason += f"; status {self._child.wait()}"
+            self._gone()
+        else:
+            self._reason += f"; pid {self.pid} does not die, what it copies to is not free until it does"
+            self._fail(copies=False)
+            asyncio.get_running_loop().add_reader(self._pidfd, self._gone)
         if self._is_missed:
             self._on_death(self._reason)
+
+    def _gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._child.wait()
+        self._fail(copies=True)
+
+    def _fail(self, *, copies: bool) -> None:
+        """All that wait; copies only where nothing writes any more."""
+        for number, pending in list(self._pending.items()):
+            if copies or not pending.is_copy:
+                del self._pending[number]
+                pending.answer.set_exception(TierFailed(self._reason))
 
 
 async def _settled(answer: asyncio.Future[Message]) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-import select
 import socket
 import struct
 from pathlib import Path
 
 from tierd.errors import NotPermitted, Unsupported
+from tierd.processes import find_start_time, has_ended
 from tierd.server.identity import Peer
 
 SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
@@ -23,9 +23,6 @@ SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 _CREDENTIALS = struct.Struct("3i")
 _ENDED = (errno.EINVAL, errno.ESRCH, errno.ENODATA)
 """What SO_PEERPIDFD answers for a process that is gone."""
-
-_START_TIME_FIELD = 19
-"""Of /proc/<pid>/stat, counted from the field behind the closing parenthesis of the name."""
 
 
 def peer_of(connection: socket.socket) -> tuple[Peer, int]:
@@ -45,36 +42,6 @@ def peer_of(connection: socket.socket) -> tuple[Peer, int]:
     except BaseException:
         os.close(pidfd)
         raise
-
-
-def open_process(pid: int, *, start_time: int) -> int | None:
-    """A pidfd of the process with this number and start time; None if it is gone."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return None
-    # Read after the descriptor is open: from here on the number can only be this process's own.
-    if find_start_time(pid) == start_time and not has_ended(pidfd):
-        return pidfd
-    os.close(pidfd)
-    return None
-
-
-def has_ended(pidfd: int) -> bool:
-    """Whether the process is gone: it has exited, and with it its memory and descriptors."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def find_start_time(pid: int) -> int | None:
-    """Clock ticks between boot and the start of the process; None if it is gone or hidden."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return int(fields[_START_TIME_FIELD]) if len(fields) > _START_TIME_FIELD else None
 
 
 def _peer_pidfd(connection: socket.socket) -> int | None:

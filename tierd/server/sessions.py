@@ -29,7 +29,7 @@ from typing import NamedTuple
 import structlog
 
 from tierd.errors import NotFound, NotPermitted, Overloaded, SessionLost, TierdError
-from tierd.server import peers
+from tierd.processes import open_process
 from tierd.server.identity import Identity, Peer
 
 log = structlog.get_logger(__name__)
@@ -158,7 +158,7 @@ class Sessions:
 
     def restore(self, session_id: int, *, peer: Peer, identity: Identity) -> bool:
         """Takes up a session of a former daemon if its process still lives. False: it is gone, and nothing is called for it."""
-        pidfd = peers.open_process(peer.pid, start_time=peer.start_time)
+        pidfd = open_process(peer.pid, start_time=peer.start_time)
         if pidfd is None:
             return False
         self._watch(Session(session_id, identity, peer, pidfd, state=SessionState.RESTORED))

@@ -23,6 +23,7 @@ from tierd.tiers import arena_files, arena_recovery
 from tierd.tiers.data_files import DataFiles
 from tierd.tiers.segments import Segment, SegmentBooks, opened
 from tierd.tiers.tier import Descriptor, Recovered
+from tierd.tiers.writers import await_writers, note_writer
 
 
 class Arena(SegmentBooks[memoryview]):
@@ -66,6 +67,7 @@ class Arena(SegmentBooks[memoryview]):
         )
         arena_files.check_room(spec, place=place, held_bytes=self._data.held_bytes())
         failpoint("arena.open.before_recovery")
+        await_writers(self.tables, what=spec.name)
         recovered = self._recover()
         self._data.adopt_spares()
         self._measure(place)
@@ -140,3 +142,12 @@ class Arena(SegmentBooks[memoryview]):
         """A new descriptor of the data file. Raises KeyError, TierFailed before `prepare`."""
         self._ready(segment)
         return opened(self._data.path(segment), os.O_RDWR if writable else os.O_RDONLY)
+
+    def note_writer(self, pid: int) -> None:
+        """A process beside the daemon that is about to write to its memory; it outlasts nothing, but may go after the daemon. Raises TierFailed."""
+        try:
+            note_writer(self.tables, pid)
+        except OSError as error:
+            raise TierFailed(
+                f"{self.spec.name}: process {pid} cannot be noted as a writer in {self.tables}: {error}"
+            ) from error

@@ -20,6 +20,7 @@ import numpy as np
 from tierd.core.meta import META
 from tierd.core.model import EXTENT, StructArray, TierSpec
 from tierd.errors import ConfigError, InvalidArgument, Overloaded, TierdError, TierFailed
+from tierd.failpoint import failpoint
 from tierd.gpu.process import GpuProcess
 from tierd.gpu.wire import PIECE, GpuFacts
 from tierd.tiers import arena_files
@@ -112,6 +113,7 @@ class CudaTier(SegmentBooks[Slab]):
         self._data = Slabs(
             name=spec.name, segment_bytes=spec.segment_bytes, places=spec.capacity_bytes // spec.segment_bytes
         )
+        failpoint("cuda.open.before_gpu")
         await self._start()
         facts = self.facts
         self._check(facts)
@@ -175,6 +177,7 @@ class CudaTier(SegmentBooks[Slab]):
         """Starts a GPU process if there is none; it takes over the slabs. Raises TierFailed."""
         if self._gpu is not None:
             return
+        failpoint("cuda.probe.before_gpu")
         try:
             await self._start()
         except TierdError as error:
@@ -214,7 +217,9 @@ class CudaTier(SegmentBooks[Slab]):
         """Fills pages from those of a mapped tier; the sums are of what lies on the device then. Raises TierFailed."""
         with self._failing():
             await self._attach(source, sources)
-            return await self._living().load(self._pieces(extents, metas, hosts=sources))
+            slices = await self._living().load(self._pieces(extents, metas, hosts=sources))
+        failpoint("cuda.load.before_return")
+        return slices
 
     async def store(
         self, extents: StructArray, metas: StructArray, *, target: MappedTier, targets: StructArray
@@ -223,6 +228,7 @@ class CudaTier(SegmentBooks[Slab]):
         with self._failing():
             await self._attach(target, targets)
             await self._living().store(self._pieces(extents, metas, hosts=targets))
+        failpoint("cuda.store.before_return")
 
     async def sums(self, extents: StructArray, metas: StructArray) -> list[SliceTable]:
         """The slice tables of pages, of their bytes at some moment after the call. Raises TierFailed."""
@@ -266,9 +272,12 @@ class CudaTier(SegmentBooks[Slab]):
     async def _attach_one(self, tier: MappedTier, segment: int) -> None:
         this: Any = asyncio.current_task()
         try:
+            gpu = self._living()
+            tier.note_writer(gpu.pid)
+            failpoint("cuda.host.before_attach")
             fd, length = tier.descriptor(segment, writable=True)
             try:
-                await self._living().attach(segment, fd, length)
+                await gpu.attach(segment, fd, length)
             finally:
                 os.close(fd)
         except BaseException:

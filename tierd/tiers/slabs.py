@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tierd.errors import InvalidArgument, Overloaded, TierFailed
+from tierd.failpoint import failpoint
 from tierd.gpu.process import GpuProcess
 from tierd.gpu.wire import GpuFacts
 
@@ -117,6 +118,7 @@ class Slabs:
     async def _drop(self) -> None:
         """What was given up is forgotten by the GPU process first: it may be all the room that there is."""
         while self._dropped and self.gpu is not None:
+            failpoint("cuda.slab.before_drop")
             with suppress(TierFailed, Overloaded, InvalidArgument):  # another process never knew it
                 await self.gpu.drop(self._dropped.popleft())
 
@@ -133,6 +135,7 @@ class Slabs:
                 f"{self._unmade} of its slabs of {self._segment_bytes} bytes have no room on the GPU ({error})"
             )
             return False
+        failpoint("cuda.slab.before_spare")
         self._unmade -= 1
         self._spares.append(Slab(number, fd))
         self.shortage = ""

@@ -136,6 +136,9 @@ class MappedTier(SharedTier, Protocol):
         """The page of one EXTENT row: class_bytes of uint8, writable. Valid until the page is freed; the memory stays mapped
         while the view lives. Raises KeyError for a segment that is not there."""
 
+    def note_writer(self, pid: int) -> None:
+        """This process beside the daemon's own will write to its memory: the next daemon reuses none of it before it is gone. Raises TierFailed."""
+
 
 @runtime_checkable
 class WatchedTier(Tier, Protocol):

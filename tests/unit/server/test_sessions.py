@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.errors import NotFound, SessionLost, Unavailable
+from tierd.processes import find_start_time
 from tierd.server import peers, session_socket
 from tierd.server.identity import IdentityRules, Peer, identify
 from tierd.server.session_socket import SessionSocket
@@ -415,7 +416,7 @@ async def test_restored_session(rig):
 
 async def test_restoring_for_another_process(rig):
     """A session is not restored for a process that only has the number of the one that is gone."""
-    mine = peers.find_start_time(os.getpid())
+    mine = find_start_time(os.getpid())
     assert not rig.sessions.restore(77, peer=Peer(os.getpid(), os.getuid(), mine + 1), identity=None)
     assert not rig.sessions.restore(78, peer=Peer(2**22 + 1, os.getuid(), mine), identity=None)
     assert rig.sessions.list() == []

@@ -241,6 +241,9 @@ class SimArena:
         offset = int(extent["offset"])
         return living.files.data[offset : offset + living.assignment.class_bytes]
 
+    def note_writer(self, pid: int) -> None:
+        """Nothing: no process stands beside a simulated daemon."""
+
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
         """Enters blocks into the real catalogue."""
         records = metas.copy()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OPERATORS = ("evict", "flush", "pin", "unpin", "bump")
 LASTING = {*ON_DISK, "disk_slow", "disk_hangs", "memory_short"}
 POINTS_HERE = tuple(
-    name for name in POINTS if not name.startswith(("arena.", "session.", "lifecycle.", "instance.", "file."))
+    name for name in POINTS if not name.startswith(("arena.", "cuda.", "session.", "lifecycle.", "instance.", "file."))
 )
 """Points that are passed in a simulation."""
 SHORT_S, LONG_S = 2.0, 10.0

@@ -1,0 +1,231 @@
+"""A daemon with a GPU's tier dies, at any moment and at the fault points on the tier's way, and its successor while it recovers.
+
+What a durable put was told holds, no page is ever wrong, workers with slabs mapped live on and keep what they see. Device memory goes with its last descriptor
+and mapping: the daemon's at its death, a worker's when it lets go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from tests.depth import count, report
+from tests.system.blocks import await_true
+from tests.system.device_worker import DEVICE, SPEC, blocks_of, gpu_process, serve
+from tests.system.elsewhere import Elsewhere
+from tests.system.warm import WarmDaemon
+from tests.unit.kernels.fake_driver import fake_environment
+from tierd.client import Client
+from tierd.failpoint import POINTS
+from tierd.testing import Daemon, chain, is_content
+
+CONFIG = (
+    f'[server]\nshutdown_deadline = "5 s"\n{DEVICE}'
+    '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "512 MiB"\nsegment = "8 MiB"\n'
+)
+AT_START = ("cuda.open.before_gpu", "cuda.slab.before_spare")
+"""Passed by every start."""
+AFTER_A_GPU_PROCESS = ("cuda.probe.before_gpu",)
+"""Passed when a GPU process has died."""
+OFTEN = ("cache.commit.before_publish", "mover.publish.before_catalogue")
+"""Of others, passed by every put."""
+ON_THE_WAY = [
+    *sorted(name for name in POINTS if name.startswith(("cuda.", "mover.device."))),
+    *OFTEN,
+    "session.map.before_reply",
+]
+"""Passed by workers that put, look and are robbed of their device pages."""
+CHOSEN = ("cuda.load.before_return", "cuda.slab.before_spare", "mover.device.before_store")
+"""Those of `make test`."""
+WORKERS = 2
+ROUNDS = 300
+"""Within which a fault point must have been passed."""
+STEP = 10_000
+"""Between the seeds of two workers, and of two lives."""
+RECENT, OLDER = 12, 6
+"""Chains that are looked at after each death: the last ones, and a sample of the rest."""
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU processes and workers find the fake driver."""
+    for name, value in fake_environment().items():
+        monkeypatch.setenv(name, value)
+
+
+class Lives:
+    """A daemon that dies again and again under its workers, and what these were told."""
+
+    def __init__(self, daemon: Daemon, workers: list[Elsewhere], *, seed: int) -> None:
+        self.daemon, self.workers, self.chance = daemon, workers, random.Random(seed)
+        self.durable: list[int] = []
+        self.checked = self.deaths = self.in_recovery = 0
+        self._seeds = iter(range(STEP, 1 << 40, STEP))
+
+    def die(self, end: Callable[[], None]) -> None:
+        """While all work, the daemon's life is ended; its successor may die too; the next one serves what is right."""
+        gpus = [gpu_process(self.daemon)]
+        for worker in self.workers:
+            worker.say(["live", [next(self._seeds), ROUNDS]])
+        end()
+        told = [worker.hear() for worker in self.workers]
+        assert self.daemon.await_end() == -9, f"it lives; its workers: {told}"
+        self.durable += [seed for each in told for seed in each["durable"]]
+        assert not any(each["wrong"] for each in told), told
+        self.recover(gpus)
+
+    def kill_soon(self) -> None:
+        """SIGKILL at a moment that nobody has chosen."""
+        time.sleep(self.chance.uniform(0.1, 1.0))
+        self.daemon.kill()
+
+    def recover(self, gpus: list[psutil.Process]) -> None:
+        """Starts it, perhaps twice, and looks. gpus: GPU processes of the life before."""
+        self.deaths += 1
+        if self.chance.random() < 0.5:
+            self.start_dying(self.chance.choice(AT_START))
+            self.in_recovery += 1
+        self.daemon.start()
+        assert not any(gpu.is_running() and gpu.status() != psutil.STATUS_ZOMBIE for gpu in gpus)
+        self.check(self.durable[-RECENT:] + self.chance.sample(self.durable, min(OLDER, len(self.durable))))
+
+    def start_dying(self, point: str) -> None:
+        """A start that ends at a point."""
+        self.daemon.start(wait=False, failpoints=f"{point}=kill")
+        assert self.daemon.await_end() == -9, f"{point} was not passed by a start"
+
+    def check(self, seeds: list[int]) -> None:
+        """What workers kept from dead daemons is as it was; chains are whole, in host memory and on the device."""
+        for worker in self.workers:
+            assert worker.ask(["wrong", []]) == 0, "a page changed under a worker that had it"
+        with Client(self.daemon.target, timeout_s=30.0) as client:
+            space = client.open_namespace(SPEC)
+            for seed in seeds:
+                names = chain(seed, blocks_of(seed))
+                await_true(lambda: client.lookup(space, names).tokens == 16 * len(names), f"chain {seed}, lost")  # noqa: B023
+                views = client.get(space, names).views
+                assert all(is_content(view, name) for view, name in zip(views, names, strict=False)), seed
+                del views
+        for seed in seeds[-2:]:
+            self.workers[0].ask(["drop_few", []])
+            await_true(lambda: self.workers[0].ask(["lease", [seed, blocks_of(seed)]]) == blocks_of(seed), "it there")  # noqa: B023
+            assert self.workers[0].ask(["wrong", []]) == 0
+        self.checked += sum(map(blocks_of, seeds))
+
+    def report(self, what: str, *, seed: int, begun: float) -> None:
+        """Also of a run that failed."""
+        report(
+            f"daemon with a GPU's tier, {what}",
+            seed=seed,
+            deaths=self.deaths,
+            in_recovery=self.in_recovery,
+            chains_durable=len(self.durable),
+            blocks_checked=self.checked,
+            seconds=round(time.monotonic() - begun),
+        )
+
+
+@contextlib.contextmanager
+def lives(what: str, *, seed: int) -> Iterator[Lives]:
+    """A daemon and its workers; in the end everything durable is there, no worker has died, and the log has no traceback."""
+    begun = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(WarmDaemon(CONFIG, faults=True))
+        workers = [stack.enter_context(Elsewhere(serve, daemon.target)) for _ in range(WORKERS)]
+        assert [worker.ask(["wrong", []]) for worker in workers] == [0] * WORKERS, "they are there"
+        run = Lives(daemon, workers, seed=seed)
+        try:
+            yield run
+            run.check(run.durable)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}\n{daemon.log[-6000:]}") from error
+        finally:
+            run.report(what, seed=seed, begun=begun)
+        assert run.durable and "Traceback" not in daemon.log, daemon.log[-6000:]
+
+
+def die_at(run: Lives, point: str) -> None:
+    """A life that ends at the point."""
+    if point in AT_START:
+        gpus = [gpu_process(run.daemon)]
+        run.daemon.kill()
+        run.start_dying(point)
+        run.recover(gpus)
+        return
+    with run.daemon.faults() as faults:
+        is_often = point.startswith(("cuda.load", "cuda.store", "mover.")) or point in OFTEN
+        faults.arm(point, f"kill@{run.chance.randint(1, 4) if is_often else 1}")
+    run.die(gpu_process(run.daemon).kill if point in AFTER_A_GPU_PROCESS else lambda: None)
+
+
+def _seed() -> int:
+    return int(os.environ.get("CRASH_SEED", time.time_ns() % 1_000_000))
+
+
+@pytest.mark.timeout(900)
+def test_killed_at_random() -> None:
+    """SIGKILL of the daemon under load, whenever: as the module says."""
+    seed = _seed()
+    with lives("SIGKILL at random", seed=seed) as run:
+        for _ in range(count(test=2, nightly=8, weekly=60)):
+            run.die(run.kill_soon)
+
+
+@pytest.mark.timeout(300)
+def test_death_at_some_fault_points() -> None:
+    """A death at three points, before, within and behind a copy: as the module says."""
+    seed = _seed()
+    with lives("death at some fault points", seed=seed) as run:
+        for point in CHOSEN:
+            die_at(run, point)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_death_at_each_fault_point() -> None:
+    """A death at every point on the tier's way, each of them reached: as the module says."""
+    seed = _seed()
+    with lives("death at each fault point", seed=seed) as run:
+        points = ON_THE_WAY * count(nightly=1, weekly=5)
+        run.chance.shuffle(points)
+        for point in points:
+            die_at(run, point)
+
+
+def test_device_memory_goes_with_its_last_descriptor_and_mapping() -> None:
+    """When a daemon was killed its slabs are a worker's alone, unchanged while it keeps a page, and gone when it has let go and maps anew."""
+    with WarmDaemon(CONFIG) as daemon, Elsewhere(serve, daemon.target) as worker:
+        assert worker.ask(["put", [1, 4]]) == 4 and worker.ask(["lease", [1, 4]]) == 4
+        former = set(worker.ask(["slabs", []]))
+        assert former
+        daemon.restart()
+        for process in (psutil.Process(daemon.pid), gpu_process(daemon)):
+            assert not former & slabs_of(process.pid)
+        assert worker.ask(["put", [2, 4]]) == 4
+        assert former & set(worker.ask(["slabs", []])) and worker.ask(["right", []]) == [4, 4]
+        worker.ask(["drop", []])
+        assert worker.ask(["put", [3, 4]]) == 4 and worker.ask(["lease", [3, 4]]) == 4
+        await_true(
+            lambda: maps_anew(worker) and not former & set(worker.ask(["slabs", []])), "the former slabs unmapped"
+        )
+
+
+def maps_anew(worker: Elsewhere) -> bool:
+    """Another segment is mapped, which is when former ones are let go."""
+    return bool(worker.ask(["reserve", [8]]))
+
+
+def slabs_of(pid: int) -> set[int]:
+    """Inodes of the device memory of which a process has a descriptor."""
+    folder, found = f"/proc/{pid}/fd", set()
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            if "tierd-fake-gpu" in os.readlink(f"{folder}/{name}"):
+                found.add(os.stat(f"{folder}/{name}").st_ino)
+    return found

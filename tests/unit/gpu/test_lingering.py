@@ -1,0 +1,60 @@
+"""A GPU process that a killed driver call holds in the kernel: it is given up, but what its copies touch stays theirs until it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from tests.system.blocks import await_true
+from tests.unit.gpu.processes import Owner, descriptors, pieces_of
+from tierd.errors import TierFailed
+from tierd.gpu import process
+from tierd.gpu.process import GpuProcess
+
+pytestmark = pytest.mark.usefixtures("driver")
+PATIENCE_S, REAP_S = 0.5, 0.2
+
+
+@pytest.fixture
+async def immortal(monkeypatch: pytest.MonkeyPatch) -> tuple[GpuProcess, Owner]:
+    """One that stands still, and that its owner cannot kill."""
+    monkeypatch.setattr(process, "REAP_S", REAP_S)
+    owner = Owner()
+    gpu = owner.process(patience_s=PATIENCE_S)
+    await gpu.start()
+    monkeypatch.setattr(gpu._child, "kill", lambda: None)
+    os.kill(gpu.pid, signal.SIGSTOP)
+    return gpu, owner
+
+
+async def test_copies_wait_until_it_is_gone(immortal: tuple[GpuProcess, Owner]) -> None:
+    """Its owner is told that it does not die, and whoever asked for sums; loads and stores end with the process and not before."""
+    gpu, owner = immortal
+    copies = [asyncio.create_task(call(pieces_of())) for call in (gpu.load, gpu.store)]
+    with pytest.raises(TierFailed, match="does not die"):
+        await gpu.sums(pieces_of())
+    await asyncio.to_thread(await_true, lambda: bool(owner.told), "word of it")
+    assert not any(copy.done() for copy in copies)
+    os.kill(gpu.pid, signal.SIGKILL)
+    for copy in copies:
+        with pytest.raises(TierFailed, match="does not die"):
+            await copy
+    await gpu.stop()
+    assert len(owner.told) == 1
+
+
+async def test_an_owner_that_ends_waits_no_longer(immortal: tuple[GpuProcess, Owner]) -> None:
+    """After stop nothing waits for it: its owner's successor does."""
+    gpu, _ = immortal
+    copy = asyncio.create_task(gpu.load(pieces_of()))
+    await asyncio.sleep(0)
+    await gpu.stop()
+    with pytest.raises(TierFailed, match="does not die"):
+        await copy
+    before = len(descriptors())
+    os.kill(gpu.pid, signal.SIGKILL)
+    while len(descriptors()) == before:  # noqa: ASYNC110  # its pidfd, which is let go when it has fired
+        await asyncio.sleep(0.01)
