@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.hexed import from_text, to_text
 from tests.unit.cache.world import World, opened
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import PUT_BLOCK, ROOT, Durability, TierKind
@@ -89,23 +90,7 @@ async def _found(world: World, seed: int) -> list[str]:
     return [tier.spec.name for tier, tokens in tiers for _ in range(tokens // 16)] if rows else []
 
 
-# -- files as text
-
-
-def to_text(data: bytes) -> str:
-    """Length in decimal, then lines `offset: 32 bytes` in hex; lines of zeros are left out."""
-    rows = [(at, data[at : at + 32]) for at in range(0, len(data), 32)]
-    return "\n".join([f"length: {len(data)}", *(f"{at:08x}: {row.hex()}" for at, row in rows if any(row))]) + "\n"
-
-
-def from_text(text: str) -> bytes:
-    """The inverse of `to_text`."""
-    first, *lines = text.splitlines()
-    data = bytearray(int(first.partition(": ")[2]))
-    for line in lines:
-        at, _, row = line.partition(": ")
-        data[int(at, 16) : int(at, 16) + len(row) // 2] = bytes.fromhex(row)
-    return bytes(data)
+# -- the files
 
 
 def _arena(places: Places) -> Path:

@@ -1,6 +1,6 @@
 """Version 1 of BlockMeta and of the arena's files, as kept in tests/golden/arena: written the same, and read for ever.
 
-`python tests/unit/tiers/test_golden_arena.py` writes the fixtures anew; do that only together with a new version number.
+`python -m tests.unit.tiers.test_golden_arena` writes the fixtures anew; do that only together with a new version number.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.hexed import from_text, to_text
 from tierd.core.meta import META, intact, new_meta, seal
 from tierd.core.model import EXTENT, SegmentAssignment, StructArray
 from tierd.tiers import holds
@@ -100,24 +101,7 @@ WRITERS = {
 }
 
 
-# -- fixtures as text
-
-
-def to_text(data: bytes) -> str:
-    """Length in decimal, then lines `offset: 32 bytes` in hex; lines of zeros are left out."""
-    rows = [(at, data[at : at + 32]) for at in range(0, len(data), 32)]
-    lines = [f"{at:08x}: {row.hex()}" for at, row in rows if any(row)]
-    return "\n".join([f"length: {len(data)}", *lines]) + "\n"
-
-
-def from_text(text: str) -> bytes:
-    """The inverse of `to_text`."""
-    first, *lines = text.splitlines()
-    data = bytearray(int(first.partition(": ")[2]))
-    for line in lines:
-        at, _, row = line.partition(": ")
-        data[int(at, 16) : int(at, 16) + len(row) // 2] = bytes.fromhex(row)
-    return bytes(data)
+# -- fixtures
 
 
 def golden(name: str) -> bytes:
