@@ -183,11 +183,12 @@ def _check_devices(config: Config) -> None:
             "host",
             "a device tier of kind cuda needs a host tier, over which its blocks come and go; add a [[host]] table",
         )
-    if any(is_cuda) and len(is_cuda) > 1:
-        _refuse(
-            "device[1]",
-            "a device tier beside one of kind cuda; requests name a kind of tier and no GPU, so run one daemon for each GPU",
-        )
+    if any(is_cuda) and not all(is_cuda):
+        _refuse(f"device[{is_cuda.index(False)}].kind", 'cpu, beside a device of kind "cuda"; make all of one kind')
+    ordinals = [device.ordinal for device in config.device if device.kind == "cuda"]
+    for index, ordinal in enumerate(ordinals):
+        if ordinal in ordinals[:index]:
+            _refuse(f"device[{index}].ordinal", f"{ordinal} is another device's; give each GPU one table")
 
 
 def _check_server(server: ServerConfig) -> None:

@@ -1,4 +1,4 @@
-// One device, its primary context, and how the bindings find the driver's functions.
+// Devices, their primary contexts, and how the bindings find the driver's functions.
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
@@ -6,19 +6,28 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "state.hpp"
 
 namespace fake {
 
 namespace {
 pid_t owner = 0;
-int retained = 0;
-CUresult lost = CUDA_SUCCESS;
+struct Primary {
+  int retained = 0;
+  CUresult lost = CUDA_SUCCESS;
+};
+Primary primaries[kDevices];  // the address of one is its context's handle
 thread_local std::vector<CUcontext> entered;  // the last is current
-char primary;  // its address is the context's handle
 
-CUcontext context() { return reinterpret_cast<CUcontext>(&primary); }
+Primary* primary_of(CUcontext context) { return reinterpret_cast<Primary*>(context); }
 CUcontext current() { return entered.empty() ? nullptr : entered.back(); }
+bool is_retained(CUcontext context) {
+  for (Primary& primary : primaries)
+    if (primary_of(context) == &primary) return primary.retained;
+  return false;
+}
 }  // namespace
 
 std::recursive_mutex& mutex() {
@@ -28,9 +37,12 @@ std::recursive_mutex& mutex() {
 bool is_initialized() { return owner == getpid(); }
 CUresult context_error() {
   if (!current()) return CUDA_ERROR_INVALID_CONTEXT;
-  return retained ? lost : CUDA_ERROR_CONTEXT_IS_DESTROYED;
+  const Primary& primary = *primary_of(current());
+  return primary.retained ? primary.lost : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
-void lose_context(CUresult error) { lost = error; }
+bool is_device(int number) { return number >= 0 && size_t(number) < std::min(size_t(kDevices), fake::number("TIERD_FAKE_CUDA_DEVICES", 1)); }
+int current_device() { return current() ? int(primary_of(current()) - primaries) : 0; }
+void lose_context(CUresult error) { primaries[current_device()].lost = error; }
 size_t number(const char* variable, size_t otherwise) {
   const char* given = getenv(variable);
   return given ? strtoull(given, nullptr, 0) : otherwise;
@@ -39,7 +51,9 @@ CUresult strike(const char* function) {
   const char* given = getenv("TIERD_FAKE_CUDA_STRIKE");
   char chosen[64], what[16];
   unsigned long which;
-  if (!given || sscanf(given, "%63[^:]:%lu:%15s", chosen, &which, what) != 3) return CUDA_SUCCESS;
+  int device = -1;
+  if (!given || sscanf(given, "%63[^:]:%lu:%15[^:]:%d", chosen, &which, what, &device) < 3) return CUDA_SUCCESS;
+  if (device >= 0 && (!current() || device != current_device())) return CUDA_SUCCESS;
   const std::string name(function), plain = name.substr(0, name.find("_v"));  // cuda.h puts versions behind some
   if (strcmp(chosen, "*") && chosen != plain) return CUDA_SUCCESS;
   static unsigned long calls = 0;
@@ -71,7 +85,6 @@ const std::map<CUdevice_attribute, int> kAttributes = {
     {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
     {CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY, 1},
     {CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED, 1},
-    {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
 };
 
 }  // namespace
@@ -97,33 +110,38 @@ EXPORTED CUresult cuDriverGetVersion(int* version) {
 
 EXPORTED CUresult cuDeviceGetCount(int* count) {
   ENTER;
-  *count = 1;
+  for (*count = 0; is_device(*count);) ++*count;
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   ENTER;
   *device = ordinal;
-  return ordinal ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+  return is_device(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 EXPORTED CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
   ENTER;
-  if (device || length < 1) return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_ERROR_INVALID_VALUE;
+  if (!is_device(device) || length < 1) return is_device(device) ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_DEVICE;
   strncpy(name, "Fake GPU", length)[length - 1] = 0;
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
   ENTER;
   memcpy(uuid->bytes, "tierd's fake GPU", sizeof uuid->bytes);
-  return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+  uuid->bytes[0] += char(device);
+  return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 EXPORTED CUresult cuDeviceTotalMem(size_t* bytes, CUdevice device) {
   ENTER;
   *bytes = number("TIERD_FAKE_CUDA_BYTES", size_t(8) << 30);
-  return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+  return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   ENTER;
-  if (device) return CUDA_ERROR_INVALID_DEVICE;
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) {
+    *value = !is_left_out("vmm");
+    return CUDA_SUCCESS;
+  }
   if (attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
     *value = !is_left_out("descriptors");
     return CUDA_SUCCESS;
@@ -146,35 +164,35 @@ EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
 
 EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext* to, CUdevice device) {
   ENTER;
-  if (device) return CUDA_ERROR_INVALID_DEVICE;
-  retained++;
-  *to = context();
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  primaries[device].retained++;
+  *to = reinterpret_cast<CUcontext>(&primaries[device]);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
   ENTER;
-  if (device || !retained) return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_ERROR_INVALID_CONTEXT;
-  if (--retained) return CUDA_SUCCESS;
+  if (!is_device(device) || !primaries[device].retained) return is_device(device) ? CUDA_ERROR_INVALID_CONTEXT : CUDA_ERROR_INVALID_DEVICE;
+  if (--primaries[device].retained) return CUDA_SUCCESS;
   forget_work();
-  lost = CUDA_SUCCESS;
+  primaries[device].lost = CUDA_SUCCESS;
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
   ENTER;
   *flags = 0;
-  *is_active = retained > 0;
-  return device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+  *is_active = is_device(device) && primaries[device].retained > 0;
+  return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 EXPORTED CUresult cuCtxSetCurrent(CUcontext to) {
   ENTER;
-  if (to && (to != context() || !retained)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (to && !is_retained(to)) return CUDA_ERROR_INVALID_CONTEXT;
   if (!entered.empty()) entered.pop_back();
   if (to) entered.push_back(to);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuCtxPushCurrent(CUcontext to) {
   ENTER;
-  if (to != context() || !retained) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!is_retained(to)) return CUDA_ERROR_INVALID_CONTEXT;
   entered.push_back(to);
   return CUDA_SUCCESS;
 }
@@ -192,7 +210,7 @@ EXPORTED CUresult cuCtxGetCurrent(CUcontext* to) {
 }
 EXPORTED CUresult cuCtxGetDevice(CUdevice* device) {
   ENTER_CONTEXT;
-  *device = 0;
+  *device = current_device();
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuCtxSynchronize() {
@@ -235,7 +253,8 @@ EXPORTED CUresult cuGetProcAddress_v2(const char* name, void** to, int, cuuint64
 EXPORTED void fake_cuda_counts(Counts* to) {
   std::lock_guard lock(mutex());
   const Memory& m = memory();
-  *to = {m.handles.size(), m.mappings.size(), m.reservations.size(), m.allocations.size(), m.pinned.size(), 0, 0, 0, 0, m.charged};
+  *to = {m.handles.size(), m.mappings.size(), m.reservations.size(), m.allocations.size(), m.pinned.size(), 0, 0, 0, 0, 0};
+  for (const size_t charged : m.charged) to->charged_bytes += charged;
   count_work(*to);
   count_libraries(*to);
 }

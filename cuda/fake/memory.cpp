@@ -19,7 +19,7 @@ Memory& memory() {
 
 Backing::~Backing() {
   close(fd);
-  if (is_ours) memory().charged -= bytes;
+  if (is_ours) memory().charged[prop.location.id] -= bytes;
 }
 
 namespace {
@@ -27,7 +27,7 @@ namespace {
 CUmemGenericAllocationHandle next_handle = 1;
 
 void* at(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
-bool is_there(size_t bytes) { return memory().charged + bytes <= number("TIERD_FAKE_CUDA_BYTES", size_t(8) << 30); }
+bool is_there(size_t bytes, int device) { return memory().charged[device] + bytes <= number("TIERD_FAKE_CUDA_BYTES", size_t(8) << 30); }
 bool overlaps(CUdeviceptr a, size_t bytes, CUdeviceptr b, size_t other) { return a < b + other && b < a + bytes; }
 
 // The entry of a map of ranges in which an address lies.
@@ -68,7 +68,7 @@ bool is_littered(int fd, size_t bytes) {
 
 CUresult location_error(const CUmemLocation& location) {
   if (location.type != CU_MEM_LOCATION_TYPE_DEVICE) return CUDA_ERROR_INVALID_VALUE;
-  return location.id ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+  return is_device(location.id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
 // The rights of the host's pages, which the kernel knows: what is not mapped has none.
@@ -91,8 +91,7 @@ int host_rights(CUdeviceptr address, size_t bytes) {
 
 Range range_of(CUdeviceptr address, size_t bytes) {
   Memory& m = memory();
-  const auto itself = [](size_t length) { return length; };
-  if (holds(m.allocations, address, bytes, itself)) return {Place::kDevice, PROT_READ | PROT_WRITE};
+  if (holds(m.allocations, address, bytes, [](const Allocation& one) { return one.bytes; })) return {Place::kDevice, PROT_READ | PROT_WRITE};
   const auto pinned = entry_at(m.pinned, address);
   if (pinned != m.pinned.end() && address + bytes <= pinned->first + pinned->second.bytes)
     return {Place::kPinned, PROT_READ | (pinned->second.can_write ? PROT_WRITE : 0)};
@@ -117,7 +116,7 @@ using namespace fake;
 EXPORTED CUresult cuMemGetInfo(size_t* free, size_t* total) {
   ENTER_CONTEXT;
   *total = number("TIERD_FAKE_CUDA_BYTES", size_t(8) << 30);
-  *free = *total - std::min(*total, memory().charged);
+  *free = *total - std::min(*total, memory().charged[current_device()]);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp* prop, CUmemAllocationGranularity_flags) {
@@ -129,12 +128,13 @@ EXPORTED CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes
   ENTER;
   if (CUresult wrong = location_error(prop->location)) return wrong;
   if (!bytes || bytes % kGranularity || flags || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_INVALID_VALUE;
-  if (!is_there(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (!is_there(bytes, prop->location.id)) return CUDA_ERROR_OUT_OF_MEMORY;
   const int fd = memfd_create("tierd-fake-gpu", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   auto backing = std::shared_ptr<Backing>(new Backing{fd, bytes, *prop, true});
-  memory().charged += bytes;
-  if (ftruncate(fd, bytes) || !is_littered(fd, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  memory().charged[prop->location.id] += bytes;
+  // Whoever imports it must know whose it is: the file's mode tells, which any process may read.
+  if (fchmod(fd, S_IRWXU | prop->location.id) || ftruncate(fd, bytes) || !is_littered(fd, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   memory().handles[*handle = next_handle++] = std::move(backing);
   return CUDA_SUCCESS;
 }
@@ -170,7 +170,8 @@ EXPORTED CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* h
   if (fd < 0 || fstat(fd, &status)) return CUDA_ERROR_OPERATING_SYSTEM;
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  prop.location = {CU_MEM_LOCATION_TYPE_DEVICE, int(status.st_mode & S_IRWXO)};
+  if (!is_device(prop.location.id)) return close(fd), CUDA_ERROR_INVALID_DEVICE;
   prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   memory().handles[*handle = next_handle++] = std::shared_ptr<Backing>(new Backing{fd, size_t(status.st_size), prop, false});
   return CUDA_SUCCESS;
@@ -226,6 +227,8 @@ EXPORTED CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemA
   const auto found = mappings_of(address, bytes);
   if (found.empty() || count != 1) return CUDA_ERROR_INVALID_VALUE;
   if (CUresult wrong = location_error(rights->location)) return wrong;
+  for (const auto& mapping : found)
+    if (mapping->second.backing->prop.location.id != rights->location.id) return CUDA_ERROR_INVALID_DEVICE;  // no peers
   const std::map<unsigned, int> known = {{CU_MEM_ACCESS_FLAGS_PROT_NONE, PROT_NONE},
                                          {CU_MEM_ACCESS_FLAGS_PROT_READ, PROT_READ},
                                          {CU_MEM_ACCESS_FLAGS_PROT_READWRITE, PROT_READ | PROT_WRITE}};
@@ -240,11 +243,12 @@ EXPORTED CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemA
 EXPORTED CUresult cuMemAlloc(CUdeviceptr* to, size_t bytes) {
   ENTER_CONTEXT;
   if (!bytes) return CUDA_ERROR_INVALID_VALUE;
-  if (!is_there(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  const int device = current_device();
+  if (!is_there(bytes, device)) return CUDA_ERROR_OUT_OF_MEMORY;
   void* space = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (space == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-  memory().charged += bytes;
-  memory().allocations[*to = CUdeviceptr(space)] = bytes;
+  memory().charged[device] += bytes;
+  memory().allocations[*to = CUdeviceptr(space)] = {bytes, device};
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuMemFree(CUdeviceptr address) {
@@ -252,8 +256,8 @@ EXPORTED CUresult cuMemFree(CUdeviceptr address) {
   const auto found = memory().allocations.find(address);
   if (found == memory().allocations.end()) return CUDA_ERROR_INVALID_VALUE;
   if (CUresult wrong = finish_all()) return wrong;
-  munmap(at(address), found->second);
-  memory().charged -= found->second;
+  munmap(at(address), found->second.bytes);
+  memory().charged[found->second.device] -= found->second.bytes;
   memory().allocations.erase(found);
   return CUDA_SUCCESS;
 }

@@ -1,9 +1,10 @@
-// What the fake driver knows: a device that is this process's memory, and work that waits as long as it may.
+// What the fake driver knows: devices that are this process's memory, and work that waits as long as it may.
 //
 // For host code alone: NVIDIA's own bindings run on it, unmodified, where there is no GPU. It checks its callers as the driver does, and is as unkind as
 // the driver may be: work put into a stream runs when somebody waits for it, not before, so that a wait that is missing is seen. Device memory is a memfd
 // for each allocation, so that what is exported lives on in other processes. What it is not like: the host may read device memory by its address, with the
-// rights of the mapping, where a GPU's is out of reach; a kernel may read the host's; and no two pieces of work are ever under way at the same time.
+// rights of the mapping, where a GPU's is out of reach; a kernel may read the host's; no two pieces of work are ever under way at the same time; and a stream is every
+// device's, so that who waits for one device waits for all. TIERD_FAKE_CUDA_DEVICES: how many there are. No two are peers.
 #pragma once
 #include <cuda.h>
 
@@ -31,16 +32,20 @@
 namespace fake {
 
 constexpr size_t kGranularity = 2 << 20;
+constexpr int kDevices = 8;  // at most
 constexpr int kMultiprocessors = 132, kThreads = 2048, kShared = 228 << 10, kBlockShared = 227 << 10, kPlainShared = 48 << 10;
 
 std::recursive_mutex& mutex();
 bool is_initialized();
+bool is_device(int number);
+int current_device();  // that of the current context, else 0
 CUresult context_error();
-void lose_context(CUresult error);
+void lose_context(CUresult error);  // the current one
 size_t number(const char* variable, size_t otherwise);
-// TIERD_FAKE_CUDA_STRIKE, <function or *>:<which of its calls, from 1; 0: each>:<number of a signal, or e and that of an error>: what such a call meets with.
+// TIERD_FAKE_CUDA_STRIKE, <function or *>:<which of its calls, from 1; 0: each>:<number of a signal, or e and that of an error>[:<device>]: what such a call meets with,
+// if there is a device, where that one's context is current.
 CUresult strike(const char* function);
-// TIERD_FAKE_CUDA_WITHOUT: a function that this driver has not, or `descriptors`.
+// TIERD_FAKE_CUDA_WITHOUT: a function that this driver has not, or `descriptors`, or `vmm`: memory management by addresses, or `host pointers` that kernels may use.
 bool is_left_out(const char* name);
 
 // -- memory
@@ -62,12 +67,17 @@ struct Pinned {
   size_t bytes;
   bool can_write, is_ours;  // ours: of cuMemHostAlloc
 };
+struct Allocation {
+  size_t bytes;
+  int device;
+};
 struct Memory {
   std::map<CUmemGenericAllocationHandle, std::shared_ptr<Backing>> handles;
-  std::map<CUdeviceptr, size_t> reservations, allocations;  // of cuMemAddressReserve; of cuMemAlloc
+  std::map<CUdeviceptr, size_t> reservations;  // of cuMemAddressReserve
+  std::map<CUdeviceptr, Allocation> allocations;
   std::map<CUdeviceptr, Mapping> mappings;
   std::map<CUdeviceptr, Pinned> pinned;
-  size_t charged = 0;
+  size_t charged[kDevices] = {};
 };
 Memory& memory();
 

@@ -138,12 +138,14 @@ class LookupReply(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., tier_of: _Optional[_Iterable[bytes]] = ..., tier_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("groups", "tier")
+    __slots__ = ("groups", "tier", "nth")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    NTH_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     tier: TierKind
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ...) -> None: ...
+    nth: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ...) -> None: ...
 
 class GroupHandles(_message.Message):
     __slots__ = ("first", "count", "handles")
@@ -202,14 +204,16 @@ class PutGroup(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("groups", "tier", "durability")
+    __slots__ = ("groups", "tier", "durability", "nth")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    NTH_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[PutGroup]
     tier: TierKind
     durability: Durability
-    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
+    nth: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ..., nth: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "handles")
@@ -258,12 +262,14 @@ class AbortReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("groups", "tier")
+    __slots__ = ("groups", "tier", "nth")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    NTH_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     tier: TierKind
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ...) -> None: ...
+    nth: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
     __slots__ = ("started",)

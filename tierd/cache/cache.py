@@ -28,7 +28,7 @@ from tierd.cache.watch import Watch
 from tierd.clock import Clock
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.core import Core
-from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, Reason, StructArray, TierKind
+from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, Reason, StructArray, TierKind, Wanted
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.plan import (
     Acquisition,
@@ -208,7 +208,7 @@ class Cache:
             self.prefetch(session, groups, TierKind.HOST)
         return found
 
-    async def acquire(self, session: int, groups: Sequence[GroupQuery], *, kind: TierKind, timeout_s: float) -> Lease:
+    async def acquire(self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float) -> Lease:
         """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises Overloaded for none, and a full queue."""
         self._check_groups(session, groups)
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -241,7 +241,7 @@ class Cache:
         """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has ended."""
         self._give_back(session, leases)
 
-    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: TierKind) -> int:
+    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted) -> int:
         """Begins to bring blocks near; gives how many are on their way because of this."""
         self._check_groups(session, groups)
         if self.is_draining:
@@ -259,7 +259,7 @@ class Cache:
         session: int,
         groups: Sequence[PutQuery],
         *,
-        kind: TierKind,
+        kind: Wanted,
         durability: Durability = Durability.MEMORY,
         timeout_s: float = 0.0,
     ) -> Reserved:

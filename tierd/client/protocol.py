@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -26,6 +27,9 @@ REQUEST_KEY = "tierd-request"
 CHUNK_BYTES = 1 << 20
 ABOUT_BYTES = 2 << 20
 """Of hashes, and of tokens, that an engine says of one group: with them a message stays below the 8 MiB that gRPC takes."""
+
+TIER_DIGITS = 5
+"""Of a tier's index: no daemon has so many."""
 
 GROUP_BLOCKS_MAX = 1 << 20
 """Nothing a daemon would take comes near; it keeps a mistake from building a message of gigabytes."""
@@ -158,12 +162,15 @@ def checked_hashes(hashes: Hashes) -> Hashes:
     return array
 
 
-def tier_kind(name: str) -> int:
-    """The kind of tier that handles shall point into. Raises InvalidArgument."""
-    try:
-        return {"device": TierKind.DEVICE, "host": TierKind.HOST}[name]
-    except KeyError:
-        raise InvalidArgument(f"tier: {name!r} cannot be mapped; ask for 'host' or 'device'") from None
+def wanted_tier(name: str) -> dict[str, Any]:
+    """The fields that say where handles shall point: any tier of a kind (`host`), or one (`device.1`). Raises InvalidArgument."""
+    kind, dot, index = name.partition(".")
+    kinds = {"device": TierKind.DEVICE, "host": TierKind.HOST}
+    if kind not in kinds or (dot and not (index.isdecimal() and len(index) <= TIER_DIGITS)):
+        raise InvalidArgument(
+            f"tier: {name!r} cannot be mapped; ask for 'host', 'device', or one of them as 'device.1'"
+        )
+    return {"tier": int(kinds[kind]), "nth": int(index) + 1 if dot else 0}
 
 
 def groups_message(groups: Iterable[Group]) -> list[pb.Group]:
@@ -229,7 +236,7 @@ def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tel
     """durable: what the commit will ask for; blocks that exist already are made durable now. Raises InvalidArgument."""
     return pb.ReserveRequest(
         groups=[put_group_message(group, tells=tells) for group in groups],
-        tier=int(tier_kind(tier)),  # type: ignore[arg-type]
+        **wanted_tier(tier),
         durability=(Durability.DURABLE if durable else Durability.MEMORY).value,  # type: ignore[arg-type]
     )
 

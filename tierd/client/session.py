@@ -126,10 +126,11 @@ class Session:
                     self._sweep()
                     self._segments[place] = self._fetch(place, timeout_s=timeout_s)
 
-    def check_gpus(self) -> None:
-        """Whether this process can map the daemon's device tiers. Raises Unsupported."""
-        for told in self.gpus.values():
-            _device().gpu_at(_device().GpuPlace.of(told))
+    def check_gpus(self, wanted: str) -> None:
+        """Whether this process can map the device tier that is wanted, or all of them. Raises Unsupported."""
+        for tier, told in self.gpus.items():
+            if wanted in ("device", self.tiers[tier]):
+                _device().gpu_at(_device().GpuPlace.of(told))
 
     def unmapped(self, handles: StructArray) -> set[Place]:
         """Segments of HANDLE [n] that are not mapped yet."""

@@ -90,11 +90,11 @@ class Verbs:
         """Blocks that are on their way because of this."""
 
         def steps() -> Steps[int]:
-            kind: Any = protocol.tier_kind(tier)
+            wanted = protocol.wanted_tier(tier)
             if _is_empty(groups):
                 return 0
             _, reply = yield from self._ask(
-                lambda: ("Prefetch", pb.PrefetchRequest(groups=protocol.groups_message(groups), tier=kind)),
+                lambda: ("Prefetch", pb.PrefetchRequest(groups=protocol.groups_message(groups), **wanted)),
                 _spaces(groups),
                 deadline,
             )
@@ -156,13 +156,13 @@ class Verbs:
 
     def _acquire(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
         self._check_local("acquire")
-        kind: Any = protocol.tier_kind(tier)
+        wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
             yield from self._opened(_spaces(groups), deadline)
             return self._empty_lease()
         yield from self._check_device(tier, deadline)
         link, reply = yield from self._ask(
-            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), tier=kind)),
+            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), **wanted)),
             _spaces(groups),
             deadline,
         )
@@ -255,10 +255,10 @@ class Verbs:
 
     def _check_device(self, tier: str, deadline: float) -> Steps[None]:
         """Before anything is taken for a process that could not map it. Raises Unsupported."""
-        if tier == "device":
+        if tier.startswith("device"):
             session = (yield from self._link(deadline)).session
             if session is not None and session.gpus:
-                yield Do(session.check_gpus)
+                yield Do(lambda: session.check_gpus(tier))
 
     def _map(self, link: Link, handles: StructArray, deadline: float) -> Steps[None]:
         session = link.session

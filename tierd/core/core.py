@@ -25,7 +25,7 @@ from tierd.core.gets import NO_TIERS, Gets, Tiers
 from tierd.core.index import Index
 from tierd.core.leases import Sessions
 from tierd.core.listing import Listing
-from tierd.core.model import Fault, Reason, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.core.model import Fault, Reason, SegmentAssignment, StructArray, TierSpec, Wanted
 from tierd.core.pages import DAEMON
 from tierd.core.plan import (
     Acquisition,
@@ -118,9 +118,9 @@ class Core:
         return self._gets.lookup(groups)
 
     def acquire(
-        self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers = NO_TIERS
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
     ) -> Acquisition:
-        """Pins the longest prefix that can be brought into tiers of `kind` now, and plans the transfers. shut: tiers that nothing is brought from."""
+        """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from."""
         return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
 
     def settle(self, lease: int, *, now: float) -> Served:
@@ -155,14 +155,14 @@ class Core:
         np.add.at(self._index.blocks.attention, blocks, mass)
 
     def prefetch(
-        self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers = NO_TIERS
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
     ) -> Plan:
         """Transfers that bring the servable part near; pins nothing beyond them. shut: as in `acquire`."""
         return self._gets.prefetch(session, groups=groups, kind=kind, now=now, shut=shut)
 
     # -- puts
 
-    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: TierKind, now: float) -> Reserved:
+    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
         """Sets pages aside for the session to write."""
         return self._puts.reserve(session, groups=groups, kind=kind, now=now)
 

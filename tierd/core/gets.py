@@ -20,7 +20,7 @@ from tierd.core.blocks import Names, words
 from tierd.core.draft import Draft, no_ids
 from tierd.core.groups import Span, block_tokens, check_groups, ends, longest, needed
 from tierd.core.leases import Held, Lease, Session, Sessions
-from tierd.core.model import EXTENT, Need, PageState, Reason, TierKind
+from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
 from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Served, ServedGroup
 from tierd.core.planner import Planner, Where, distinct
 from tierd.errors import InvalidArgument
@@ -79,7 +79,7 @@ class Gets:
         return Found(tokens, sight.tier, self._tier_tokens(sight, tokens))
 
     def acquire(
-        self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
     ) -> Acquisition:
         """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
         holder, draft = self._sessions.get(session), Draft(now)
@@ -97,7 +97,7 @@ class Gets:
             self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
         return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut)
 
-    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: TierKind, now: float, shut: Tiers) -> Plan:
+    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
         """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
         draft = Draft(now)
         sight = self._look(groups, self._sessions.get(session).domain)
@@ -129,7 +129,7 @@ class Gets:
         self._unpin(lease, holder, draft)
         del holder.leases[lease.id], self._sessions.leases[lease.id]
 
-    def hold(self, holder: Session, *, kind: TierKind, where: Where, blocks: Ids, within_share: bool = True) -> int:
+    def hold(self, holder: Session, *, kind: Wanted, where: Where, blocks: Ids, within_share: bool = True) -> int:
         """A lease on readable pages (of a commit, or from before a restart). 0 if that is beyond the session's share and must not be."""
         for tier in np.unique(where.tiers).tolist() if within_share else ():
             if not self._sessions.room_for_pins(holder, tier, where.pages[where.tiers == tier]).all():
@@ -170,7 +170,7 @@ class Gets:
 
     # -- inside: securing
 
-    def _secure(self, sight: Sight, *, kind: TierKind, holder: Session | None, draft: Draft, shut: Tiers) -> int:
+    def _secure(self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: Draft, shut: Tiers) -> int:
         """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching."""
         failed, brought = no_ids(), no_ids()
         for _ in range(ATTEMPTS):
@@ -187,7 +187,7 @@ class Gets:
             failed = np.concatenate((failed, over))
         return 0
 
-    def _apart(self, blocks: Ids, *, kind: TierKind, holder: Session | None, shut: Tiers) -> tuple[Ids, Ids]:
+    def _apart(self, blocks: Ids, *, kind: Wanted, holder: Session | None, shut: Tiers) -> tuple[Ids, Ids]:
         """Blocks that may not come (no such tier in service, from a shut one, beyond the share), and those that have no page near."""
         serving = self._index.serving(kind)
         if not serving:
@@ -198,7 +198,7 @@ class Gets:
             over |= away & np.isin(self._planner.sources(blocks, kind).tiers, list(shut))
         return blocks[over], blocks[away]
 
-    def _bring(self, blocks: Ids, away: Ids, *, kind: TierKind, reason: Reason, draft: Draft) -> Ids:
+    def _bring(self, blocks: Ids, away: Ids, *, kind: Wanted, reason: Reason, draft: Draft) -> Ids:
         """Flights for those away, while all the blocks are guarded. Which found no room."""
         guarded = self._planner.guard(blocks)
         self._planner.bring(away, kind, reason=reason, draft=draft)
@@ -220,7 +220,7 @@ class Gets:
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
         return over
 
-    def _used(self, blocks: Ids, brought: Ids, *, kind: TierKind, demand: bool, now: float) -> None:
+    def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, demand: bool, now: float) -> None:
         """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
         serving = self._index.serving(kind)
         if demand:
@@ -234,7 +234,7 @@ class Gets:
 
     # -- inside: leases
 
-    def _held(self, sight: Sight, tokens: int, kind: TierKind) -> list[Held]:
+    def _held(self, sight: Sight, tokens: int, kind: Wanted) -> list[Held]:
         serving, out = self._index.serving(kind), []
         for ids, (first, stop) in zip(sight.ids, sight.spans(tokens), strict=True):
             blocks = ids[:, first:stop]

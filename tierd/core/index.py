@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
 from tierd.core.eviction import Policies
-from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierKind, TierSpec
+from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierSpec, Wanted
 from tierd.core.pages import GENERATION_LIMIT, Key, Pages
 from tierd.core.plan import Bools, Ids, Start
 
@@ -52,13 +52,15 @@ class Index:
 
     # -- questions
 
-    def serving(self, *kinds: TierKind) -> list[int]:
-        """Tiers in service, near to far; of these kinds, or all."""
-        return [t.position for t in self.tiers if t.serving and (not kinds or t.spec.kind in kinds)]
+    def serving(self, *wanted: Wanted) -> list[int]:
+        """Tiers in service, near to far; of what is wanted, or all."""
+        return [
+            t.position for t in self.tiers if t.serving and (not wanted or t.spec.kind in wanted or t.spec in wanted)
+        ]
 
-    def writable(self, *kinds: TierKind) -> list[int]:
+    def writable(self, *wanted: Wanted) -> list[int]:
         """Those of the tiers in service that take new blocks."""
-        return [t for t in self.serving(*kinds) if self.tiers[t].writable]
+        return [t for t in self.serving(*wanted) if self.tiers[t].writable]
 
     def attached(self, tier: int, blocks: Ids) -> Ids:
         """The block's page in any state, else -1; -1 for block -1."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierd.core.draft import no_ids
-from tierd.core.model import StructArray, TierKind
+from tierd.core.model import StructArray, Wanted
 from tierd.core.pages import Pages
 from tierd.core.plan import ID_LIMIT, Bools, Bytes, GroupQuery, Ids, Lengths
 from tierd.errors import InvalidArgument, NotFound
@@ -42,7 +42,7 @@ class Lease:
 
     id: int
     session: int
-    kind: TierKind
+    kind: Wanted
     queries: Sequence[GroupQuery]
     held: list[Held]
     tokens: int

@@ -163,6 +163,15 @@ class TierSpec:
         return f"{self.kind.name.lower()}.{self.index}"
 
 
+Wanted = TierKind | TierSpec
+"""Where blocks shall be: in any tier of a kind, or in one tier."""
+
+
+def kind_of(wanted: Wanted) -> TierKind:
+    """The kind of tier that is wanted."""
+    return wanted.kind if isinstance(wanted, TierSpec) else wanted
+
+
 UNVERIFIED = 1
 """Flag of an extent: a client could have changed the page since it was hashed; verify before others see it."""
 

@@ -20,7 +20,18 @@ from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.flights import FLIGHT, Flights
 from tierd.core.index import Index
-from tierd.core.model import NO_PAGE, TRANSFER, BlockStatus, Fault, PageState, Reason, StructArray, TierKind
+from tierd.core.model import (
+    NO_PAGE,
+    TRANSFER,
+    BlockStatus,
+    Fault,
+    PageState,
+    Reason,
+    StructArray,
+    TierKind,
+    Wanted,
+    kind_of,
+)
 from tierd.core.pages import DAEMON, Key
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.room import Room
@@ -54,8 +65,9 @@ class Planner:
             where.tiers[here], where.pages[here] = tier, pages[here]
         return where
 
-    def sources(self, blocks: Ids, kind: TierKind) -> Where:
-        """The readable page that is nearest to a kind of tier."""
+    def sources(self, blocks: Ids, wanted: Wanted) -> Where:
+        """The readable page that is nearest to what is wanted."""
+        kind = kind_of(wanted)
         tiers = sorted(self.index.serving(), key=lambda t: (abs(self.index.tiers[t].spec.kind - kind), t))
         found = self.index.nearest(blocks, tiers).astype(np.int64)
         where = Where(found, np.full(len(blocks), NO_PAGE, np.int64))
@@ -82,16 +94,16 @@ class Planner:
 
     # -- wishes
 
-    def bring(self, blocks: Ids, kind: TierKind, *, reason: Reason, draft: Draft) -> None:
-        """Transfers for guarded, readable blocks that have no page in tiers of the kind: as many as find room, in order.
+    def bring(self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: Draft) -> None:
+        """Transfers for guarded, readable blocks that have no page where they are wanted: as many as find room, in order.
 
-        Where device and nvme (or archive) meet, the way leads over a host tier, if one is in service.
+        Where device and nvme (or archive) meet, or two devices, the way leads over a host tier, if one is in service.
         """
-        targets = self.index.writable(kind)
+        targets = self.index.writable(wanted)
         if not targets or len(blocks) == 0:
             return
-        where = self.sources(blocks, kind)
-        staged = self._is_staged(where, kind)
+        where = self.sources(blocks, wanted)
+        staged = self._is_staged(where, kind_of(wanted))
         if staged.any():
             where = self._stage(blocks, where, staged=staged, reason=reason, draft=draft)
         to = self.index.targets(blocks, targets)
@@ -188,9 +200,9 @@ class Planner:
     # -- inside
 
     def _is_staged(self, where: Where, kind: TierKind) -> Bools:
-        """Which sources lie on the other side of the host tiers than the kind."""
+        """Which sources lie on the other side of the host tiers than the kind, or in another device."""
         kinds = np.asarray([t.spec.kind for t in self.index.tiers] + [kind])[where.tiers]
-        beyond = (kinds > TierKind.HOST) if kind < TierKind.HOST else (kinds < TierKind.HOST)
+        beyond = (kinds != TierKind.HOST) if kind < TierKind.HOST else (kinds < TierKind.HOST)
         over = kind != TierKind.HOST and bool(self.index.serving(TierKind.HOST))
         return np.asarray(beyond & over & (where.tiers >= 0), bool)
 

@@ -29,7 +29,7 @@ from tierd.core.model import (
     BlockStatus,
     Reason,
     StructArray,
-    TierKind,
+    Wanted,
 )
 from tierd.core.pages import DAEMON, Key
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, PutQuery, Reserved
@@ -49,7 +49,7 @@ class Puts:
 
     # -- reserve
 
-    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: TierKind, now: float) -> Reserved:
+    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
         """Pages for what is not held yet."""
         holder, draft = self._sessions.get(session), Draft(now)
         wish = _wish(groups, session=session, domain=holder.domain)
@@ -72,7 +72,7 @@ class Puts:
         number = self._keep(holder, wish) if given.any() else 0
         return Reserved(number, np.split(statuses, cuts), np.split(extents, cuts), draft.plan())
 
-    def _give(self, wish: Reservation, *, statuses: Codes, query: Ids, kind: TierKind, draft: Draft) -> None:
+    def _give(self, wish: Reservation, *, statuses: Codes, query: Ids, kind: Wanted, draft: Draft) -> None:
         """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more."""
         serving, holder = self._index.writable(kind), self._sessions.get(wish.session)
         if not serving:

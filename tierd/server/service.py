@@ -15,7 +15,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.core.block import Namespace
-from tierd.core.model import TierKind
+from tierd.core.model import Wanted
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
@@ -24,6 +24,7 @@ from tierd.server import streams, wire
 from tierd.server.grants import Grants
 from tierd.server.guard import CALLER
 from tierd.server.openings import Openings
+from tierd.tiers.tier import is_device
 
 KeepNamespaces = Callable[[Namespace], Awaitable[None]]
 """Stores the record of a namespace, if that is still to do, before anybody may use it."""
@@ -62,7 +63,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         caller, groups = CALLER.get(), self._queries(request.groups)
         # Time is left for the answer, so that a slow disk costs a smaller hit and not the call.
         timeout_s = caller.left_s * 0.8
-        kind = self._kind(request.tier)
+        kind = self._wanted(request.tier, request.nth)
         lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s)
         epochs = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups]
         reply = wire.acquire_reply(
@@ -75,8 +76,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return pb.ReleaseReply()
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchReply:
-        groups = self._queries(request.groups)
-        return pb.PrefetchReply(started=self._cache.prefetch(CALLER.get().session, groups, self._kind(request.tier)))
+        groups, wanted = self._queries(request.groups), self._wanted(request.tier, request.nth)
+        return pb.PrefetchReply(started=self._cache.prefetch(CALLER.get().session, groups, wanted))
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
         caller = CALLER.get()
@@ -84,7 +85,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         reserved = await self._cache.reserve(
             caller.session,
             groups,
-            kind=self._kind(request.tier),
+            kind=self._wanted(request.tier, request.nth),
             durability=wire.durability(request.durability),
             timeout_s=caller.left_s * 0.8,
         )
@@ -168,8 +169,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     def _namespace_of(self, namespace_id: int) -> Namespace:
         return self._cache.namespace_for(CALLER.get().session, namespace_id)
 
-    def _kind(self, value: int) -> TierKind:
+    def _wanted(self, value: int, nth: int) -> Wanted:
+        """Any tier of a kind, or the nth from 1. Pages on one GPU are of no use on another, so of several one is to be named."""
         kind = wire.tier_kind(value)
-        if not any(tier.spec.kind is kind for tier in self._cache.tiers):
+        mine = [tier for tier in self._cache.tiers if tier.spec.kind is kind]
+        if not mine:
             raise InvalidArgument(f"tier: this daemon has no {kind.name} tier; configure one, or ask for another kind")
-        return kind
+        names = ", ".join(tier.spec.name for tier in mine)
+        if nth > len(mine):
+            raise InvalidArgument(f"tier: {kind.name.lower()}.{nth - 1} is none of this daemon's; it has {names}")
+        if not nth and len(mine) > 1 and is_device(mine[0]):
+            raise InvalidArgument(f"tier: {kind.name.lower()} may be any of several GPUs; name one of {names}")
+        return mine[nth - 1].spec if nth else kind

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from tierd.core.core import Core
-from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, Need, StructArray, TierKind, TierSpec
+from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, Need, StructArray, TierKind, TierSpec, Wanted
 from tierd.core.plan import Acquisition, Committed, GroupQuery, Ids, Plan, PutQuery, Reserved, Served, Start
 from tierd.policies.eviction import EVICTION
 
@@ -71,7 +71,7 @@ class Kit:
         return plan
 
     def reserve(
-        self, hashes: StructArray, *, session: int = 1, namespace: int = 1, length: int = PAGE, kind: TierKind = HOST
+        self, hashes: StructArray, *, session: int = 1, namespace: int = 1, length: int = PAGE, kind: Wanted = HOST
     ) -> Reserved:
         """Reserves a chain from its first block on."""
         blocks = np.zeros(len(hashes), PUT_BLOCK)
@@ -110,7 +110,7 @@ class Kit:
         session = int(where.get("session", 1))  # type: ignore[call-overload]
         return self.commit(reserved, session=session) if reserved.reservation else None
 
-    def acquire(self, *groups: GroupQuery, session: int = 1, kind: TierKind = HOST) -> Acquisition:
+    def acquire(self, *groups: GroupQuery, session: int = 1, kind: Wanted = HOST) -> Acquisition:
         answer = self.core.acquire(session, groups=groups, kind=kind, now=self.tick())
         self.took(answer.plan)
         return answer
@@ -120,7 +120,7 @@ class Kit:
         self.took(answer.plan)
         return answer
 
-    def get(self, *groups: GroupQuery, kind: TierKind = HOST) -> Served:
+    def get(self, *groups: GroupQuery, kind: Wanted = HOST) -> Served:
         """Acquires, lets every transfer succeed, settles."""
         acquired = self.acquire(*groups, kind=kind)
         self.land()

@@ -228,6 +228,24 @@ def test_nvme_reaches_the_device_over_the_host() -> None:
     assert kit.tiers_of(a) == [0, 0]
 
 
+def test_one_of_two_devices_is_wanted() -> None:
+    """Blocks are put into the device that is named and into no other, and come there from another one over the host; any device is the nearest that has them."""
+    one, two = tier(DEVICE, 8), tier(DEVICE, 8, index=1)
+    kit, a, b = Kit(one, two, tier(HOST, 8)), chain("a", 2), chain("b", 8)
+    kit.put(a, kind=one)
+    kit.put(b, kind=two)
+    assert kit.tiers_of(a) == [0, 0] and kit.tiers_of(b) == [1] * 8
+    kit.took(kit.core.evict(kit.ids(b), tier=1, now=kit.tick()))
+    acquired = kit.acquire(group(a), kind=two)
+    moves = acquired.plan.transfers
+    assert moves["source"]["tier"].tolist() == [0, 0, 2, 2]
+    assert moves["target"]["tier"].tolist() == [2, 2, 1, 1]
+    assert moves["after"].tolist() == [0, 0, *moves["id"][:2].tolist()]
+    kit.land()
+    assert kit.settle(acquired).groups[0].extents["tier"].tolist() == [[1, 1]]
+    assert kit.get(group(a), kind=DEVICE).groups[0].extents["tier"].tolist() == [[0, 0]]
+
+
 def test_a_broken_chain_of_transfers_leaves_nothing_behind() -> None:
     """If the first of two chained transfers fails, both pages are freed once both have ended, in either order."""
     for order in ([[0], [0]], [[1], [0]]):

@@ -1,0 +1,99 @@
+"""Several GPUs in one daemon: a tier, a process, slabs and books for each, and a worker that says which one it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from tests.system.blocks import connected
+from tests.system.device_worker import CONFIG, DEVICE, await_put, gpu_process, serve
+from tests.system.elsewhere import Elsewhere
+from tests.unit.kernels.fake_driver import fake_environment
+from tierd.errors import Unavailable
+from tierd.testing import Daemon
+
+TWO = DEVICE.replace("capacity", "ordinal = 1\ncapacity", 1) + CONFIG
+"""The first tier is that of the second GPU: what is counted as what shows."""
+FIRST, SECOND = "device.0", "device.1"
+ORDINALS = {FIRST: 1, SECOND: 0}
+BLOCKS = 6
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake driver with two GPUs, for every process that is started here."""
+    for name, value in (fake_environment() | {"TIERD_FAKE_CUDA_DEVICES": "2"}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def daemon(driver: None) -> Iterator[Daemon]:
+    with Daemon(TWO) as running:
+        yield running
+
+
+@pytest.fixture
+def worker(daemon: Daemon) -> Iterator[Elsewhere]:
+    with Elsewhere(serve, daemon.target) as one:
+        yield one
+
+
+def test_each_has_its_process_slabs_and_books(daemon: Daemon, worker: Elsewhere) -> None:
+    """What is put on one GPU lies in slabs of that GPU alone and counts there alone; a worker maps slabs of both and reads both in place."""
+    for seed, tier in ((1, FIRST), (2, SECOND)):
+        assert worker.ask(["put", [seed, BLOCKS, "", tier]]) == BLOCKS
+        assert worker.ask(["lease", [seed, BLOCKS, tier]]) == BLOCKS
+    assert worker.ask(["places", []]) == [[tier, ORDINALS[tier]] for tier in (FIRST, SECOND) for _ in range(BLOCKS)]
+    assert worker.ask(["right", []]) == [2 * BLOCKS, 2 * BLOCKS]
+    with connected(daemon) as client:
+        assert [client.tiers()[tier].pages_pinned for tier in (FIRST, SECOND)] == [BLOCKS, BLOCKS]
+    pids = {gpu_process(daemon, ordinal).pid for ordinal in (0, 1)}
+    assert len(pids) == 2 == len(psutil.Process(daemon.pid).children())
+
+
+def test_blocks_go_from_one_gpu_to_another(daemon: Daemon, worker: Elsewhere) -> None:
+    """What one GPU has the other gets, over the host, to the bit; both have it then."""
+    assert worker.ask(["put", [3, BLOCKS, "", FIRST]]) == BLOCKS
+    assert worker.ask(["lease", [3, BLOCKS, SECOND]]) == BLOCKS
+    assert worker.ask(["lease", [3, BLOCKS, FIRST]]) == BLOCKS
+    assert worker.ask(["places", []]) == [[tier, ORDINALS[tier]] for tier in (SECOND, FIRST) for _ in range(BLOCKS)]
+    assert worker.ask(["right", []]) == [2 * BLOCKS, 2 * BLOCKS]
+
+
+def test_a_dead_gpu_costs_only_its_own_tier(daemon: Daemon, worker: Elsewhere) -> None:
+    """While one GPU's process is killed again and again every round on the other goes well, and pages of both stay; the log names the one that died."""
+    for seed, tier in ((4, FIRST), (5, SECOND)):
+        assert worker.ask(["put", [seed, BLOCKS, "", tier]]) == BLOCKS
+        assert worker.ask(["lease", [seed, BLOCKS, tier]]) == BLOCKS
+    living = gpu_process(daemon, ORDINALS[FIRST])
+    for turn in range(3):
+        with Elsewhere(serve, daemon.target) as other:
+            other.say(["work", [100 * (turn + 1), 10, FIRST]])
+            with suppress(psutil.NoSuchProcess):
+                gpu_process(daemon, ORDINALS[SECOND]).kill()
+            assert other.hear() == [10, 0]
+            assert worker.ask(["right", []]) == [2 * BLOCKS, 2 * BLOCKS]
+            await_put(other, 10_000 * (turn + 1), SECOND)
+    assert living.is_running() and living.pid == gpu_process(daemon, ORDINALS[FIRST]).pid
+    assert f"cuda:{ORDINALS[SECOND]}: ended" in daemon.log and f"cuda:{ORDINALS[FIRST]}: ended" not in daemon.log
+
+
+def test_which_gpu_must_be_said(worker: Elsewhere) -> None:
+    """A device without its number, and a number that there is not, are refused with the names that there are."""
+    for ask in (["lease", [6, 1]], ["put", [6, 1]]):
+        assert worker.ask(ask).startswith(
+            "InvalidArgument: tier: device may be any of several GPUs; name one of device.0, device.1"
+        )
+    for name in ("device.7", "device.x", "nvme.0", "host.1"):
+        assert worker.ask(["lease", [6, 1, name]]).startswith("InvalidArgument: tier: ")
+    assert "it has device.0, device.1" in worker.ask(["lease", [6, 1, "device.7"]])
+
+
+def test_errors_name_the_gpu() -> None:
+    """A GPU that is not there is told by its number, and keeps the daemon from starting."""
+    daemon = Daemon(TWO.replace("ordinal = 1", "ordinal = 2"))
+    with pytest.raises(Unavailable, match="cuda:2.*no GPU of this number"), daemon:
+        pass
