@@ -6,6 +6,7 @@ import configparser
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from tests.repo.source import ROOT
 
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "tierd.service"
+GPU = DEPLOY / "tierd.service.d" / "gpu.conf"
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +26,33 @@ def service() -> dict[str, str]:
     return dict(parser["Service"])
 
 
-def test_sandbox_is_tight() -> None:
-    """systemd rates the unit's exposure at 2.0 or less."""
+@pytest.mark.parametrize(("parts", "limit"), [([UNIT], 2.0), ([UNIT, GPU], 2.5)])
+def test_sandbox_is_tight(parts: list[Path], limit: float, tmp_path: Path) -> None:
+    """systemd rates the unit's exposure at 2.0 or less, and at 2.5 or less with the drop-in for GPUs."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze here")
-    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNIT)]
+    unit = tmp_path / UNIT.name  # a drop-in counts as lines behind the unit's
+    unit.write_text("\n".join(part.read_text() for part in parts))
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(unit)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     level = re.search(r"exposure level for .*: ([\d.]+)", answer.stdout)
     if not level:
         pytest.skip(f"systemd-analyze cannot rate units offline here: {answer.stderr.strip()[:200]}")
-    assert float(level[1]) <= 2.0
+    assert float(level[1]) <= limit
+
+
+def test_a_gpu_can_be_reached_with_the_drop_in_alone(service: dict[str, str]) -> None:
+    """Devices are hidden by the unit and closed by the drop-in but for NVIDIA's; memory may be pinned; the drop-in takes nothing else back."""
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(GPU)
+    given = dict(parser["Service"])
+    assert (service["PrivateDevices"], given.pop("PrivateDevices")) == ("yes", "no")
+    assert (given.pop("DevicePolicy"), given.pop("LimitMEMLOCK")) == ("closed", "infinity")
+    assert given.pop("ExecStartPre").startswith("-+/usr/bin/nvidia-modprobe ")
+    assert given.keys() == {"DeviceAllow", "SystemCallFilter"} and given["SystemCallFilter"] == "@resources"
+    allowed = re.findall(r"^DeviceAllow=(\S+) (\S+)$", GPU.read_text(), re.MULTILINE)
+    assert len(allowed) >= 4 and all(name.startswith("char-nvidia") and rights == "rw" for name, rights in allowed)
 
 
 @pytest.mark.parametrize("forbidden", ["PrivateUsers", "PrivateIPC", "PrivateNetwork", "DynamicUser"])

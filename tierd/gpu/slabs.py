@@ -4,6 +4,10 @@ Purpose: make, adopt and drop. Non-purpose: books, and what lies in a slab. Inva
 left of it here; the memory lives as long as a descriptor or a mapping of it does, in whatever process.
 
 Mapped here as a whole and for as long as it is known, for copies. The handle is given back at once: the mapping holds the memory.
+
+Where a driver has no such management there is no other way, and the tier does not begin. Legacy CUDA IPC is none: its memory is the process's that made it, what a
+reader sees that still has it mapped when that process has ended is undefined (NVIDIA's reference of cuIpcOpenMemHandle), and no mapping of it is read-only.
+A GPU process may be killed at any moment and readers keep their views, so they could be shown bytes that are not the block's.
 """
 
 from __future__ import annotations
