@@ -85,7 +85,7 @@ class Gpu:
             finally:
                 self.ask("cuMemRelease", handle)  # the mapping keeps the memory
             memory = Memory(self, address, length_bytes)
-            self.ask("cuMemSetAccess", address, length_bytes, [self._access(is_writable=is_writable)], 1)
+            self.ask("cuMemSetAccess", address, length_bytes, [self.access(is_writable=is_writable)], 1)
         return memory
 
     def note_ended(self, address: int, length_bytes: int) -> None:
@@ -98,6 +98,15 @@ class Gpu:
             with self.entered():
                 self._unmap_ended()
 
+    @property
+    def granularity(self) -> int:
+        """What lengths of slabs are a multiple of, in bytes."""
+        prop = self.cuda.CUmemAllocationProp()
+        prop.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location = self.access(is_writable=False).location
+        least = self.cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self.ask("cuMemGetAllocationGranularity", prop, least))
+
     def _unmap_ended(self) -> None:
         if self._ended:
             self.ask("cuCtxSynchronize")
@@ -106,7 +115,8 @@ class Gpu:
             self.ask("cuMemUnmap", address, length_bytes)
             self.ask("cuMemAddressFree", address, length_bytes)
 
-    def _access(self, *, is_writable: bool) -> Any:
+    def access(self, *, is_writable: bool) -> Any:
+        """This GPU's rights, as the driver takes them."""
         access = self.cuda.CUmemAccessDesc()
         access.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.id
@@ -162,13 +172,13 @@ class DevicePage:
     work to `after` of the lease or the reservation. torch takes no read-only array: give it `unmarked()`.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_pin", "address", "is_writable", "nbytes")
+    __slots__ = ("__weakref__", "_pin", "address", "is_writable", "memory", "nbytes")
 
     dtype = np.dtype(np.uint8)
     strides = (1,)
 
     def __init__(self, memory: Memory, address: int, nbytes: int, *, pin: object, writable: bool) -> None:
-        self._memory, self._pin = memory, pin
+        self.memory, self._pin = memory, pin
         self.address, self.nbytes, self.is_writable = address, nbytes, writable
 
     @property
@@ -190,7 +200,7 @@ class DevicePage:
     @property
     def device(self) -> Gpu:
         """Where it is; `device.id` is its number in this process."""
-        return self._memory.gpu
+        return self.memory.gpu
 
     def __len__(self) -> int:
         return self.nbytes
@@ -230,7 +240,7 @@ class DevicePage:
         return found
 
     def _part(self, start: int, nbytes: int, *, writable: bool) -> DevicePage:
-        return DevicePage(self._memory, self.address + start, nbytes, pin=self._pin, writable=writable)
+        return DevicePage(self.memory, self.address + start, nbytes, pin=self._pin, writable=writable)
 
 
 _gpus: dict[GpuPlace, Gpu] = {}

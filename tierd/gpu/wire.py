@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from tierd.core.model import StructArray
 from tierd.errors import InvalidArgument, TierFailed
+from tierd.units import format_bytes
 
 PIECE = np.dtype(
     [
@@ -70,6 +71,15 @@ class GpuFacts:
     uuid: str = ""
     gather_load_bytes: int = 0
     gather_store_bytes: int = 0
+
+    @property
+    def copying(self) -> str:
+        """By whom pages are copied, in words."""
+        both = ((self.gather_load_bytes, "to"), (self.gather_store_bytes, "from"))
+        limits = [f"{format_bytes(limit)} {way} it" for limit, way in both if limit]
+        return (
+            f"pages up to {' and '.join(limits)} copied by a kernel" if limits else "pages copied by its copy engines"
+        )
 
 
 @dataclass(slots=True)

@@ -117,7 +117,7 @@ class CudaTier(SegmentBooks[Slab]):
         await self._start()
         facts = self.facts
         self._check(facts)
-        self.mode, self.place = facts.exports, f"{facts.name or 'GPU'} {self.uuid}".strip()
+        self.mode = facts.exports
         await self._data.fill()
         self.notices += [f"{spec.name}: {notice}" for notice in facts.notices]
         if self._data.shortage:
@@ -151,6 +151,7 @@ class CudaTier(SegmentBooks[Slab]):
             options.ordinal, patience_s=options.patience_s, on_death=lambda reason: self._died(gpu, reason)
         )
         self.facts = await self._data.hand_over(gpu)
+        self.place = f"{f'{self.facts.name} {self.uuid}'.strip() or 'GPU'}, {self.facts.copying}"
         self._gpu = gpu
         self._fault = ""
 

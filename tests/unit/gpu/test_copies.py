@@ -20,7 +20,7 @@ from tierd.errors import TierFailed
 from tierd.gpu.child import Engine
 from tierd.gpu.cutover import SIZES, measured
 from tierd.gpu.runs import RUNS_MIN, Runs, Way
-from tierd.gpu.wire import pack_pieces, unpack_sums
+from tierd.gpu.wire import GpuFacts, pack_pieces, unpack_sums
 from tools.fake_cuda import build_fatbins
 
 SEED = int(os.environ.get("COPIES_SEED", "1"))
@@ -331,6 +331,8 @@ async def test_the_process_tells_its_limits_and_gathers(driver: pytest.MonkeyPat
     gpu = Owner().process(patience_s=PATIENCE_S)
     facts = await gpu.start()
     assert (facts.gather_load_bytes, facts.gather_store_bytes) == (SIZES[-1], SIZES[-1])
+    assert facts.copying == "pages up to 64 KiB to it and 64 KiB from it copied by a kernel"
+    assert GpuFacts(gather_store_bytes=4096).copying == "pages up to 4 KiB from it copied by a kernel"
     slab, host = await gpu.make(1, ROOM), memory(ROOM, seed=6)
     await gpu.attach(HOST, host, ROOM)
     pieces = many(4096)

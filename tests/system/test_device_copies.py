@@ -1,0 +1,114 @@
+"""What a GPU's pages can be beside blocks, a real daemon and a real client on the fake driver: in a row, where a segment is a block's bytes; copied by a kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.sdk import await_nothing_held, held
+from tests.unit.kernels.fake_driver import fake_environment
+from tierd.cli import ctl
+from tierd.client import Client, NamespaceSpec, PutGroup
+from tierd.client.ranges import contiguous
+from tierd.errors import InvalidArgument, ViewsAlive
+from tierd.testing import Daemon, chain, content_of, is_content
+from tools.fake_cuda import build_fatbins
+
+TOKENS, BLOCK_BYTES, BLOCKS = 16, 2 << 20, 5
+SPEC = NamespaceSpec(model="row", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
+HOST = '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n'
+
+
+def config(segment: str) -> str:
+    """With a device tier of such segments."""
+    return f'[[device]]\nkind = "cuda"\ncapacity = "24 MiB"\nsegment = "{segment}"\n' + HOST
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started here find the fake driver."""
+    for name, value in fake_environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def stored(client: Client, seed: int) -> Any:
+    """A lease on blocks of which the last covers half of its tokens."""
+    space, names = client.open_namespace(SPEC), chain(seed, BLOCKS)
+    pages = client.reserve(PutGroup(space, names, tokens=BLOCKS * TOKENS - TOKENS // 2), tier="device")
+    for name, page in zip(names, list[Any](pages.buffers()), strict=True):
+        page.copy_from(content_of(name, page.nbytes))
+    pages.commit()
+    return client.acquire(space, names, tokens=BLOCKS * TOKENS - TOKENS // 2, tier="device")
+
+
+def in_a_row(talk: Talk, target: str) -> None:
+    """Runs there: what it finds at the one address, and what a release says while it is there and then."""
+    client = Client(target)
+    lease = stored(client, 1)
+    row = contiguous(lease.views())
+    data = np.frombuffer(ctypes.string_at(row.address, row.nbytes), np.uint8)
+    cuts = np.split(data, range(BLOCK_BYTES, len(data), BLOCK_BYTES))
+    right = [is_content(cut, name) for cut, name in zip(cuts, chain(1, BLOCKS), strict=True)]
+    try:
+        lease.release()
+        said = ""
+    except ViewsAlive as error:
+        said = type(error).__name__
+    talk.say([right, [len(cut) for cut in cuts], said])
+    talk.hear()
+    del row
+    gc.collect()
+    lease.release()
+    talk.say("released")
+    talk.hear()
+
+
+def test_leased_pages_stand_in_a_row(driver: None) -> None:
+    """Block behind block at one address, a short last one too; the lease is held as long as the row is there, and no longer."""
+    with Daemon(config("2 MiB")) as daemon, Elsewhere(in_a_row, daemon.target) as worker:
+        assert worker.hear() == [[True] * BLOCKS, [BLOCK_BYTES] * (BLOCKS - 1) + [BLOCK_BYTES // 2], "ViewsAlive"]
+        assert held(daemon)[0] == 1
+        assert worker.ask() == "released"
+        await_nothing_held(daemon, "a row that has gone")
+
+
+def refused(talk: Talk, target: str) -> None:
+    """Runs there: what it is told."""
+    lease = stored(Client(target), 2)
+    try:
+        contiguous(lease.views())
+        talk.say("")
+    except InvalidArgument as error:
+        talk.say(str(error))
+    talk.hear()
+
+
+def test_segments_of_several_blocks_are_no_row(driver: None) -> None:
+    """The error names the block's bytes, the GPU's granularity and the setting."""
+    with Daemon(config("4 MiB")) as daemon, Elsewhere(refused, daemon.target) as worker:
+        said = worker.hear()
+    assert f"{BLOCK_BYTES} bytes" in said and f"granularity is {2 << 20}" in said
+    assert f"set the device tier's segment to {BLOCK_BYTES} bytes" in said
+
+
+@pytest.mark.parametrize(
+    ("piece_us", "said"),
+    [
+        ("2000", "pages up to 64 KiB to it and 64 KiB from it copied by a kernel"),
+        ("0", "pages copied by its copy engines"),
+    ],
+)
+def test_who_copies_small_pages_is_shown(monkeypatch: pytest.MonkeyPatch, piece_us: str, said: str) -> None:
+    """By `tierctl tiers`, behind the GPU's name: as it was measured when the GPU process began."""
+    monkeypatch.setenv("TIERD_FATBINS_FOLDER", str(build_fatbins()))
+    monkeypatch.setenv("TIERD_FAKE_CUDA_PIECE_US", piece_us)
+    with Daemon(config("4 MiB")) as daemon:
+        shown = CliRunner().invoke(ctl.cli, ["tiers", "--target", daemon.target], prog_name="tierctl").stdout
+        assert re.search(rf"device\.0\s+Fake GPU \w+, {said} \(vmm\)", shown), shown
