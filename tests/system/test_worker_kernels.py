@@ -129,7 +129,7 @@ def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention
         while not sequence.is_done:
             engine.pick([sequence]) if sequence.table.length == len(sequence.tokens) else engine.step([sequence])
         assert sequence.generated == want.tokens
-        assert [page.origin is None for page in sequence.table.pages] == [False] * 4 + [True] * 2
+        assert [page.origin is None for page in sequence.table.pages] == [False] * 5 + [True]
         engine.end(sequence)
 
 

@@ -228,7 +228,7 @@ def test_blocks_of_several_reservations_make_one_chain(roomy: Daemon, model: Lla
 def test_after_a_commit_that_failed_nothing_relies_on_the_page(
     roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commits of unknown outcome, their pages overwritten at once by somebody else, change no token."""
+    """Commits of unknown outcome, their pages overwritten at once by somebody else, change no token: what was in them is computed again, or in a copy."""
 
     def fail(self: Reservation, blocks: Any, **_: Any) -> None:
         for index in blocks["index"].tolist():
@@ -237,10 +237,12 @@ def test_after_a_commit_that_failed_nothing_relies_on_the_page(
 
     monkeypatch.setattr(Reservation, "commit", fail)
     request = Request(prompt(100), 20, samples=2)
-    with Worker(roomy, model) as worker:
-        reports = worker.serve(request)
-    assert [report.tokens for report in reports] == plain(model, request)
-    assert worker.source.faults["DeadlineExceeded"] > 0
+    for keeps_copies in (False, True):
+        with Worker(roomy, model, keeps_copies=keeps_copies) as worker:
+            reports = worker.serve(request)
+        assert [report.tokens for report in reports] == plain(model, request)
+        assert worker.source.faults["DeadlineExceeded"] > 0
+        assert (reports[0].recomputed_tokens == 0) == keeps_copies
 
 
 def test_without_a_daemon_the_worker_computes(model: Llama, tmp_path: Any) -> None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace, device, to_device
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
 from tierd.kernels.buffers import Buffer
 from tierd.kernels.library import Library
 from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, PagedDecode, decode_blocks, paged_prefill
-from tierd.kernels.pages import KvPages
+from tierd.kernels.pages import KvPages, store_tokens
 from tierd.kernels.reference import Attended, PagedBatch
 
 Array = Any
@@ -26,11 +26,12 @@ Array = Any
 
 
 class KernelAttention:
-    """Attention of numpy arrays or torch tensors by a library of kernels that runs where they lie; of torch in its current stream. One caller thread."""
+    """Attention by a library of kernels that runs where the arrays lie: numpy's, torch's, or others that name their namespace of the array API (`asarray`, `empty`,
+    `empty_like`, `astype`); of torch in its current stream. One caller thread."""
 
     def __init__(self, library: Library) -> None:
         """library: of the device of all that it will be given."""
-        self._library = library
+        self.library = library
         self._decodes: dict[DecodeShape, PagedDecode] = {}
 
     def __call__(
@@ -44,72 +45,131 @@ class KernelAttention:
     ) -> Attended:
         """As `reference.paged_attention`. Raises InvalidArgument also for what no kernel takes, naming it.
 
-        Page masses of several query rows of a sequence are those of as many decodes, added up.
+        Page masses of several query rows of a sequence are those of as many decodes, added up, and lie on the host.
         """
-        if not len(pages):
-            raise InvalidArgument("pages: there are none; kernels need an address")
-        batch.checked(q.shape[0], pages[0].shape[1])
-        pool = _Pool.of(pages)
-        queries = _dense(q, pages[0].dtype)
-        rows = _Rows.of(batch)
-        if with_mass or rows.are_single:
-            done = self._decode(queries, pool, rows.as_requests(batch), scale, with_mass=with_mass)
-        else:
-            done = self._prefill(queries, pool, batch, scale)
-        mass = _masses(done.mass, batch, pages[0].shape[1]) if with_mass else None
-        return Attended(array_namespace(q).astype(done.out, q.dtype, copy=False), done.lse, mass)
+        return KernelPass(self, _Pool.of(pages), batch).attend(0, q, scale=scale, with_mass=with_mass)
 
-    def _decode(self, q: Array, pool: _Pool, batch: PagedBatch, scale: float | None, *, with_mass: bool) -> Attended:
+    def over(self, pages: Sequence[Array], batch: PagedBatch, *, slots: NDArray[np.int64]) -> KernelPass:
+        """One pass of a model. pages: [layers, 2, page_tokens, kv_heads, head_dim] each, layers one behind the other.
+
+        slots: i64 [tokens], where `store` writes: a page's place in `pages` * page_tokens + offset; negative: nowhere. Raises InvalidArgument.
+        """
+        return KernelPass(self, _Pool.of(pages), batch, slots=slots)
+
+    def decode(self, q: Array, kv: KvPages, batch: DeviceBatch, *, with_mass: bool) -> Attended:
+        """Of as many sequences as there are rows, each of which ends with its row."""
         n, q_heads, head_dim = q.shape
-        shape = DecodeShape(1 << (n - 1).bit_length(), q_heads, pool.kv.k.shape[2], head_dim)
+        shape = DecodeShape(1 << (n - 1).bit_length(), q_heads, kv.k.shape[2], head_dim)
         if shape not in self._decodes:
-            kind = pool.kv.k.dtype
-            blocks = decode_blocks(self._library, shape, q_type=kind, kv_type=kind)
-            self._decodes[shape] = PagedDecode(self._library, shape, blocks=blocks, allocate=_beside(q))
-        told = pool.batch(batch, scale, q)
-        to = _room(q, mass_pages=told.tables.shape[1] if with_mass else None)
-        return self._decodes[shape](q, pool.kv, told, to)
+            kind = kv.k.dtype
+            blocks = decode_blocks(self.library, shape, q_type=kind, kv_type=kind)
+            self._decodes[shape] = PagedDecode(self.library, shape, blocks=blocks, allocate=_beside(q))
+        to = _room(q, mass_pages=batch.tables.shape[1] if with_mass else None)
+        return self._decodes[shape](q, kv, batch, to)
 
-    def _prefill(self, q: Array, pool: _Pool, batch: PagedBatch, scale: float | None) -> Attended:
-        starts = np.asarray(batch.query_starts, np.int32)
-        chunks = Chunks(q, _placed(starts, q), int(np.diff(starts).max()))
-        return paged_prefill(self._library, chunks, pool.kv, pool.batch(batch, scale, q), _room(q))
+
+class KernelPass:
+    """New tokens into pages and attention to them, layer after layer: what says where they lie is made and placed once. In one stream."""
+
+    def __init__(
+        self, attention: KernelAttention, pool: _Pool, batch: PagedBatch, *, slots: NDArray[np.int64] | None = None
+    ) -> None:
+        self._attention, self._pool, self._batch, self._slots = attention, pool, batch, slots
+        self._rows = _Rows.of(batch)
+        self._decoded: DeviceBatch | None = None
+        self._prefilled: tuple[DeviceBatch, Array] | None = None
+        self._stored: Array = None
+
+    def store(self, layer: int, k: Array, v: Array) -> None:
+        """Writes the new tokens of one layer, [tokens, kv_heads, head_dim] each, into their slots. Raises InvalidArgument."""
+        if self._stored is None:
+            self._stored = _placed(self._pool.slots(self._slots), k)
+        keys, values = (_cast(array, self._pool.dtype) for array in (k, v))
+        store_tokens(self._attention.library, keys, values, self._stored, self._pool.layer(layer))
+
+    def attend(self, layer: int, q: Array, *, scale: float | None = None, with_mass: bool = False) -> Attended:
+        """Attention of one layer. Raises InvalidArgument."""
+        self._batch.checked(q.shape[0], self._pool.page_tokens)
+        queries, kv = _dense(_cast(q, self._pool.dtype)), self._pool.layer(layer)
+        if with_mass or self._rows.are_single:
+            done = self._attention.decode(queries, kv, replace(self._as_decodes(q), scale=scale), with_mass=with_mass)
+        else:
+            done = self._prefill(queries, kv, scale)
+        mass = _masses(to_device(done.mass, "cpu"), self._batch, self._pool.page_tokens) if with_mass else None
+        return Attended(_cast(done.out, q.dtype), done.lse, mass)
+
+    def _as_decodes(self, q: Array) -> DeviceBatch:
+        if self._decoded is None:
+            self._decoded = self._pool.batch(self._rows.as_requests(self._batch), q)
+        return self._decoded
+
+    def _prefill(self, q: Array, kv: KvPages, scale: float | None) -> Attended:
+        starts = np.asarray(self._batch.query_starts, np.int32)
+        if self._prefilled is None:
+            self._prefilled = self._pool.batch(self._batch, q), _placed(starts, q)
+        told, placed = self._prefilled
+        chunks = Chunks(q, placed, int(np.diff(starts).max()))
+        return paged_prefill(self._attention.library, chunks, kv, replace(told, scale=scale), _room(q))
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Pages at multiples of one step from the lowest of them. numbers: int64 [pages], which multiple each is."""
+    """Pages at multiples of one step from the lowest of them. first: that one, [layers, 2, page_tokens, kv_heads, head_dim]; dtype: as its array names it;
+    numbers: int64 [pages], which multiple each is."""
 
-    kv: KvPages
+    first: Buffer
+    step: int
+    dtype: Any
     numbers: NDArray[np.int64]
 
     @classmethod
     def of(cls, pages: Sequence[Array]) -> _Pool:
-        """pages: [2, page_tokens, kv_heads, head_dim] each. Raises InvalidArgument for pages that are not alike, or too far apart."""
+        """pages: [2, page_tokens, kv_heads, head_dim] each, or several layers of that. Raises InvalidArgument for pages that are not alike, or too far apart."""
+        if not len(pages):
+            raise InvalidArgument("pages: there are none; kernels need an address")
         found = [Buffer.of(f"pages[{i}]", page) for i, page in enumerate(pages)]
         starts = np.array([page.address for page in found])
         lowest = starts.min()
         first = found[int(starts.argmin())]
         for page in found:
             _check_alike(page, first)
-        step = int(np.gcd.reduce(starts - lowest)) or first.shape[0] * first.strides[0]
+        if len(first.shape) == 4:
+            first = replace(first, shape=(1, *first.shape), strides=(0, *first.strides))
+        step = int(np.gcd.reduce(starts - lowest)) or first.shape[1] * first.strides[1]
         numbers = (starts - lowest) // step
         if numbers.max() > np.iinfo(np.int32).max:
             raise InvalidArgument(
                 f"pages: lie {starts.max() - lowest} bytes apart in steps of {step}, above 2^31 steps; take them from one pool"
             )
-        shape, strides = (int(numbers.max()) + 1, *first.shape[1:]), (step, *first.strides[1:])
-        k = replace(first, shape=shape, strides=strides)
-        return cls(KvPages(k, replace(k, address=k.address + first.strides[0])), numbers)
+        return cls(first, step, pages[0].dtype, numbers)
 
-    def batch(self, batch: PagedBatch, scale: float | None, q: Array) -> DeviceBatch:
+    @property
+    def page_tokens(self) -> int:
+        """Of a page."""
+        return self.first.shape[2]
+
+    def layer(self, layer: int) -> KvPages:
+        """K and V of one."""
+        first = self.first
+        shape, strides = (int(self.numbers.max()) + 1, *first.shape[2:]), (self.step, *first.strides[2:])
+        k = replace(first, address=first.address + layer * first.strides[0], shape=shape, strides=strides)
+        return KvPages(k, replace(k, address=k.address + first.strides[1]))
+
+    def slots(self, slots: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """Those of pages by their place in the list as slots of the pool. Raises InvalidArgument for none."""
+        if slots is None:
+            raise InvalidArgument("slots: not given; say where new tokens go")
+        pages, offsets = np.divmod(slots, self.page_tokens)
+        return np.where(slots < 0, -1, self.numbers[pages] * self.page_tokens + offsets)
+
+    def batch(self, batch: PagedBatch, q: Array) -> DeviceBatch:
         """The same in arrays beside the queries; behind a table's end stands page 0."""
         tables = np.zeros((len(batch.tables), max(1, *map(len, batch.tables))), np.int32)
         for row, table in zip(tables, batch.tables, strict=True):
             row[: len(table)] = self.numbers[list(table)]
         lens = np.asarray(batch.kv_lens, np.int32)
         subsets, sizes = (_placed(array, q) for array in _subsets(batch))
-        return DeviceBatch(_placed(lens, q), _placed(tables, q), batch.sinks, batch.window, subsets, sizes, scale)
+        return DeviceBatch(_placed(lens, q), _placed(tables, q), batch.sinks, batch.window, subsets, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +232,18 @@ def _subsets(batch: PagedBatch) -> tuple[Array, Array]:
     return subsets, sizes
 
 
-def _dense(array: Array, dtype: Any) -> Array:
-    """In this type, without gaps."""
-    cast = array_namespace(array).astype(array, dtype, copy=False)
-    return cast.contiguous() if hasattr(cast, "contiguous") else np.ascontiguousarray(cast)
+def _cast(array: Array, dtype: Any) -> Array:
+    """In this type, which may be another library's name for it."""
+    xp = array_namespace(array)
+    return xp.astype(array, getattr(xp, dtype) if isinstance(dtype, str) else dtype, copy=False)
 
 
-def _placed(array: NDArray[np.int32] | None, q: Array) -> Array:
+def _dense(array: Array) -> Array:
+    """Without gaps."""
+    return array.contiguous() if hasattr(array, "contiguous") else array_namespace(array).asarray(array, order="C")
+
+
+def _placed(array: NDArray[np.integer] | None, q: Array) -> Array:
     """An array of the library of these queries, where they lie."""
     return None if array is None else array_namespace(q).asarray(array, device=device(q))
 

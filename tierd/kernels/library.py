@@ -16,7 +16,7 @@ from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.kernels.loaded import Loaded, fatbins_folder
 
 KERNELS = "TIERD_KERNELS"
-"""Environment: `emulated` for kernels on a CPU, `reference` for none anywhere; empty: the GPU's on a GPU, none elsewhere."""
+"""Environment: `emulated` for kernels on a CPU, `reference` for none there; empty: the GPU's on a GPU, none elsewhere."""
 EMULATED, REFERENCE = "emulated", "reference"
 KERNELS_LIBRARY = "TIERD_KERNELS_LIBRARY"
 """Environment: the path that `python -m tools.kernels emulator` printed."""

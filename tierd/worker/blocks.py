@@ -2,7 +2,8 @@
 
 Purpose: grow, write, commit, fork and drop the pages behind a sequence. Non-purpose: computing keys and values; knowing
 where pages come from. Invariants: pages[: named] are named and never written; after them a page that is
-named (its end was cropped) or that several tables hold is copied before it is written; `length` counts tokens whose keys and values are in all layers.
+named (its end was cropped) or that several tables hold is copied before it is written; `length` counts tokens whose keys and values are in all layers; a page that
+was lost is dropped with all that follow it before anything is read.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tierd.errors import InvalidArgument
-from tierd.worker.pages import Held, Page, PageSource
+from tierd.worker.pages import Held, Page, PageShape, PageSource
 
 Array = Any
 """A numpy array or a torch tensor."""
@@ -30,6 +34,11 @@ class BlockTable:
         self.length = start.tokens
         if start.tail is not None:
             self._copy_tail(start.tail)
+
+    @property
+    def shape(self) -> PageShape:
+        """What every page looks like."""
+        return self._source.shape
 
     @property
     def capacity(self) -> int:
@@ -52,10 +61,7 @@ class BlockTable:
         Raises InvalidArgument for positions that are not writable.
         """
         stop = start + k.shape[0]
-        if start < self.length or stop > self.capacity:
-            raise InvalidArgument(
-                f"positions {start} to {stop}: only {self.length} to {self.capacity} are writable; grow first"
-            )
+        self._check_writable(start, stop)
         at = start
         while at < stop:
             page, slot = divmod(at, self._tokens_per_block)
@@ -64,6 +70,15 @@ class BlockTable:
             target[0, slot : slot + end - at] = k[at - start : end - start]
             target[1, slot : slot + end - at] = v[at - start : end - start]
             at = end
+
+    def slots(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Where positions from start on are written: a page's place in `pages` * tokens per page + offset; -1 for those that are there already.
+
+        Raises InvalidArgument for positions that are not writable.
+        """
+        self._check_writable(max(start, self.length), stop)
+        positions = np.arange(start, stop, dtype=np.int64)
+        return np.where(positions < self.length, -1, positions)
 
     def advance(self, length: int) -> None:
         """All layers up to this length have been written."""
@@ -91,7 +106,14 @@ class BlockTable:
         # A page that could not be stored ends the chain that others can find; what follows it stays private too.
         while self.named < full and not self.pages[self.named].is_private:
             self.named += 1
+        self.drop_lost()
         return self.named - before
+
+    def drop_lost(self) -> None:
+        """Forgets pages from the first lost one on; another table that holds it may have lost it."""
+        lost = next((i for i, page in enumerate(self.pages) if page.is_lost), None)
+        if lost is not None:
+            self.crop(lost * self._tokens_per_block)
 
     def commit_tail(self, tokens: Sequence[int]) -> bool:
         """Stores the tokens after the last full block as a short block of their own. False: there are none, or no room."""
@@ -115,17 +137,23 @@ class BlockTable:
         pages, self.pages, self.named, self.length = self.pages, [], 0, 0
         self._source.release(pages)
 
+    def _check_writable(self, start: int, stop: int) -> None:
+        if start < self.length or stop > self.capacity:
+            raise InvalidArgument(
+                f"positions {start} to {stop}: only {self.length} to {self.capacity} are writable; grow first"
+            )
+
     def _own(self, index: int) -> None:
         """Replaces a shared page, or a named one of which the end was cropped, by a copy of what it holds so far."""
         shared = self.pages[index]
         copy = self._source.reserve(1)[0]
         used = min(self._tokens_per_block, self.length - index * self._tokens_per_block)
-        copy.array[:, :, :used] = shared.array[:, :, :used]
+        self._source.shape.backend.copy(shared.array, copy.array, tokens=used)
         self.pages[index] = copy
         self._source.release([shared])
 
     def _copy_tail(self, tail: Page) -> None:
         page = self._source.reserve(1)[0]
-        page.array[:, :, : tail.array.shape[2]] = tail.array
+        self._source.shape.backend.copy(tail.array, page.array, tokens=tail.array.shape[2])
         self.pages.append(page)
         self._source.release([tail])

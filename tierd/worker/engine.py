@@ -4,7 +4,7 @@ Purpose: chunked prefill behind whatever prefix is stored, decode of several seq
 request. Non-purpose: scheduling across workers, tokenizers, HTTP. Invariants: attention reads every key from a page,
 also those just computed, so that a value rounded by its page counts the same in the first and in every later run; the
 chunks of a prefill end on a fixed grid of absolute positions, so reuse changes results by rounding at most; a step goes
-compute, pick, commit, always forward; pages are let go of on every way out.
+compute, pick, commit, always forward; what was in a page that is lost is computed again; pages are let go of on every way out.
 
     with Engine(Llama(open_checkpoint(folder)), source) as engine:
         report = engine.generate([Request(tokens, max_new_tokens=64)])[0]
@@ -143,6 +143,8 @@ class Engine:
         live = [s for s in sequences if not s.is_done]
         if live:
             started_s = self._clock()
+            for sequence in live:
+                self._catch_up(sequence)
             logits = self._compute([Run(s, len(s.tokens) - 1, len(s.tokens)) for s in live])
             for sequence, row in zip(live, logits, strict=True):
                 sequence.logits = row
@@ -224,14 +226,33 @@ class Engine:
 
     def _prefill(self, sequence: LiveSequence) -> None:
         """Computes the prompt behind the held prefix, chunk by chunk; a chunk is committed before the next one begins."""
-        total, chunk = len(sequence.tokens), self.options.chunk_tokens
+        total, table = len(sequence.tokens), sequence.table
         # Of a prompt that is held whole the last token is computed again: its logits are wanted, its page is there.
-        start = min(sequence.table.length, total - 1)
+        start = min(table.length, total - 1)
         while start < total:
-            sequence.report.committed_blocks += sequence.table.commit(sequence.tokens)
-            stop = min(total, (start // chunk + 1) * chunk)
+            sequence.report.committed_blocks += table.commit(sequence.tokens)
+            start = min(start, self._note_lost(sequence, start))
+            stop = self._chunk_end(start, total)
             sequence.logits = self._compute([Run(sequence, start, stop)])[0]
             start = stop
+
+    def _catch_up(self, sequence: LiveSequence) -> None:
+        """Computes again what was lost with its page, up to the last token, which the step is for."""
+        table, last = sequence.table, len(sequence.tokens) - 1
+        table.drop_lost()
+        self._note_lost(sequence, last)
+        while table.length < last:
+            self._compute([Run(sequence, table.length, self._chunk_end(table.length, last))])
+
+    def _note_lost(self, sequence: LiveSequence, length: int) -> int:
+        """Positions that its table still has of so many."""
+        kept = min(length, sequence.table.length)
+        sequence.report.recomputed_tokens += length - kept
+        return kept
+
+    def _chunk_end(self, start: int, stop: int) -> int:
+        chunk = self.options.chunk_tokens
+        return min(stop, (start // chunk + 1) * chunk)
 
     def _pick(self, sequence: LiveSequence) -> None:
         if sequence.table.length != len(sequence.tokens):

@@ -9,7 +9,6 @@ private ones.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from tierd.worker.backend import Backend, page_bytes
 from tierd.worker.model import Llama
 
 Array = Any
-"""A numpy array or a torch tensor."""
+"""A numpy array, a torch tensor or, over memory of a GPU, a GpuArray."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str | None
 class Page:
     """One page in a block table, perhaps in several (forks).
 
-    array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes. hash: the block's name; empty while private.
+    array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes; None: lost, and its tokens are to be computed again. hash: the block's name; empty while private.
     position: number of the block in its sequence, once named. origin: what the source needs to commit or release it.
     holders: block tables that contain it.
     """
@@ -70,6 +69,11 @@ class Page:
     def is_private(self) -> bool:
         """Not committed: its holder may write to it."""
         return not self.hash
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether what it held is gone: a commit failed, and nobody knows how far it came."""
+        return self.array is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class PageSource(Protocol):
         """Names full pages as the blocks of `tokens`, which follow the block of page `after` (None: the first).
 
         A page that has its name already (a fork committed it) is returned as it is. Returns the pages to go on with, in order: the same, now named, or the page of the same block that was there
-        before (then the private one is released); or the same, still private, if it could not be stored.
+        before (then the private one is released); or the same, still private, if it could not be stored, and lost if nobody knows whether it was.
         """
         ...
 
@@ -129,7 +133,7 @@ class PageSource(Protocol):
 
 
 class LocalPages:
-    """Pages in this process's own memory: nothing is named, stored or reused. The worker without a cache."""
+    """Pages in this process's own memory, on the backend's device: nothing is named, stored or reused. The worker without a cache."""
 
     def __init__(self, shape: PageShape) -> None:
         """shape: of every page."""
@@ -175,11 +179,11 @@ class LocalPages:
     def close(self) -> None:
         """Drops the spare pages."""
         self._spare.clear()
+        self._shape.backend.trim()
 
     def _take(self) -> Page:
         if self._spare:
             page = self._spare.pop()
             page.holders = 1
             return page
-        # A mapping of its own lies near the daemon's, so that one call of a kernel reaches pages of both.
-        return Page(self._shape.view(mmap.mmap(-1, self._shape.block_bytes)))
+        return Page(self._shape.view(self._shape.backend.memory(self._shape.block_bytes)))

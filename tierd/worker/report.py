@@ -45,7 +45,7 @@ class Report:
 
     tokens: generated. stopped: one of Request.stop ended it. reused_tokens: of the prompt, not computed. tier_tokens: those by
     the name of the tier where they were found. computed_tokens: of the prompt. acquire_s: finding and fetching the
-    prefix, part of ttft_s, the time to the first token. decode_s: steps that it took part in. stored_tokens: what a later request can reuse: give it as a mark.
+    prefix, part of ttft_s, the time to the first token. decode_s: steps that it took part in. recomputed_tokens: once more, since a page was lost. stored_tokens: what a later request can reuse: give it as a mark.
     """
 
     prompt_tokens: int = 0
@@ -59,6 +59,7 @@ class Report:
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
     committed_blocks: int = 0
+    recomputed_tokens: int = 0
     stored_tokens: int = 0
 
     @property

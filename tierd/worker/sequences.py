@@ -1,21 +1,22 @@
 """Sequences being served, and one pass of the model over some of them.
 
 Purpose: what the engine knows of a request while it runs, and the attention of a pass: first every run's new keys and values
-go into pages, then all is read there. Non-purpose: deciding what runs when. Invariant: rows of a pass are the runs' tokens
+go into pages, then all is read there, both by kernels or both by the array library. Non-purpose: deciding what runs when. Invariant: rows of a pass are the runs' tokens
 in order; positions before a table's length are read, never written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 from array_api_compat import to_device
 from numpy.typing import NDArray
 
-from tierd.kernels import PagedAttention, PagedBatch
+from tierd.kernels import Attended, PagedAttention, PagedBatch
+from tierd.kernels.attention import KernelAttention
 from tierd.worker.blocks import BlockTable
 from tierd.worker.report import Report, Request
 
@@ -56,30 +57,76 @@ class Pass:
     """Attention of one pass over the model: writes each layer's keys and values to pages, then reads them there."""
 
     def __init__(self, runs: Sequence[Run], *, attention: PagedAttention, with_mass: bool) -> None:
-        self._runs, self._attention = runs, attention
-        self._starts = [0]
+        starts = [0]
         for run in runs:
-            self._starts.append(self._starts[-1] + run.stop - run.start)
-        self.last_rows = [stop - 1 for stop in self._starts[1:]]
+            starts.append(starts[-1] + run.stop - run.start)
+        self.last_rows = [stop - 1 for stop in starts[1:]]
         tables = [run.sequence.table for run in runs]
         firsts = [sum(len(t.pages) for t in tables[:i]) for i in range(len(tables))]
-        self._batch = PagedBatch(
-            self._starts,
+        batch = PagedBatch(
+            starts,
             [run.stop for run in runs],
             [range(first, first + len(t.pages)) for first, t in zip(firsts, tables, strict=True)],
         )
         self.masses = [np.zeros(len(t.pages)) for t in tables] if with_mass else None
+        self._work: _Work = (
+            _KernelWork(attention, runs, batch)
+            if isinstance(attention, KernelAttention)
+            else _PlainWork(attention, runs, batch)
+        )
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """Model's `Attend`."""
-        for run, first in zip(self._runs, self._starts, strict=False):
-            table = run.sequence.table
-            start = max(run.start, table.length)
-            rows = slice(first + start - run.start, first + run.stop - run.start)
-            table.write(layer, start, k=k[rows], v=v[rows])
-        pages = [page.array[layer] for run in self._runs for page in run.sequence.table.pages]
-        attended = self._attention(q, pages, self._batch, with_mass=self.masses is not None)
+        self._work.store(layer, k, v)
+        attended = self._work.attend(layer, q, with_mass=self.masses is not None)
         for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
             seen = np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64)
             total[: len(seen)] += seen
         return attended.out
+
+
+class _Work(Protocol):
+    """What is done to the pages of a pass, layer by layer."""
+
+    def store(self, layer: int, k: Array, v: Array) -> None: ...
+
+    def attend(self, layer: int, q: Array, *, with_mass: bool) -> Attended: ...
+
+
+class _PlainWork:
+    """By the array library, page by page."""
+
+    def __init__(self, attention: PagedAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
+        self._attention, self._runs, self._batch = attention, runs, batch
+
+    def store(self, layer: int, k: Array, v: Array) -> None:
+        for run, first in zip(self._runs, self._batch.query_starts, strict=False):
+            table = run.sequence.table
+            start = max(run.start, table.length)
+            rows = slice(first + start - run.start, first + run.stop - run.start)
+            table.write(layer, start, k=k[rows], v=v[rows])
+
+    def attend(self, layer: int, q: Array, *, with_mass: bool) -> Attended:
+        pages = [page.array[layer] for run in self._runs for page in run.sequence.table.pages]
+        return self._attention(q, pages, self._batch, with_mass=with_mass)
+
+
+class _KernelWork:
+    """By kernels: one launch stores the new tokens of all sequences, and pages are read where they lie, on a GPU or, emulated, here."""
+
+    def __init__(self, attention: KernelAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
+        tables = [run.sequence.table for run in runs]
+        places = [run.sequence.table.slots(run.start, run.stop) for run in runs]
+        shape, firsts = tables[0].shape, [table[0] * tables[0].shape.tokens_per_block for table in batch.tables]
+        slots = [np.where(own < 0, own, first + own) for own, first in zip(places, firsts, strict=True)]
+        pages = [page.array for table in tables for page in table.pages]
+        self._pass = attention.over(pages, batch, slots=np.concatenate(slots))
+        self._backend, self._dtype = shape.backend, shape.geometry.dtype
+
+    def store(self, layer: int, k: Array, v: Array) -> None:
+        keys, values = (self._backend.to_pages(array, self._dtype) for array in (k, v))
+        self._pass.store(layer, keys, values)
+
+    def attend(self, layer: int, q: Array, *, with_mass: bool) -> Attended:
+        done = self._pass.attend(layer, self._backend.to_pages(q, self._dtype), with_mass=with_mass)
+        return replace(done, out=self._backend.from_kernels(done.out))

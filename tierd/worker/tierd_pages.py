@@ -2,7 +2,10 @@
 
 Purpose: `PageSource` over `tierd.client.Client`. Non-purpose: what a page means to a sequence. Invariants: a page is mapped memory,
 never a copy, but for pages that found no room; a named page is read through a lease that lives as long as its array; whatever the
-daemon does, what a block table reads is what its sequence wrote: a failure means fewer named pages. `faults` counts failures by error.
+daemon does, what a block table reads is what its sequence wrote: a failure means fewer named pages, or pages that are lost. `faults` counts failures by error.
+
+On a GPU a Commit is sent when all is done that the current stream was given before, the store kernels of these pages with it: an event is recorded behind them, and the
+reservation waits for it (`after`). So is everything before pages are let go of. Who changes the current stream while pages are in use makes the new one wait for the old one.
 
     with Client() as client, Engine(model, TierdPages(client, model, name="tiny-llama")) as engine:
         ...
@@ -24,7 +27,7 @@ from numpy.typing import NDArray
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup, Reservation
 from tierd.client.values import Hashes
 from tierd.core.model import ROOT
-from tierd.errors import ForkedClient, InvalidArgument, TierdError
+from tierd.errors import ConfigError, ForkedClient, InvalidArgument, StaleHandle, TierdError
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape
 
@@ -34,14 +37,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierdOptions:
-    """tier: "device" or "host", where pages lie; "" takes device if the daemon has one. reserve_pages: set aside at once, at least.
+    """tier: "device" or "host", where pages lie; "" takes device if the daemon has one where the backend attends. reserve_pages: set aside at once, at least.
 
-    durable: commits wait until blocks are on NVMe.
+    durable: commits wait until blocks are on NVMe. keeps_copies: pages are copied before a Commit is sent, and none is ever lost; for who cannot compute
+    again what one held.
     """
 
     tier: str = ""
     reserve_pages: int = 16
     durable: bool = False
+    keeps_copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +79,20 @@ class TierdPages:
     ) -> None:
         """model: or a namespace of the caller's own, with `shape`; name: of the model, for people; the weights' digest tells models apart.
 
-        Raises what Client.open_namespace raises.
+        Raises what Client.open_namespace raises, ConfigError for a backend on a GPU and a daemon without one.
         """
         self._client = client
         self._shape = shape or _shape_of(model)
         self._options = options or TierdOptions()
         spec = model if isinstance(model, NamespaceSpec) else namespace_spec(model, self._shape, name=name)
         self._namespace = client.open_namespace(spec)
+        if self._shape.backend.is_on_gpu and client.tiers and not client.gpu_tiers:
+            raise ConfigError(
+                f"worker: attends on {self._shape.backend.device}, the daemon has no memory of a GPU; give it a [[device]] of kind cuda, or choose device='cpu'"
+            )
         self._spare: list[Page] = []
         self._memory = LocalPages(self._shape)
+        self._owed = 0
         self.faults: Counter[str] = Counter()
 
     @property
@@ -93,19 +103,22 @@ class TierdPages:
     @property
     def tier(self) -> str:
         """The kind of tier where pages lie."""
-        # What computes here computes on host memory: a device tier of kind "cpu" is that, one of a GPU is not.
+        # What attends on host memory finds that in a device tier of kind "cpu", not in one of a GPU.
         has_device = any(name.startswith("device") for name in set(self._client.tiers) - set(self._client.gpu_tiers))
-        return self._options.tier or ("device" if has_device else "host")
+        return self._options.tier or ("device" if has_device or self._shape.backend.is_on_gpu else "host")
 
     def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
         """The longest stored prefix: whole blocks, and the short block of the latest mark behind them if it is stored."""
         return self._guarded(lambda: self._acquire(tokens, marks), Held)
 
     def reserve(self, count: int) -> list[Page]:
-        """Private pages of the daemon's as far as there is room, of this process's own memory for the rest."""
-        if count > len(self._spare):
-            self._spare += self._guarded(lambda: self._set_aside(count - len(self._spare)), list)
-        taken, self._spare = self._spare[:count], self._spare[count:]
+        """Private pages of the daemon's as far as there is room, of this process's own memory for the rest, and in place of those that were lost: none is
+        lost twice."""
+        wanted = max(0, count - self._owed)
+        self._owed -= count - wanted
+        if wanted > len(self._spare):
+            self._spare += self._guarded(lambda: self._set_aside(wanted - len(self._spare)), list)
+        taken, self._spare = self._spare[:wanted], self._spare[wanted:]
         for page in taken:
             page.holders = 1
         return taken + self._memory.reserve(count - len(taken))
@@ -116,7 +129,7 @@ class TierdPages:
         for origin, run in groupby(pages, key=_reservation_of):
             part = list(run)
             size = self._shape.tokens_per_block
-            if isinstance(origin, Reservation):
+            if isinstance(origin, Reservation) and _is_open(origin):
                 self._name(origin, part, tokens[done * size : (done + len(part)) * size], after)
             if part[-1].is_private:
                 break
@@ -128,8 +141,11 @@ class TierdPages:
         return self._guarded(lambda: self._commit_tail(page, tokens, after), bool)
 
     def release(self, pages: Sequence[Page]) -> None:
-        """Named pages are unpinned, private ones kept for the next reserve."""
+        """Named pages are unpinned, private ones kept for the next reserve. Raises DeadlineExceeded while a GPU hangs that may still read them."""
+        self._shape.backend.finish()
         for page in pages:
+            if page.is_lost:
+                continue
             if page.origin is None:
                 self._memory.release([page])
                 continue
@@ -152,7 +168,8 @@ class TierdPages:
             self._guarded(partial(self._client.report_attention, lease, row), lambda: None)
 
     def close(self) -> None:
-        """Gives spare pages back: a reservation ends with its last page."""
+        """Gives spare pages back: a reservation ends with its last page. Raises DeadlineExceeded as `release`."""
+        self._shape.backend.finish()
         self._spare.clear()
         self._memory.close()
 
@@ -201,22 +218,27 @@ class TierdPages:
         ]
 
     def _name(self, reservation: Reservation, pages: list[Page], tokens: Sequence[int], after: Page | None) -> None:
-        """Publishes pages of one reservation, or moves them to this process's memory.
+        """Publishes pages of one reservation. Those of a Commit that failed are lost, or move to the copies that were made before.
 
-        The copies are made before: once Commit has been sent the pages may be freed (somebody's block of the same name lies
-        elsewhere, perhaps where it cannot be mapped), and of a call that failed nobody knows how far it came.
+        Once it has been sent the pages may be freed (somebody's block of the same name lies elsewhere, perhaps where it cannot be mapped), and of a call
+        that failed nobody knows how far it came.
         """
-        kept = self._memory.reserve(len(pages))
-        for copy, page in zip(kept, pages, strict=True):
-            copy.array[...] = page.array
-        held = self._guarded(lambda: self._publish(reservation, pages, tokens, after), Held)
-        if len(held.pages) == len(pages):
+        kept = self._copies(pages) if self._options.keeps_copies else []
+        held = self._guarded(lambda: self._publish(reservation, pages, tokens, after), Held).pages
+        if len(held) == len(pages):
             self._memory.release(kept)
         else:
-            held = Held(kept)
+            held = kept or [Page(None) for _ in pages]
+            self._owed += len(pages) - len(kept)
             self._spare.clear()
-        for page, now in zip(pages, held.pages, strict=True):
+        for page, now in zip(pages, held, strict=True):
             page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
+
+    def _copies(self, pages: Sequence[Page]) -> list[Page]:
+        copies = self._memory.reserve(len(pages))
+        for copy, page in zip(copies, pages, strict=True):
+            self._shape.backend.copy(page.array, copy.array, tokens=self._shape.tokens_per_block)
+        return copies
 
     def _publish(
         self, reservation: Reservation, pages: Sequence[Page], tokens: Sequence[int], after: Page | None
@@ -228,8 +250,12 @@ class TierdPages:
         if len(hashes) != len(index):
             return Held()
         blocks = self._namespace.naming(hashes, index=index, parent=parent, position=position)
+        reservation.after(*self._shape.backend.under_way())
         lease = reservation.commit(blocks, durable=self._options.durable, lease=True, keep_open=True).lease
-        if lease is None or len(lease) != len(index):
+        if lease is None or len(lease) != len(index) or not self._is_near(lease):
+            # They exist, but not where this worker attends: perhaps they can be brought there.
+            lease = self._client.acquire(self._namespace, hashes, tokens=len(tokens), tier=self.tier)
+        if len(lease) != len(index):
             return Held()
         return Held(
             [
@@ -237,6 +263,10 @@ class TierdPages:
                 for i, view in enumerate(lease.views())
             ]
         )
+
+    def _is_near(self, lease: Lease) -> bool:
+        tiers, gpus = self._client.tiers, self._client.gpu_tiers
+        return {tiers[i] in gpus for i in lease.handles["tier"].tolist()} == {self._shape.backend.is_on_gpu}
 
     def _commit_tail(self, page: Page, tokens: Sequence[int], after: Page | None) -> bool:
         parent, position = (after.hash, after.position + 1) if after else (ROOT, 0)
@@ -246,7 +276,8 @@ class TierdPages:
             statuses = reservation.statuses.tolist()
             if statuses == [BlockStatus.RESERVED]:
                 target = self._shape.view(reservation.buffer(0), len(tokens))
-                target[...] = page.array[:, :, : len(tokens)]
+                self._shape.backend.copy(page.array, target, tokens=len(tokens))
+                reservation.after(*self._shape.backend.under_way())
                 statuses = reservation.commit(durable=self._options.durable).statuses.tolist()
         return statuses in ([BlockStatus.READY], [BlockStatus.EXISTS])
 
@@ -254,7 +285,7 @@ class TierdPages:
         """What the daemon gave; `nothing` when it failed."""
         try:
             return work()
-        except ForkedClient:
+        except (ForkedClient, ConfigError):
             raise
         except TierdError as fault:
             self.faults[type(fault).__name__] += 1
@@ -277,6 +308,14 @@ def _shape_of(model: Llama | NamespaceSpec) -> PageShape:
     if isinstance(model, NamespaceSpec):
         raise InvalidArgument("TierdPages: a namespace does not say what computes on its pages; give `shape`")
     return page_shape(model)
+
+
+def _is_open(reservation: Reservation) -> bool:
+    """Whether its daemon is there. If not, its pages stay this process's to read and write: what it held is given to nobody before it ends."""
+    try:
+        return bool(reservation.held())
+    except StaleHandle:
+        return False
 
 
 def _reservation_of(page: Page) -> Reservation | Page | None:

@@ -55,15 +55,15 @@ def test_a_cpu_has_the_reference() -> None:
 
 
 def test_a_gpu_has_its_kernels_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU its kernels are opened, and what is missing for them is named; TIERD_KERNELS=reference does without."""
+    """On a GPU its kernels are opened, and what is missing for them is named; the reference, which attends on a CPU, is refused there."""
     at_gpu = on_gpu()
     assert page_shape(at_gpu).geometry.dtype == "bfloat16"
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unsupported, match=r"pip install 'tierd\[gpu\]'"):
         attention_for(at_gpu, page_shape(at_gpu))
     monkeypatch.setenv("TIERD_KERNELS", "reference")
-    assert page_shape(at_gpu).geometry.dtype == "float32"
-    assert attention_for(at_gpu, page_shape(at_gpu)) is paged_attention
+    with pytest.raises(ConfigError, match="the reference attends on a CPU, pages of this backend lie on 'cuda:0'"):
+        attention_for(at_gpu, page_shape(at_gpu, kv_dtype="bfloat16"))
 
 
 def test_emulated_kernels_run_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from tierd.integrations.transformers.options import StoreOptions
 from tierd.integrations.transformers.rows import padding_of
 from tierd.worker.backend import Backend
 from tierd.worker.pages import PageShape
-from tierd.worker.tierd_pages import TierdPages
+from tierd.worker.tierd_pages import TierdOptions, TierdPages
 
 Tokens = NDArray[np.int64]
 
@@ -51,7 +51,7 @@ class TierdStore:
         if not self.spec.geometry.layers:
             raise Unsupported("PagedTierdCache: the model's layers have K and V of different shapes; use TierdCache")
         shape = PageShape(self.spec.geometry, self.options.tokens_per_block, Backend("torch"))
-        return TierdPages(self.engine.client, self.spec, shape=shape)
+        return TierdPages(self.engine.client, self.spec, shape=shape, options=TierdOptions(keeps_copies=True))
 
     def find(self, tokens: Tokens) -> int:
         """Tokens from the first on that are worth loading: whole blocks, and at least one token is left to compute."""

@@ -1,0 +1,285 @@
+"""The worker over the daemon's device tier of kind "cuda", on the fake driver: the kernels' own source stores into pages of the GPU and attends to them in place.
+
+Each worker is a process of its own. What it computes is numpy's; keys, values and attention are on the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.depth import report
+from tests.system.blocks import await_true
+from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.lone_worker import OPTIONS, PROMPT, SPEC, random_model
+from tests.system.sdk import await_nothing_held, held
+from tests.system.test_device_tier import evict, gpu_process
+from tests.unit.kernels.fake_driver import fake_environment
+from tierd.client import Client
+from tierd.errors import TierFailed
+from tierd.kernels import PagedBatch, paged_attention
+from tierd.kernels.attention import KernelAttention, KernelPass
+from tierd.testing import Daemon
+from tierd.worker.backend import Backend
+from tierd.worker.blocks import BlockTable
+from tierd.worker.engine import Engine
+from tierd.worker.pages import LocalPages, Page, page_shape
+from tierd.worker.report import Request
+from tierd.worker.tierd_pages import TierdOptions, TierdPages
+from tools.fake_cuda import build_fatbins
+from tools.kernels import MissingTool
+
+DEVICE = '[[device]]\nkind = "cuda"\ncapacity = "16 MiB"\nsegment = "4 MiB"\nhang_limit = "1 s"\n'
+CONFIG = DEVICE + '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\n'
+NEW = 24
+"""Tokens after the prompt: one block is filled by them."""
+PREFIX = 64
+"""Tokens of PROMPT in whole blocks."""
+PREFIX_BYTES = PREFIX * SPEC.layers * 2 * SPEC.kv_heads * SPEC.head_dim * 2
+
+
+class Attending:
+    """A worker on the GPU: one method for each thing that a test asks of it."""
+
+    def __init__(self, target: str, *, durable: bool = False) -> None:
+        self.model = random_model(Backend("numpy", "float32", "cuda:0"))
+        self.client = Client(target)
+        self.source = TierdPages(
+            self.client, self.model, name="random", options=TierdOptions(durable=durable, reserve_pages=4)
+        )
+        self.engine = Engine(self.model, self.source, options=OPTIONS)
+        self.gpu = self.model.backend.gpu
+
+    def begin(self, count: int = len(PROMPT)) -> dict[str, int]:
+        """So much of the prompt, and the first token; how many tokens were found, by tier."""
+        self.sequence = self.engine.begin(Request(PROMPT[:count], NEW))
+        self.engine.pick([self.sequence])
+        return dict(self.sequence.report.tier_tokens)
+
+    def step(self, count: int) -> int:
+        """So many tokens more; how many there are."""
+        for _ in range(count):
+            self.engine.step([self.sequence])
+        return len(self.sequence.generated)
+
+    def end(self) -> list[int]:
+        """All that are still missing; the tokens."""
+        self.step(NEW)
+        return self.engine.end(self.sequence).tokens
+
+    def recomputed(self) -> int:
+        """Tokens of the request that were computed again, since their page was lost."""
+        return self.sequence.report.recomputed_tokens
+
+    def faults(self) -> dict[str, int]:
+        """What the daemon's failures were."""
+        return dict(self.source.faults)
+
+    def moved(self) -> dict[str, int]:
+        """Bytes that it copied to, from and on the GPU."""
+        return dict(self.gpu.moved)
+
+    def places(self) -> list[list[Any]]:
+        """Of the prefix: tier, the memory's inode and offset in it, and the rights that it is mapped with."""
+        return [[self._tier_of(page), *mapping_at(page.array.address)] for page in self._prefix()]
+
+    def sums(self) -> list[int]:
+        """Of the bytes of the prefix's pages."""
+        return [int(self.gpu.read(page.array).view(np.uint16).sum(dtype=np.int64)) for page in self._prefix()]
+
+    def commit_at_once(self) -> int:
+        """Stores a block by kernels and commits it, with nothing in between that waits for them; how many tokens a lookup finds."""
+        table, tokens = BlockTable(self.source), list(range(16))
+        table.grow(16)
+        over = self._over(table.pages[0], slots=np.arange(16))
+        for layer in range(SPEC.layers):
+            rows = np.full((16, SPEC.kv_heads, SPEC.head_dim), layer + 1, np.float16)
+            over.store(layer, self.gpu.filled(rows), self.gpu.filled(-rows))
+        table.advance(16)
+        table.commit(tokens)
+        return self.find(tokens)
+
+    def find(self, tokens: list[int]) -> int:
+        """How many of these tokens are stored, and rightly so."""
+        return self.source.acquire(tokens).tokens
+
+    def store_where_it_may_not(self) -> str:
+        """Launches the store kernel into a page of the prefix; what came of it."""
+        k = self.gpu.filled(np.ones((1, SPEC.kv_heads, SPEC.head_dim), np.float16))
+        self._over(self._prefix()[0], slots=np.zeros(1, np.int64)).store(0, k, k)
+        try:
+            return f"wrote {self.gpu.read(k).nbytes}"
+        except TierFailed as error:
+            return str(error)
+
+    def _over(self, page: Page, *, slots: NDArray[np.int64]) -> KernelPass:
+        attention = self.engine._attention
+        assert isinstance(attention, KernelAttention)
+        return attention.over([page.array], PagedBatch([0, 1], [1], [[0]]), slots=slots)
+
+    def _prefix(self) -> list[Page]:
+        return self.sequence.table.pages[: PREFIX // 16]
+
+    def _tier_of(self, page: Page) -> str:
+        return self.client.tiers[int(page.origin.lease.handles["tier"][page.origin.index])]
+
+
+def mapping_at(address: int) -> tuple[int, int, str]:
+    """Inode, offset and rights of what lies at an address, as this process has it mapped."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, offset, _, inode = line.split()[:5]
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= address < last:
+            return int(inode), int(offset, 16) + address - first, rights
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def serve(talk: Talk, target: str, **given: Any) -> None:
+    """Runs there: does what it is asked until the test has gone."""
+    worker = Attending(target, **given)
+    while True:
+        verb, *told = talk.hear()
+        talk.say(getattr(worker, verb)(*told))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def driver() -> Iterator[None]:
+    """Processes that are started here find the fake driver and fatbins for it. This one has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            patch.setenv("TIERD_FATBINS_FOLDER", str(build_fatbins()))
+        except MissingTool as error:
+            pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
+        for name, value in fake_environment().items():
+            patch.setenv(name, value)
+        patch.delenv("TIERD_KERNELS", raising=False)
+        yield
+
+
+def reference(count: int = len(PROMPT)) -> list[int]:
+    """The tokens of the reference, on the CPU, without a cache."""
+    model = random_model()
+    engine = Engine(
+        model, LocalPages(page_shape(model, kv_dtype="float16")), attention=paged_attention, options=OPTIONS
+    )
+    return engine.generate([Request(PROMPT[:count], NEW)])[0].tokens
+
+
+@pytest.fixture(scope="module")
+def want() -> list[int]:
+    """Of the whole prompt."""
+    return reference()
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    # Its GPU process sums on the host: the kernel in the emulator would only take its time.
+    with Daemon(CONFIG, env={"TIERD_FATBINS_FOLDER": ""}) as running:
+        yield running
+
+
+def test_a_second_worker_attends_in_place_to_what_the_first_committed(daemon: Daemon, want: list[int]) -> None:
+    """Cold and with a restored prefix the tokens are the reference's; the second process reads the same memory, where it may not write, and copies none of it."""
+    with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
+        assert one.ask(["begin"]) == {}
+        assert two.ask(["begin"]) == {"device.0": PREFIX}
+        mine, its = one.ask(["places"]), two.ask(["places"])
+        assert [place[:3] for place in mine] == [place[:3] for place in its]
+        assert {(tier, rights) for tier, _, _, rights in its} == {("device.0", "r--s")}
+        moved = two.ask(["moved"])
+        assert moved.get("within", 0) == 0 and moved["in"] + moved["out"] < PREFIX_BYTES
+        report("worker on a device, bytes copied beside a prefix", prefix=PREFIX_BYTES, **moved)
+        assert one.ask(["end"]) == two.ask(["end"]) == want
+        assert [each.ask(["faults"]) for each in (one, two)] == [{}, {}]
+
+
+def test_a_prompt_that_is_stored_whole(daemon: Daemon) -> None:
+    """Its last token is computed again and not stored: nothing is written to a page that another worker committed."""
+    with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
+        one.ask(["begin"])
+        assert two.ask(["begin", PREFIX]) == {"device.0": PREFIX}
+        assert two.ask(["end"]) == reference(PREFIX)
+
+
+def test_a_commit_is_sent_behind_the_store_kernels(daemon: Daemon) -> None:
+    """What is committed at once after its launch is in the block: both the worker itself and another one find it, verified."""
+    with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
+        assert one.ask(["commit_at_once"]) == 16
+        assert two.ask(["find", list(range(16))]) == 16
+
+
+def test_one_of_several_is_killed(daemon: Daemon, want: list[int]) -> None:
+    """Of workers that attend to the same pages one is killed in the middle: the others go on with the same tokens, and what it held comes back."""
+    with (
+        Elsewhere(serve, daemon.target) as one,
+        Elsewhere(serve, daemon.target) as two,
+        Elsewhere(serve, daemon.target) as three,
+    ):
+        workers = (one, two, three)
+        found = [worker.ask(["begin"]) for worker in workers]
+        assert found == [{}, {"device.0": PREFIX}, {"device.0": PREFIX}]
+        assert len({tuple(map(tuple, (place[:3] for place in worker.ask(["places"])))) for worker in workers}) == 1
+        for worker in workers:
+            worker.ask(["step", 2])
+        leases = held(daemon)[0]
+        two.say(["end"])
+        two.kill()
+        await_true(lambda: held(daemon)[0] < leases, "the end of its leases")
+        assert one.ask(["step", 3]) == 6
+        assert three.ask(["end"]) == one.ask(["end"]) == want
+    await_nothing_held(daemon, "workers that have gone")
+
+
+def test_the_gpu_process_hangs_and_dies(daemon: Daemon, want: list[int]) -> None:
+    """While the daemon's GPU process hangs and is killed, workers compute what they do not find and what they could not commit; when another one is there, blocks
+    are stored and found again."""
+    with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
+        child = gpu_process(daemon)
+        os.kill(child.pid, signal.SIGSTOP)
+        assert one.ask(["begin"]) == {}
+        tokens = one.ask(["end"])
+        lost, faults = one.ask(["recomputed"]), one.ask(["faults"])
+        assert tokens == want
+        assert lost >= OPTIONS.chunk_tokens, "a commit failed, and its tokens were computed again"
+        await_true(lambda: not child.is_running(), "the end of the GPU process")
+        assert two.ask(["begin"]).get("device.0", 0) in (0, PREFIX) and two.ask(["end"]) == want
+        report("worker on a device, GPU process hung", recomputed=lost, **faults)
+
+        def is_found() -> bool:
+            found = two.ask(["begin"])
+            assert two.ask(["end"]) == want
+            return bool(found == {"device.0": PREFIX})
+
+        await_true(is_found, "a hit in the tier that is back")
+        assert gpu_process(daemon).pid != child.pid
+
+
+def test_evicted_and_promoted_pages_give_the_same_tokens(daemon: Daemon, want: list[int]) -> None:
+    """A prefix that left the device for the host comes back to the device for the next worker, which attends to it there."""
+    with Elsewhere(serve, daemon.target, durable=True) as one, Elsewhere(serve, daemon.target) as two:
+        assert one.ask(["begin"]) == {} and one.ask(["end"]) == want
+        evict(daemon, "device.0")
+        (found,) = two.ask(["begin"]).items()
+        assert found[0] in ("host.0", "nvme.0") and found[1] == PREFIX
+        assert {place[0] for place in two.ask(["places"])} == {"device.0"}
+        # The block behind the prefix, which it fills itself, exists too, in the host: it is brought near, and nothing is lost.
+        assert two.ask(["end"]) == want
+        assert (two.ask(["recomputed"]), two.ask(["faults"])) == (0, {})
+
+
+def test_a_worker_cannot_write_to_what_another_committed(daemon: Daemon, want: list[int]) -> None:
+    """A store kernel into such a page is a fault of the worker that launched it, which it is told; not a byte changes, and others go on."""
+    with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
+        one.ask(["begin"])
+        two.ask(["begin"])
+        before = one.ask(["sums"])
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in two.ask(["store_where_it_may_not"])
+        assert one.ask(["sums"]) == before
+        assert one.ask(["end"]) == want

@@ -1,0 +1,109 @@
+"""A worker's memory on a GPU, on the fake driver: what waits for what, and a whole engine without a daemon."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.lone_worker import OPTIONS, PROMPT, random_model
+from tests.unit.kernels.fake_driver import counts, entered, ok, on_fake_driver
+from tierd.errors import ConfigError, InvalidArgument
+from tierd.kernels import paged_attention
+from tierd.worker.backend import Backend
+from tierd.worker.engine import Engine, EngineOptions
+from tierd.worker.gpu import GpuArray, GpuMemory, asarray, astype, gpu_memory
+from tierd.worker.model import Llama
+from tierd.worker.pages import LocalPages, page_shape
+from tierd.worker.report import Request
+from tools.fake_cuda import build_fatbins
+
+ROWS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+def bytes_at(array: GpuArray) -> bytes:
+    """What lies there now, whatever is under way."""
+    return ctypes.string_at(array.address, ROWS.nbytes)
+
+
+def use_streams(cuda: Any) -> list[Any]:
+    """Two streams; the first of the list is torch's current one."""
+    current = [ok(cuda.cuStreamCreate(1)), ok(cuda.cuStreamCreate(1))]
+    torch = SimpleNamespace(_C=SimpleNamespace(_cuda_getCurrentRawStream=lambda _: int(current[0])))
+    sys.modules["torch"] = torch  # type: ignore[assignment]
+    return current
+
+
+@on_fake_driver()
+def test_a_mark_is_done_when_the_current_stream_has_got_there() -> None:
+    """What is put into torch's current stream is there when a mark behind it says so, and not when one in another stream does."""
+    current = use_streams(entered())
+    gpu = gpu_memory(0)
+    array = gpu.filled(ROWS)
+    mark = gpu.mark()
+    current.reverse()
+    gpu.finish()
+    assert bytes_at(array) != ROWS.tobytes()
+    assert not mark.query()
+    assert mark.query() and bytes_at(array) == ROWS.tobytes()
+
+
+@on_fake_driver()
+def test_arrays_come_back_as_they_were() -> None:
+    """To the GPU and back an array is the same, has the strides of one without gaps, and its memory is used again."""
+    gpu = gpu_memory(0)
+    array = asarray(ROWS, device=gpu)
+    assert asarray(array) is array and astype(array, "float32", copy=False) is array
+    assert array.strides == ROWS.strides
+    np.testing.assert_array_equal(array.to_device("cpu"), ROWS)
+    address = array.address
+    del array
+    assert gpu.filled(-ROWS).address == address
+    assert dict(gpu.moved) == {"in": 2 * ROWS.nbytes, "out": ROWS.nbytes}
+    gpu.trim()
+    assert "allocations" not in counts()
+
+
+@on_fake_driver()
+def test_what_does_not_fit_is_refused() -> None:
+    """Other types, other devices, memory that is too short or not on the GPU are named."""
+    gpu = gpu_memory(0)
+    array = gpu.filled(ROWS)
+    with pytest.raises(InvalidArgument, match="has type float32, wanted float16"):
+        astype(array, "float16", copy=False)
+    with pytest.raises(InvalidArgument, match="goes to 'cpu' only"):
+        array.to_device("cuda:1")
+    with pytest.raises(InvalidArgument, match="512 bytes on the GPU for an array of 1024"):
+        gpu.over(gpu.empty((512,), "uint8"), (256,), "float32")
+    model = random_model(Backend("numpy", "float32", "cuda:0"))
+    with pytest.raises(ConfigError, match="lies on cpu, this worker attends on cuda:0"):
+        page_shape(model).view(bytearray(1 << 20))
+
+
+def outcome(model: Llama, attention: Any = None) -> tuple[list[list[int]], list[float]]:
+    """Tokens of two samples, and the attention on the pages of a third sequence."""
+    source = LocalPages(page_shape(model, kv_dtype="float16"))
+    with Engine(model, source, attention=attention, options=OPTIONS) as engine:
+        tokens = [report.tokens for report in engine.generate([Request(PROMPT, 6, temperature=1.2, samples=2)])]
+    weighing = Engine(model, source, attention=attention, options=EngineOptions(measure_attention=True))
+    sequence = weighing.begin(Request(PROMPT[:20], 1))
+    mass = sequence.mass.tolist()
+    weighing.end(sequence)
+    return tokens, mass
+
+
+@on_fake_driver()
+def test_an_engine_on_a_gpu_needs_no_daemon() -> None:
+    """Prefill, decode, forks that copy a page on the GPU, and page masses: what the reference gives on a CPU."""
+    os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
+    gpu: GpuMemory = gpu_memory(0)
+    tokens, mass = outcome(random_model(Backend("numpy", "float32", "cuda:0")))
+    want_tokens, want_mass = outcome(random_model(), paged_attention)
+    assert tokens == want_tokens and tokens[0] != tokens[1]
+    assert mass == pytest.approx(want_mass, rel=2e-3)
+    assert gpu.moved["within"] > 0

@@ -1,0 +1,223 @@
+"""A GPU as a worker uses it: arrays there for who computes on the host, memory for pages of its own, and what is still under way.
+
+Purpose: `GpuMemory`, and `GpuArray` with as much of the array API as `tierd.kernels.attention` asks for. Non-purpose: mathematics, launches. Invariants: everything
+goes to the current stream, torch's where torch is loaded, as launches do, so memory that was given back is used again only behind the work that it was
+given back by; a copy to the host has ended when it returns; what is copied is counted in `moved`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.client.device import Gpu, GpuPlace, gpu_at
+from tierd.client.work import pauses
+from tierd.errors import InvalidArgument, TierFailed
+from tierd.kernels.buffers import BYTES, DTYPES
+from tierd.kernels.driver import fault
+from tierd.kernels.loaded import current_stream
+
+FINISH_TIMEOUT_S = 30.0
+"""For all that a worker has launched to end, before it lets go of pages."""
+ALIGNMENT_BYTES = 512
+
+
+class GpuMemory:
+    """Memory of one GPU. id: its number in this process. moved: bytes copied `in` from the host, `out` to it, and `within`. One caller thread."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.id = gpu.id
+        self.moved: Counter[str] = Counter()
+        self._gpu = gpu
+        self._spare: dict[int, deque[int]] = defaultdict(deque)
+        self._events: deque[Any] = deque()
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
+        """Of undefined contents. dtype: as numpy and torch name it. Raises Overloaded."""
+        length_bytes = max(1, int(np.prod(shape)) * _bytes(dtype))
+        # So many sizes that at most an eighth is wasted, so few that what was given back fits the next one.
+        step = max(ALIGNMENT_BYTES, 1 << max(0, length_bytes.bit_length() - 4))
+        piece = _Piece(self._room(-(-length_bytes // step) * step))
+        weakref.finalize(piece, self._spare[-(-length_bytes // step) * step].append, piece.address).atexit = False
+        return GpuArray(self, piece.address, tuple(shape), dtype, piece)
+
+    def over(self, memory: Any, shape: tuple[int, ...], dtype: str) -> GpuArray:
+        """The beginning of what has the CUDA array interface, without a copy; the array keeps it. Raises InvalidArgument if it is too short."""
+        told = memory.__cuda_array_interface__
+        wanted = int(np.prod(shape)) * _bytes(dtype)
+        if int(np.prod(told["shape"])) < wanted:
+            raise InvalidArgument(
+                f"page: {told['shape'][0]} bytes on the GPU for an array of {wanted}; give a longer one"
+            )
+        return GpuArray(self, told["data"][0], shape, dtype, memory)
+
+    def filled(self, array: NDArray[Any]) -> GpuArray:
+        """A copy of an array of the host, which may be changed when this returns. Raises Overloaded."""
+        given = np.ascontiguousarray(array)
+        made = self.empty(given.shape, str(given.dtype))
+        self._copy("in", "cuMemcpyHtoDAsync", (made.address, given.ctypes.data), given.nbytes)
+        return made
+
+    def read(self, array: GpuArray) -> NDArray[Any]:
+        """A copy on the host, after all work that the current stream has been given. Raises TypeError for types that numpy has not."""
+        made = np.empty(array.shape, array.dtype)
+        self._copy("out", "cuMemcpyDtoHAsync", (made.ctypes.data, array.address), made.nbytes)
+        with self._gpu.entered():
+            self._gpu.ask("cuStreamSynchronize", current_stream(self.id))
+        return made
+
+    def copy(self, source: GpuArray, target: GpuArray, *, tokens: int) -> None:
+        """The first tokens of a page [layers, 2, tokens, kv_heads, head_dim] into another one."""
+        row = int(np.prod(source.shape[3:])) * _bytes(source.dtype)
+        for part in range(source.shape[0] * source.shape[1]):
+            ends = (target.address + part * target.shape[2] * row, source.address + part * source.shape[2] * row)
+            self._copy("within", "cuMemcpyDtoDAsync", ends, tokens * row)
+
+    def mark(self) -> Mark:
+        """Behind all that the current stream has been given."""
+        with self._gpu.entered():
+            event = self._events.popleft() if self._events else self._gpu.ask("cuEventCreate", 2)  # without times
+            self._gpu.ask("cuEventRecord", event, current_stream(self.id))
+        mark = Mark(self._gpu, event)
+        weakref.finalize(mark, self._events.append, event).atexit = False
+        return mark
+
+    def finish(self) -> None:
+        """Waits for all that the current stream has been given. Raises DeadlineExceeded while a GPU hangs; of one that is lost to this process nothing is under way."""
+        try:
+            for pause_s in pauses([self.mark()], time.monotonic() + FINISH_TIMEOUT_S):
+                time.sleep(pause_s)
+        except TierFailed:
+            pass
+
+    def trim(self) -> None:
+        """Gives the driver back what no array uses."""
+        with self._gpu.entered():
+            for addresses in self._spare.values():
+                while addresses:
+                    self._gpu.ask("cuMemFree", addresses.popleft())
+
+    def _room(self, length_bytes: int) -> int:
+        if self._spare[length_bytes]:
+            return self._spare[length_bytes].popleft()
+        with self._gpu.entered():
+            return int(self._gpu.ask("cuMemAlloc", length_bytes))
+
+    def _copy(self, way: str, function: str, ends: tuple[int, int], length_bytes: int) -> None:
+        if length_bytes:
+            with self._gpu.entered():
+                self._gpu.ask(function, *ends, length_bytes, current_stream(self.id))
+            self.moved[way] += length_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Allocated memory, which is given back when it is collected."""
+
+    address: int
+
+
+@dataclass(frozen=True, eq=False)
+class GpuArray:
+    """An array without gaps on a GPU. owner: keeps its memory."""
+
+    device: GpuMemory
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    owner: Any
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes."""
+        return tuple(accumulate(self.shape[:0:-1], int.__mul__, initial=_bytes(self.dtype)))[::-1]
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": f"|V{_bytes(self.dtype)}",
+            "data": (self.address, False),
+            "strides": None,
+            "stream": None,
+        }
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        """This module."""
+        return sys.modules[__name__]
+
+    def to_device(self, device: str, *, stream: object = None) -> NDArray[Any]:
+        """On "cpu", a numpy array."""
+        if device != "cpu":
+            raise InvalidArgument(f"array: it is on cuda:{self.device.id}, and goes to 'cpu' only, not to {device!r}")
+        return self.device.read(self)
+
+
+class Mark:
+    """A place in a stream, as `after` of reservations and leases takes it."""
+
+    def __init__(self, gpu: Gpu, event: Any) -> None:
+        self._gpu, self._event = gpu, event
+
+    def query(self) -> bool:
+        """Whether all before it is done. Raises TierFailed if it never will be."""
+        with self._gpu.entered():
+            (result,) = self._gpu.cuda.cuEventQuery(self._event)
+        if result == self._gpu.cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if result:
+            raise fault(result, f"cuda:{self._gpu.id}: work of this worker")
+        return True
+
+
+@cache
+def gpu_memory(ordinal: int) -> GpuMemory:
+    """Of a GPU by its number in this process. Raises Unsupported."""
+    return GpuMemory(gpu_at(GpuPlace("", ordinal)))
+
+
+os.register_at_fork(after_in_child=gpu_memory.cache_clear)
+
+# -- what the array API asks of a namespace
+
+bfloat16, float16, float32, int32, int64 = "bfloat16", "float16", "float32", "int32", "int64"
+
+
+def asarray(array: Any, *, device: GpuMemory | None = None, order: str = "C") -> GpuArray:
+    """A numpy array on that GPU; an array that is there already as it is."""
+    if isinstance(array, GpuArray):
+        return array
+    assert device is not None and order == "C"
+    return device.filled(array)
+
+
+def empty(shape: tuple[int, ...], *, dtype: str, device: GpuMemory) -> GpuArray:
+    """As GpuMemory.empty."""
+    return device.empty(shape, dtype)
+
+
+def empty_like(array: GpuArray) -> GpuArray:
+    """Another one of this shape and type."""
+    return array.device.empty(array.shape, array.dtype)
+
+
+def astype(array: GpuArray, dtype: str, *, copy: bool = True) -> GpuArray:
+    """The array itself. Raises InvalidArgument for another type, or a copy."""
+    if copy or array.dtype != dtype:
+        raise InvalidArgument(f"array: has type {array.dtype}, wanted {dtype}; convert it on the host")
+    return array
+
+
+def _bytes(dtype: str) -> int:
+    return BYTES[DTYPES[dtype]]
