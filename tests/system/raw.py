@@ -33,7 +33,8 @@ class RawClient:
         except OSError:
             self.socket.close()
             raise
-        self._channel = grpc.insecure_channel(f"unix:{target}/tierd.sock")
+        # Its own connection: else clients of one process share one, and what one of them resets the others feel.
+        self._channel = grpc.insecure_channel(f"unix:{target}/tierd.sock", [("grpc.use_local_subchannel_pool", 1)])
         self.cache = cache_pb2_grpc.CacheStub(self._channel)
         self.admin = admin_pb2_grpc.AdminStub(self._channel)
         self.metadata = (("tierd-session", self.hello["token"]),)
