@@ -19,6 +19,7 @@ from tests.unit.kernels.fake_driver import counts, on_fake_driver
 from tierd.errors import TierFailed
 from tierd.gpu.child import Engine
 from tierd.gpu.cutover import SIZES, measured
+from tierd.gpu.device import Device
 from tierd.gpu.runs import RUNS_MIN, Runs, Way
 from tierd.gpu.wire import GpuFacts, pack_pieces, unpack_sums
 from tools.fake_cuda import build_fatbins
@@ -143,20 +144,54 @@ def test_threads_gather_at_one_time() -> None:
     closed(engine, slab, host)
 
 
+class Watched:
+    """The memory of one launch, as `Gather` keeps it: how much was under way when it was given back."""
+
+    def __init__(self, told: Any) -> None:
+        self._told, self.pending = told, list[int]()
+
+    def get(self) -> Any:
+        return self._told
+
+    def put(self, _: Any) -> None:
+        self.pending.append(counts().get("pending", 0))
+
+
+@on_fake_driver()
+def test_what_a_kernel_is_told_stays_until_it_has_ended() -> None:
+    """Its memory is free for the next launch when nothing of this one is under way, whether it went well or not."""
+    engine, slab, host = opened(gather_bytes=ALL)
+    gather: Any = engine.copies._gather
+    free = gather._free
+    gather._free = watched = Watched(free.get())
+    check_copies(engine, slab, host, many(4096))
+    strike("cuLaunchKernel:0:e1")
+    with pytest.raises(TierFailed):
+        engine.copy(pack_pieces(many(4096)), to_device=True)
+    del os.environ["TIERD_FAKE_CUDA_STRIKE"]
+    assert watched.pending == [0, 0, 0]
+    closed(engine, slab, host)
+
+
 # -- what was measured
 
 
 class Clock:
     """Copies that take as long as a table says: seconds of the kernel for a run of each length; the engines take 1."""
 
-    def __init__(self, to_device: Sequence[float], from_device: Sequence[float]) -> None:
-        self._times = {True: to_device, False: from_device}
+    def __init__(self, device: Device, to_device: Sequence[float], from_device: Sequence[float]) -> None:
+        self._device, self._times = device, {True: to_device, False: from_device}
         self.asked: list[tuple[Way, int]] = []
 
     def seconds(self, way: Way, runs: Runs, *, to_device: bool) -> float:
         """As Timed says."""
         (length,) = set(runs.lengths.tolist())
         assert len(runs.lengths) == RUNS_MIN
+        there, here = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)
+        self._device.call(
+            self._device.cuda.cuMemcpyDtoH, int(here[0]), int(there[0]), length
+        )  # refused but from the device's
+        self._device.call(self._device.cuda.cuMemcpyHtoD, int(there[0]), int(here[0]), length)
         self.asked.append((way, length))
         return 1.0 if way is not Way.GATHER else self._times[to_device][SIZES.index(length)]
 
@@ -165,13 +200,13 @@ class Clock:
 def test_the_limit_is_the_last_length_before_the_engines_are_as_quick() -> None:
     """Each direction by itself; what comes behind such a length does not matter and is not tried, and buffers are given back."""
     engine, *descriptors = opened(gather_bytes=NONE)
-    before = counts()
+    before, device = counts(), engine.device
     never, always = [1.0] * len(SIZES), [0.5] * len(SIZES)
     for times, limit in ((never, 0), (always, SIZES[-1]), ([0.5, 0.9, 1.1, 0.5, 0.5], SIZES[1]), ([2.0, 0.1], 0)):
-        assert measured(engine.device, Clock(times, never)) == {True: limit, False: 0}
-        assert measured(engine.device, Clock(never, times)) == {True: 0, False: limit}
-    clock = Clock(never, never)
-    measured(engine.device, clock)
+        assert measured(device, Clock(device, times, never)) == {True: limit, False: 0}
+        assert measured(device, Clock(device, never, times)) == {True: 0, False: limit}
+    clock = Clock(device, never, never)
+    measured(device, clock)
     assert {length for _, length in clock.asked} == {SIZES[0]}
     assert {way for way, _ in clock.asked} == {Way.GATHER, Way.BATCH}
     assert counts() == before
