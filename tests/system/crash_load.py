@@ -40,6 +40,8 @@ UNBOUNDED = 1 << 60
 HELD_LEASES = 2
 PAUSE_S = 0.01
 """After a call that is to be tried again."""
+BREATH_S = 0.003
+"""After every call: six threads that never rest are a load on the machine more than on the daemon."""
 REPORT_EVERY = 20
 
 
@@ -89,6 +91,7 @@ class Load:
         while True:
             try:
                 self._chance.choices(verbs, (9, 4, 4, 1, 1, 1))[0]()
+                time.sleep(BREATH_S)
             except (RetryError, StaleHandle):
                 self._counts["retries"] += 1
                 time.sleep(PAUSE_S)
