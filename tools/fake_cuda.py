@@ -20,6 +20,8 @@ from tools.fatbins import UNITS, Unit
 from tools.kernels import BUILT, COMMON, SOURCES, CompilerError, MissingTool, build_emulator, find_headers
 
 FAKE = SOURCES / "fake"
+CUFILE = FAKE / "cufile.cpp"
+"""A library of its own."""
 FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE")
 """A fortified longjmp refuses to leave the emulator's fibers."""
 MAGIC = 0xBA55ED50
@@ -28,14 +30,13 @@ LIMIT_S = 300
 
 
 def build_driver() -> Path:
-    """The folder of libcuda.so.1, for LD_LIBRARY_PATH. Raises MissingTool, CompilerError."""
+    """The folder of libcuda.so.1 and libcufile.so.0, for LD_LIBRARY_PATH. Raises MissingTool, CompilerError."""
     sources = sorted(FAKE.iterdir())
     folder = BUILT / f"fake-{_digest(path.read_bytes() for path in sources)}"
-    units = [str(path) for path in sources if path.suffix == ".cpp"]
+    units = [str(path) for path in sources if path.suffix == ".cpp" and path != CUFILE]
     with _made_once(folder) as unfinished:
-        if unfinished:
-            library = unfinished / "libcuda.so.1"
-            _run(*FLAGS, f"-I{find_headers()}", "-shared", f"-Wl,-soname,{library.name}", *units, "-o", str(library))
+        for name, parts in (("libcuda.so.1", units), ("libcufile.so.0", [str(CUFILE)])) if unfinished else ():
+            _run(*FLAGS, f"-I{find_headers()}", "-shared", f"-Wl,-soname,{name}", *parts, "-o", f"{unfinished}/{name}")
     return folder
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.depth import count, report
-from tests.system.blocks import SOON_S, await_true
+from tests.system.blocks import SOON_S, await_true, connected
 from tests.system.device_worker import CONFIG, SPEC, TOKENS, await_put, evict, gpu_process, serve
 from tests.system.elsewhere import Elsewhere
 from tests.system.raw import RawClient
@@ -51,6 +51,16 @@ def test_one_writes_and_another_reads_in_place(daemon: Daemon) -> None:
         assert writer.ask(["right", []]) == [BLOCKS, BLOCKS]
         writer.ask(["drop", []])
         await_nothing_held(daemon, "a reader that died")
+
+
+def test_what_is_less_than_the_best_is_said(daemon: Daemon) -> None:
+    """The way from NVMe over host memory, and whatever else a GPU's tier goes without, stands in the daemon's status."""
+    with connected(daemon) as client:
+        notices = client.status().notices
+    assert (
+        len([each for each in notices if each.startswith("device.0: ") and "GPUDirect Storage is not used" in each])
+        == 1
+    )
 
 
 def test_down_to_nvme_and_up_again(daemon: Daemon) -> None:
@@ -260,7 +270,7 @@ def test_descriptors_stay_as_many(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "driver", "words"),
+    ("config", "environment", "words"),
     [
         (CONFIG.replace("capacity", "ordinal = 5\ncapacity", 1), {}, "cuda:5.*no GPU of this number"),
         (CONFIG, {"LD_LIBRARY_PATH": ""}, "no NVIDIA driver"),
@@ -268,8 +278,8 @@ def test_descriptors_stay_as_many(daemon: Daemon) -> None:
         (CONFIG.replace("16 MiB", "64 GiB", 1), {}, "lower it"),
     ],
 )
-def test_no_start_without_the_gpu(config: str, driver: dict[str, str], words: str) -> None:
+def test_no_start_without_the_gpu(config: str, environment: dict[str, str], words: str) -> None:
     """A GPU, a driver, what slabs need or memory that is not there keeps the daemon from starting, and it says what to do."""
-    daemon = Daemon(config, env=driver)
+    daemon = Daemon(config, env=environment)
     with pytest.raises(Unavailable, match=words), daemon:
         pass

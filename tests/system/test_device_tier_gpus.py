@@ -92,6 +92,17 @@ def test_which_gpu_must_be_said(worker: Elsewhere) -> None:
     assert "it has device.0, device.1" in worker.ask(["lease", [6, 1, "device.7"]])
 
 
+def test_a_worker_may_see_one_gpu_alone(daemon: Daemon, worker: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that sees one of the GPUs works on its tier; on the other it is told so before anything is taken for it."""
+    assert worker.ask(["put", [7, BLOCKS, "", FIRST]]) == BLOCKS
+    monkeypatch.setenv("TIERD_FAKE_CUDA_DEVICES", "1")
+    with Elsewhere(serve, daemon.target) as half_blind:
+        assert half_blind.ask(["lease", [7, BLOCKS, SECOND]]) == BLOCKS
+        assert half_blind.ask(["right", []]) == [BLOCKS, BLOCKS]
+        told = half_blind.ask(["lease", [7, BLOCKS, FIRST]])
+        assert told.startswith("Unsupported: ") and f"number {ORDINALS[FIRST]} there" in told
+
+
 def test_errors_name_the_gpu() -> None:
     """A GPU that is not there is told by its number, and keeps the daemon from starting."""
     daemon = Daemon(TWO.replace("ordinal = 1", "ordinal = 2"))

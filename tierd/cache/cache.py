@@ -42,7 +42,7 @@ from tierd.core.plan import (
     Reserved,
     Served,
 )
-from tierd.errors import InvalidArgument, NotFound, NotPermitted, SessionLost, StaleHandle, Unavailable
+from tierd.errors import InvalidArgument, NotFound, NotPermitted, SessionLost, StaleHandle, TierFailed, Unavailable
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
@@ -419,8 +419,9 @@ class Cache:
             metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
             metas["time_ms"] = self.clock.wall_ms()
             hashed = await self.parts.mover.hash_pages(extents, metas)
-        except Exception:  # whatever it is, the pages must not stay busy
-            log.exception("commit failed", reservation=committing.reservation)
+        except Exception as error:  # whatever it is, the pages must not stay busy
+            is_known = isinstance(error, TierFailed)  # a GPU's process has ended
+            log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=not is_known)
             return None
         metas["digest"], metas["slices"] = hashed.digests, [len(s) for s in hashed.slices]
         return hashed.slices

@@ -44,7 +44,7 @@ from tierd.tiers.heads import check_versions
 from tierd.tiers.holds import FormerHolder, HoldTable
 from tierd.tiers.nvme import NvmeStore, Patience
 from tierd.tiers.slots import HEADER_BYTES
-from tierd.tiers.tier import Recovered, Tier, is_device
+from tierd.tiers.tier import Recovered, Tier, is_device, is_stored
 
 TierTable = DeviceConfig | HostConfig | NvmeConfig
 log = structlog.get_logger(__name__)
@@ -134,6 +134,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
             # The flag is read when the daemon ends; a start that fails keeps everything.
             stack.push_async_callback(_close, tier, lambda: daemon is not None and daemon.release)
+        _say_detours(tiers)
         holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
         failpoint("assembly.before_parts")
@@ -153,6 +154,15 @@ async def _patiently(opening: Coroutine[Any, Any, _T], what: str) -> _T:
     while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
         log.warning("still opening", what=what, seconds=round(time.monotonic() - begun))
     return task.result()
+
+
+def _say_detours(tiers: Sequence[Tier]) -> None:
+    """Which way between tiers is longer than it might be."""
+    if any(is_stored(tier) for tier in tiers):
+        for tier in filter(is_device, tiers):
+            tier.notices.append(
+                f"{tier.spec.name}: blocks come from NVMe by way of host memory, GPUDirect Storage is not used; `make gpu` tells whether it would be direct here"
+            )
 
 
 def _directory(tier: Tier) -> Path:

@@ -191,6 +191,8 @@ def _together() -> Iterator[Forecast]:
     }.items():
         yield Forecast(part, name, RIGHT, meaning)
     yield Forecast(part, "shared_pace", 1.0, "decodes a second of three processes after a kill, against before")
+    told = "how a read from a disk came to a slab, by cuFile's own counts"
+    yield Forecast("direct", "direct_read", "a detour: no libcufile", told)
     part = "rivals"
     yield Forecast(part, "sdpa", "there or not", "torch's SDPA on gathered keys and values")
     yield Forecast(part, "flashinfer", "there or not", "FlashInfer's paged decode on the same pages")

@@ -26,6 +26,7 @@ HEADINGS = {
     "link": "Copies between host and GPU",
     "process": "The GPU process",
     "sharing": "Several processes and one slab",
+    "direct": "From a disk to a slab",
     "rivals": "Others' kernels",
 }
 

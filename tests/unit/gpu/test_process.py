@@ -244,6 +244,7 @@ async def test_a_cancelled_call_ends_with_what_it_began() -> None:
     [
         ("TIERD_FAKE_CUDA_DEVICES", "0", "CUDA_ERROR_NO_DEVICE"),
         ("TIERD_FAKE_CUDA_WITHOUT", "descriptors", "cannot share memory by descriptors"),
+        ("TIERD_FAKE_CUDA_WITHOUT", "vmm", "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0"),
     ],
 )
 async def test_a_machine_that_cannot_is_refused(

@@ -16,30 +16,35 @@ from tierd.tiers import writers
 from tierd.tiers.arena import Arena
 
 
-@pytest.fixture
-def writer() -> Iterator[subprocess.Popen[bytes]]:
+def living() -> Iterator[subprocess.Popen[bytes]]:
     """A process that lives until it is killed."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
 
 
+writer, other = pytest.fixture(living, name="writer"), pytest.fixture(living, name="other")
+
+
 def arena(directory: Path) -> Arena:
     return Arena(HOST, position=1, instance="t", arena_dir=str(directory))
 
 
-async def former(directory: Path, *pids: int) -> None:
-    """A life whose memory these processes might write to, and that ended before them."""
+async def former(directory: Path, *writing: subprocess.Popen[bytes]) -> None:
+    """A life whose memory these processes might write to, and that ended before the last of them; the others have ended one after another."""
     host = arena(directory)
     await host.open()
-    for pid in pids:
-        host.note_writer(pid)
+    for process in writing:
+        host.note_writer(process.pid)
+        if process is not writing[-1]:
+            process.kill()
+            process.wait()
     await host.close(release=False)
 
 
 async def test_a_start_waits_for_whoever_may_still_write(directory: Path, writer: subprocess.Popen[bytes]) -> None:
     """An arena is opened when the last process that may write to it has gone, and forgets it."""
-    await former(directory, writer.pid)
+    await former(directory, writer)
     host = arena(directory)
     opening = asyncio.create_task(host.open())
     done, _ = await asyncio.wait([opening], timeout=0.2)
@@ -54,7 +59,7 @@ async def test_no_start_over_a_process_that_stays(
     directory: Path, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that does not go keeps the arena from being opened, by name and with the remedy; the arena stays as it is."""
-    await former(directory, writer.pid)
+    await former(directory, writer)
     monkeypatch.setattr(writers, "PATIENCE_S", 0.1)
     with pytest.raises(TierFailed, match=f"process {writer.pid} of a former daemon may still write to .*tierd purge"):
         await arena(directory).open()
@@ -65,21 +70,16 @@ async def test_no_start_over_a_process_that_stays(
     await host.close(release=True)
 
 
-async def test_who_has_gone_is_forgotten(directory: Path, writer: subprocess.Popen[bytes]) -> None:
+async def test_who_has_gone_is_forgotten(
+    directory: Path, writer: subprocess.Popen[bytes], other: subprocess.Popen[bytes]
+) -> None:
     """A process that has ended, and one that only has the number of another, are not waited for; the file stays short."""
-    await former(directory, ended(), writer.pid, writer.pid)
+    await former(directory, other, writer)
     start = noted(directory, writer.pid)
     rewrite(directory, f"{writer.pid} {start + 1}\n1\nno line of it\n")
     host = arena(directory)
     await host.open()
     await host.close(release=True)
-
-
-def ended() -> int:
-    """The number of a process that has gone."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    return process.pid
 
 
 def noted(directory: Path, pid: int) -> int:
