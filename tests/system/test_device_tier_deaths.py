@@ -175,7 +175,7 @@ def test_killed_at_random() -> None:
     """SIGKILL of the daemon under load, whenever: as the module says."""
     seed = _seed()
     with lives("SIGKILL at random", seed=seed) as run:
-        for _ in range(count(test=2, nightly=6, weekly=60)):
+        for _ in range(count(test=2, nightly=4, weekly=60)):
             run.die(run.kill_soon)
 
 

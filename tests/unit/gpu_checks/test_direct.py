@@ -20,7 +20,7 @@ def told(into: Path, way: str) -> Ended:
         ("nvfs", "direct, by nvidia-fs"),
         ("p2p", "direct, by PCI P2PDMA"),
         ("posix", "a detour: cuFile read it through host memory"),
-        ("", "a detour: "),
+        ("", "a detour: DRIVER_NOT_INITIALIZED (5001)"),
     ],
 )
 def test_what_cufile_counted_is_told(way: str, said: str, tmp_path: Path) -> None:
