@@ -38,7 +38,7 @@ from tools.kernels import MissingTool
 
 DEVICE = '[[device]]\nkind = "cuda"\ncapacity = "16 MiB"\nsegment = "4 MiB"\nhang_limit = "1 s"\n'
 CONFIG = DEVICE + '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\n'
-NEW = 24
+NEW = 8
 """Tokens after the prompt: one block is filled by them."""
 PREFIX = 64
 """Tokens of PROMPT in whole blocks."""
@@ -95,7 +95,7 @@ class Attending:
         return [int(self.gpu.read(page.array).view(np.uint16).sum(dtype=np.int64)) for page in self._prefix()]
 
     def commit_at_once(self) -> int:
-        """Stores a block by kernels and commits it, with nothing in between that waits for them; how many tokens a lookup finds."""
+        """Stores a block by kernels and commits it, with nothing in between that waits for them; how many tokens are found when all has ended."""
         table, tokens = BlockTable(self.source), list(range(16))
         table.grow(16)
         over = self._over(table.pages[0], slots=np.arange(16))
@@ -104,6 +104,7 @@ class Attending:
             over.store(layer, self.gpu.filled(rows), self.gpu.filled(-rows))
         table.advance(16)
         table.commit(tokens)
+        self.gpu.finish()
         return self.find(tokens)
 
     def find(self, tokens: list[int]) -> int:
