@@ -1,7 +1,7 @@
 """Mutants of the kernels: `python -m tools.kernel_mutants [--only NAME] [--list]`.
 
 Each row of `MUTANTS` is one small change to a copy of cuda/: a barrier, a wait or a mask that goes, an index that is off by one. The copy is built for the CPU, for
-one head dim, and the small cases of the changed source run: first in four orders of threads, then, if no number was wrong, under ThreadSanitizer, which
+one head dim, as many at a time as there are cores, and the small cases of the changed source run: first in four orders of threads, then, if no number was wrong, under ThreadSanitizer, which
 knows only barriers as order. A table says what caught it; the exit status is 1 if something survived, 2 if a mutant could not be tried.
 
 Purpose: proof that the tests would see such a fault. Non-purpose: finding places by itself. Invariant: the working tree is only read.
@@ -9,12 +9,15 @@ Purpose: proof that the tests would see such a fault. Non-purpose: finding place
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +54,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "decode-await",
         "decode works on a tile one group of copies too early",
         "decode.cu",
-        "await_copies<kRing - 2>",
-        "await_copies<kRing - 1>",
+        "if (p.ring > 2) simt::await_copies<1>();",
+        "if (p.ring > 2) simt::await_copies<2>();",
+        DECODE,
+    ),
+    Mutant(
+        "decode-await-all",
+        "the same where one group alone is under way",
+        "decode.cu",
+        "else simt::await_copies<0>();",
+        "else simt::await_copies<1>();",
+        DECODE,
+    ),
+    Mutant(
+        "decode-turn",
+        "a ring of two tiles is taken for one of three",
+        "decode.cu",
+        "slot + 1 < p.ring ? slot + 1 : 0;",
+        "slot + 1 < 3 ? slot + 1 : 0;",
         DECODE,
     ),
     Mutant(
@@ -67,16 +86,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "decode-refill",
         "a slot of the ring is filled before the warp's barrier says that it was read",
         "decode.cu",
-        "__syncwarp();\n        load_ahead(tile + (kRing - 1) * kWarps, (slot + kRing - 1) % kRing);",
-        "load_ahead(tile + (kRing - 1) * kWarps, (slot + kRing - 1) % kRing);\n        __syncwarp();",
+        "__syncwarp();\n        load_ahead(tile + (p.ring - 1) * kWarps, (slot ? slot : p.ring) - 1);",
+        "load_ahead(tile + (p.ring - 1) * kWarps, (slot ? slot : p.ring) - 1);\n        __syncwarp();",
         DECODE,
     ),
     Mutant(
         "decode-ring",
         "the tile that is worked on is overwritten",
         "decode.cu",
-        "load_ahead(tile + (kRing - 1) * kWarps, (slot + kRing - 1) % kRing);",
-        "load_ahead(tile + (kRing - 1) * kWarps, slot);",
+        "load_ahead(tile + (p.ring - 1) * kWarps, (slot ? slot : p.ring) - 1);",
+        "load_ahead(tile + (p.ring - 1) * kWarps, slot);",
         DECODE,
     ),
     Mutant(
@@ -125,6 +144,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "prefill.cu",
         "await_copies<1>",
         "await_copies<2>",
+        PREFILL,
+    ),
+    Mutant(
+        "prefill-half",
+        "of stages of two tiles nobody brings the values",
+        "prefill.cu",
+        "brings_v = simt::warp() >= kPrefillWarps - p.stage_tiles;",
+        "brings_v = brings_k;",
+        PREFILL,
+    ),
+    Mutant(
+        "prefill-stage",
+        "a stage of two tiles is taken for one of four",
+        "prefill.cu",
+        "tiles.first_token(stage * p.stage_tiles + i);",
+        "tiles.first_token(stage * kPrefillWarps + i);",
         PREFILL,
     ),
     Mutant(
@@ -258,6 +293,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "attend.h",
         "std::is_same_v<Query, Math> ? 2 : 1;",
         "1;",
+        DECODE,
+    ),
+    Mutant(
+        "rounded-rescale",
+        "the sum of weights as they are multiplied does not shrink",
+        "attend.h",
+        "rounded[r] *= shrink;",
+        "",
         DECODE,
     ),
     Mutant(
@@ -412,21 +455,14 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 class Copy:
-    """A copy of the sources in which one mutant at a time lives. Its builds go with it."""
+    """A copy of the sources, for one mutant or none. Its builds go with it."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, mutant: Mutant | None = None) -> None:
         self._sources, self._built = place / "cuda", place / "built"
         shutil.copytree(SOURCES, self._sources)
-
-    def find_catcher(self, mutant: Mutant) -> str | None:
-        """What sees that it is there; None: nothing. Raises CompilerError for a mutant that cannot be built."""
-        path = self._sources / "src" / mutant.file
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        try:
-            return self.find_fault(mutant.unit, "") or self.find_fault(mutant.unit, "thread")
-        finally:
-            path.write_text(text, encoding="utf-8")
+        if mutant:
+            path = self._sources / "src" / mutant.file
+            path.write_text(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
 
     def find_fault(self, unit: str, sanitizer: str) -> str | None:
         """What the small cases of a source file say; None: all is right."""
@@ -454,39 +490,46 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
     )[:110]
 
 
-def verdict(copy: Copy, mutant: Mutant) -> tuple[str, int]:
+def verdict(mutant: Mutant) -> tuple[str, int]:
     """What the table says of a mutant, and the exit status that follows from it."""
     if not mutant.is_there(SOURCES):
         return f"NOT TRIED: its text is not in {mutant.file} once", NOT_TRIED
-    try:
-        caught = copy.find_catcher(mutant)
-    except CompilerError as error:
-        return f"NOT TRIED: {error}", NOT_TRIED
+    with tempfile.TemporaryDirectory(prefix="tierd-kernels-") as place:
+        copy = Copy(Path(place), mutant)
+        try:
+            caught = copy.find_fault(mutant.unit, "") or copy.find_fault(mutant.unit, "thread")
+        except CompilerError as error:
+            return f"NOT TRIED: {error}", NOT_TRIED
     return (caught, 0) if caught else ("SURVIVED", SURVIVED)
 
 
-def unmutated(copy: Copy, units: set[str]) -> tuple[str, int]:
+def unmutated(unit: str, sanitizer: str) -> tuple[str, int]:
     """The same cases on the sources as they are: what mutants are told from."""
-    for unit in sorted(units):
-        for sanitizer in ORDERS:
-            if fault := copy.find_fault(unit, sanitizer):
-                return f"NOT TRIED: the cases of {unit} fail without a mutant: {fault}", NOT_TRIED
-    return "all right", 0
+    with tempfile.TemporaryDirectory(prefix="tierd-kernels-") as place:
+        fault = Copy(Path(place)).find_fault(unit, sanitizer)
+    return (f"NOT TRIED: the cases fail without a mutant: {fault}", NOT_TRIED) if fault else ("all right", 0)
 
 
 def main() -> int:
     """The exit status."""
     chosen = choose(MUTANTS, "Breaks kernels and shows what notices.")
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tierd-kernels-") as place:
-        copy = Copy(Path(place))
-        said, worst = unmutated(copy, {mutant.unit for mutant in chosen})
-        print(f"{'(none)':22} {said}", flush=True)
-        for mutant in chosen if not worst else ():
-            said, status = verdict(copy, mutant)
-            worst = max(worst, status)
-            print(f"{mutant.name:22} {said}", flush=True)
+    bare = [(unit, sanitizer) for unit in sorted({mutant.unit for mutant in chosen}) for sanitizer in ORDERS]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        names = [f"({' '.join(one).rstrip()})" for one in bare]
+        worst = told(names, pool.map(lambda one: unmutated(*one), bare))
+        if not worst:
+            worst = told([mutant.name for mutant in chosen], pool.map(verdict, chosen))
     print(f"{len(chosen)} mutants in {time.monotonic() - begun:.0f} s")
+    return worst
+
+
+def told(names: Sequence[str], said: Iterable[tuple[str, int]]) -> int:
+    """Prints a line for each as it comes. The worst status of them."""
+    worst = 0
+    for name, (line, status) in zip(names, said, strict=True):
+        print(f"{name:22} {line}", flush=True)
+        worst = max(worst, status)
     return worst
 
 

@@ -1,4 +1,4 @@
-"""Builds the kernels of cuda/: `python -m tools.kernels emulator` with g++ for the CPU, `... registers` with nvcc, to see what they take of a GPU.
+"""Builds the kernels of cuda/: `python -m tools.kernels emulator` with g++ for the CPU, `... registers` with nvcc, to see what they take of each GPU.
 
 Purpose: compiler calls, by content: what did not change is not built again. Non-purpose: running kernels. The number formats' headers are NVIDIA's: those of a
 toolkit, or of the wheels nvidia-cuda-runtime and nvidia-cuda-crt.
@@ -13,13 +13,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
+
+from tools import fatbins
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "cuda"
@@ -42,9 +45,9 @@ COMMON = (
 )
 RUNTIMES = {"": (), "thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
 OPTIONS = {"TSAN_OPTIONS": "exitcode=66 history_size=4", "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
-LIMIT_S = 600
+LIMIT_S = 1800
 SPILL_FREE = ("decode", "prefill", "slice_sums")
-"""Kernels, by how their names begin, of which each byte of memory counts."""
+"""Kernels, by how their names begin, that spill nothing on any architecture: not one byte is allowed. The others may."""
 RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
     re.DOTALL,
@@ -112,19 +115,56 @@ def sanitized_environment(sanitizer: str) -> dict[str, str]:
     return os.environ | OPTIONS | ({"LD_PRELOAD": " ".join(paths)} if paths else {})
 
 
-def resources(architecture: str) -> Iterator[tuple[str, int, int]]:
-    """Each kernel, its registers and the bytes that it spills, as nvcc's assembler says. Raises MissingTool, CompilerError."""
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).exists():
-        raise MissingTool("nvcc: not found; install a CUDA toolkit")
-    BUILT.mkdir(parents=True, exist_ok=True)
-    for unit in UNITS:
-        source, cubin = SOURCES / "src" / f"{unit}.cu", BUILT / f"{unit}.{architecture}.cubin"
-        said = _run(
-            nvcc, "-std=c++20", f"-arch={architecture}", "-cubin", "-Xptxas", "-v", str(source), "-o", str(cubin)
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a thread of a kernel takes. spilled: bytes that it stores to memory and loads from it, for want of registers."""
+
+    registers: int
+    spilled: int
+
+
+def resources(architecture: int) -> dict[str, Taken]:
+    """Of each kernel, as nvcc's assembler says. Raises MissingTool, CompilerError."""
+    nvcc = fatbins.find_nvcc()
+    if nvcc is None:
+        raise MissingTool(
+            f"nvcc: none of CUDA {fatbins.OLDEST_NVCC} or newer found; install a toolkit, or set CUDA_HOME"
         )
-        for name, stores, loads, registers in RESOURCES.findall(said):
-            yield name, int(registers), int(stores) + int(loads)
+    found: dict[str, Taken] = {}
+    for unit in fatbins.UNITS:
+        found |= parsed(_said_of(nvcc, unit, architecture))
+    return found
+
+
+def parsed(said: str) -> dict[str, Taken]:
+    """Of what the assembler said. Raises CompilerError if it told of no kernel."""
+    found = RESOURCES.findall(said)
+    if not found:
+        raise CompilerError(f"nvcc -Xptxas -v: tells nothing of registers any more\n{said[-4000:]}")
+    return {name: Taken(int(registers), int(stores) + int(loads)) for name, stores, loads, registers in found}
+
+
+def spilling(found: Mapping[int, Mapping[str, Taken]]) -> list[str]:
+    """Those of SPILL_FREE that do, by architecture."""
+    return [
+        f"{name} (sm_{number})"
+        for number, kernels in found.items()
+        for name, taken in kernels.items()
+        if taken.spilled and name.startswith(SPILL_FREE)
+    ]
+
+
+def _said_of(nvcc: Path, unit: fatbins.Unit, architecture: int) -> str:
+    """By the assembler; kept by content."""
+    flags = [*unit.flags, "-cubin", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
+    kept = BUILT / f"{unit.name}-registers{architecture}-{fatbins._digest(nvcc, unit, flags)}.txt"
+    if not kept.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        cubin = kept.with_suffix(f".{os.getpid()}")
+        said = _run(str(nvcc), *flags, str(unit.path), "-o", str(cubin))
+        cubin.write_text(said, encoding="utf-8")
+        cubin.rename(kept)
+    return kept.read_text(encoding="utf-8")
 
 
 def _digest(sources: Path, flags: Sequence[str]) -> str:
@@ -157,17 +197,21 @@ def emulator(sanitizer: str) -> None:
 
 
 @main.command()
-@click.option("--architecture", default="sm_90", show_default=True)
-def registers(architecture: str) -> None:
-    """With nvcc: registers and spills of every kernel. Fails if one of SPILL_FREE spills."""
-    made, spilled = Table("kernel", "registers", "bytes spilled"), []
-    for name, count, spills in resources(architecture):
-        made.add_row(name, str(count), f"[red]{spills}[/]" if spills else "0")
-        if spills and name.startswith(SPILL_FREE):
-            spilled.append(name)
+@click.option("--architecture", type=int, multiple=True, help="Such as 90; those of fatbins if none is given.")
+def registers(architecture: tuple[int, ...]) -> None:
+    """With nvcc: registers of every kernel, and bytes spilled where there are any. Fails if one of SPILL_FREE spills."""
+    chosen = architecture or fatbins.ARCHITECTURES
+    found = {number: resources(number) for number in chosen}
+    made = Table("kernel", *(f"sm_{number}" for number in chosen))
+    for name in found[chosen[0]]:
+        made.add_row(name, *(_told(found[number][name]) for number in chosen))
     Console().print(made)
-    if spilled:
+    if spilled := spilling(found):
         raise click.ClickException(f"{', '.join(spilled)}: must not spill")
+
+
+def _told(taken: Taken) -> str:
+    return str(taken.registers) + (f" [red]{taken.spilled} spilled[/]" if taken.spilled else "")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,6 @@ const std::map<CUdevice_attribute, int> kAttributes = {
     {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
     {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, kThreads},
     {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK, kPlainShared},
-    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, kBlockShared},
     {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, kShared},
     {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},
     {CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 3},
@@ -152,6 +151,10 @@ EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
   }
   if (attribute == CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED) {
     *value = int(number("TIERD_FAKE_CUDA_READ_ONLY_REGISTER", 1));
+    return CUDA_SUCCESS;
+  }
+  if (attribute == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) {
+    *value = block_shared();
     return CUDA_SUCCESS;
   }
   const auto found = kAttributes.find(attribute);

@@ -59,7 +59,7 @@ CUresult attribute_of(int* to, CUfunction_attribute attribute, const Kernel* ker
 
 CUresult set_attribute(Kernel* kernel, CUfunction_attribute attribute, int value) {
   if (!kernel) return CUDA_ERROR_INVALID_HANDLE;
-  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value < 0 || value > kBlockShared) return CUDA_ERROR_INVALID_VALUE;
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value < 0 || value > block_shared()) return CUDA_ERROR_INVALID_VALUE;
   kernel->shared_limit = value;
   return CUDA_SUCCESS;
 }
@@ -170,7 +170,7 @@ EXPORTED CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute a
 EXPORTED CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function, int threads, size_t shared_bytes) {
   ENTER_CONTEXT;
   const Kernel* kernel = find_kernel(function);
-  if (!kernel || threads < 1 || shared_bytes > kBlockShared) return kernel ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE;
+  if (!kernel || threads < 1 || shared_bytes > size_t(block_shared())) return kernel ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE;
   *blocks = std::min<int>(kThreads / threads, kShared / (shared_bytes + 1024));
   return CUDA_SUCCESS;
 }

@@ -42,6 +42,8 @@ int current_device();  // that of the current context, else 0
 CUresult context_error();
 void lose_context(CUresult error);  // the current one
 size_t number(const char* variable, size_t otherwise);
+// Of shared memory that a thread block may have: less than an H100's for TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES.
+inline int block_shared() { return int(number("TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES", kBlockShared)); }
 // TIERD_FAKE_CUDA_STRIKE, <function or *>:<which of its calls, from 1; 0: each>:<number of a signal, or e and that of an error>[:<device>]: what such a call meets with,
 // if there is a device, where that one's context is current.
 CUresult strike(const char* function);

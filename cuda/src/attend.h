@@ -52,7 +52,7 @@ template <class Query, class Stored, int kDim> struct Attention {
   float out[2 * kBlocks][4];
   float top[2];      // the greatest score so far, per row
   float sum[2];      // of this lane's weights; exact, for the log-sum-exp
-  float rounded[2];  // of the same weights as they were multiplied, for the output: their rounding cancels; the same sum where a weight is two parts
+  float rounded[2];  // of the same weights as they were multiplied, for the output: their rounding cancels
 
   SIMT_DEV void begin() {
 #pragma unroll
@@ -74,9 +74,9 @@ template <class Query, class Stored, int kDim> struct Attention {
       simt::multiply_add(scores[1], q.words[b], halves[1][0], halves[1][1], typename Math::Value());
     }
     uint32_t weights[kParts][4];
-    float shrink[2];
+    float shrink[2], alone[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) shrink[r] = weigh<kTells>(scores, r, weights, scale_log2, is_seen, told);
+    for (int r = 0; r < 2; r++) shrink[r] = weigh<kTells>(scores, r, weights, scale_log2, is_seen, alone[r]);
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; i++) out[i][0] *= shrink[0], out[i][1] *= shrink[0], out[i][2] *= shrink[1], out[i][3] *= shrink[1];
 #pragma unroll
@@ -89,12 +89,17 @@ template <class Query, class Stored, int kDim> struct Attention {
         simt::multiply_add(out[2 * b + 1], weights[part], pair[1][0], pair[1][1], typename Math::Value());
       }
     }
+    if constexpr (kTells) {  // last, when scores and weights take no registers any more
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        if ((simt::lane() & 3) == 0) told((simt::lane() >> 2) + 8 * r, alone[r]);
+    }
   }
 
   // Sums over the lanes of a row; after the last tile.
   SIMT_DEV void finish() {
 #pragma unroll
-    for (int r = 0; r < 2; r++) sum[r] = over_row(sum[r]), rounded[r] = kParts == 1 ? over_row(rounded[r]) : sum[r];
+    for (int r = 0; r < 2; r++) sum[r] = over_row(sum[r]), rounded[r] = over_row(rounded[r]);
   }
 
   // Calls put(row, channel, value) for what this lane holds.
@@ -112,9 +117,9 @@ template <class Query, class Stored, int kDim> struct Attention {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 
-  // Scores of row r become weights; how much what was gathered before shrinks.
-  template <bool kTells, class Seen, class Told>
-  SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[kParts][4], float scale_log2, Seen is_seen, Told told) {
+  // Scores of row r become weights; how much what was gathered before shrinks. alone: where kTells, their log2-sum-exp.
+  template <bool kTells, class Seen>
+  SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[kParts][4], float scale_log2, Seen is_seen, float& alone) {
     const int row = (simt::lane() >> 2) + 8 * r, t = simt::lane() & 3;
     float x[4], best = -INFINITY;
 #pragma unroll
@@ -131,20 +136,20 @@ template <class Query, class Stored, int kDim> struct Attention {
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] = simt::exp2_fast(x[j] - base), mine += x[j];
     sum[r] = sum[r] * shrink + mine;
-    if constexpr (kParts == 1) rounded[r] *= shrink;
+    rounded[r] *= shrink;
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint32_t pair = weights[part][r + 2 * i] = Math::pack(x[2 * i], x[2 * i + 1]);
         const float low = Math::low_of(pair), high = Math::high_of(pair);
-        if constexpr (kParts == 1) rounded[r] += low + high;
+        rounded[r] += low + high;
         x[2 * i] -= low, x[2 * i + 1] -= high;  // for the next part
       }
     }
     if constexpr (kTells) {
       const float whole = over_row(mine);
-      if (t == 0) told(row, whole > 0.f ? base + log2f(whole) : -INFINITY);
+      alone = whole > 0.f ? base + log2f(whole) : -INFINITY;
     }
     return shrink;
   }

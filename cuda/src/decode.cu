@@ -3,13 +3,13 @@
 // The tiles of all requests and kv heads form one list, which the grid's blocks share out in equal runs (`plan` makes the sums on the device, so that a
 // captured graph replays with growing lengths). A run may cross requests; each part of one leaves a partial result, and `decode_merge` joins them by their
 // log-sum-exps (FlashDecoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3). Within a block each warp takes every fourth tile and has its
-// own ring of tiles in shared memory, filled ahead across requests: no barrier in the loop but the warp's own.
+// own ring of tiles in shared memory, filled ahead across requests: no barrier in the loop but the warp's own. The ring is as long as the caller has shared
+// memory for: one tile is worked on while one or two are under way.
 #include "attend.h"
 #include "batch.h"
 
 namespace tierd {
 
-constexpr int kRing = 3;  // tiles of K and V: two under way while one is worked on
 constexpr int kMinRun = 8;  // tiles: shorter ones cost more in partial results than they save
 
 struct PlanParams {
@@ -27,6 +27,7 @@ struct DecodeParams {
   float* tile_lse;     // null, or [requests][q_heads][table_stride * page_tokens / 16] (log2), written for the tiles of the list
   const float* k_scales;  // null, or [kv_heads]: what stored keys are multiplied by
   int q_heads;
+  int ring;  // 2 or 3: tiles of K and V that a warp has in shared memory
   float scale_log2;
 };
 
@@ -88,13 +89,17 @@ SIMT_DEV void plan(const PlanParams& p) {
 // A row's tiles, and where in the list of all they stand. Its query heads are `group` of all requests' from number * group on. A thread has two of them all
 // the time: what can be found anew costs less than its register.
 struct Row {
-  int number, begin, end;
-  TileList tiles;
+  int number, begin, end, skipped_from, skipped;
 
   static SIMT_DEV Row of(const DecodeParams& p, int number) {
     const int request = number / p.batch.kv_heads, head = number % p.batch.kv_heads;
-    return {number, p.starts[number], p.starts[number + 1],
-            tiles_of(p.batch, p.pool.page_tokens, request, head, p.batch.kv_lens[request] - p.batch.window)};
+    const TileList tiles = tiles_of(p.batch, p.pool.page_tokens, request, head, p.batch.kv_lens[request] - p.batch.window);
+    return {number, p.starts[number], p.starts[number + 1], tiles.skipped_from, tiles.skipped};
+  }
+  // tile: of all.
+  SIMT_DEV int first_token(const DecodeParams& p, int tile) const {
+    const int* subset = p.batch.subsets ? p.batch.subsets + (int64_t)number * p.batch.subset_stride : nullptr;
+    return TileList{subset, p.pool.page_tokens / kTileTokens, skipped_from, skipped, 0}.first_token(tile - begin);
   }
   // The row that a tile is of, from this one on.
   SIMT_DEV void advance(const DecodeParams& p, int tile) {
@@ -121,7 +126,7 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
   static SIMT_DEV void load(const DecodeParams& p, const Row& row, int tile, bool is_there, unsigned char* slot) {
     if (is_there) {
       const int request = row.number / p.batch.kv_heads, head = row.number % p.batch.kv_heads;
-      const int token = row.tiles.first_token(tile - row.begin), page = token / p.pool.page_tokens, rows = p.batch.kv_lens[request] - token;
+      const int token = row.first_token(p, tile), page = token / p.pool.page_tokens, rows = p.batch.kv_lens[request] - token;
       const int64_t id = rows > 0 ? p.batch.tables[(int64_t)request * p.batch.table_stride + page] : 0;
       const int64_t at = id * p.pool.page_stride + head * p.pool.head_stride + (token % p.pool.page_tokens) * p.pool.token_stride;
       KvTile::load(slot, p.pool.k + at, p.pool.token_stride, rows);
@@ -167,16 +172,15 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
     const int rows = p.batch.requests * p.batch.kv_heads, group = p.q_heads / p.batch.kv_heads, warp = simt::warp();
     const Run mine = Run::of(blockIdx.x, p.starts[rows], gridDim.x);
     if (mine.first >= mine.last) return;
-    unsigned char* ring = raw + warp * kRing * kSlot;
-    float* shared = reinterpret_cast<float*>(raw + kWarps * kRing * kSlot);
+    unsigned char* ring = raw + warp * p.ring * kSlot;
+    float* shared = reinterpret_cast<float*>(raw + kWarps * p.ring * kSlot);
 
     Row row = Row::of(p, row_of(p.starts, rows, mine.first)), ahead = row;
     const auto load_ahead = [&](int tile, int to) {
       if (tile < mine.last) ahead.advance(p, tile);
       load(p, ahead, tile, tile < mine.last, ring + to * kSlot);
     };
-#pragma unroll
-    for (int i = 0; i < kRing - 1; i++) load_ahead(mine.first + warp + i * kWarps, i);
+    for (int i = 0; i < p.ring - 1; i++) load_ahead(mine.first + warp + i * kWarps, i);
 
     int slot = 0;
     for (int tile = mine.first + warp;;) {
@@ -188,18 +192,19 @@ template <class Query, class Stored, int kDim, int kWarps> struct Decode {
       attention.begin();
       const int length = p.batch.kv_lens[row.number / p.batch.kv_heads], end = min(row.end, mine.last), tiles_of_table = p.batch.table_stride * (p.pool.page_tokens / kTileTokens);
       for (; tile < end; tile += kWarps) {
-        simt::await_copies<kRing - 2>();
+        if (p.ring > 2) simt::await_copies<1>();
+        else simt::await_copies<0>();
         __syncwarp();
-        load_ahead(tile + (kRing - 1) * kWarps, (slot + kRing - 1) % kRing);
+        load_ahead(tile + (p.ring - 1) * kWarps, (slot ? slot : p.ring) - 1);
         const unsigned char* here = ring + slot * kSlot;
-        const int first = row.tiles.first_token(tile - row.begin);
+        const int first = row.first_token(p, tile);
         attention.template add<kTells>(
             q, here, here + KvTile::kBytes, scale,
             [&](int, int token) { return first + token < length && is_in_window(p.batch, first + token, length - 1); },
             [&](int i, float lse) {
               if (i < group) p.tile_lse[((int64_t)row.number * group + i) * tiles_of_table + first / kTileTokens] = lse;
             });
-        slot = (slot + 1) % kRing;
+        slot = slot + 1 < p.ring ? slot + 1 : 0;
       }
       attention.finish();
       join(p, attention, blockIdx.x + row.number, group, shared);

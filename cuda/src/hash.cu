@@ -248,4 +248,4 @@ SIMT_DEV void sum_slice(const SumsParams& p) {
 
 using namespace tierd;
 
-SIMT_KERNEL(slice_sums, SumsParams, 32, sum_slice)
+SIMT_RESIDENT_KERNEL(slice_sums, SumsParams, 32, 12, sum_slice)  // told, or ptxas spills some to have more

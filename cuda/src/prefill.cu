@@ -1,13 +1,14 @@
 // Paged prefill and append: several query tokens of each request, the last ones of its length, attend causally to the pages of its block table.
 //
 // A block takes 64 query rows of one kv head, a row being a query token and a head of the group, and goes through the tiles that any of them sees; each of
-// its four warps has 16 rows. Two stages of four tiles in shared memory: one is filled while the other is worked on (FlashAttention-2, arXiv 2307.08691).
+// its four warps has 16 rows. Two stages of four tiles in shared memory, or of two where there is no room for four: one is filled while the other is worked
+// on (FlashAttention-2, arXiv 2307.08691).
 #include "attend.h"
 #include "batch.h"
 
 namespace tierd {
 
-constexpr int kPrefillWarps = 4, kBlockRows = 16 * kPrefillWarps, kStageTiles = 4;
+constexpr int kPrefillWarps = 4, kBlockRows = 16 * kPrefillWarps;
 
 struct PrefillParams {
   Batch batch;  // subsets: of a request and kv head, the same for all its query tokens
@@ -18,24 +19,26 @@ struct PrefillParams {
   float* lse;               // [tokens][q_heads], natural
   const float *k_scales, *v_scales;  // null, or [kv_heads]
   int q_heads;
+  int stage_tiles;  // 4 or 2
   float scale_log2;
 };
 
 template <class Query, class Stored, int kDim> struct Prefill {
   using KvTile = Tile<Stored, kDim>;
-  static constexpr int kThreads = 32 * kPrefillWarps, kStage = 2 * kStageTiles * KvTile::kBytes;
+  static constexpr int kThreads = 32 * kPrefillWarps;
   static constexpr int kResident = kDim > 128 ? 1 : kDim > 64 ? 3 : 4;  // told, or ptxas spills to have one more
 
-  // Tile by tile: a warp brings one of K and the same of V.
+  // Tile by tile: a warp brings one of K and the same of V, or, of stages with fewer tiles than there are warps, one of the two.
   static SIMT_DEV void load(const PrefillParams& p, const TileList& tiles, int request, int head, int stage, unsigned char* to) {
-    const int length = p.batch.kv_lens[request], tile = stage * kStageTiles + simt::warp();
+    const int mine = simt::warp() & (p.stage_tiles - 1), length = p.batch.kv_lens[request], tile = stage * p.stage_tiles + mine;
     if (tile < tiles.count) {
       const int token = tiles.first_token(tile), rows = length - token;
       const int64_t id = rows > 0 ? p.batch.tables[(int64_t)request * p.batch.table_stride + token / p.pool.page_tokens] : 0;
       const int64_t at = id * p.pool.page_stride + head * p.pool.head_stride + (token % p.pool.page_tokens) * p.pool.token_stride;
-      unsigned char* k = to + 2 * simt::warp() * KvTile::kBytes;
-      KvTile::load(k, p.pool.k + at, p.pool.token_stride, rows);
-      KvTile::load(k + KvTile::kBytes, p.pool.v + at, p.pool.token_stride, rows);
+      unsigned char* k = to + 2 * mine * KvTile::kBytes;
+      const bool brings_k = simt::warp() < p.stage_tiles, brings_v = simt::warp() >= kPrefillWarps - p.stage_tiles;
+      if (brings_k) KvTile::load(k, p.pool.k + at, p.pool.token_stride, rows);
+      if (brings_v) KvTile::load(k + KvTile::kBytes, p.pool.v + at, p.pool.token_stride, rows);
     }
     simt::commit_copies();
   }
@@ -60,15 +63,15 @@ template <class Query, class Stored, int kDim> struct Prefill {
     Attention<Query, Stored, kDim> attention;
     attention.begin();
     const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[head] : 1.f);
-    const int stages = (tiles.count + kStageTiles - 1) / kStageTiles;
+    const int stages = (tiles.count + p.stage_tiles - 1) / p.stage_tiles, stage_bytes = 2 * p.stage_tiles * KvTile::kBytes;
     load(p, tiles, request, head, 0, raw);
     for (int stage = 0; stage < stages; stage++) {
-      load(p, tiles, request, head, stage + 1, raw + (stage + 1) % 2 * kStage);
+      load(p, tiles, request, head, stage + 1, raw + (stage + 1) % 2 * stage_bytes);
       simt::await_copies<1>();
       __syncthreads();
-      const unsigned char* here = raw + stage % 2 * kStage;
-      for (int i = 0; i < kStageTiles && stage * kStageTiles + i < tiles.count; i++) {
-        const int first = tiles.first_token(stage * kStageTiles + i);
+      const unsigned char* here = raw + stage % 2 * stage_bytes;
+      for (int i = 0; i < p.stage_tiles && stage * p.stage_tiles + i < tiles.count; i++) {
+        const int first = tiles.first_token(stage * p.stage_tiles + i);
         if (first > newest) continue;
         attention.template add<false>(
             q, here + 2 * i * KvTile::kBytes, here + (2 * i + 1) * KvTile::kBytes, scale,

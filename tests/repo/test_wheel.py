@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.repo.source import ROOT
-from tierd.kernels.paged import HEAD_DIMS
+from tierd.kernels.arguments import HEAD_DIMS
 from tools import fatbins
 from tools.fake_cuda import MAGIC, kernels_of
 from tools.fatbins import DIMS, PTX, UNITS, MissingNvcc, NvccError, Unit, build, find_nvcc, for_wheel

@@ -15,9 +15,10 @@ from array_api_compat import array_namespace, device, to_device
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
+from tierd.kernels.arguments import DeviceBatch
 from tierd.kernels.buffers import Buffer
 from tierd.kernels.library import Library
-from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, PagedDecode, decode_blocks, paged_prefill
+from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, decode_blocks, paged_prefill
 from tierd.kernels.pages import KvPages, store_tokens
 from tierd.kernels.reference import Attended, PagedBatch
 

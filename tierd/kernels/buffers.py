@@ -14,6 +14,8 @@ from tierd.errors import InvalidArgument
 
 Array = Any
 """A numpy array, a torch tensor, another array on a GPU, or a Buffer: memory that is told by its address."""
+Layout = tuple[Any, ...]
+"""How its address is aligned, shape, strides, type and place, as the array's library tells them: compared with others, and made sense of by `Buffer.of`."""
 DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -46,24 +48,10 @@ class Buffer:
         """Of a Buffer the same under this name. Raises InvalidArgument for what is no array, or of a type that no kernel takes."""
         if isinstance(array, Buffer):
             return replace(array, name=name)
+        address, (_, shape, strides, kind, place) = seen(name, array)
         if hasattr(array, "data_ptr"):
-            strides = tuple(step * array.element_size() for step in array.stride())
-            place, kind = str(array.device), str(array.dtype).removeprefix("torch.")
-            return cls(name, array.data_ptr(), tuple(array.shape), strides, _dtype(name, kind), place)
-        if hasattr(array, "__cuda_array_interface__"):
-            told = array.__cuda_array_interface__
-            return cls(
-                name,
-                told["data"][0],
-                tuple(array.shape),
-                tuple(array.strides),
-                _dtype(name, str(array.dtype)),
-                f"cuda:{array.device.id}",
-            )
-        if hasattr(array, "__array_interface__"):
-            place = array.__array_interface__["data"][0]
-            return cls(name, place, array.shape, array.strides, _dtype(name, str(array.dtype)), "cpu")
-        raise InvalidArgument(f"{name}: {type(array).__name__} is no array; give one of numpy, torch or cupy")
+            strides = tuple(step * array.element_size() for step in strides)
+        return cls(name, address, tuple(shape), strides, _dtype(name, str(kind).removeprefix("torch.")), str(place))
 
     def checked(self, shape: Sequence[int | None], *dtypes: str, device: str, dense_from: int = 0) -> Buffer:
         """The buffer itself. Raises InvalidArgument where it differs.
@@ -97,6 +85,26 @@ class Buffer:
                 f"{self.name}: address and strides {odd} are no multiples of {ALIGNMENT_BYTES}; kernels read so many bytes at a time"
             )
         return self
+
+
+def seen(name: str, array: Array) -> tuple[int, Layout]:
+    """Where an array lies, and all else of it that a check depends on. Raises InvalidArgument for what is no array."""
+    if isinstance(array, Buffer):
+        at, shape, strides, place = array.address, array.shape, array.strides, array.device
+    elif hasattr(array, "data_ptr"):
+        at, shape, strides, place = array.data_ptr(), array.shape, array.stride(), array.device
+    elif (told := getattr(array, "__cuda_array_interface__", None)) is not None:
+        at, shape, strides, place = (
+            told["data"][0],
+            tuple(array.shape),
+            tuple(array.strides),
+            f"cuda:{array.device.id}",
+        )
+    elif (told := getattr(array, "__array_interface__", None)) is not None:
+        at, shape, strides, place = told["data"][0], array.shape, array.strides, "cpu"
+    else:
+        raise InvalidArgument(f"{name}: {type(array).__name__} is no array; give one of numpy, torch or cupy")
+    return at, (at % ALIGNMENT_BYTES, shape, strides, array.dtype, place)
 
 
 def address_of(buffer: Buffer | None) -> int | None:

@@ -20,12 +20,15 @@ KERNELS = "TIERD_KERNELS"
 EMULATED, REFERENCE = "emulated", "reference"
 KERNELS_LIBRARY = "TIERD_KERNELS_LIBRARY"
 """Environment: the path that `python -m tools.kernels emulator` printed."""
+H100_SHARED_BYTES = 232_448
+"""Of a block, 227 KiB: what the emulator has if nothing else is said."""
 
 
 class Library(Protocol):
-    """device: where its kernels run and their buffers must lie."""
+    """device: where its kernels run and their buffers must lie. block_shared_bytes: the most shared memory of a thread block."""
 
     device: str
+    block_shared_bytes: int
 
     def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
         """Launches a kernel by its symbol. grid: blocks in x, y, z; the threads of a block are the kernel's own, the stream is the current one."""
@@ -41,7 +44,8 @@ class Emulated:
 
     device = "cpu"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, block_shared_bytes: int = H100_SHARED_BYTES) -> None:
+        self.block_shared_bytes = block_shared_bytes
         if not path.exists():
             raise Unsupported(
                 f"kernels: {path} is not there; `python -m tools.kernels emulator` builds it from a checkout"
@@ -55,6 +59,10 @@ class Emulated:
         if size != ctypes.sizeof(params):
             raise InvalidArgument(
                 f"{kernel}: takes {size} bytes of parameters, {type(params).__name__} has {ctypes.sizeof(params)}; rebuild"
+            )
+        if shared_bytes > self.block_shared_bytes:
+            raise InvalidArgument(
+                f"{kernel}: needs {shared_bytes} bytes of shared memory, a block has {self.block_shared_bytes}; take a smaller head dim or group"
             )
         if all(grid):
             self._library[kernel](*grid, shared_bytes, ctypes.byref(params))

@@ -43,6 +43,7 @@ class Loaded:
         self.device = f"cuda:{ordinal}"
         self._stream = stream or (lambda: current_stream(ordinal))
         self._gpu = call(cuda.cuDeviceGet, ordinal, what=self.device)
+        self.block_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._context = call(cuda.cuDevicePrimaryCtxRetain, self._gpu, what=self.device)
         self._libraries = [self._load(path) for path in files]
         self._kernels = dict(pair for library in self._libraries for pair in self._listed(library))
@@ -113,7 +114,7 @@ class Loaded:
 
     def _allow(self, function: _Function, shared_bytes: int) -> None:
         """Above 48 KiB a kernel must be told beforehand; told once, it may have all that the GPU gives a block."""
-        most = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        most = self.block_shared_bytes
         if shared_bytes > most:
             raise InvalidArgument(
                 f"{function.name}: needs {shared_bytes} bytes of shared memory, a block of {self.device} has {most}; take a smaller head dim or group"

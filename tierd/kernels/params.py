@@ -7,6 +7,15 @@ import ctypes
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
+def word_of(kind: type[ctypes.Structure], path: str) -> int:
+    """Which 8 bytes of a struct an address stands in. path: of its field, such as `batch.tables`."""
+    at = 0
+    for name in path.split("."):
+        at += getattr(kind, name).offset
+        kind = dict(kind._fields_)[name]  # type: ignore[assignment, arg-type]
+    return at // 8
+
+
 class Pool(ctypes.Structure):
     """batch.h"""
 
@@ -43,6 +52,7 @@ class Decode(ctypes.Structure):
         ("pool", Pool),
         *((name, _P) for name in ("q", "starts", "out", "lse", "tile_lse", "k_scales")),
         ("q_heads", _I),
+        ("ring", _I),
         ("scale_log2", _F),
     ]
 
@@ -70,6 +80,7 @@ class Prefill(ctypes.Structure):
         ("pool", Pool),
         *((name, _P) for name in ("q", "query_starts", "out", "lse", "k_scales", "v_scales")),
         ("q_heads", _I),
+        ("stage_tiles", _I),
         ("scale_log2", _F),
     ]
 

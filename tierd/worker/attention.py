@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from tierd.errors import ConfigError
 from tierd.kernels import PagedAttention, paged_attention
+from tierd.kernels.arguments import GROUP_LIMIT, HEAD_DIMS
 from tierd.kernels.attention import KernelAttention
+from tierd.kernels.fitting import TILE_TOKENS
 from tierd.kernels.library import open_library
-from tierd.kernels.paged import GROUP_LIMIT, HEAD_DIMS, TILE_TOKENS
 from tierd.worker.backend import KERNEL_DTYPES
 from tierd.worker.model import Llama
 from tierd.worker.pages import PageShape

@@ -13,8 +13,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tierd.kernels.arguments import DeviceBatch
+from tierd.kernels.fitting import decode_fit, prefill_fit
 from tierd.kernels.library import Library
-from tierd.kernels.paged import Chunks, DecodeShape, DeviceBatch, PagedDecode, merge_parts, paged_prefill
+from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, merge_parts, paged_prefill
 from tierd.kernels.pages import KvPages
 from tierd.kernels.reference import Attended, PagedBatch, merge_attention, paged_attention
 
@@ -121,6 +123,16 @@ def placed(library: Library) -> Iterator[Callable[[Any], Any]]:
         yield lambda given: given
 
 
+class Narrow:
+    """A library whose thread blocks have less shared memory than they could; all else is as it is."""
+
+    def __init__(self, library: Library, block_shared_bytes: int) -> None:
+        self._library, self.block_shared_bytes = library, block_shared_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+
 def decoded(library: Library, case: Case, *, blocks: int = 3, with_mass: bool = True) -> Attended:
     """What the decode kernels give."""
     n, heads, dim = case.q.shape
@@ -186,6 +198,18 @@ def check_prefill(library: Library, shape: Shape) -> None:
     check(case, prefilled(library, case))
 
 
+def check_narrow_decode(library: Library, shape: Shape) -> None:
+    """With shared memory for the smaller ring alone. Raises AssertionError."""
+    most = decode_fit(library, shape.head_dim, shape.group, shape.types[1]).shared_bytes
+    check_decode(Narrow(library, most - 1), shape)
+
+
+def check_narrow_prefill(library: Library, shape: Shape) -> None:
+    """With shared memory for the smaller stages alone. Raises AssertionError."""
+    most = prefill_fit(library, shape.head_dim, shape.types[1]).shared_bytes
+    check_prefill(Narrow(library, most - 1), shape)
+
+
 def check_merge(library: Library, kind: str) -> None:
     """Parts of very different weight, one that saw nothing and is not read, and a row of which none saw anything."""
     rng = np.random.default_rng(1)
@@ -216,4 +240,7 @@ PREFILLS = (
 """Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
 anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row
 does, and is so long that each warp fills a place of its ring anew; the last decode is of flat attention."""
+NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
+NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])
+"""Of both sizes of elements; decodes with a partial result for each of several rows, and one that comes round its ring many times."""
 MERGES = ("f32", "bf16", "f16")

@@ -14,7 +14,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tests.unit.kernels.kernel_cases import DECODES, MERGES, PREFILLS, check_decode, check_merge, check_prefill
+from tests.unit.kernels.kernel_cases import (
+    DECODES,
+    MERGES,
+    NARROW_DECODES,
+    NARROW_PREFILLS,
+    PREFILLS,
+    check_decode,
+    check_merge,
+    check_narrow_decode,
+    check_narrow_prefill,
+    check_prefill,
+)
 from tests.unit.kernels.page_cases import (
     COPIES,
     RUNS,
@@ -29,8 +40,14 @@ from tests.unit.kernels.sum_cases import SUMS, check_sums
 from tierd.kernels.library import Emulated
 
 UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
-    "decode": [(check_decode, shape) for shape in DECODES],
-    "prefill": [(check_prefill, shape) for shape in PREFILLS],
+    "decode": [
+        *((check_decode, shape) for shape in DECODES),
+        *((check_narrow_decode, shape) for shape in NARROW_DECODES),
+    ],
+    "prefill": [
+        *((check_prefill, shape) for shape in PREFILLS),
+        *((check_narrow_prefill, shape) for shape in NARROW_PREFILLS),
+    ],
     "merge": [(check_merge, kind) for kind in MERGES],
     "pages": [
         (check, shape)

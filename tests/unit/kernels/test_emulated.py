@@ -13,24 +13,30 @@ import pytest
 from tests.unit.kernels.kernel_cases import (
     DECODES,
     MERGES,
+    NARROW_DECODES,
+    NARROW_PREFILLS,
     PREFILLS,
+    Narrow,
     Shape,
     allocate,
     check,
     check_decode,
     check_merge,
+    check_narrow_decode,
+    check_narrow_prefill,
     check_prefill,
     decoded,
     made,
     prefilled,
 )
-from tierd.errors import InvalidArgument
 from tierd.kernels import Attended
 from tierd.kernels.library import Emulated
 from tierd.kernels.paged import DecodeShape, PagedDecode
 from tools.kernels import MissingTool, build_emulator, sanitized_environment
 
 TYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
+SMALLEST_BLOCK = 101_376
+"""Bytes of shared memory of a thread block of sm_86, 89 and 120: 99 KiB."""
 RAGGED = ((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))
 
 
@@ -174,63 +180,35 @@ def test_merge_of_parts(library: Emulated, kind: str) -> None:
     check_merge(library, kind)
 
 
-# -- what does not fit
+# -- where a block has less shared memory
 
 
-def wrong(shape: Shape, **changes: object) -> str:
-    """What a decode with something changed is told. Its library must not be asked."""
-    case = made(shape)
-    n, heads, dim = case.q.shape
-    given = {
-        "q": case.q,
-        "pages": case.pages,
-        "batch": case.device,
-        "out": np.empty_like(case.q),
-        "lse": allocate((n, heads), "float32"),
-    }
-    decode = PagedDecode(Nothing(), DecodeShape(n, heads, 2, dim), blocks=3, allocate=allocate)
-    given |= {name: change(given) for name, change in changes.items()}  # type: ignore[operator]
-    to = Attended(given.pop("out"), given.pop("lse"), given.pop("mass", None))
-    with pytest.raises(InvalidArgument) as caught:
-        decode(**given, to=to)
-    return str(caught.value)
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("types", TYPES[:2], ids="-".join)
+def test_decode_with_99_kib(library: Emulated, types: tuple[str, str], head_dim: int, group: int) -> None:
+    """Models such as Llama-3-8B, four query heads for a kv head of 128 channels, decode on a GPU whose blocks have 99 KiB; so do wider heads and groups."""
+    check_decode(Narrow(library, SMALLEST_BLOCK), Shape(((1, 133), (1, 0), (1, 40)), types, head_dim, 1, group))
 
 
-class Nothing:
-    """A library in which nothing may be launched but what comes before the argument that is wrong."""
-
-    device = "cpu"
-
-    def launch(self, *_: object, **__: object) -> None:
-        """Does nothing."""
+@pytest.mark.parametrize("types", TYPES[:2], ids="-".join)
+def test_prefill_with_99_kib(library: Emulated, types: tuple[str, str]) -> None:
+    """The same of prompts with the widest heads."""
+    check_prefill(Narrow(library, SMALLEST_BLOCK), Shape(((20, 150), (9, 9)), types, 256, kv_heads=1, group=2))
 
 
-SHAPE = Shape(((1, 20), (1, 5)))
-WRONG = {
-    "q": lambda given: given["q"].astype(np.float32),
-    "pages.k": lambda given: replace(given["pages"], k=given["pages"].k[..., ::2]),
-    "pages.v": lambda given: replace(given["pages"], v=given["pages"].v[:, :8]),
-    "batch.kv_lens": lambda given: replace(given["batch"], kv_lens=given["batch"].kv_lens.astype(np.int64)),
-    "batch.tables": lambda given: replace(given["batch"], tables=given["batch"].tables[:1]),
-    "batch.subset_sizes": lambda given: replace(given["batch"], subset_sizes=np.zeros((2, 2), np.int32)),
-    "batch": lambda given: replace(given["batch"], window=-3),
-    "out": lambda given: given["out"][:, ::2],
-    "lse": lambda given: given["lse"].astype(np.float64),
-    "mass": lambda _: allocate((2, 8, 9), "float32"),
-}
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("shape", NARROW_DECODES, ids=range(len(NARROW_DECODES)))
+def test_decode_with_little_memory_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
+    """With one tile under way in place of two, whichever thread of a block runs first."""
+    check_narrow_decode(library, shape)
 
 
-@pytest.mark.parametrize("argument", WRONG)
-def test_an_argument_that_does_not_fit_is_named(argument: str) -> None:
-    """Shapes, types, strides and places are checked before a kernel sees an address."""
-    assert wrong(SHAPE, **{argument.partition(".")[0]: WRONG[argument]}).startswith(f"{argument}:")
-
-
-@pytest.mark.parametrize(("heads", "dim"), [((7, 2), 64), ((34, 2), 64), ((8, 2), 80)])
-def test_shapes_that_no_kernel_has(heads: tuple[int, int], dim: int) -> None:
-    """Groups that do not divide or are too great, and other head dims, are refused when a decode is made."""
-    with pytest.raises(InvalidArgument, match="^q: "):
-        PagedDecode(Nothing(), DecodeShape(1, *heads, dim), blocks=1, allocate=allocate)
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("shape", NARROW_PREFILLS, ids=range(len(NARROW_PREFILLS)))
+def test_prefill_with_little_memory_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
+    """With stages of two tiles in place of four."""
+    check_narrow_prefill(library, shape)
 
 
 # -- sanitizers

@@ -24,12 +24,12 @@ from tests.unit.kernels.fake_driver import (
     on_fake_driver,
     shareable,
 )
-from tests.unit.kernels.kernel_cases import Shape, allocate, decoded, made
+from tests.unit.kernels.kernel_cases import Case, Narrow, Shape, allocate, decoded, made
 from tierd.errors import ConfigError, InvalidArgument, TierFailed, Unsupported
 from tierd.kernels import Attended, params
 from tierd.kernels.library import Emulated, open_library
 from tierd.kernels.loaded import Loaded
-from tierd.kernels.paged import DecodeShape, PagedDecode, merge_parts
+from tierd.kernels.paged import DecodeShape, PagedDecode, decode_blocks, merge_parts
 from tools.fake_cuda import build_fatbins
 from tools.kernels import build_emulator
 
@@ -63,12 +63,8 @@ def merge_of(address: int = 0) -> params.Merge:
     return params.Merge(address, address, address, address, 0, 0, 0)
 
 
-@on_fake_driver()
-def test_decode_gives_the_bits_of_the_emulator() -> None:
-    """Plan, decode, merge and page masses launched on the device give what the emulator gives when it is called directly, bit for bit."""
-    cuda = entered()
-    case = made(Shape(((1, 133), (1, 0), (1, 300))))
-    loaded, want = Loaded(build_fatbins()), decoded(Emulated(build_emulator()), case, blocks=BLOCKS)
+def decoded_on_device(cuda: Any, loaded: Loaded, case: Case) -> Attended:
+    """What the decode kernels give, in arrays on the device."""
     n, heads, dim = case.q.shape
     decode = PagedDecode(
         loaded,
@@ -79,7 +75,15 @@ def test_decode_gives_the_bits_of_the_emulator() -> None:
     mass = allocate((n, heads, case.device.tables.shape[1]), "float32")
     to = Attended(np.full_like(case.q, np.nan), allocate((n, heads), "float32"), mass)
     pages = replace(case.pages, k=DeviceArray(cuda, case.pages.k), v=DeviceArray(cuda, case.pages.v))
-    got = decode(DeviceArray(cuda, case.q), pages, moved(cuda, case.device), moved(cuda, to))
+    return decode(DeviceArray(cuda, case.q), pages, moved(cuda, case.device), moved(cuda, to))
+
+
+@on_fake_driver()
+def test_decode_gives_the_bits_of_the_emulator() -> None:
+    """Plan, decode, merge and page masses launched on the device give what the emulator gives when it is called directly, bit for bit."""
+    cuda, case = entered(), made(Shape(((1, 133), (1, 0), (1, 300))))
+    want = decoded(Emulated(build_emulator()), case, blocks=BLOCKS)
+    got = decoded_on_device(cuda, Loaded(build_fatbins()), case)
     for name in ("out", "lse", "mass"):
         assert getattr(got, name).numpy().tobytes() == getattr(want, name).tobytes(), name
 
@@ -144,6 +148,32 @@ def test_shared_memory_above_the_plain_limit_is_asked_for() -> None:
     ok(cuda.cuCtxSynchronize())
     assert loaded.resident_blocks("decode_bf16_bf16_256", shared_bytes=100_000) == 2 * 132
     assert loaded.resident_blocks("decode_bf16_bf16_256", shared_bytes=200_000) == 132
+
+
+@on_fake_driver(TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES=str(99 << 10))
+def test_a_gpu_with_99_kib_decodes_what_llama_asks() -> None:
+    """Heads as of Llama-3-8B and the widest ones: a decode and its number of blocks are made for what a block of this GPU has, and the bits are the emulator's."""
+    cuda, emulated = entered(), Narrow(Emulated(build_emulator()), 99 << 10)
+    loaded = Loaded(build_fatbins())
+    for head_dim in (128, 256):
+        case = made(Shape(((1, 133), (1, 0), (1, 40)), head_dim=head_dim))
+        shape = DecodeShape(3, 8, 2, head_dim)
+        assert decode_blocks(loaded, shape, q_type="bf16", kv_type="bf16") == 3 * 132
+        want, got = decoded(emulated, case, blocks=BLOCKS), decoded_on_device(cuda, loaded, case)
+        for name in ("out", "lse", "mass"):
+            assert getattr(got, name).numpy().tobytes() == getattr(want, name).tobytes(), name
+
+
+@on_fake_driver(TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES="60000")
+def test_a_gpu_with_too_little_shared_memory_is_told_so() -> None:
+    """What fits no block is refused when its blocks are counted, and when it is called, before anything is launched: argument, limit and remedy."""
+    cuda, loaded, case = entered(), Loaded(build_fatbins()), made(Shape(((1, 40),), head_dim=128))
+    said = "^q: head_dim 128 of bf16 with 4 query heads .* takes 73920 bytes .* a block of cuda:0 has 60000; give pages of e4m3"
+    with pytest.raises(InvalidArgument, match=said):
+        decode_blocks(loaded, DecodeShape(1, 8, 2, 128), q_type="bf16", kv_type="bf16")
+    with pytest.raises(InvalidArgument, match=said):
+        decoded_on_device(cuda, loaded, case)
+    assert "pending" not in counts()
 
 
 def merge_of_some(cuda: Any) -> params.Merge:
@@ -250,6 +280,36 @@ def test_the_environment_chooses_emulated_kernels(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TIERD_KERNELS", "cpu")
     with pytest.raises(ConfigError, match="TIERD_KERNELS: is 'cpu'"):
         open_library()
+
+
+@on_fake_driver()
+def test_what_a_decode_costs_is_reported() -> None:
+    """A decode with page masses, four launches, takes some milliseconds of the caller's time at most; how long is reported, of which the fake driver has its part."""
+    cuda, case = entered(), made(Shape(((1, 133), (1, 300))))
+    stream = ok(cuda.cuStreamCreate(1))
+    loaded = Loaded(build_fatbins(), stream=lambda: int(stream))
+    n, heads, dim = case.q.shape
+    place = DecodeShape(n, heads, case.shape.kv_heads, dim)
+    decode = PagedDecode(loaded, place, blocks=BLOCKS, allocate=lambda *asked: DeviceArray(cuda, allocate(*asked)))
+    mass = allocate((n, heads, case.device.tables.shape[1]), "float32")
+    given = (
+        DeviceArray(cuda, case.q),
+        replace(case.pages, k=DeviceArray(cuda, case.pages.k), v=DeviceArray(cuda, case.pages.v)),
+        moved(cuda, case.device),
+        moved(cuda, Attended(case.q, allocate((n, heads), "float32"), mass)),
+    )
+    costs = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        decode(*given)
+        costs.append(time.perf_counter() - begun)
+    report(
+        "decode through the bindings",
+        best_us=round(min(costs) * 1e6, 2),
+        first_us=round(costs[0] * 1e6, 2),
+        of=len(costs),
+    )
+    assert min(costs) < 5e-3
 
 
 @on_fake_driver()

@@ -28,7 +28,7 @@ class Graph:
     device = "cpu"
 
     def __init__(self, library: Emulated) -> None:
-        self._library = library
+        self._library, self.block_shared_bytes = library, library.block_shared_bytes
         self.launches: list[Launch] = []
 
     def launch(self, kernel: str, grid: Sequence[int], told: Structure, *, shared_bytes: int = 0) -> None:

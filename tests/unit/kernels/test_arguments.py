@@ -1,0 +1,180 @@
+"""What calls of decode are given: checked in every call, worked out in the first one of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.kernels.kernel_cases import Case, Shape, allocate, check, made
+from tierd.errors import InvalidArgument
+from tierd.kernels import Attended
+from tierd.kernels.library import Emulated
+from tierd.kernels.paged import DecodeShape, PagedDecode
+from tierd.kernels.prepared import KEPT, Kept, Prepared
+
+SHAPE = Shape(((1, 20), (1, 5)))
+
+
+class Nothing:
+    """A library that notes what it is told to launch, and launches nothing."""
+
+    device = "cpu"
+    block_shared_bytes = 232_448
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+
+    def launch(self, kernel: str, grid: Sequence[int], told: Structure, *, shared_bytes: int = 0) -> None:
+        """Only a note."""
+        self.launched.append(kernel)
+
+
+def moved(array: Any, by_bytes: int) -> Any:
+    """The same so many bytes further on than a multiple of 16."""
+    room = np.empty(array.nbytes + 32, np.uint8)
+    first = -room.ctypes.data % 16 + by_bytes
+    there = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    there[:] = array
+    return there
+
+
+def wide(array: Any) -> Any:
+    """The same values with a gap behind each."""
+    return np.repeat(array, 2, axis=-1)[..., ::2]
+
+
+WRONG: dict[str, Any] = {
+    "q: has type": lambda given: given["q"].astype(np.float32),
+    "q: has shape": lambda given: given["q"][:, :, :32].copy(),
+    "q: axis 2": lambda given: wide(given["q"]),
+    "q: address": lambda given: moved(given["q"], 8),
+    "q: 5 sequences": lambda given: np.repeat(given["q"], 3, axis=0)[:5],
+    "q: list": lambda given: given["q"].tolist(),
+    "pages.k: has shape": lambda given: replace(given["pages"], k=given["pages"].k[..., ::2]),
+    "pages.k: address": lambda given: with_pages(given, moved(given["pages"].k, 8)),
+    "pages.k: pages of 8": lambda given: with_pages(given, given["pages"].k[:, :8]),
+    "pages.v: shape": lambda given: replace(given["pages"], v=given["pages"].v[:, :8]),
+    "pages.k_scales": lambda given: replace(given["pages"], k_scales=np.ones(3, np.float32)),
+    "batch.kv_lens": lambda given: replace(given["batch"], kv_lens=given["batch"].kv_lens.astype(np.int64)),
+    "batch.tables": lambda given: replace(given["batch"], tables=given["batch"].tables[:1]),
+    "batch.tables: axis 1": lambda given: replace(given["batch"], tables=wide(given["batch"].tables)),
+    "batch.subset_sizes": lambda given: replace(given["batch"], subset_sizes=np.zeros((2, 2), np.int32)),
+    "batch: ": lambda given: replace(given["batch"], window=-3),
+    "out": lambda given: given["out"][:, ::2],
+    "lse": lambda given: given["lse"].astype(np.float64),
+    "lse: NoneType": lambda _: None,
+    "mass": lambda _: allocate((2, 8, 9), "float32"),
+}
+
+
+def with_pages(given: dict[str, Any], k: Any) -> Any:
+    """Keys and values both."""
+    return replace(given["pages"], k=k, v=k)
+
+
+def right(case: Case) -> dict[str, Any]:
+    """Arguments of a call."""
+    n, heads, _ = case.q.shape
+    out, lse = np.empty_like(case.q), allocate((n, heads), "float32")
+    return {"q": case.q, "pages": case.pages, "batch": case.device, "out": out, "lse": lse}
+
+
+def asked(decode: PagedDecode, given: dict[str, Any]) -> Attended:
+    """A call with them."""
+    to = Attended(given["out"], given["lse"], given.get("mass"))
+    return decode(given["q"], given["pages"], given["batch"], to)
+
+
+def decoding(library: Any, case: Case) -> PagedDecode:
+    """For twice as many sequences."""
+    n, heads, dim = case.q.shape
+    return PagedDecode(library, DecodeShape(2 * n, heads, case.shape.kv_heads, dim), blocks=3, allocate=allocate)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first", "after a right one"])
+@pytest.mark.parametrize("said", WRONG)
+def test_an_argument_that_does_not_fit_is_named(said: str, is_known: bool) -> None:
+    """Shapes, types, strides, places and alignment are checked before a kernel sees an address, whatever was checked in calls before."""
+    case, library = made(SHAPE), Nothing()
+    decode, given = decoding(library, case), right(made(SHAPE))
+    if is_known:
+        asked(decode, given)
+        library.launched.clear()
+    given[said.partition(":")[0].partition(".")[0]] = WRONG[said](given)
+    with pytest.raises(InvalidArgument) as caught:
+        asked(decode, given)
+    assert str(caught.value).startswith(said)
+    assert library.launched == []
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((7, 2), 64), ((34, 2), 64), ((8, 2), 80)])
+def test_shapes_that_no_kernel_has(heads: tuple[int, int], dim: int) -> None:
+    """Groups that do not divide or are too great, and other head dims, are refused when a decode is made."""
+    with pytest.raises(InvalidArgument, match="^q: "):
+        PagedDecode(Nothing(), DecodeShape(1, *heads, dim), blocks=1, allocate=allocate)
+
+
+def test_too_little_shared_memory_is_said_before_anything_is_launched() -> None:
+    """Neither the plan nor a kernel is: the error names the argument, what a block has and the remedy."""
+    library, case = Nothing(), made(SHAPE)
+    library.block_shared_bytes = 16_384
+    with pytest.raises(
+        InvalidArgument, match=r"^q: head_dim 64 of bf16 .* a block of cpu has 16384; give pages of e4m3"
+    ):
+        asked(decoding(library, case), right(case))
+    assert library.launched == []
+
+
+def test_a_later_call_uses_its_own_arrays(library: Emulated) -> None:
+    """Calls whose arrays are alike but for their places and what they hold, masses asked for or not: each gets its own result."""
+    cases = [made(replace(SHAPE, seed=seed)) for seed in range(3)]
+    decode = decoding(library, cases[0])
+    rooms = [(right(case), allocate((2, 8, case.device.tables.shape[1]), "float32")) for case in cases]
+    for with_mass in (False, True, False, True):
+        for case, (given, mass) in zip(cases, rooms, strict=True):
+            for array in (given["out"], given["lse"], mass):
+                array[:] = np.nan
+            check(case, asked(decode, given | ({"mass": mass} if with_mass else {})))
+            assert np.isnan(mass).all() or with_mass
+
+
+def test_numbers_are_not_those_of_an_earlier_call(library: Emulated) -> None:
+    """Windows, sinks and the scale of scores are of each call, with the same arrays."""
+    plain, scaled = made(Shape(((1, 100), (1, 70)))), made(Shape(((1, 100), (1, 70))))
+    scaled.q = (plain.q * 2).astype(plain.q.dtype)
+    decode = decoding(library, plain)
+    for sinks, window in ((0, 0), (4, 20), (0, 20), (0, 0)):
+        for case in (plain, scaled):
+            case.batch = replace(case.batch, sinks=sinks, window=window)
+            case.device = replace(case.device, sinks=sinks, window=window)
+        given = right(plain)
+        check(plain, asked(decode, given))
+        given["batch"] = replace(plain.device, scale=2 / 8)
+        check(scaled, asked(decode, given))
+
+
+def test_what_is_kept_has_a_bound() -> None:
+    """The oldest goes, the newest are made once, and what cannot be made is tried again."""
+    kept, made_so_far = Kept(), list[int]()
+
+    def make(layout: int) -> Prepared:
+        made_so_far.append(layout)
+        return Prepared([], [])
+
+    for layout in [*range(KEPT + 1), *range(1, KEPT + 1)]:
+        kept.find_or_make(layout, lambda layout=layout: make(layout))
+    assert made_so_far == list(range(KEPT + 1))
+    kept.find_or_make(0, lambda: make(0))
+    assert made_so_far[-1] == 0
+
+    def refused() -> Prepared:
+        raise InvalidArgument("q: no")
+
+    for _ in range(2):
+        with pytest.raises(InvalidArgument):
+            kept.find_or_make("other", refused)

@@ -1,0 +1,55 @@
+"""How deep kernels buffer tiles, by what a thread block has of shared memory."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tierd.errors import InvalidArgument
+from tierd.kernels.arguments import GROUP_LIMIT, HEAD_DIMS
+from tierd.kernels.fitting import RINGS, STAGE_TILES, decode_fit, prefill_fit
+
+LEAST, MOST = 101_376, 232_448
+"""99 KiB, as a block of sm_86, 89 and 120 has, and the 227 KiB of sm_90 and 100."""
+STORED = ("bf16", "f16", "e4m3")
+EVERY = list(product(HEAD_DIMS, range(1, GROUP_LIMIT + 1), STORED))
+
+
+def having(block_shared_bytes: int) -> Any:
+    """A library of which nothing else is asked."""
+    return SimpleNamespace(device="cuda:0", block_shared_bytes=block_shared_bytes)
+
+
+def test_all_that_kernels_are_built_for_fits_the_smallest_gpu() -> None:
+    """Every head dim, group and type of pages decodes and prefills with 99 KiB."""
+    for head_dim, group, kv_type in EVERY:
+        assert decode_fit(having(LEAST), head_dim, group, kv_type).shared_bytes <= LEAST
+        assert prefill_fit(having(LEAST), head_dim, kv_type).shared_bytes <= LEAST
+
+
+def test_the_deepest_that_fits_is_taken() -> None:
+    """A large GPU buffers all it can; a small one less, and only where all does not fit: 16-bit pages of heads that are wide."""
+    for head_dim, group, kv_type in EVERY:
+        assert decode_fit(having(MOST), head_dim, group, kv_type).depth == max(RINGS)
+        assert prefill_fit(having(MOST), head_dim, kv_type).depth == max(STAGE_TILES)
+        is_wide = head_dim >= 128 and kv_type != "e4m3"
+        assert decode_fit(having(LEAST), head_dim, group, kv_type).depth == (2 if is_wide and group > 1 else 3)
+        assert prefill_fit(having(LEAST), head_dim, kv_type).depth == (2 if is_wide and head_dim > 128 else 4)
+
+
+@pytest.mark.parametrize(
+    "fit", [lambda library: decode_fit(library, 128, 4, "bf16"), lambda library: prefill_fit(library, 256, "bf16")]
+)
+def test_a_fit_is_exact(fit: Any) -> None:
+    """With as many bytes as it takes it is the same, with one less it is a smaller one, and below the smallest it is refused: argument, limit and remedy."""
+    deep = fit(having(MOST))
+    assert fit(having(deep.shared_bytes)) == deep
+    small = fit(having(deep.shared_bytes - 1))
+    assert (small.depth, small.shared_bytes) < (deep.depth, deep.shared_bytes)
+    said = rf"^q: head_dim \d+ of bf16.* takes {small.shared_bytes} bytes .* a block of cuda:0 has {small.shared_bytes - 1}; give pages of e4m3"
+    with pytest.raises(InvalidArgument, match=re.compile(said)):
+        fit(having(small.shared_bytes - 1))

@@ -1,0 +1,58 @@
+"""How deep kernels buffer tiles in shared memory: as deep as a thread block of this GPU has room for.
+
+Purpose: `decode_fit` and `prefill_fit`, which choose before anything is launched. Non-purpose: launching. Invariants: as in cuda/src; the deepest that fits is taken, and
+what fits nowhere is refused by name. With the 99 KiB of a block of sm_86, 89 and 120 all that kernels are built for fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierd.errors import InvalidArgument
+from tierd.kernels.buffers import BYTES
+from tierd.kernels.library import Library
+
+TILE_TOKENS = 16
+WIDE_DIM = 128
+"""Head dims above it have half the warps in decode."""
+RINGS = (3, 2)
+"""Tiles of K and V that a warp of decode has: one that is worked on, the others under way. The deepest first, as below."""
+STAGE_TILES = (4, 2)
+"""Tiles of K and V of a stage of prefill, of which there are two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """depth: of RINGS or STAGE_TILES. shared_bytes: that a block takes."""
+
+    depth: int
+    shared_bytes: int
+
+
+def decode_fit(library: Library, head_dim: int, group: int, kv_type: str) -> Fit:
+    """group: query heads for each kv head; kv_type: as keys and values are stored. Raises InvalidArgument."""
+    warps = 2 if head_dim > WIDE_DIM else 4
+    tile, joined = _tile_bytes(head_dim, kv_type), 4 * group * (head_dim + 3)  # a warp's results, for the others
+    fits = [Fit(ring, warps * (ring * tile + joined)) for ring in RINGS]
+    return _first(fits, library, f"{head_dim} of {kv_type} with {group} query heads for a kv head")
+
+
+def prefill_fit(library: Library, head_dim: int, kv_type: str) -> Fit:
+    """As of decode. Raises InvalidArgument."""
+    fits = [Fit(tiles, 2 * tiles * _tile_bytes(head_dim, kv_type)) for tiles in STAGE_TILES]
+    return _first(fits, library, f"{head_dim} of {kv_type}")
+
+
+def _tile_bytes(head_dim: int, kv_type: str) -> int:
+    return 2 * TILE_TOKENS * head_dim * BYTES[kv_type]
+
+
+def _first(fits: list[Fit], library: Library, what: str) -> Fit:
+    limit = library.block_shared_bytes
+    found = next((fit for fit in fits if fit.shared_bytes <= limit), None)
+    if found is None:
+        raise InvalidArgument(
+            f"q: head_dim {what} takes {fits[-1].shared_bytes} bytes of shared memory at least, a block of {library.device} has {limit}; "
+            "give pages of e4m3, or a smaller head dim or group"
+        )
+    return found
