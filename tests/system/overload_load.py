@@ -1,4 +1,4 @@
-"""Clients that together ask for more than a daemon has: `python -m tests.system.overload_load KIND TARGET SECONDS JSON`.
+"""Clients that together ask for more than a daemon has: `python -m tests.system.overload_load KIND TARGET JSON`.
 
     closed    polite: so many threads of the SDK, each of which acquires, looks at the bytes and releases, one sequence after another
     open      raw: acquires at a fixed rate, whatever comes back; releases what it was given
@@ -10,8 +10,10 @@
     slow      gets and watches whose replies nobody reads
     idle      connections that say nothing, on both sockets, and sessions that do nothing
 
-Each prints one JSON object at its end: counts and latencies in seconds. Load runs at a lower priority than the daemon, so that on a small machine it
-measures the daemon and not itself.
+Each says `ready`, is told on its standard input when to end (of the monotonic clock, so that all that run together end together), and prints one JSON
+object at its end: counts and latencies in seconds; what was whole by then; and which pages, by their generations, were in whole answers by then. A page has a
+new generation whenever it is read from the disk, so these are the disk's reads that did somebody good, each counted once, however many asked for
+it. Load runs at a lower priority than the daemon, so that on a small machine it measures the daemon and not itself.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import contextlib
 import json
 import os
 import random
+import socket
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -42,33 +45,48 @@ from tierd.testing import chain, is_content
 TOKENS = 16
 DEADLINE_S = 4.0
 """Of every call of the load."""
+PATIENCE_S = 2.0
+"""Of an open client: less than the disk takes for all that memory has room for, so that a queue without a bound is work for nobody."""
+SETUP_S = 20.0
+"""Of what comes before the load: all begin at one moment."""
 NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
 OWN = (("grpc.use_local_subchannel_pool", 1),)
+WHOLE = ("whole", "warm")
+"""Every block was there."""
 
 
 class Tally:
-    """What came back, by name, with the seconds that it took; sampled threads may share it."""
+    """What came back, by name, with the seconds that it took; threads may share it. in_time: whole by the end; pages: in whole answers by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: float) -> None:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, list[float]] = {}
+        self.in_time = 0
+        self.pages: set[int] = set()
+        self._end = end
         self._turn = threading.Lock()
 
-    def add(self, name: str, begun: float) -> None:
-        took = time.monotonic() - begun
+    def add(self, name: str, begun: float, *, pages: Iterable[int] = ()) -> None:
+        now = time.monotonic()
         with self._turn:
             self.counts[name] += 1
-            self.seconds.setdefault(name, []).append(took)
+            self.seconds.setdefault(name, []).append(now - begun)
+            if name in WHOLE and now < self._end:
+                self.in_time += 1
+                self.pages.update(pages)
 
     def print(self) -> None:
-        print(json.dumps({"counts": self.counts, "seconds": self.seconds}))
+        pages = sorted(self.pages)
+        print(json.dumps({"counts": self.counts, "seconds": self.seconds, "in_time": self.in_time, "pages": pages}))
 
 
 def main() -> None:
-    kind, target, seconds, options = sys.argv[1:]
+    kind, target, options = sys.argv[1:]
     given = json.loads(options)
     os.nice(0 if kind in {"health", "probe"} else 5)
-    tally, end = Tally(), time.monotonic() + float(seconds)
+    print("ready", flush=True)
+    end = float(sys.stdin.readline())
+    tally = Tally(end)
     KINDS[kind](target, end, tally, **given)
     tally.print()
 
@@ -91,7 +109,7 @@ def closed(
     """Whole: every block was there, and the ones looked at were right."""
     turn, wanted = threading.Lock(), sequences(seeds)
     with Client(target, timeout_s=DEADLINE_S) as client:
-        space = client.open_namespace(spec(block_bytes))
+        space = client.open_namespace(spec(block_bytes), timeout_s=SETUP_S)
 
         def one() -> None:
             while time.monotonic() < end:
@@ -102,7 +120,8 @@ def closed(
                     with client.acquire(space, hashes) as lease:
                         count = len(lease)
                         right = not count or is_content(np.array(lease.view(count - 1)), hashes[count - 1])
-                        tally.add("wrong" if not right else kind_of(count, blocks, lease.tier_tokens), begun)
+                        name = "wrong" if not right else kind_of(count, blocks, lease.tier_tokens)
+                        tally.add(name, begun, pages=lease.handles["generation"].tolist())
                 except RetryError as error:
                     tally.add(type(error).__name__, begun)
 
@@ -120,7 +139,7 @@ def lookups(
     target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, block_bytes: int, threads: int
 ) -> None:
     with Client(target, timeout_s=DEADLINE_S) as client:
-        space = client.open_namespace(spec(block_bytes))
+        space = client.open_namespace(spec(block_bytes), timeout_s=SETUP_S)
         hashes = chain(seeds[0], blocks)
 
         def one() -> None:
@@ -178,15 +197,15 @@ def probe(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: in
 def send(client: RawClient, request: pb.AcquireRequest, tally: Tally, *, blocks: int) -> None:
     """One acquire whose answer is not waited for."""
     begun = time.monotonic()
-    call = client.cache.Acquire.future(request, metadata=client.metadata, timeout=DEADLINE_S)
+    call = client.cache.Acquire.future(request, metadata=client.metadata, timeout=PATIENCE_S)
 
     def ended(done: Any) -> None:
         if done.exception() is not None:
             tally.add(name_of(done), begun)
             return
         reply = done.result()
-        count = sum(len(group.handles) // HANDLE.itemsize for group in reply.groups)
-        tally.add(kind_of(count, blocks, reply.tier_tokens), begun)
+        handles = np.frombuffer(b"".join(group.handles for group in reply.groups), dtype=HANDLE)
+        tally.add(kind_of(len(handles), blocks, reply.tier_tokens), begun, pages=handles["generation"].tolist())
         if reply.lease:
             release = client.cache.Release.future(
                 pb.ReleaseRequest(leases=[reply.lease]), metadata=client.metadata, timeout=DEADLINE_S
@@ -265,7 +284,7 @@ def narrow(target: str) -> Iterator[cache_pb2_grpc.CacheStub]:
 def health(target: str, end: float, tally: Tally, *, every_s: float) -> None:
     with grpc.insecure_channel(f"unix:{target}/tierd.sock", options=OWN) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S, wait_for_ready=True)
+        stub.Check(health_pb2.HealthCheckRequest(), timeout=SETUP_S, wait_for_ready=True)
         while time.monotonic() < end:
             begun = time.monotonic()
             try:
@@ -294,17 +313,30 @@ def idle(target: str, end: float, tally: Tally, *, count: int) -> None:
     third = count // 3
     with contextlib.ExitStack() as stack:
         for _ in range(third):
-            connection = stack.enter_context(connect(target))
+            connection = stack.enter_context(connected(target, tally))
             tally.add("sessions" if ask(connection, hello(name="idle"))[0].get("ok") else "refused", time.monotonic())
             channel = stack.enter_context(grpc.insecure_channel(f"unix:{target}/tierd.sock", options=OWN))
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SETUP_S)
             tally.add("channels", time.monotonic())
         while time.monotonic() < end:
-            silent = [connect(target) for _ in range(third)]
+            silent = [connected(target, tally) for _ in range(third)]
             tally.add("silent", time.monotonic())
             time.sleep(min(1.0, max(0.0, end - time.monotonic())))
             for connection in silent:
                 connection.close()
+
+
+def connected(target: str, tally: Tally) -> socket.socket:
+    """As soon as there is room in the queue of those that the daemon has not accepted yet."""
+    begun = time.monotonic()
+    while True:
+        try:
+            return connect(target)
+        except BlockingIOError:
+            tally.add("queued", begun)
+            if time.monotonic() - begun > SETUP_S:
+                raise
+            time.sleep(0.01)
 
 
 KINDS: dict[str, Callable[..., None]] = {

@@ -1,7 +1,8 @@
 """Far more is asked of a daemon than it can do: what it can do it goes on doing, the rest is told at once, and it is over when it is over.
 
 Figures are ratios of phases that follow each other on the same daemon, peak and overload in turns; times are reported, and asserted with
-tenfold slack.
+tenfold slack. A peak is what closed clients get who offer just enough: that number of them which gets most. Of the disk only what it read in a phase for whole
+answers counts, once, whoever asked for it too: so no share can come from memory, and none of these figures can be above what its delays allow.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ import pytest
 from tests.depth import count, percentile, report
 from tests.system.blocks import await_true, connected
 from tests.system.overload_load import spec
+from tierd._proto import admin_pb2 as apb
 from tierd.client import Client
 from tierd.testing import Daemon, chain, content_of
 
 MIB = 1 << 20
 BLOCKS, BLOCK_BYTES = 64, 128 << 10
-DELAY = "delay:0.05"
-"""Of every read of a run of slots, at most 1 MiB, of which two are made at one time: an acquire needs nine, so about four acquires a second,
-whatever else the machine does."""
-PEAK_THREADS = (2, 8)
-"""Of each closed client: few acquires in flight, or more than the queue of the disk takes."""
+DELAY_S, READS, READ_BLOCKS = 0.05, 2, 7
+"""Of every read of a run of slots, at most 1 MiB, of which two are made at one time."""
+CEILING_PER_S = READS / DELAY_S * READ_BLOCKS / BLOCKS
+"""Whole acquires that the disk allows, whatever the machine does: about four a second."""
+PEAK_THREADS = (2, 4, 8)
+"""Of each closed client."""
+PEAK_LOOKUPS = (1, 8, 16)
+"""In flight of each closed client of cheap calls."""
 HEALTH_EVERY_S = 0.02
 CLIENTS = 2
 IDLE = 300
@@ -65,16 +70,16 @@ class Outcome:
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, printed: str) -> None:
-        seen = json.loads(printed)
-        self.counts.update(seen["counts"])
-        for name, values in seen["seconds"].items():
-            self.seconds.setdefault(name, []).extend(values)
+    in_time: int = 0
+    pages: set[int] = field(default_factory=set)
 
     def merge(self, other: Outcome) -> None:
         """What another saw, too."""
-        self.add(json.dumps({"counts": other.counts, "seconds": other.seconds}))
+        self.counts.update(other.counts)
+        for name, values in other.seconds.items():
+            self.seconds.setdefault(name, []).extend(values)
+        self.in_time += other.in_time
+        self.pages |= set(other.pages)
 
     def percentile_ms(self, *names: str, share: float = 0.99) -> float:
         """Over what came back under these names; of few, a smaller share says more than the one that was worst."""
@@ -89,8 +94,8 @@ class Busy:
     seeds: list[int]
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def load(self, kind: str, seconds: float, **options: Any) -> subprocess.Popen[str]:
-        """A process of load, begun."""
+    def load(self, kind: str, **options: Any) -> subprocess.Popen[str]:
+        """A process of load, which waits to be told until when."""
         if kind not in {"health", "idle"}:
             options = {"seeds": self.seeds, "blocks": BLOCKS} | options
         if kind in ("closed", "open", "lookups"):
@@ -101,11 +106,17 @@ class Busy:
             "tests.system.overload_load",
             kind,
             self.daemon.target,
-            str(seconds),
             json.dumps(options),
         ]
-        self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.processes.append(subprocess.Popen(command, **pipes, text=True))
         return self.processes[-1]
+
+    def forget(self) -> None:
+        """Memory holds nothing more: what comes now comes from the disk."""
+        with connected(self.daemon) as client:
+            await_true(lambda: client.status().leases == 0, "leases of the load come back")
+            client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
 
     def end(self) -> None:
         """Of what a failed test left."""
@@ -119,20 +130,32 @@ class Busy:
         return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
+def begin(*processes: subprocess.Popen[str], seconds: float) -> None:
+    """All at once, when the last of them has got so far."""
+    for process in processes:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+    end = time.monotonic() + seconds
+    for process in processes:
+        assert process.stdin
+        process.stdin.write(f"{end}\n")
+        process.stdin.flush()
+
+
 def ended(*processes: subprocess.Popen[str]) -> Outcome:
     """Their outcome together, once they have ended."""
     outcome = Outcome()
     for process in processes:
         printed, _ = process.communicate(timeout=300)
         assert process.returncode == 0
-        outcome.add(printed)
+        outcome.merge(Outcome(**json.loads(printed)))
     return outcome
 
 
 @pytest.fixture
 def busy() -> Iterator[Busy]:
     """Sequences of 8 MiB, twice what memory holds."""
-    sequences = count(test=24, nightly=48, weekly=96)
+    sequences = count(test=48, nightly=48, weekly=96)
     config = CONFIG.format(host=sequences // 2 * 8, nvme=sequences * 12 // 16 * 16)
     with Daemon(config, faults=True) as daemon, daemon.faults() as faults:
         busy = Busy(daemon, list(range(1, sequences + 1)))
@@ -141,23 +164,35 @@ def busy() -> Iterator[Busy]:
             for seed in busy.seeds:
                 hashes = chain(seed, BLOCKS)
                 assert client.put(space, hashes, [content_of(name, BLOCK_BYTES) for name in hashes], durable=True)
-        faults.arm("nvme.slots.before_read", DELAY)
+        faults.arm("nvme.slots.before_read", f"delay:{DELAY_S}")
         yield busy
         busy.end()
 
 
-def whole_per_s(outcome: Outcome, seconds: float) -> float:
+def good_per_s(outcome: Outcome, seconds: float) -> float:
+    """Whole acquires a second by what the disk read for them."""
     assert not outcome.counts["wrong"]
-    return outcome.counts["whole"] / seconds
+    good = len(outcome.pages) / BLOCKS / seconds
+    assert good <= 1.05 * CEILING_PER_S, "more than a disk with these delays can give: it was not read"
+    return good
+
+
+def closed(busy: Busy, threads: int) -> list[subprocess.Popen[str]]:
+    """Clients that ask for as much as they are given, none for what another asks for."""
+    return [busy.load("closed", threads=threads, seeds=busy.seeds[i::CLIENTS]) for i in range(CLIENTS)]
 
 
 def peak(busy: Busy, seconds: float, threads: int) -> float:
-    """Whole acquires a second of closed clients, which ask for as much as they are given."""
-    return whole_per_s(ended(*[busy.load("closed", seconds, threads=threads) for _ in range(CLIENTS)]), seconds)
+    """Of the disk, in whole acquires a second."""
+    busy.forget()
+    clients = closed(busy, threads)
+    begin(*clients, seconds=seconds)
+    return good_per_s(ended(*clients), seconds)
 
 
 def recovery_s(busy: Busy) -> float:
-    """Until three acquires in a row are whole, after the load has ended."""
+    """Until three acquires in a row are whole, after the load has ended; they come from the disk, so most of it is theirs."""
+    busy.forget()
     begun, good = time.monotonic(), 0
     with Client(busy.daemon.target) as client:
         space = client.open_namespace(spec(BLOCK_BYTES))
@@ -174,56 +209,61 @@ def recovery_s(busy: Busy) -> float:
 
 def overload(busy: Busy, seconds: float, rate: float) -> tuple[Outcome, Outcome]:
     """Open clients at this rate in all, a polite one among them, readers that do not read, idle connections; and what health checks and a prober saw."""
-    processes = [busy.load("open", seconds, rate=rate / CLIENTS) for _ in range(CLIENTS)]
-    processes += [busy.load("closed", seconds, threads=8), busy.load("slow", seconds, count=2)]
-    around = [busy.load("idle", seconds, count=IDLE), busy.load("greedy", seconds, in_flight=IN_FLIGHT)]
-    checks = [busy.load("health", seconds, every_s=HEALTH_EVERY_S), busy.load("probe", seconds)]
-    outcome = ended(*processes)
+    busy.forget()
+    asking = [busy.load("open", rate=rate / CLIENTS, seeds=busy.seeds[i::CLIENTS]) for i in range(CLIENTS)]
+    asking += [busy.load("closed", threads=8), busy.load("slow", count=2)]
+    around = [busy.load("idle", count=IDLE), busy.load("greedy", in_flight=IN_FLIGHT)]
+    checks = [busy.load("health", every_s=HEALTH_EVERY_S), busy.load("probe")]
+    begin(*asking, *around, *checks, seconds=seconds)
+    outcome = ended(*asking)
     outcome.counts["cut off"] = ended(*around).counts["cut off"]
     return outcome, ended(*checks)
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_a_disk_is_asked_for_ten_times_what_it_can(busy: Busy) -> None:
     """Goodput stays near the peak, refusals come at once with a hint, memory stays, health answers, and it is over with the load."""
     rounds, seconds = count(test=1, nightly=4, weekly=6), count(test=4, nightly=15, weekly=30)
     first = {threads: peak(busy, seconds, threads) for threads in PEAK_THREADS}
     threads = max(first, key=lambda number: first[number])
-    peaks, goods, told, memory = [first[threads]], [], Outcome(), busy.memory_bytes()
-    checks = Outcome()
+    peaks, goods, told, memory = [first[threads]], list[float](), Outcome(), busy.memory_bytes()
+    checks, grown, recovered = Outcome(), list[int](), list[float]()
     while len(goods) < rounds or (not told.counts["cut off"] and len(goods) < 3 * rounds):  # a slow machine offers less
         outcome, health = overload(busy, seconds, 10 * peaks[0])
-        goods.append(whole_per_s(outcome, seconds))
-        grown, recovered = busy.memory_bytes() - memory, recovery_s(busy)
+        goods.append(good_per_s(outcome, seconds))
+        grown.append(busy.memory_bytes() - memory)
+        recovered.append(recovery_s(busy))
         told.merge(outcome)
         checks.merge(health)
         peaks.append(peak(busy, seconds, threads))
     share = statistics.median(goods) / statistics.median(peaks)
+    late_ms, busy_ms = checks.percentile_ms(*REFUSED), checks.percentile_ms("whole")
     report(
         "overload of a disk",
-        peak_per_s=round(statistics.median(peaks), 1),
-        peak_threads=CLIENTS * threads,
-        goodput_per_s=[round(good, 1) for good in goods],
-        peaks_per_s=[round(value, 1) for value in peaks],
+        ceiling_per_s=round(CEILING_PER_S, 2),
+        peak_per_s=round(statistics.median(peaks), 2),
+        peaks_by_clients={CLIENTS * number: round(value, 2) for number, value in first.items()},
+        peaks_per_s=[round(value, 2) for value in peaks],
+        goodput_per_s=[round(good, 2) for good in goods],
         goodput_share=round(share, 2),
         offered=told.counts.total(),
         counts=dict(told.counts),
         refusals=sum(checks.counts[name] for name in REFUSED),
         refusals_p90_ms=checks.percentile_ms(*REFUSED, share=0.9),
-        refusals_p99_ms=checks.percentile_ms(*REFUSED),
-        health_p99_ms=checks.percentile_ms("whole"),
-        memory_grown_mib=round(grown / MIB, 1),
-        normal_after_s=recovered,
+        refusals_p99_ms=late_ms,
+        health_p99_ms=busy_ms,
+        memory_grown_mib=round(max(grown) / MIB, 1),
+        normal_after_s=max(recovered),
     )
     assert told.counts["Overloaded"] > 10
     assert not told.counts["Overloaded-unhinted"]
     assert told.counts["cut off"] > 0
     assert share > 0.4, "the goal is 0.8; the slack is for a machine that others use too"
-    assert grown < 64 * MIB
-    late_ms, busy_ms = checks.percentile_ms(*REFUSED), checks.percentile_ms("whole")
+    assert max(grown) < 64 * MIB
+    assert max(recovered) < 20
     assert late_ms < 10 * max(50.0, busy_ms), "health checks say how busy the machine is"
-    assert checks.percentile_ms("whole") < 1000
+    assert busy_ms < 1000
     assert set(checks.counts) <= {"whole", "served", *REFUSED}
     assert_nothing_stays(busy)
 
@@ -235,28 +275,38 @@ def assert_nothing_stays(busy: Busy) -> None:
         assert all(tier.pages_pinned == 0 for tier in client.tiers().values())
 
 
+def lookups_per_s(busy: Busy, seconds: float, at_once: int) -> float:
+    """Of closed clients with so many calls in flight each, within their credits: whole answers a second."""
+    clients = [busy.load("flood", in_flight=at_once) for _ in range(CLIENTS)]
+    begin(*clients, seconds=seconds)
+    return ended(*clients).in_time / seconds
+
+
 @pytest.mark.alone
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_more_lookups_than_can_be_answered(busy: Busy) -> None:
     """With hundreds of lookups in flight as many are answered as before, or nearly; health answers, and memory stays."""
     rounds, seconds = count(test=1, nightly=3, weekly=6), count(test=3, nightly=10, weekly=20)
     memory = busy.memory_bytes()
-    alone, among, told, checks = [], [], Outcome(), Outcome()
+    first = {at_once: lookups_per_s(busy, seconds, at_once) for at_once in PEAK_LOOKUPS}
+    at_once = max(first, key=lambda number: first[number])
+    alone, among, told, checks = [first[at_once]], list[float](), Outcome(), Outcome()
     for _ in range(rounds):
-        alone.append(ended(busy.load("lookups", seconds, threads=8)).counts["whole"] / seconds)
-        floods = [busy.load("flood", seconds, in_flight=IN_FLIGHT) for _ in range(FLOODS)]
-        polite, health = busy.load("lookups", seconds, threads=8), busy.load("health", seconds, every_s=HEALTH_EVERY_S)
-        kept = ended(polite)
-        among.append(kept.counts["whole"] / seconds)
+        floods = [busy.load("flood", in_flight=IN_FLIGHT) for _ in range(FLOODS)]
+        polite, health = busy.load("lookups", threads=8), busy.load("health", every_s=HEALTH_EVERY_S)
+        begin(*floods, polite, health, seconds=seconds)
+        kept, flooded = ended(polite), ended(*floods)
+        among.append((kept.in_time + flooded.in_time) / seconds)
         assert set(kept.counts) <= {"whole", "Overloaded"}
-        flooded = ended(*floods)
-        among[-1] += flooded.counts["whole"] / seconds
         told.merge(flooded)
         checks.merge(ended(health))
+        alone.append(lookups_per_s(busy, seconds, at_once))
     grown = busy.memory_bytes() - memory
     report(
         "overload by cheap calls",
         peak_per_s=round(statistics.median(alone)),
+        peaks_by_calls={CLIENTS * number: round(value) for number, value in first.items()},
+        goodput_per_s=[round(good) for good in among],
         goodput_share=round(statistics.median(among) / statistics.median(alone), 2),
         counts=dict(told.counts),
         health_p99_ms=checks.percentile_ms("whole"),
