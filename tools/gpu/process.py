@@ -97,7 +97,7 @@ async def _life(bench: Bench, sides: Sides, descriptor: int, limits: tuple[float
     dead = asyncio.Event()
     first = GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: dead.set())
     facts = await first.start()
-    told = [f"exports {facts.exports}", f"hashes {facts.hashes}", *facts.notices]
+    told = [f"exports {facts.exports}", f"hashes {facts.hashes}", facts.copying, *facts.notices]
     found: list[Result] = [Fact("process_facts", "; ".join(told))]
     sides.descriptor = await first.make(SLAB, sides.length_bytes)
     await first.attach(HOST, descriptor, 2 * sides.length_bytes)
