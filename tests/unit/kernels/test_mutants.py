@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.kernels.small_cases import UNITS
-from tools.kernel_mutants import MUTANTS, Mutant
+from tools.kernel_faults import MUTANTS, Mutant
 from tools.kernels import SOURCES
 
 
