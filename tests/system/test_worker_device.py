@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from tests.depth import report
 from tests.system.blocks import await_true
+from tests.system.device_worker import evict, gpu_process
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.lone_worker import OPTIONS, PROMPT, SPEC, random_model
 from tests.system.sdk import await_nothing_held, held
-from tests.system.test_device_tier import evict, gpu_process
 from tests.unit.kernels.fake_driver import fake_environment
 from tierd.client import Client
 from tierd.errors import TierFailed
@@ -266,7 +266,7 @@ def test_evicted_and_promoted_pages_give_the_same_tokens(daemon: Daemon, want: l
     """A prefix that left the device for the host comes back to the device for the next worker, which attends to it there."""
     with Elsewhere(serve, daemon.target, durable=True) as one, Elsewhere(serve, daemon.target) as two:
         assert one.ask(["begin"]) == {} and one.ask(["end"]) == want
-        evict(daemon, "device.0")
+        evict(daemon.target, "device.0")
         (found,) = two.ask(["begin"]).items()
         assert found[0] in ("host.0", "nvme.0") and found[1] == PREFIX
         assert {place[0] for place in two.ask(["places"])} == {"device.0"}
