@@ -104,6 +104,28 @@ def test_descriptors_are_closed_whatever_comes(ends):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_gpu_that_this_process_has_not(tmp_path):
+    """A tier on a GPU that is not here is Unsupported, asked for by name, by kind or to be mapped, and no descriptor stays; other tiers are no matter of it."""
+    gpu = {"uuid": "00" * 16, "ordinal": 0}
+    tiers = [{"name": "device.0", "gpu": gpu}, {"name": "device.1", "gpu": gpu}, {"name": "host.0"}]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    session, memory = Session(ours, {"session": 5, "token": "5.x", "tiers": tiers}), Memory(tmp_path)
+    session.check_gpus("host.0")
+    for wanted in ("device", "device.1"):
+        with pytest.raises(Unsupported):
+            session.check_gpus(wanted)
+    before = len(os.listdir("/proc/self/fd"))
+    sizes = {"bytes": PAGES * CLASS_BYTES, "catalogue_bytes": memory.catalogue_path.stat().st_size}
+    with memory.data.open("rb") as data, memory.catalogue_path.open("rb") as catalogue:
+        answer(theirs, {"ok": True, "writable": False} | sizes, [data.fileno(), catalogue.fileno()])
+    with pytest.raises(Unsupported):
+        session.map(handles(), timeout_s=5)
+    session.unmap()
+    assert (len(os.listdir("/proc/self/fd")), session.unmapped(handles())) == (before, {(0, 1)})
+    session.close()
+    theirs.close()
+
+
 def test_descriptors_are_not_inherited_over_exec(ends, monkeypatch):
     """What a worker starts while it maps a segment does not have the segment too."""
     session, theirs = ends
