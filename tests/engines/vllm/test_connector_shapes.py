@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
+import torch
+from vllm.platforms.cpu import CpuPlatform
+
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
-from tests.engines.vllm.engine import Engine
+from tests.engines.vllm.engine import Answer, Engine
 from tests.engines.vllm.tiered import VERIFIED, prompt
 from tierd.testing import Daemon
 
 pytestmark = [pytest.mark.timeout(900)]
+MLA_BLOCK_TOKENS, MLA_BLOCKS = 16, 12
+"""Of vLLM's reference kernels for latent attention; of a prompt."""
+on_reference_kernels = pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="with AMX vLLM takes other kernels for latent attention"
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +87,7 @@ def test_another_rotary_scaling_is_another_model(
     assert_same(computed, restored)
 
 
+@on_reference_kernels
 def test_without_vllms_caching_tierd_is_off(
     daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
@@ -89,6 +99,46 @@ def test_without_vllms_caching_tierd_is_off(
     assert computed.cached == again.cached == 0
     assert_same(computed, again)
     assert counted(llm.metrics(), "saves") == counted(llm.metrics(), "lookups") == 0
+
+
+@on_reference_kernels
+def test_latent_attention_comes_back(
+    daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention from memory and from the store is to the last bit what vLLM's own prefix cache has of it. vLLM's CPU backend cannot go on from a prefix, and switches
+    that cache off, which is undone here: after a hit it says other things than after computing, with or without tierd, but decoding reads what was restored."""
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(_with_prefix_caching))
+    llm = engine(make_model("mla"), connector=connector(daemon), max_model_len=1024)
+    asked, other = ([*prompt(seed, MLA_BLOCKS * MLA_BLOCK_TOKENS), 7] for seed in (6, 7))
+    llm.generate([asked, other], max_tokens=2)
+    own, of_other = (llm.generate([tokens], max_tokens=24)[0] for tokens in (asked, other))
+    assert own.cached == of_other.cached == len(asked) - 1
+    assert own.tokens != of_other.tokens, "the same last token, other KV: this test shows nothing"
+    for move in (lambda: None, lambda: to_the_store(daemon)):
+        assert llm.reset()
+        move()
+        before = counted(llm.metrics(), "loaded_blocks")
+        restored = _restored(llm, asked, own.cached)
+        assert counted(llm.metrics(), "loaded_blocks") - before == MLA_BLOCKS
+        assert_same(own, restored)
+
+
+def _restored(llm: Engine, asked: list[int], tokens: int) -> Answer:
+    """Once the daemon has answered in time."""
+    for _ in range(60):
+        answer = llm.generate([asked], max_tokens=24)[0]
+        if answer.cached == tokens:
+            return answer
+        assert llm.reset()
+    raise AssertionError("the daemon serves nothing")
+
+
+SWITCHES_OFF = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+
+def _with_prefix_caching(cls: Any, config: Any) -> None:
+    SWITCHES_OFF(cls, config)
+    config.cache_config.enable_prefix_caching = True
 
 
 def test_a_trained_model_comes_back(shared: Path, daemon: Daemon, engine: Callable[..., Engine]) -> None:

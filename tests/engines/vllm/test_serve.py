@@ -1,30 +1,38 @@
-"""`vllm serve` with deploy/examples/vllm/connector.json, as it stands there: what vLLM forgets, and what a server that was started anew never had, tierd has."""
+"""The commands of deploy/examples/vllm, as they stand there; and that what vLLM's server forgets, and what one that was started anew never had, tierd has."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
-from click.testing import CliRunner
+import vllm
 
 from tests.depth import report
+from tests.engines.documented import Block, Shell, free_port, is_said, run_blocks
 from tests.engines.vllm.served import Server
 from tests.engines.vllm.tiered import VERIFIED, far_from, prompt
 from tests.system.blocks import await_true
-from tierd.cli import ctl
+from tierd.integrations.versions import WINDOWS
 from tierd.testing import Daemon
 
-pytestmark = [pytest.mark.timeout(1200)]
-PROMPT = prompt(1, 400)
+NEWEST = WINDOWS["vllm"].ran[-1]
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not vllm.__version__.startswith(NEWEST), reason=f"commands are run on {NEWEST} alone"),
+]
+ON_CPU, ON_CPU_TIER, SERVE, ASK, AGAIN, WHO = run_blocks("deploy/examples/vllm/README.md")
+MODEL, PORT, REQUEST = "/tmp/tierd-example-model", "8000", "/tmp/tierd-example-request.json"
+PROMPT = [3 + i * 7 % 500 for i in range(400)]
+"""The document's."""
 WHOLE = 384
 """Tokens of it that may be restored: vLLM's blocks on the CPU are of 128."""
 TRIES = 60
@@ -36,35 +44,36 @@ def daemon() -> Iterator[Daemon]:
         yield daemon
 
 
-def served(server: Server, known: tuple[list[int], list[float]]) -> dict[str, float]:
-    """Asks, with vLLM's own cache empty, until tierd serves all of the prompt; what the metrics then say more than before. A busy machine answers no lookup in the
-    example's quarter of a second."""
-    names = (
-        "vllm:external_prefix_cache_hits_total",
-        "vllm:tierd_hit_tokens_host_total",
-        "vllm:tierd_hit_tokens_disk_total",
-    )
+@pytest.mark.parametrize("block", [ON_CPU, ON_CPU_TIER], ids=["connector", "tier"])
+def test_an_engine_alone(daemon: Daemon, tmp_path: Path, block: Block) -> None:
+    """What the document shows of one engine is what its command prints."""
+    with Shell(daemon, {MODEL: str(tmp_path / "model")}) as shell:
+        shell.until(block, lambda said: is_said(block, said), times=3)
+
+
+def served(server: Server, asked: list[int], known: tuple[list[int], list[float]]) -> float:
+    """Asks, with vLLM's own cache empty, until tierd serves what it has; tokens that were hits, by vLLM's count. A busy machine answers no lookup in the example's
+    quarter of a second."""
+    hits = "vllm:external_prefix_cache_hits_total"
     for _ in range(TRIES):
         server.reset()
-        before = {name: server.metric(name) for name in names}
-        tokens, logprobs = server.complete(PROMPT)
-        assert tokens == known[0] and far_from(logprobs, known[1]) < 1e-3
-        more = {name.removeprefix("vllm:"): server.metric(name) - before[name] for name in names}
-        if more["external_prefix_cache_hits_total"]:
-            return more
+        before = server.metric(hits)
+        tokens, logprobs = server.complete(asked, max_tokens=len(known[0]))
+        assert tokens == known[0] and (not known[1] or far_from(logprobs, known[1]) < 1e-3)
+        if server.metric(hits) > before:
+            return server.metric(hits) - before
     raise AssertionError(f"tierd serves nothing\n{server.log[-3000:]}")
 
 
-def told(daemon: Daemon) -> Any:
-    result = CliRunner().invoke(ctl.cli, ["engines", "--target", daemon.target, "--json"], prog_name="tierctl")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+def token_ids(said: str) -> list[list[int]]:
+    """Of each answer that was printed."""
+    return [json.loads(found) for found in re.findall(r'"token_ids":(\[[^]]*\])', said)]
 
 
 def test_nothing_outlives_a_test_that_is_killed() -> None:
     """The guard of a server whose test was killed ends the server's processes, its children too."""
     script = (
-        "import subprocess, sys; from tests.engines.vllm.served import guard_of\n"
+        "import subprocess, sys; from tests.engines.documented import guard_of\n"
         "words = ['sh', '-c', 'sleep 600 & echo $!; sleep 600']\n"
         "server = subprocess.Popen(words, stdout=sys.stdout, start_new_session=True)\n"
         "guard_of(server.pid); print(server.pid, flush=True); server.wait()"
@@ -84,23 +93,23 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_server_is_served(daemon: Daemon, make_model: Callable[..., Path]) -> None:
-    """A prompt is answered the same after vLLM's cache was reset, and by a server that has never seen it over a daemon that was started anew, with all its whole
-    blocks from tierd, by vLLM's own count and by tierd's; `tierctl engines` shows the server's scheduler and worker and warns of nothing."""
+def test_a_server_is_served(daemon: Daemon, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The document's server answers the same once its cache was emptied, with all whole blocks from tierd, by vLLM's own count and by tierd's; so does another one, whose
+    log-probabilities are the same too, and over a daemon that was started anew it is served what it has never seen."""
     began = time.monotonic()
-    with Server(make_model(), daemon) as other, Server(make_model(), daemon) as server:  # both start at one time
-        server.await_ready()
+    instead = {MODEL: str(make_model()), PORT: str(free_port()), REQUEST: str(tmp_path / "request.json")}
+    with Server(make_model(), daemon) as other, Shell(daemon, instead, VLLM_ENABLE_V1_MULTIPROCESSING="1") as shell:
+        shell.run(SERVE, timeout_s=600.0)  # both start at one time
         started = time.monotonic()
-        known = server.complete(PROMPT)
-        from_memory = served(server, known)
-        assert sum(from_memory.values()) == 2 * WHOLE and from_memory["tierd_hit_tokens_host_total"] == WHOLE
-        assert server.metric("vllm:tierd_saved_bytes_total") > 0 and server.metric("vllm:tierd_loaded_bytes_total") > 0
+        said = shell.run(ASK)
+        (first,) = token_ids(said)
+        again = shell.until(AGAIN, lambda said: is_said(AGAIN, said), times=TRIES)
+        assert is_said(ASK, said) and token_ids(again) == [first]
         other.await_ready()
-        answer = told(daemon)
-        assert {row["engine"]["role"] for row in answer["engines"]} == {"scheduler", "worker"}
-        assert not [said for said in answer["advice"] if said["is_urgent"]]
+        who = shell.run(WHO)
+        assert is_said(WHO, who) and "warning" not in who, who
+        known = other.complete(prompt(1, 400))
+        assert served(other, prompt(1, 400), known) == WHOLE
         daemon.restart()
-        anew = served(other, known)
-        assert anew["external_prefix_cache_hits_total"] == WHOLE
-    took = time.monotonic() - began
-    report("vllm serve", start_s=f"{started - began:.1f}", test_s=f"{took:.1f}", from_memory=from_memory, anew=anew)
+        assert served(other, PROMPT, (first, [])) == WHOLE
+    report("vllm serve", start_s=f"{started - began:.1f}", test_s=f"{time.monotonic() - began:.1f}")

@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tierd._proto import admin_pb2 as pb
 from tierd.cli import look, top
+from tierd.cli.advice import Engine
+from tierd.cli.engines import draw_engines, engine_row
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
 from tierd.cli.render import Column, fitting, plain_lines
 
@@ -82,6 +85,26 @@ def test_pictures_keep_within_the_terminal(width: int) -> None:
     text = console.export_text()
     assert "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_ranks_of_an_engine_are_told_apart(width: int) -> None:
+    """Of an engine's processes, alike but for their ranks, no two lines of the table are equal in a terminal of this width."""
+    words = {
+        "engine": "vllm",
+        "version": "0.32.0",
+        "role": "worker",
+        "model": "/models/llama-3-8b",
+        "dtype": "bfloat16",
+    }
+    rows = [
+        engine_row(Engine(1, 4200, "vllm worker", "u", words | {"ranks": f"{rank}/2"}), pb.SessionInfo(state="open"))
+        for rank in range(2)
+    ]
+    console = Console(force_terminal=True, width=width, color_system=None, highlight=False, record=True)
+    draw_engines(console, rows, [])
+    lines = [line for line in console.export_text().splitlines() if line.startswith("vllm")]
+    assert len(set(lines)) == len(rows)
 
 
 def test_rates_are_differences_over_time_and_survive_a_restart() -> None:

@@ -1,0 +1,49 @@
+"""The commands of deploy/examples/transformers, and the example of the integration's README, as they stand there."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: make test-engines has environments for it")
+pytest.importorskip("torch", reason="torch is not installed: make test-engines has environments for it")
+
+import transformers
+
+from tests.engines.documented import ROOT, Shell, is_said, run_blocks
+from tests.engines.hf.models import llama, prompt
+from tests.system.blocks import await_true
+from tierd.integrations.versions import WINDOWS
+from tierd.testing import Daemon
+
+NEWEST = WINDOWS["transformers"].ran[-1]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not transformers.__version__.startswith(NEWEST), reason=f"commands are run on {NEWEST} alone"),
+]
+
+
+def test_the_commands(daemon: Daemon) -> None:
+    """Two processes, one after the other, print what the document shows: the second one restores what the first one read."""
+    with Shell(daemon) as shell:
+        for block in run_blocks("deploy/examples/transformers/README.md"):
+            shell.until(block, partial(is_said, block))
+
+
+def test_the_readmes_example(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of the integration's README runs as it is written, with a model and tokens; the second time the prefix is restored."""
+    text = (ROOT / "tierd/integrations/transformers/README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.setenv("TIERD_TARGET", daemon.target)
+    names = {"model": llama(), "input_ids": prompt(90)}
+    restored = []
+
+    def is_restored() -> bool:
+        exec(compile(example, "README.md", "exec"), names)
+        restored.append(names["cache"].restored)
+        return restored[-1] > 0
+
+    await_true(is_restored, "the prefix is restored")
+    assert restored[0] == 0

@@ -1,0 +1,44 @@
+"""What documents tell a reader to type is run by a test, or says that it is not."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.engines.documented import FENCE, NOT_RUN, ROOT, shell_blocks
+
+FOLDERS = ("deploy/examples", "tierd/integrations")
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*/README.md"))
+]
+OTHER_SHELLS = {"bash", "shell", "zsh", "shell-session", "powershell"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_are_run_or_say_that_they_are_not(document: str) -> None:
+    """Each block of commands is among those that a test of this document runs, or begins with the reason why none does."""
+    blocks = shell_blocks(document)
+    assert not OTHER_SHELLS & {language for language, _ in FENCE.findall((ROOT / document).read_text(encoding="utf-8"))}
+    for block in blocks:
+        assert block.is_run or block.script.removeprefix(NOT_RUN).partition("\n")[0].strip(), document
+    tests = (ROOT / "tests").glob("*/**/test_*.py")
+    names = [path.name for path in tests if f'"{document}"' in path.read_text(encoding="utf-8")]
+    assert names or not any(block.is_run for block in blocks), f"no test names {document}"
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "connector"), (1, "tier")])
+def test_the_readmes_configuration_is_the_examples(number: int, name: str) -> None:
+    """The configuration in the commands of vLLM's README is that of the file which the examples' commands, that are run, give vLLM."""
+    block = shell_blocks("tierd/integrations/vllm/README.md")[number]
+    (shown,) = re.findall(r"--kv-transfer-config '(\{.*\})'", block.script, re.DOTALL)
+    example = (ROOT / "deploy/examples/vllm" / f"{name}.json").read_text(encoding="utf-8")
+    assert json.loads(shown) == json.loads(example)
+
+
+def test_blocks_are_found() -> None:
+    """Each example has commands, and some that are run, so that none of these tests passes for want of any."""
+    examples = [document for document in DOCUMENTS if document.startswith(FOLDERS[0])]
+    assert len(examples) == 5
+    assert all(any(block.is_run for block in shell_blocks(document)) for document in examples)

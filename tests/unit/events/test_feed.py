@@ -1,0 +1,59 @@
+"""The feed between the log and the publisher: how often everything is told anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cache.world import opened
+from tierd.cache.events import EventKind
+from tierd.config import EventsConfig
+from tierd.events import feed as module
+from tierd.events.feed import Feed
+from tierd.events.publisher import Publisher
+from tierd.events.told import Told
+from tierd.events.wire import Event
+
+ENDINGS = 30
+ENDLESS_S = 3600.0
+
+
+class Counted(Told):
+    """Books that know how often everything was told anew."""
+
+    clears = 0
+
+    def clear(self) -> list[Event]:
+        self.clears += 1
+        return super().clear()
+
+
+async def told_anew(tmp_path: Path) -> int:
+    """How often, while epochs end one after another and the publisher's thread has had its turn after each."""
+    settings = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/e", replay_bind="")
+    async with opened() as world:
+        told = Counted(("CPU", "STORAGE"), 10)
+        publisher = Publisher(settings, told)
+        feed = asyncio.create_task(Feed(world.cache, publisher).run())
+        for _ in range(ENDINGS):
+            await asyncio.wrap_future(publisher.do(lambda _told: []))
+            world.cache.events.add(
+                EventKind.ENDED, tier=0, namespace=world.namespace.id, hashes=b"", reason="epoch bumped"
+            )
+        clears = told.clears
+        feed.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await feed
+        await asyncio.to_thread(publisher.close, timeout_s=10.0)
+    return clears
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+async def test_a_pause_lies_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_patient: bool) -> None:
+    """However often the log breaks off, everything is told once until AGAIN_S has passed; with no such pause it would be told again and again."""
+    monkeypatch.setattr(module, "AGAIN_S", ENDLESS_S if is_patient else 0.0)
+    clears = await told_anew(tmp_path)
+    assert clears == 1 if is_patient else clears > 2
