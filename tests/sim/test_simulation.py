@@ -6,8 +6,10 @@ A failure prints its seed and a shorter script; `SIM_SEED=` runs it again, alone
 from __future__ import annotations
 
 import os
+import secrets
 import statistics
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -90,3 +92,16 @@ def test_a_seed_decides_everything(results: list[Result], seed: int) -> None:
     assert again.trace == run(write(seed)).trace
     known = {result.seed: result for result in results}
     assert seed not in known or (again.trace, again.violations) == (known[seed].trace, known[seed].violations)
+
+
+@pytest.mark.parametrize("seed", [10, 11])
+def test_chance_comes_from_the_seed_alone(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Nothing asks the machine for random bytes: they differ from run to run, and a flipped bit of them means something else each time."""
+    for name in ("token_bytes", "token_hex", "randbits", "randbelow"):
+        monkeypatch.setattr(secrets, name, partial(_refuse, name))
+    monkeypatch.setattr(os, "urandom", partial(_refuse, "urandom"))
+    assert run(write(seed)).violations == []
+
+
+def _refuse(name: str, *_: object) -> None:
+    pytest.fail(f"{name} was called in a simulation")

@@ -8,6 +8,7 @@ page cache of last resort (`buffered`) excepted; nothing here is tried twice.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -68,6 +69,9 @@ class Files(Protocol):
     def size(self, path: Path) -> int:
         """Length of a file in bytes."""
 
+    def random_bytes(self, count: int) -> bytes:
+        """So many bytes that nobody has had before."""
+
 
 class OsFiles:
     """The files of this machine. Descriptors are not inherited; a link in the place of a file is not followed."""
@@ -114,6 +118,9 @@ class OsFiles:
 
     def size(self, path: Path) -> int:
         return path.stat().st_size
+
+    def random_bytes(self, count: int) -> bytes:
+        return secrets.token_bytes(count)
 
 
 OS = OsFiles()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -262,7 +261,7 @@ def _store_id(directory: Path, disk: Files) -> bytes:
     """The store's id, 16 bytes, made on its first day. Raises VersionMismatch, TierFailed, OSError."""
     path = directory / "store.json"
     if path.name not in disk.list(directory):
-        store = secrets.token_bytes(16)
+        store = disk.random_bytes(16)
         text = json.dumps({"format": versions.STORE.current, "store": store.hex()})
         durable.replace_file(path, [text.encode()], disk=disk)
         return store

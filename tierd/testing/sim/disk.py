@@ -291,6 +291,10 @@ class SimDisk:
         """As `Files.size`."""
         return len(self._at(path).image)
 
+    def random_bytes(self, count: int) -> bytes:
+        """As `Files.random_bytes`, from the seed."""
+        return self._chance.randbytes(count)
+
     # -- inside
 
     def _change(self, operation: str) -> None:
