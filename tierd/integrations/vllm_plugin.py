@@ -6,10 +6,12 @@ vLLM process with tierd beside it calls this, so it imports nothing of ours and 
 
 from __future__ import annotations
 
+import contextlib
+
 
 def register() -> None:
     """Called by vLLM in each of its processes, more than once in some."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
+    with contextlib.suppress(ImportError, AttributeError, ValueError):  # not in this vLLM; registered already
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
-    if "TierdConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("TierdConnector", "tierd.integrations.vllm", "TierdConnector")

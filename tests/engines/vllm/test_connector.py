@@ -10,10 +10,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
+import vllm
+
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import TRUSTING, VERIFIED, far_from, flushed, pages_like, prompt, spoil
 from tests.system.damaged import Place, copy
+from tierd.integrations.versions import release_of
 from tierd.testing import Daemon
 from tierd.tiers.slots import HEADER_BYTES
 
@@ -21,6 +24,8 @@ pytestmark = [pytest.mark.timeout(900)]
 PROMPT_TOKENS = 200
 WHOLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 """Tokens of a prompt that may be restored."""
+HAS_SOURCES = release_of(vllm.__version__) >= (0, 32)
+"""Whether vLLM counts tokens by where they came from."""
 DAMAGED = 3
 """Number of the block that is damaged."""
 
@@ -51,19 +56,29 @@ def test_from_memory(llm: Engine) -> None:
     assert_same(computed, restored)
     after = llm.metrics()
     assert counted(after, "hit_tokens_host") - counted(before, "hit_tokens_host") == WHOLE
+    assert from_source(after, "host") - from_source(before, "host") == WHOLE * HAS_SOURCES
     assert counted(after, "loaded_bytes") > counted(before, "loaded_bytes")
 
 
 def test_from_the_store(llm: Engine, daemon: Daemon) -> None:
-    """From NVMe too."""
+    """From NVMe too, and vLLM counts it as that."""
     asked = [prompt(2, PROMPT_TOKENS)]
     computed = llm.generate(asked, max_tokens=24)[0]
     assert llm.reset()
     to_the_store(daemon)
-    before = counted(llm.metrics(), "hit_tokens_disk")
+    before = llm.metrics()
     restored = llm.generate(asked, max_tokens=24)[0]
-    assert restored.cached == WHOLE and counted(llm.metrics(), "hit_tokens_disk") - before == WHOLE
+    after = llm.metrics()
+    assert restored.cached == WHOLE
+    assert counted(after, "hit_tokens_disk") - counted(before, "hit_tokens_disk") == WHOLE
+    assert from_source(after, "disk") - from_source(before, "disk") == WHOLE * HAS_SOURCES
     assert_same(computed, restored)
+
+
+def from_source(metrics: dict[str, float], source: str) -> float:
+    """Of vLLM's own count of tokens by where they came from."""
+    name = "vllm:prompt_tokens_cached_by_source_total"
+    return sum(value for key, value in metrics.items() if key.startswith(name) and f'"source": "{source}"' in key)
 
 
 def test_after_the_daemon_died(llm: Engine, daemon: Daemon) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -306,8 +307,10 @@ def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         face.__getattr__("TierdConnector")
 
 
-def test_vllm_knows_the_connector_by_name() -> None:
-    """What the entry point registers is found without a module path; a second call changes nothing."""
+def test_vllm_knows_the_connector_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the entry point registers is found without a module path; a second call changes nothing, and one in a vLLM that has no such factory ends nothing."""
     register()
     register()
     assert KVConnectorFactory.get_connector_class_by_name("TierdConnector") is face.TierdConnector
+    monkeypatch.setitem(sys.modules, KVConnectorFactory.__module__, None)
+    register()

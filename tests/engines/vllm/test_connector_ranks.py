@@ -14,8 +14,10 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-engines run
 from tests.depth import report
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
-from tests.engines.vllm.tiered import VERIFIED, prompt
+from tests.engines.vllm.tiered import VERIFIED, flushed, pages_like, prompt, spoil
+from tests.system.damaged import Place, copy
 from tierd.testing import Daemon
+from tierd.tiers.slots import HEADER_BYTES
 
 pytestmark = [pytest.mark.timeout(900)]
 RANKS = 2
@@ -95,6 +97,32 @@ def test_what_one_rank_has_is_no_hit(llm: Engine, alone: Engine) -> None:
     restored = llm.generate(asked, max_tokens=24)[0]
     assert restored.cached == WHOLE
     assert_same(known, restored)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_one_ranks_damaged_block(llm: Engine, alone: Engine, daemon: Daemon, number: int) -> None:
+    """A block that one rank cannot load is computed on both, with all after it; the other rank still loads all of its own. Where both copies are bad, in memory and on
+    the store, each is found when it is read: it costs two requests, and the third is served whole again, by what the second one stored."""
+    asked, known = [prompt(10 + number, PROMPT_TOKENS)], {place for place, _ in flushed(daemon)}
+    expected = alone.generate(asked, max_tokens=24)[0]
+    llm.generate(asked, max_tokens=24)
+    assert llm.reset()
+    damage_one_rank(daemon, known, number)
+    for loaded in (WHOLE_BLOCKS + number, WHOLE_BLOCKS + number, RANKS * WHOLE_BLOCKS):
+        before = loaded_blocks(llm)
+        answer = llm.generate(asked, max_tokens=24)[0]
+        assert_same(expected, answer, within=CLOSE)
+        assert loaded_blocks(llm) - before == loaded and llm.reset()
+
+
+def damage_one_rank(daemon: Daemon, known: set[Place], number: int) -> None:
+    """Other bytes in the number-th block that one rank has stored and was not among those known, in memory and on the store."""
+    stored = [(place, meta) for place, meta in flushed(daemon) if place not in known and meta["position"] == number]
+    assert len({int(meta["namespace"]) for _, meta in stored}) == RANKS
+    place, meta = stored[-1]
+    (page,) = pages_like(daemon, copy(place, HEADER_BYTES + 64)[HEADER_BYTES:])
+    spoil(place._replace(offset=place.offset + HEADER_BYTES), int(meta["logical_length"]))
+    spoil(page, int(meta["logical_length"]))
 
 
 def test_many_at_once(llm: Engine, alone: Engine) -> None:
