@@ -126,10 +126,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "prefill-half",
-        "of stages of two tiles nobody brings the values",
+        "one tile's values are brought by nobody",
         "prefill.cu",
         "brings_v = simt::warp() >= kPrefillWarps - p.stage_tiles;",
-        "brings_v = brings_k;",
+        "brings_v = simt::warp() > kPrefillWarps - p.stage_tiles;",
         PREFILL,
     ),
     Mutant(

@@ -48,6 +48,7 @@ template <class Query, class Stored, int kDim> struct Attention {
   using Math = typename Stored::Math;
   using KvTile = Tile<Stored, kDim>;
   static constexpr int kBlocks = kDim / 16, kParts = std::is_same_v<Query, Math> ? 2 : 1;
+  static constexpr bool kTellsLast = kDim > 128;  // when scores and weights take no registers any more; with fewer channels keeping what is told takes more
 
   float out[2 * kBlocks][4];
   float top[2];      // the greatest score so far, per row
@@ -75,8 +76,14 @@ template <class Query, class Stored, int kDim> struct Attention {
     }
     uint32_t weights[kParts][4];
     float shrink[2], alone[2];
+    const auto tell = [&](int r) {
+      if ((simt::lane() & 3) == 0) told((simt::lane() >> 2) + 8 * r, alone[r]);
+    };
 #pragma unroll
-    for (int r = 0; r < 2; r++) shrink[r] = weigh<kTells>(scores, r, weights, scale_log2, is_seen, alone[r]);
+    for (int r = 0; r < 2; r++) {
+      shrink[r] = weigh<kTells>(scores, r, weights, scale_log2, is_seen, alone[r]);
+      if constexpr (kTells && !kTellsLast) tell(r);
+    }
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; i++) out[i][0] *= shrink[0], out[i][1] *= shrink[0], out[i][2] *= shrink[1], out[i][3] *= shrink[1];
 #pragma unroll
@@ -89,11 +96,7 @@ template <class Query, class Stored, int kDim> struct Attention {
         simt::multiply_add(out[2 * b + 1], weights[part], pair[1][0], pair[1][1], typename Math::Value());
       }
     }
-    if constexpr (kTells) {  // last, when scores and weights take no registers any more
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        if ((simt::lane() & 3) == 0) told((simt::lane() >> 2) + 8 * r, alone[r]);
-    }
+    if constexpr (kTells && kTellsLast) tell(0), tell(1);
   }
 
   // Sums over the lanes of a row; after the last tile.
