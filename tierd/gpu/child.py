@@ -66,6 +66,10 @@ class Engine:
         with self.slabs.regions.used(pieces) as slabs:
             return pack_sums(self.sums.of(slabs.addresses, pieces))
 
+    def is_lost(self) -> bool:
+        """Whether nothing runs on the GPU any more, or nobody knows what does."""
+        return self.device.is_lost or not self.lane.is_alive()
+
     def close(self) -> None:
         """Gives everything back, when all copies have ended."""
         self.slabs.regions.end_all()
@@ -116,21 +120,19 @@ class Child:
 
     def _answer(self, asked: Message, answer: Message) -> None:
         asked.close()
+        if "error" in answer.body and self._engine is not None and self._engine.is_lost():
+            # Not answered: what the GPU does yet ends with this process, and only then may what it touches be another's.
+            self._send({"lost": answer.body["error"][1]}, [])
+            os._exit(EXIT_LOST)
         answer.descriptors = answer.body.pop("descriptors", [])
         self._send(answer.body | {"id": asked.body["id"]}, answer.descriptors)
         answer.close()
-        if answer.body.get("error", [""])[0] == TierFailed.__name__ and self._is_lost():
-            self._send({"lost": answer.body["error"][1]}, [])
-            os._exit(EXIT_LOST)
 
     def _send(self, body: Body, descriptors: list[int]) -> None:
         packed = memoryview(frame(body, descriptors=len(descriptors)))
         with self._sending:
             sent = socket.send_fds(self._peer, [packed], descriptors)
             self._peer.sendall(packed[sent:])
-
-    def _is_lost(self) -> bool:
-        return self._engine is not None and not self._engine.lane.is_alive()
 
     def _ready(self) -> Engine:
         """In a thread that works for the first time the GPU's context is missing."""

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from tierd.errors import Unsupported
+from tierd.errors import TierdError, Unsupported
 from tierd.gpu.kernels import Kernels
 from tierd.gpu.wire import GpuFacts
 from tierd.kernels.driver import bindings, call
@@ -22,12 +22,13 @@ BATCH_VERSION = 12080
 
 
 class Device:
-    """cuda: NVIDIA's bindings; granularity: what slabs are a multiple of, in bytes; notices: what is less than the best; kernels: tierd's, if there are any."""
+    """cuda: NVIDIA's bindings; granularity: what slabs are a multiple of, in bytes; notices: what is less than the best; is_lost: work may be under way for which nobody can wait; kernels: tierd's, if
+    there are any."""
 
     def __init__(self, ordinal: int) -> None:
         """Takes the GPU of this number. Raises Unsupported if it, its driver or what slabs need is not there, Overloaded, TierFailed."""
         self.cuda = cuda = bindings()
-        self.name, self.notices = f"cuda:{ordinal}", list[str]()
+        self.name, self.notices, self.is_lost = f"cuda:{ordinal}", list[str](), False
         self.ordinal, self._gpu = ordinal, call(cuda.cuDeviceGet, ordinal, what=f"cuda:{ordinal}")
         self._context = self.call(cuda.cuDevicePrimaryCtxRetain, self._gpu)
         self.enter()
@@ -117,15 +118,24 @@ class Lane:
         event = ask(cuda.cuEventCreate, flags.CU_EVENT_BLOCKING_SYNC | flags.CU_EVENT_DISABLE_TIMING)
         with ExitStack() as ends:
             ends.callback(ask, cuda.cuEventDestroy, event)
-            ends.callback(ask, cuda.cuEventSynchronize, event)
+            ends.callback(self._surely, cuda.cuEventSynchronize, event)
             with self._lock, ExitStack() as filled:
-                filled.callback(ask, cuda.cuEventRecord, event, self._stream)
+                filled.callback(self._surely, cuda.cuEventRecord, event, self._stream)
                 yield self._stream
 
     def is_alive(self) -> bool:
         """Whether the context still works: an error of the GPU's is given again to whoever asks."""
         (result,) = self._device.cuda.cuStreamQuery(self._stream)
         return result.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY")
+
+    def _surely(self, function: Callable[..., tuple[Any, ...]], *given: Any) -> None:
+        """An event that the driver refuses tells of nothing: then all of the stream is waited for, and if that fails too nobody knows what has ended."""
+        try:
+            self._device.call(function, *given)
+        except TierdError:
+            (result,) = self._device.cuda.cuStreamSynchronize(self._stream)
+            self._device.is_lost |= bool(result)
+            raise
 
     def close(self) -> None:
         """Nothing may be put in after it."""

@@ -214,6 +214,35 @@ def test_a_call_that_fails_leaves_nothing_under_way() -> None:
     closed(engine, slab, host)
 
 
+@on_fake_driver()
+def test_a_wait_that_the_driver_refuses_leaves_nothing_under_way() -> None:
+    """An event that cannot be recorded or waited for tells of no copy: the call fails when the copies have ended even so, and the next one works."""
+    engine, slab, host = opened()
+    pieces = pack_pieces(pieces_of())
+    for call in ("cuEventRecord", "cuEventSynchronize"):
+        os.pwrite(slab, bytes(2 * SLAB), 0)
+        os.environ["TIERD_FAKE_CUDA_STRIKE"] = f"{call}:0:e2"
+        with pytest.raises(Overloaded, match=call):
+            engine.copy(pieces, to_device=True)
+        assert "pending" not in counts(), call
+        assert bytes_at(slab, pieces_of(), "slab") == bytes_at(host, pieces_of(), "host")
+        del os.environ["TIERD_FAKE_CUDA_STRIKE"]
+        engine.copy(pieces, to_device=True)
+    assert not engine.is_lost()
+    closed(engine, slab, host)
+
+
+@on_fake_driver()
+def test_work_that_nobody_can_wait_for_loses_the_gpu() -> None:
+    """Neither the event nor the stream tells when copies have ended: such a process must end, whatever else still works."""
+    engine, _, _ = opened()
+    with pytest.raises(Overloaded), engine.lane.turn():
+        os.environ["TIERD_FAKE_CUDA_STRIKE"] = "*:0:e2"
+    del os.environ["TIERD_FAKE_CUDA_STRIKE"]
+    assert engine.lane.is_alive()
+    assert engine.is_lost()
+
+
 @on_fake_driver(TIERD_FAKE_CUDA_STRIKE="cuMemHostAlloc:1:e2")
 def test_a_beginning_without_memory_is_refused() -> None:
     """Pinned staging that is not to be had is Overloaded."""
