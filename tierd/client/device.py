@@ -53,6 +53,7 @@ class Gpu:
             raise Unsupported(f'{WHAT}: {error}; or use tier="host"') from error
         self.id = self._find(place)
         self._ended: deque[tuple[int, int]] = deque()
+        self._unmapping = threading.Lock()
         self._context = call(self.cuda.cuDevicePrimaryCtxRetain, self.id, what=WHAT)
 
     def ask(self, name: str, *given: Any) -> Any:
@@ -108,12 +109,15 @@ class Gpu:
         return int(self.ask("cuMemGetAllocationGranularity", prop, least))
 
     def _unmap_ended(self) -> None:
-        if self._ended:
-            self.ask("cuCtxSynchronize")
-        while self._ended:
-            address, length_bytes = self._ended.popleft()
-            self.ask("cuMemUnmap", address, length_bytes)
-            self.ask("cuMemAddressFree", address, length_bytes)
+        with self._unmapping:
+            # Counted before the wait: what ends within it may have work on the GPU that was launched behind it.
+            count = len(self._ended)
+            if count:
+                self.ask("cuCtxSynchronize")
+            for _ in range(count):
+                address, length_bytes = self._ended.popleft()
+                self.ask("cuMemUnmap", address, length_bytes)
+                self.ask("cuMemAddressFree", address, length_bytes)
 
     def access(self, *, is_writable: bool) -> Any:
         """This GPU's rights, as the driver takes them."""

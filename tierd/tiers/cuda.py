@@ -181,7 +181,7 @@ class CudaTier(SegmentBooks[Slab]):
         failpoint("cuda.probe.before_gpu")
         try:
             await self._start()
-        except TierdError as error:
+        except (TierdError, OSError) as error:
             raise TierFailed(f"{self.spec.name}: no GPU process can be started: {error}") from error
         await self._data.fill()
 
@@ -191,13 +191,13 @@ class CudaTier(SegmentBooks[Slab]):
         """As every mapped memory; and host segments that end are detached. No copy of theirs is under way: it would pin their pages."""
         super().apply(plan)
         for assignment in plan.segments:
-            if assignment.replaces in self._hosts:
-                task = asyncio.get_running_loop().create_task(self._detach(assignment.replaces))
+            ended = assignment.replaces
+            if ended in self._hosts:
+                task = asyncio.get_running_loop().create_task(self._detach(ended, self._hosts.pop(ended)))
                 self._errands.add(task)
                 task.add_done_callback(self._errands.discard)
 
-    async def _detach(self, segment: int) -> None:
-        attached = self._hosts.pop(segment)
+    async def _detach(self, segment: int, attached: asyncio.Task[None]) -> None:
         try:
             await attached
             await self._living().detach(segment)

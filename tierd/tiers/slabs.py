@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from tierd.errors import InvalidArgument, Overloaded, TierFailed
@@ -45,15 +45,15 @@ class Slabs:
         self._errands: set[asyncio.Task[None]] = set()
 
     async def hand_over(self, gpu: GpuProcess) -> GpuFacts:
-        """Starts a GPU process over the slabs that there are; from now on it makes them. Raises Unsupported, Overloaded, TierFailed."""
-        slabs = (*self._used.values(), *self._spares)
-        # Of its own: a slab may be given up meanwhile, and its descriptor's number be another file's.
-        lent = {slab.number: (os.dup(slab.fd), self._segment_bytes) for slab in slabs}
-        try:
+        """Starts a GPU process over the slabs that there are; from now on it makes them. Raises Unsupported, Overloaded, TierFailed, OSError."""
+        lent: dict[int, tuple[int, int]] = {}
+        with ExitStack() as ends:
+            for slab in (*self._used.values(), *self._spares):
+                # Of its own: a slab may be given up meanwhile, and its descriptor's number be another file's.
+                fd = os.dup(slab.fd)
+                ends.callback(os.close, fd)
+                lent[slab.number] = (fd, self._segment_bytes)
             facts = await gpu.start(slabs=lent)
-        finally:
-            for fd, _ in lent.values():
-                os.close(fd)
         self._dropped.extend(lent.keys() - {slab.number for slab in (*self._used.values(), *self._spares)})
         self.gpu = gpu
         return facts

@@ -124,6 +124,28 @@ def test_a_row_keeps_its_pages_pinned_and_mapped() -> None:
 
 
 @on_fake_driver()
+def test_what_ends_while_the_gpu_is_waited_for_is_unmapped_by_the_next() -> None:
+    """Another thread may launch on a mapping and let go of it within that wait, which says nothing of that work."""
+    slabs = Slabs([SLAB, SLAB])
+    before = counts()["mappings"]
+    ask = slabs.gpu.ask
+
+    def asked(name: str, *given: Any) -> Any:
+        answer = ask(name, *given)
+        if name == "cuCtxSynchronize":
+            slabs.memories.clear()  # the other thread, as soon as the wait is over
+        return answer
+
+    slabs.gpu.ask = asked
+    slabs.memories.pop()
+    slabs.gpu.unmap_ended()
+    assert counts()["mappings"] == before - 1
+    slabs.gpu.unmap_ended()
+    assert counts()["mappings"] == before - 2
+    slabs.close()
+
+
+@on_fake_driver()
 def test_pages_that_cannot_follow_each_other_are_refused() -> None:
     """Several in a slab, short ones in the middle, bytes that are no multiple of the granularity, none, and such as lie elsewhere: each is named with its bytes, the
     granularity and the remedy, and nothing is left of the attempt."""

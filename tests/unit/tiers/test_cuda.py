@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,6 +171,48 @@ async def test_blocks_outlive_the_gpu_process(tiers: tuple[CudaTier, Arena]) -> 
     back = pages(1, 2, 7)
     await device.store(there, metas_of(there), target=host, targets=back)
     assert bytes(host.view(back[0])[:LENGTH]) == contents(1)[0], "host memory is attached to the new process too"
+
+
+async def test_a_process_without_descriptors_loses_none_to_a_probe(tiers: tuple[CudaTier, Arena]) -> None:
+    """With room for one descriptor a GPU process cannot be started: TierFailed, as often as it is tried, the room stays, and with more of it the tier is back."""
+    device, _ = tiers
+    os.kill(pid_of(device), signal.SIGKILL)
+    await until(lambda: bool(device.health().fault))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken, some = [], os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (some + 8, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(some))
+        os.close(taken.pop())
+        for _ in range(2):
+            with pytest.raises(TierFailed, match="Too many open files"):
+                await device.probe()
+        os.close(os.dup(some))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in (some, *taken):
+            os.close(fd)
+    await device.probe()
+    assert device.health().fault == ""
+
+
+async def test_a_host_segment_may_end_with_the_gpu_process(tiers: tuple[CudaTier, Arena]) -> None:
+    """A plan ends it in the turn in which the owner hears of the death: nothing is left to detach, and nothing goes wrong."""
+    device, host = tiers
+    there, here = pages(0, 1, 0), pages(1, 2, 0)
+    await device.load(there, metas_of(there), source=host, sources=here)
+    wrong: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    gpu = device._gpu
+    assert gpu is not None
+    device.apply(Plan(segments=[segment(5, tier=1, replaces=2, fresh=True)]))
+    device._died(gpu, "killed")
+    await gpu.stop()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert wrong == []
 
 
 async def test_ended_host_segments_are_detached(tiers: tuple[CudaTier, Arena]) -> None:
