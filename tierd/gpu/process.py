@@ -280,6 +280,7 @@ class GpuProcess:
         else:
             self._reason += f"; pid {self.pid} does not die, what it copies to is not free until it does"
             self._fail(copies=False)
+            self._turns.release()  # copies may have every turn; each of those that wait fails and gives this one on
             asyncio.get_running_loop().add_reader(self._pidfd, self._gone)
         if self._is_missed:
             self._on_death(self._reason)

@@ -16,6 +16,7 @@ from tierd.gpu.process import GpuProcess
 
 pytestmark = pytest.mark.usefixtures("driver")
 PATIENCE_S, REAP_S = 0.5, 0.2
+LIMIT_S = 15
 
 
 @pytest.fixture
@@ -44,6 +45,21 @@ async def test_copies_wait_until_it_is_gone(immortal: tuple[GpuProcess, Owner]) 
             await copy
     await gpu.stop()
     assert len(owner.told) == 1
+
+
+async def test_who_waits_for_a_turn_is_told(immortal: tuple[GpuProcess, Owner]) -> None:
+    """Copies that wait for its end have every turn: other calls, which were never sent, wait for nothing."""
+    gpu, _ = immortal
+    copies = [asyncio.create_task(gpu.load(pieces_of())) for _ in range(process.CALLS_MAX)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(LIMIT_S):
+        for call in [asyncio.create_task(gpu.drop(1)) for _ in range(2)]:
+            with pytest.raises(TierFailed, match="does not die"):
+                await call
+    assert not any(copy.done() for copy in copies)
+    os.kill(gpu.pid, signal.SIGKILL)
+    await asyncio.gather(*copies, return_exceptions=True)
+    await gpu.stop()
 
 
 async def test_an_owner_that_ends_waits_no_longer(immortal: tuple[GpuProcess, Owner]) -> None:
