@@ -38,7 +38,7 @@ class DeviceBatch:
 
 @dataclass(slots=True)
 class Arguments:
-    """Of one call. kv_type, k_scales, v_scales: known after `pool`."""
+    """Of one call. kv_type, k_scales, v_scales: known after `pool`. Each method raises InvalidArgument, naming the argument."""
 
     device: str
     requests: int
@@ -51,11 +51,13 @@ class Arguments:
     v_scales: int | None = None
 
     def queries(self, q: Array, rows: int) -> Buffer:
+        """q: [rows, q_heads, head_dim] of a type that kernels have."""
         found = Buffer.of("q", q).checked((rows, self.q_heads, self.dim), *KV_TYPES, device=self.device).aligned()
         self.q_type = found.dtype
         return found
 
     def pool(self, pages: KvPages) -> params.Pool:
+        """The pool of pages, for queries that were looked at before."""
         found = checked_pages(pages, (self.kv_heads, self.dim), KV_TYPES[self.q_type], device=self.device)
         k, page_tokens = found.k, found.k.shape[1]
         if page_tokens % TILE_TOKENS:
@@ -64,6 +66,7 @@ class Arguments:
         return params.Pool(k.address, found.v.address, *k.strides[:3], page_tokens)
 
     def batch(self, batch: DeviceBatch, n: int) -> params.Batch:
+        """Lengths, tables and what of them is attended to, of n sequences."""
         lens = Buffer.of("batch.kv_lens", batch.kv_lens).checked((n,), "i32", device=self.device)
         tables = Buffer.of("batch.tables", batch.tables).checked((n, None), "i32", device=self.device)
         if min(batch.sinks, batch.window) < 0 or (batch.window and batch.subsets is not None):
@@ -89,12 +92,15 @@ class Arguments:
         )
 
     def like(self, name: str, array: Array, q: Buffer) -> int:
+        """The address of an array of q's shape and type."""
         return Buffer.of(name, array).checked(q.shape, q.dtype, device=self.device).address
 
     def lse(self, array: Array, rows: int) -> int:
+        """The address of lse: f32 [rows, q_heads]."""
         return Buffer.of("lse", array).checked((rows, self.q_heads), "f32", device=self.device).address
 
     def mass(self, array: Array, table_pages: int) -> int | None:
+        """The address of mass: f32 [requests, q_heads, table_pages]; None if it is not wanted."""
         return self._optional("mass", array, (self.requests, self.q_heads, table_pages), "f32")
 
     def _optional(self, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> int | None:

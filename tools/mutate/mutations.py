@@ -237,7 +237,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "process-start-time",
         "a later process of the same number is not taken for the holder of pages",
-        "tierd/server/peers.py",
+        "tierd/processes.py",
         "if find_start_time(pid) == start_time and not has_ended(pidfd):",
         "if not has_ended(pidfd):",
         SESSIONS,
