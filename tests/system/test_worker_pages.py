@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.system.raw import RawClient
+from tests.system.sdk import held
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, Reservation
 from tierd.errors import DeadlineExceeded
@@ -243,6 +245,29 @@ def test_after_a_commit_that_failed_nothing_relies_on_the_page(
         assert [report.tokens for report in reports] == plain(model, request)
         assert worker.source.faults["DeadlineExceeded"] > 0
         assert (reports[0].recomputed_tokens == 0) == keeps_copies
+
+
+def test_pages_that_may_still_be_read_go_to_nobody(
+    roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that cannot wait for the GPU says so, and the daemon keeps the pages set aside, whatever the worker drops."""
+    with Worker(roomy, model) as worker:
+        pages = worker.source.reserve(3)
+        before = held(roomy)
+        assert before[1] == 1
+        monkeypatch.setattr(Backend, "finish", _hang)
+        with pytest.raises(DeadlineExceeded):
+            worker.source.release(pages)
+        pages.clear()
+        worker.source._spare.clear()
+        gc.collect()
+        assert worker.source.acquire(prompt(16)).pages == []  # what was dropped is told with the next call
+        assert held(roomy) == before
+        monkeypatch.undo()
+
+
+def _hang(self: Backend) -> None:
+    raise DeadlineExceeded("backend: the GPU hangs")
 
 
 def test_without_a_daemon_the_worker_computes(model: Llama, tmp_path: Any) -> None:

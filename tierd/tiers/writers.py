@@ -22,10 +22,14 @@ PATIENCE_S = 60.0
 
 
 def note_writer(tables: Path, pid: int) -> None:
-    """Before it may write. Those that are gone are forgotten. Raises OSError."""
+    """Before it may write. Those that are gone are forgotten. Raises OSError, for a process that /proc hides as well: the next daemon could not wait for it."""
     start_time = find_start_time(pid)
     if start_time is None:
-        return  # gone
+        if _is_there(pid):
+            raise PermissionError(
+                f"/proc/{pid}/stat cannot be read; mount /proc without hidepid, or run tierd with ProtectProc=default"
+            )
+        return
     lines = dict.fromkeys(f"{pid} {start}\n" for pid, start in (*_living(tables), (pid, start_time)))
     new = tables / f"{NAME}.new"
     new.write_text("".join(lines))
@@ -48,6 +52,17 @@ def await_writers(tables: Path, *, what: str) -> None:
         finally:
             os.close(pidfd)
     (tables / NAME).unlink(missing_ok=True)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        return not has_ended(pidfd)
+    finally:
+        os.close(pidfd)
 
 
 def _living(tables: Path) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -27,12 +28,14 @@ from numpy.typing import NDArray
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup, Reservation
 from tierd.client.values import Hashes
 from tierd.core.model import ROOT
-from tierd.errors import ConfigError, ForkedClient, InvalidArgument, StaleHandle, TierdError
+from tierd.errors import ConfigError, DeadlineExceeded, ForkedClient, InvalidArgument, StaleHandle, TierdError
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_WITHHELD: list[tuple[Any, Any]] = []
+"""Arrays and origins of pages that a GPU which hangs may still touch: for as long as this process lives the daemon gives them to nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,9 @@ class TierdPages:
         return self._guarded(lambda: self._commit_tail(page, tokens, after), bool)
 
     def release(self, pages: Sequence[Page]) -> None:
-        """Named pages are unpinned, private ones kept for the next reserve. Raises DeadlineExceeded while a GPU hangs that may still read them."""
-        self._shape.backend.finish()
+        """Named pages are unpinned, private ones kept for the next reserve. Raises DeadlineExceeded while a GPU hangs that may still read them; they then
+        stay this process's until it ends."""
+        self._finish(pages)
         for page in pages:
             if page.is_lost:
                 continue
@@ -228,11 +232,21 @@ class TierdPages:
         if len(held) == len(pages):
             self._memory.release(kept)
         else:
+            with suppress(DeadlineExceeded):
+                self._finish(pages)
             held = kept or [Page(None) for _ in pages]
             self._owed += len(pages) - len(kept)
             self._spare.clear()
         for page, now in zip(pages, held, strict=True):
             page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
+
+    def _finish(self, pages: Sequence[Page]) -> None:
+        """Waits for what may still touch the pages. Raises DeadlineExceeded: nobody else gets them then, whoever lets go of them here."""
+        try:
+            self._shape.backend.finish()
+        except DeadlineExceeded:
+            _WITHHELD.extend((page.array, page.origin) for page in pages)
+            raise
 
     def _copies(self, pages: Sequence[Page]) -> list[Page]:
         copies = self._memory.reserve(len(pages))

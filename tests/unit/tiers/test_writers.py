@@ -93,3 +93,15 @@ def noted(directory: Path, pid: int) -> int:
 def rewrite(directory: Path, text: str) -> None:
     (path,) = directory.rglob(writers.NAME)
     path.write_text(text)
+
+
+def test_who_cannot_be_found_again_may_not_write(
+    directory: Path, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that lives, and whose start /proc hides, is refused: the next daemon would take it for gone. One that is gone is none."""
+    monkeypatch.setattr(writers, "find_start_time", lambda _pid: None)
+    with pytest.raises(OSError, match="hidepid"):
+        writers.note_writer(directory, writer.pid)
+    writer.kill()
+    writer.wait()
+    writers.note_writer(directory, writer.pid)
