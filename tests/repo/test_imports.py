@@ -55,7 +55,7 @@ BUILDERS: dict[str, set[str]] = {
     "cli/leftovers.py": {"server", "tiers"},
     "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
     # Paged caches are tables of the worker's pages under the paged kernel.
-    "integrations/transformers/attention.py": {"kernels"},
+    "integrations/transformers/attention.py": {"kernels", "worker"},
     "integrations/transformers/paged.py": {"worker"},
     "integrations/transformers/store.py": {"worker"},
     "cli/advice.py": {"integrations"},  # which versions of engines were run

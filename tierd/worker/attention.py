@@ -1,6 +1,6 @@
-"""What attends in a worker: kernels, or plain array operations.
+"""What attends to pages: kernels, or plain array operations.
 
-Purpose: `attention_for`, the one place where a worker asks. Non-purpose: attending. Invariants: nothing falls back in silence: who asked for kernels, or computes
+Purpose: `attention_for`, the one place where a worker asks; `attention_over`, for whoever has pages and another model. Non-purpose: attending. Invariants: nothing falls back in silence: who asked for kernels, or computes
 on a GPU, gets them or an error that says what is missing.
 """
 
@@ -12,7 +12,7 @@ from tierd.kernels.arguments import GROUP_LIMIT, HEAD_DIMS
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.fitting import TILE_TOKENS
 from tierd.kernels.library import open_library
-from tierd.worker.backend import KERNEL_DTYPES
+from tierd.worker.backend import KERNEL_DTYPES, Backend
 from tierd.worker.model import Llama
 from tierd.worker.pages import PageShape
 
@@ -22,17 +22,22 @@ def attention_for(model: Llama, shape: PageShape) -> PagedAttention:
 
     Raises ConfigError for a model or pages that no kernel takes, Unsupported for kernels that are not there.
     """
-    if not model.backend.has_kernels:
+    return attention_over(shape, q_heads=model.spec.q_heads, backend=model.backend)
+
+
+def attention_over(shape: PageShape, *, q_heads: int, backend: Backend) -> PagedAttention:
+    """The same for queries of so many heads that are computed by this backend. Raises as `attention_for`."""
+    if not backend.has_kernels:
         return paged_attention
-    fault = find_fault(model, shape)
+    fault = find_fault(shape, q_heads)
     if fault:
         raise ConfigError(f"kernels: {fault}; change that, or set TIERD_KERNELS=reference")
-    return KernelAttention(open_library(ordinal=model.backend.ordinal))
+    return KernelAttention(open_library(ordinal=backend.ordinal))
 
 
-def find_fault(model: Llama, shape: PageShape) -> str | None:
-    """Why kernels cannot attend to such pages for this model; None: they can."""
-    geometry, heads = shape.geometry, model.spec.q_heads
+def find_fault(shape: PageShape, heads: int) -> str | None:
+    """Why kernels cannot attend to such pages for so many query heads; None: they can."""
+    geometry = shape.geometry
     faults = {
         f"pages of {geometry.dtype}, they take {' or '.join(KERNEL_DTYPES)}": geometry.dtype not in KERNEL_DTYPES,
         f"head_dim {geometry.head_dim}, they take {HEAD_DIMS}": geometry.head_dim not in HEAD_DIMS,

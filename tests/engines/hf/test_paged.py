@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,21 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 pytest.importorskip("torch", reason="torch is not installed: make test-engines has environments for it")
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.engines.hf.models import padded, prompt
-from tests.engines.hf.said import NEW_TOKENS, assert_same, say
-from tierd.errors import InvalidArgument, Unsupported
+from tests.engines.hf.said import NEW_TOKENS, assert_same, far_from, say
+from tests.system.lone_worker import multiplies
+from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.integrations.transformers import PagedTierdCache
+from tierd.integrations.transformers.attention import kernel_for
+from tierd.kernels import paged_attention
+from tools.kernels import MissingTool, build_emulator
 
 pytestmark = pytest.mark.timeout(600)
 WHOLE = 96  # of prompts of 101 tokens, in blocks of 32
+ROUNDED = 1e-2
+"""How far logits of float16 may be apart, as a share of the largest: kernels round weights of attention to it, the reference does not."""
 
 
 @pytest.fixture
@@ -140,6 +148,63 @@ def test_chosen_rows_are_stored_as_what_they_are(paged: Any, store: Callable[...
     again = PagedTierdCache.restore(kept, out)
     assert again.restored == 128
     assert_same(say(paged, out), say(paged, out, cache=again))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Path:
+    """What runs on a GPU, for the CPU: of the model's head dim alone."""
+    try:
+        return build_emulator(dims=[64], units=("decode", "prefill", "merge", "pages"))
+    except MissingTool as error:
+        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
+
+
+def test_kernels(
+    model: Callable[..., Any], store: Callable[..., Any], kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TIERD_KERNELS=emulated the kernels' own source attends, to tierd's pages and to a cache that has none, and says what the reference says."""
+    one = model("llama", attention="tierd_paged", dtype="float16", head_dim=64, num_hidden_layers=2)
+    kept, (ids, mask) = store(one), padded(prompt(21, 70), prompt(22))
+    plain = say(one, ids, mask=mask)
+    monkeypatch.setenv("TIERD_KERNELS_LIBRARY", str(kernels))
+    assert multiplies() == 0
+    monkeypatch.setenv("TIERD_KERNELS", "emulated")
+    for restored in (None, 0, 31 + 64):
+        cache, before = None if restored is None else PagedTierdCache.restore(kept, ids, mask), multiplies()
+        assert cache is None or cache.restored == restored
+        said = say(one, ids, mask=mask, cache=cache)
+        assert said.tokens.tolist() == plain.tokens.tolist() and far_from(said, plain) <= ROUNDED
+        assert multiplies() > before
+        assert cache is None or cache.save(said.tokens, mask) == 64 + 96
+
+
+def test_kernels_that_cannot(paged: Any, store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for emulated kernels gets them or an error that says why not, and no other answer in silence."""
+    monkeypatch.setenv("TIERD_KERNELS", "emulated")
+    with pytest.raises(ConfigError, match="^kernels: pages of float32.*TIERD_KERNELS=reference"):
+        say(paged, prompt(23), cache=PagedTierdCache(store(paged)))
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("cpu", "pages lie on cpu, queries on cuda:0"), ("cuda:0", "pages of float32")]
+)
+def test_a_gpu_whose_kernels_cannot(
+    place: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a GPU's kernels do not reach pages, or take none of their type, the reference attends; that is said once, and not to whom asks for the reference."""
+    monkeypatch.delenv("TIERD_KERNELS", raising=False)
+    with FakeTensorMode():  # tensors that say where they lie
+        query, page = torch.empty(1, 4, 64, device="cuda:0"), torch.empty(2, 32, 2, 64, device=place)
+    with monkeypatch.context() as told:
+        told.setenv("TIERD_KERNELS", "reference")
+        assert kernel_for(query, [page]) is paged_attention
+    assert not caplog.records
+    assert [kernel_for(query, [page]) for _ in range(2)] == [paged_attention] * 2
+    (said,) = caplog.messages
+    assert "the reference attends, which is slow" in said and why in said
+    monkeypatch.setenv("TIERD_KERNELS", "emulated")
+    with pytest.raises(ConfigError, match="emulated kernels run on the CPU"):
+        kernel_for(query, [page])
 
 
 def test_without_a_daemon(paged: Any, store: Callable[..., Any], tmp_path: Any) -> None:
