@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction
 from tierd.policies.eviction import EVICTION
 
@@ -18,8 +19,7 @@ ID_LIMIT = 48
 
 @pytest.fixture(params=sorted(EVICTION), scope="module")
 def make(request: pytest.FixtureRequest) -> Callable[[], Eviction]:
-    policy: Callable[[], Eviction] = EVICTION[request.param]
-    return policy
+    return lambda: EVICTION[request.param](Blocks())
 
 
 def ids(*blocks: int) -> np.ndarray:

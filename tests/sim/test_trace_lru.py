@@ -60,7 +60,7 @@ def core_hits(requests: Requests, pages: int) -> list[int]:
     tier = TierSpec(
         TierKind.HOST, 0, pages * PAGE_BYTES, pages * PAGE_BYTES, high_watermark=1.0, low_watermark=1.0, eviction="lru"
     )
-    core = Core([tier], policies=lambda spec: EVICTION[spec.eviction](), session_share=1.0)
+    core = Core([tier], policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
     driver = InstantDriver(core, tier_count=1)
     return [driver.request(sequence(tokens, blocks), now=now)[0] for now, tokens, blocks in requests]
 

@@ -19,6 +19,7 @@ from tierd.cli.replay import namespace_spec
 from tierd.cli.trace import TOKENS_PER_BLOCK, hash_ids, read_trace
 from tierd.client import Client, OpenedNamespace
 from tierd.config import load_config
+from tierd.core.blocks import Blocks
 from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.model import TierKind, TierSpec
@@ -100,9 +101,9 @@ def decided(daemon: Daemon, trace: Path, limit: int) -> Outcome:
     return Outcome(tokens, [s.used_bytes for s in stats], [s.evictions for s in stats], driver.copied_bytes)
 
 
-def policy_of(spec: TierSpec) -> Any:
+def policy_of(spec: TierSpec, blocks: Blocks) -> Any:
     """The tier's eviction policy."""
-    return EVICTION[spec.eviction]()
+    return EVICTION[spec.eviction](blocks)
 
 
 def sequence(namespace: OpenedNamespace, blocks: tuple[int, ...], tokens: int) -> Sequence:

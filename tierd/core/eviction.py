@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.blocks import Blocks
 from tierd.core.model import TierSpec
 
 Ids = NDArray[np.int64]
@@ -56,5 +57,5 @@ class Eviction(Protocol):
         ...
 
 
-Policies = Callable[[TierSpec], Eviction]
-"""Makes the policy of a tier, by the name in `spec.eviction`."""
+Policies = Callable[[TierSpec, Blocks], Eviction]
+"""Makes the policy of a tier, by the name in `spec.eviction`. It may read the columns of the blocks, anew in each call."""

@@ -38,8 +38,8 @@ class Index:
 
     def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start) -> None:
         self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
-        self.policies = [policies(spec) for spec in tiers]
         self.blocks = Blocks(seed=start.seed)
+        self.policies = [policies(spec, self.blocks) for spec in tiers]
         self.page = [self.blocks.column(np.int32, fill=NO_PAGE) for _ in tiers]
         self.held = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]

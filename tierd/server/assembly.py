@@ -184,7 +184,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
     core = Core(
         [tier.spec for tier in tiers],
-        policies=lambda spec: EVICTION[spec.eviction](),
+        policies=lambda spec, blocks: EVICTION[spec.eviction](blocks),
         session_share=config.server.session_share,
         start=Start(
             generation=max(found.next_generation for found in recovered),

@@ -55,7 +55,9 @@ class Kit:
     """A core with session 1 (domain 1) open. Time passes by one second a call. `flying`: transfers that have not been finished."""
 
     def __init__(self, *tiers: TierSpec, share: float = 1.0, start: Start = Start()) -> None:  # noqa: B008  # frozen
-        self.core = Core(tiers, policies=lambda spec: EVICTION[spec.eviction](), session_share=share, start=start)
+        self.core = Core(
+            tiers, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=share, start=start
+        )
         self.core.open_session(1, domain=1)
         self.now = 0.0
         self.flying: list[StructArray] = []

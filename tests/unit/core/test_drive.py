@@ -31,7 +31,7 @@ def driver(*pages: int, eviction: str = "lru") -> InstantDriver:
         TierSpec(TierKind.NVME, 0, count * SLOT_BYTES, count * SLOT_BYTES, slot_overhead_bytes=4096)
         for count in pages[1:]
     ]
-    core = Core(tiers, policies=lambda spec: EVICTION[spec.eviction](), session_share=1.0)
+    core = Core(tiers, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
     return InstantDriver(core, tier_count=len(tiers))
 
 
@@ -97,7 +97,8 @@ def test_demoted_blocks_come_back_from_below(settled):
         TierSpec(TierKind.NVME, 0, 64 * SLOT_BYTES, 64 * SLOT_BYTES, slot_overhead_bytes=4096),
     ]
     one = InstantDriver(
-        Core(tiers, policies=lambda spec: EVICTION[spec.eviction](), session_share=1.0), tier_count=len(tiers)
+        Core(tiers, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0),
+        tier_count=len(tiers),
     )
     settled(one)
     one.request(sequence("a", 4), now=1.0)

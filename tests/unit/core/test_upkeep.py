@@ -289,7 +289,7 @@ def test_a_block_that_returns_is_the_parent_of_its_children() -> None:
 
 def test_a_daemon_of_ten_thousand_lives_stays_small() -> None:
     """Ids, page columns and the table do not grow with the number of blocks that ever were."""
-    core = Core([tier(HOST, 64)], policies=lambda spec: EVICTION[spec.eviction](), session_share=1.0)
+    core = Core([tier(HOST, 64)], policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
     kit = Kit(tier(HOST, 64))
     kit.core = core
     core.open_session(1, domain=1)

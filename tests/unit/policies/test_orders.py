@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd.core.blocks import Blocks
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.order import UseOrder
@@ -67,18 +68,18 @@ def plain_aged_lfu(sequence: list[int], capacity: int) -> list[int]:
 @given(sequence=accesses, capacity=st.integers(1, 8))
 def test_lru_is_the_textbook_lru(sequence, capacity):
     """Evictions equal those of a list that is kept in order of use."""
-    assert evictions(Lru(), sequence, capacity) == plain_lru(sequence, capacity)
+    assert evictions(Lru(Blocks()), sequence, capacity) == plain_lru(sequence, capacity)
 
 
 @given(sequence=accesses, capacity=st.integers(1, 8))
 def test_lfu_is_the_pseudocode_of_its_paper(sequence, capacity):
     """Evictions equal those of LFU-DA written down as in the paper."""
-    assert evictions(AgedLfu(), sequence, capacity) == plain_aged_lfu(sequence, capacity)
+    assert evictions(AgedLfu(Blocks()), sequence, capacity) == plain_aged_lfu(sequence, capacity)
 
 
 def test_ageing_lets_go_of_past_fame():
     """A block used a hundred times long ago leaves once the evictions since outnumber its uses."""
-    policy = AgedLfu()
+    policy = AgedLfu(Blocks())
     policy.track(np.array([0]), 0.0)
     for now in range(100):
         policy.touch(np.array([0]), now)
@@ -102,7 +103,7 @@ def evictions_from(policy: AgedLfu, fresh: range) -> list[int]:
 
 def test_dropping_a_hot_block_does_not_age_the_rest():
     """When an operator drops the most used block, a block that comes next still counts as new."""
-    policy = AgedLfu()
+    policy = AgedLfu(Blocks())
     policy.track(np.array([0, 1, 2]), 0.0)
     for now in range(50):
         policy.touch(np.array([0]), now)

@@ -5,11 +5,14 @@ A new one is a file here, a line in EVICTION, and passes `tests/contract/test_ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
 
-EVICTION: dict[str, type[Eviction]] = {
+EVICTION: dict[str, Callable[[Blocks], Eviction]] = {
     "lfu": AgedLfu,
     "lru": Lru,
 }

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
 from tierd.policies.eviction.order import UseOrder, grown
 
@@ -30,7 +31,8 @@ from tierd.policies.eviction.order import UseOrder, grown
 class AgedLfu:
     """Least frequently used with dynamic ageing. `now` is not looked at: age is counted in evictions."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks) -> None:
+        """blocks: not looked at."""
         self._stamps = np.zeros(0, dtype=np.int64)
         self._uses = np.zeros(0, dtype=np.int64)  # F
         self._keys = np.zeros(0, dtype=np.int64)  # K

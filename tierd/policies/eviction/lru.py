@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
 from tierd.policies.eviction.order import UseOrder, grown
 
@@ -15,7 +16,8 @@ from tierd.policies.eviction.order import UseOrder, grown
 class Lru:
     """Least recently used. The order of calls is the order of uses; `now` is not looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks) -> None:
+        """blocks: not looked at."""
         self._stamps = np.zeros(0, dtype=np.int64)
         self._order = UseOrder()
         self._next_stamp = 1
