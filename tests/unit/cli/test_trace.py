@@ -36,22 +36,103 @@ def test_a_trace_is_read_gzip_or_plain(tmp_path: Path, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"{", b"[]", b'{"timestamp":0,"input_length":9000,"hash_ids":[1]}', b"\xff", b'{"timestamp":0}']
+    "line",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"timestamp":0}',
+        b'{"timestamp":0,"input_length":9000,"hash_ids":[1]}',
+        b'{"timestamp":0,"input_length":0,"hash_ids":[]}',
+        b'{"timestamp":0,"input_length":1e400,"hash_ids":[1]}',
+        b'{"timestamp":0,"input_length":NaN,"hash_ids":[1]}',
+        b'{"timestamp":-1,"input_length":1,"hash_ids":[1]}',
+        b'{"timestamp":0,"input_length":1,"hash_ids":[-1]}',
+        b'{"timestamp":0,"input_length":1,"hash_ids":[1.5]}',
+        b'{"timestamp":0,"input_length":1,"hash_ids":[9223372036854775808]}',
+        b'{"timestamp":0,"input_length":1,"hash_ids":[1],"tokens_per_block":0}',
+        b'{"timestamp":0,"input_length":1,"hash_ids":[1],"namespace":-1}',
+    ],
+    ids=lambda line: line[:70].decode("latin-1"),
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
-    """A line that is no request raises InvalidArgument with its number."""
+    """A line that is no request raises InvalidArgument with its number, wherever it stands."""
     path = written(tmp_path / "trace", packed=False)
-    path.write_bytes(path.read_bytes() + line)
+    path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(InvalidArgument, match="line 3"):
         read_trace(path)
 
 
-def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
-    """A truncated gzip file raises InvalidArgument, not a traceback."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_was_cut_off_is_dropped_with_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bool
+) -> None:
+    """Wherever a file ends too early its whole lines are read and what is lost is said; without a whole line it is refused."""
+    path = written(tmp_path / "trace", packed=False)
+    whole, lines = list(read_trace(path)), path.read_bytes().splitlines(keepends=True)
+    parts = [gzip.compress(line, mtime=0) for line in lines] if packed else lines
+    ends = {len(parts[0]), len(parts[0]) - (not packed)}  # of a plain line the end itself may be missing
+    for end in range(2, len(parts[0] + parts[1]) - 1):
+        path.write_bytes((parts[0] + parts[1])[:end])
+        found, told = found_in(path), capsys.readouterr().err
+        assert found in ([], whole[:1], whole)
+        assert (found == []) == (end < min(ends)) or packed
+        assert ("cut off after line" in told) == bool(found and end not in ends)
+
+
+def found_in(path: Path) -> list[Request]:
+    """The requests of a file; none of one that is refused."""
+    try:
+        return list(read_trace(path))
+    except InvalidArgument:
+        return []
+
+
+def test_a_last_line_needs_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A last line that is whole but for its end is read in silence; members that were appended to a file are one trace."""
+    path = written(tmp_path / "trace", packed=False)
+    path.write_bytes(gzip.compress(path.read_bytes()) + gzip.compress(path.read_bytes()[:-1]))
+    assert (len(read_trace(path)), capsys.readouterr().err) == (4, "")
+
+
+@pytest.mark.parametrize("at", [0, 3, 20, 60, -6])
+def test_a_damaged_archive_is_refused(tmp_path: Path, at: int) -> None:
+    """A gzip file with a wrong byte raises InvalidArgument, not a traceback, and no request is made up."""
     path = written(tmp_path / "trace", packed=True)
-    path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(InvalidArgument, match="cannot be read"):
+    raw, whole = bytearray(path.read_bytes()), list(read_trace(path))
+    raw[at] ^= 0x55
+    path.write_bytes(raw)
+    assert found_in(path) in ([], whole)  # whole: a byte of the header that says nothing
+
+
+def test_no_line_is_read_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line longer than any request is refused before it fills the memory."""
+    monkeypatch.setattr("tierd.cli.trace.LINE_LIMIT_BYTES", 1000)
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(bytes(1 << 20)))
+    with pytest.raises(InvalidArgument, match="more than 1000 bytes"):
         read_trace(path)
+
+
+def test_a_recording_says_how_large_its_blocks_are(tmp_path: Path) -> None:
+    """Tokens of a block, its bytes and its namespace come from the line, and time stays where it would go back."""
+    path = tmp_path / "trace"
+    line = {"timestamp": 9, "input_length": 17, "hash_ids": [3, 4], "tokens_per_block": 16, "block_bytes": 4096}
+    lines = [line | {"namespace": 1}, line | {"timestamp": 5}]
+    path.write_text("\n\n".join(json.dumps(line) for line in lines))
+    first, second = read_trace(path)
+    assert first == Request(9, 17, (3, 4), block_tokens=16, block_bytes=4096, namespace=1)
+    assert (first.last_tokens, second.time_ms, second.namespace) == (1, 9, 0)
+
+
+def test_a_trace_is_a_sequence_in_columns(tmp_path: Path) -> None:
+    """Requests are found by number, from either end, and by slice, and their ids lie in one array."""
+    trace = read_trace(written(tmp_path / "trace", packed=True))
+    assert (trace[-1], trace[:1]) == (trace[1], [trace[0]])
+    assert (trace.ids.tolist(), trace.starts.tolist()) == ([0, 1, 0], [0, 2, 3])
+    with pytest.raises(IndexError):
+        trace[2]
 
 
 def test_hashes_follow_id_and_namespace() -> None:
