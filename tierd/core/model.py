@@ -43,7 +43,7 @@ class TierKind(enum.IntEnum):
 
 
 class PageState(enum.IntEnum):
-    """free -> reserved -> ready -> retiring -> free; also reserved -> free, retiring -> ready, and retiring -> quarantined -> free."""
+    """free -> reserved -> ready -> retiring -> free; also reserved -> free and retiring -> quarantined -> free."""
 
     FREE = 0
     RESERVED = 1
@@ -141,9 +141,11 @@ class TierSpec:
     capacity_bytes: what segments may take in all. segment_bytes: size of each segment; pages never span two.
     slot_overhead_bytes: bytes before each page that are not the block's (the 4 KiB header of an NVMe slot).
     writer_owned: a segment has one writing session at a time (memory that clients map).
-    high/low_watermark: shares of capacity_bytes; above high, demotion runs until low.
+    high/low_watermark: shares of capacity_bytes; in use above high, the coldest are written ahead until those above low are clean.
     eviction: name of a policy in tierd.policies.eviction.
     quarantine_share: of capacity_bytes, the most that pages found bad may take; beyond it the oldest are given out again.
+    admission: of an nvme tier, name of a policy in tierd.policies.admission. wear_bytes_per_s: what may be written to it on the average, 0.0 for
+    as much as there is; wear_burst_s: for so long what was not written is saved.
     """
 
     kind: TierKind
@@ -152,10 +154,13 @@ class TierSpec:
     segment_bytes: int
     slot_overhead_bytes: int = 0
     writer_owned: bool = False
-    high_watermark: float = 0.95
-    low_watermark: float = 0.90
+    high_watermark: float = 0.80
+    low_watermark: float = 0.70
     eviction: str = "lru"
     quarantine_share: float = 0.0
+    admission: str = "all"
+    wear_bytes_per_s: float = 0.0
+    wear_burst_s: float = 6 * 3600.0
 
     @property
     def name(self) -> str:

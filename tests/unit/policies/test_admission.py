@@ -1,0 +1,175 @@
+"""What each admission policy does beyond the contract, and how the threshold follows the budget."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.contract.test_admission import SIZE, chain, known, sizes, used
+from tests.depth import count, report
+from tierd.core.admission import Chance, Verdict
+from tierd.core.blocks import Blocks
+from tierd.core.model import TierKind, TierSpec
+from tierd.policies.admission import ADMISSION
+from tierd.policies.admission.learned import FLOOR, Learned
+from tierd.policies.admission.tails import NAMESPACE_LIMIT, Tails
+
+SEED = int(os.environ.get("ADMISSION_SEED", "20261122"))
+NOBODY = np.zeros(0, np.int64)
+
+
+def spec(name: str = "learned", *, rate: float = 0.0, burst_s: float = 3600.0) -> TierSpec:
+    return TierSpec(TierKind.NVME, 0, 1 << 30, 1 << 20, admission=name, wear_bytes_per_s=rate, wear_burst_s=burst_s)
+
+
+def verdicts(name: str, blocks: Blocks, uses: int) -> list[int]:
+    """Of a chain of three that was used so often."""
+    policy, ids = ADMISSION[name](spec(name), blocks, None), chain(blocks, 1, 3)
+    policy.touch(ids, 0.0)  # it came
+    for now in range(1, uses):
+        used(policy, blocks, ids, float(now))
+    return policy.admit(ids, sizes(ids), 50.0).tolist()
+
+
+@pytest.mark.parametrize(("name", "uses"), [("all", 1), ("learned", 1), ("second-touch", 2), ("tinylfu", 2)])
+def test_how_many_uses_make_a_write(name: str, uses: int) -> None:
+    """all and learned (of which nobody says what is unlikely) write at the first use, the usual filters at the second."""
+    assert verdicts(name, Blocks(), uses) == [Verdict.WRITE] * 3
+    if uses > 1:
+        assert verdicts(name, Blocks(), uses - 1) == [Verdict.UNLIKELY] * 3
+
+
+def test_second_touch_remembers_whom_it_declined() -> None:
+    """A block that was declined, left and came again is written; one that never came before is not."""
+    blocks = Blocks()
+    policy, ids = ADMISSION["second-touch"](spec(), blocks, None), chain(blocks, 1, 3)
+    assert policy.admit(ids, sizes(ids), 1.0).tolist() == [Verdict.UNLIKELY] * 3
+    blocks.fade(ids)
+    others = chain(blocks, 10, 3)
+    assert policy.admit(others, sizes(others), 2.0).tolist() == [Verdict.UNLIKELY] * 3
+    again = chain(blocks, 1, 3)
+    assert policy.admit(again, sizes(again), 3.0).tolist() == [Verdict.WRITE] * 3
+
+
+def test_tinylfu_forgets_what_is_no_longer_used() -> None:
+    """After as many uses of other blocks as make two samples, two uses of long ago are no reason to write."""
+    blocks = Blocks()
+    policy, ids = ADMISSION["tinylfu"](spec(), blocks, None), chain(blocks, 1, 3)
+    for now in (0.0, 1.0, 2.0):
+        policy.touch(ids, now)
+    assert policy.admit(ids, sizes(ids), 3.0).tolist() == [Verdict.WRITE] * 3
+    others = known(blocks, list(range(100, 4100)))
+    for now in range(20):
+        policy.touch(others, 4.0 + now)
+    assert policy.admit(ids, sizes(ids), 30.0).tolist() == [Verdict.UNLIKELY] * 3
+
+
+def test_learned_has_a_floor_without_a_budget() -> None:
+    """Without a budget everything at the floor or above is written, and nothing below it."""
+    blocks = Blocks()
+    ids = known(blocks, [1, 2, 3])
+    policy = Learned(spec(), blocks, lambda ids, now: np.array([FLOOR * 0.99, FLOOR, 0.9]))
+    assert policy.admit(ids, sizes(ids), 1.0).tolist() == [Verdict.UNLIKELY, Verdict.WRITE, Verdict.WRITE]
+
+
+def demand(chance: Chance | None, *, rate: float, per_s: int, span_s: int, step_s: int = 5) -> tuple[int, list[int]]:
+    """Asks about `per_s` new blocks a second for a while; bytes written, and the numbers of the blocks that were."""
+    blocks, written, numbers = Blocks(), 0, []
+    policy = Learned(spec(rate=rate), blocks, chance)
+    policy.touch(NOBODY, 0.0)
+    for now in range(step_s, span_s, step_s):
+        ids = known(blocks, list(range(1 + now * per_s, 1 + (now + step_s) * per_s)))
+        passed = policy.admit(ids, sizes(ids), float(now)) == Verdict.WRITE
+        numbers += (blocks.hash[ids[passed], 0]).tolist()
+        policy.wrote(int(passed.sum()) * SIZE, float(now))
+        written += int(passed.sum()) * SIZE
+        blocks.fade(ids)
+    return written, numbers
+
+
+def random_chance(blocks_seed: int = SEED) -> Chance:
+    rng = np.random.default_rng(blocks_seed)
+    return lambda ids, now: rng.beta(2.0, 3.0, len(ids))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
+def test_what_is_written_meets_the_budget(share: float) -> None:
+    """Of a stream of random chances just what the budget affords is written, for a budget of a part of the demand, to 5 %."""
+    per_s, span_s = 20, 3600 * count(test=1, nightly=8, weekly=24)
+    rate = share * per_s * SIZE
+    written, _ = demand(random_chance(), rate=rate, per_s=per_s, span_s=span_s)
+    report("admission.budget", share=share, used=round(written / (rate * span_s), 3), seed=SEED)
+    assert 0.95 * rate * span_s <= written <= rate * span_s
+
+
+def test_it_is_the_best_that_is_written() -> None:
+    """With a budget for three in ten, the least chance that passed is near the seventh decile, and the mean near that of the best three tenths."""
+    passed: list[float] = []
+    rng = np.random.default_rng(SEED)
+    drawn: dict[int, float] = {}
+
+    def chance(ids: np.ndarray, now: float) -> np.ndarray:
+        values = rng.random(len(ids))
+        drawn.update({int(now) * 20 + 1 + row: value for row, value in enumerate(values)})
+        return values
+
+    _, numbers = demand(chance, rate=0.3 * 20 * SIZE, per_s=20, span_s=3600)
+    passed = [drawn[number] for number in numbers]
+    best = np.sort(np.array(list(drawn.values())))[-len(passed) :]
+    report("admission.best", mean=round(float(np.mean(passed)), 3), ideal=round(float(best.mean()), 3), seed=SEED)
+    assert np.mean(passed) >= 0.97 * best.mean()
+
+
+def test_a_budget_above_the_demand_lets_everything_through() -> None:
+    """Once something is saved, nothing above the floor is declined when the refill is twice the demand."""
+    written, _ = demand(random_chance(), rate=2.0 * 20 * SIZE, per_s=20, span_s=1800)
+    assert written >= 0.98 * 20 * 1795 * SIZE
+
+
+def test_a_demand_that_grows_tenfold_is_met_at_once() -> None:
+    """When ten times as much is asked for from one moment on, what is written stays within the budget and is still the better part."""
+    rng, blocks = np.random.default_rng(SEED), Blocks()
+    values: np.ndarray = np.zeros(0)
+    policy = Learned(spec(rate=10.0 * SIZE), blocks, lambda ids, now: values[: len(ids)])
+    policy.touch(NOBODY, 0.0)
+    passed: list[float] = []
+    for now in range(5, 3600, 5):
+        ids = known(blocks, list(range(1, 1 + 5 * (20 if now < 1800 else 200))))
+        values = rng.random(len(ids))
+        yes = policy.admit(ids, sizes(ids), float(now)) == Verdict.WRITE
+        policy.wrote(int(yes.sum()) * SIZE, float(now))
+        passed += values[yes].tolist() if now > 2100 else []
+        blocks.fade(ids)
+    report("admission.tenfold", written=len(passed), mean=round(float(np.mean(passed)), 3), seed=SEED)
+    assert 0.9 * 10 * 1500 <= len(passed) <= 1.1 * 10 * 1500
+    assert np.mean(passed) >= 0.9, "of the best twentieth the mean would be 0.975"
+
+
+def test_no_tail_is_written_without_its_head() -> None:
+    """Where all chances are the same and the budget covers half, what is written of a chain is a run from its first block on."""
+    blocks, gaps, some = Blocks(), 0, 0
+    policy = Learned(spec(rate=20.0 * SIZE), blocks)
+    policy.touch(NOBODY, 0.0)
+    for now in range(1, 601):
+        ids, yes = chain(blocks, 1 + 100 * now, 40), []
+        for part in (ids[:24], ids[24:]):  # as demotion asks: some at a time, last first
+            yes += (policy.admit(part, sizes(part), float(now)) == Verdict.WRITE).tolist()
+            policy.wrote(sum(yes[-len(part) :]) * SIZE, float(now))
+        some += int(any(yes))
+        gaps += int(any(yes) and not all(yes[yes.index(True) :]))
+        blocks.fade(ids)
+    report("admission.chains", some=some, gaps=gaps)
+    assert some >= 250 and gaps <= 0.02 * some
+
+
+def test_namespaces_that_passed_are_forgotten() -> None:
+    """What is remembered of namespaces is bounded."""
+    blocks = Blocks()
+    tails = Tails(blocks)
+    ids = known(blocks, list(range(1, 2001)))
+    for start in range(0, 2 * NAMESPACE_LIMIT, 2000):
+        blocks.namespace[ids] = np.arange(start, start + 2000)
+        tails.are_short(ids)
+    assert len(tails._most_tokens) <= NAMESPACE_LIMIT

@@ -1,0 +1,24 @@
+"""Admission policies by the names that settings use. The contract they keep is `tierd.core.admission.Admission`.
+
+A new one is a file here, a line in ADMISSION, and passes `tests/contract/test_admission.py`, which runs over the dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tierd.core.admission import Admission, Chance
+from tierd.core.blocks import Blocks
+from tierd.core.model import TierSpec
+from tierd.policies.admission.all import All
+from tierd.policies.admission.learned import Learned
+from tierd.policies.admission.second_touch import SecondTouch
+from tierd.policies.admission.tinylfu import TinyLfu
+
+ADMISSION: dict[str, Callable[[TierSpec, Blocks, Chance | None], Admission]] = {
+    "all": All,
+    "learned": Learned,
+    "second-touch": SecondTouch,
+    "tinylfu": TinyLfu,
+}
+"""Name -> maker. The chance of another use comes from a learner; None stands for certainty."""

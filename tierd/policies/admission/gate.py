@@ -1,0 +1,82 @@
+"""What the admission policies share: short blocks stay out, and the wear budget has the last word.
+
+Purpose: verdicts from two questions, is it worth a write and can it be paid for. Non-purpose: the first of them, which each policy answers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.admission import Balance, Chance, Sizes, Verdict, Verdicts
+from tierd.core.blocks import Blocks
+from tierd.core.eviction import Mask
+from tierd.core.model import TierSpec
+from tierd.core.plan import Ids
+from tierd.policies.admission.budget import Budget
+from tierd.policies.admission.tails import Tails
+
+Names = NDArray[np.uint64]
+Worth = NDArray[np.float64]
+
+_NAMESPACE_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+
+class Gate:
+    """A policy derives from it and gives `worth`, and perhaps `paid`. spec: of the tier; blocks: the core's; chance: of another use, for who looks at it."""
+
+    def __init__(self, spec: TierSpec, blocks: Blocks, chance: Chance | None = None) -> None:
+        self._blocks = blocks
+        self._chance = chance
+        self._budget = Budget(spec.wear_bytes_per_s, burst_s=spec.wear_burst_s)
+        self._tails = Tails(blocks)
+
+    def touch(self, blocks: Ids, now: float) -> None:
+        """The blocks were used."""
+        self._budget.advance(now)
+
+    def worth(self, blocks: Ids, now: float) -> Worth:
+        """Which of these full blocks deserve a write (above 0), and how much more than others. Coldest first."""
+        return np.ones(len(blocks))
+
+    def admit(self, blocks: Ids, sizes_bytes: Sizes, now: float) -> Verdicts:
+        """Full blocks that are worth it, as far as the budget reaches."""
+        self._budget.advance(now)
+        verdicts = np.full(len(blocks), Verdict.PARTIAL, np.uint8)
+        full = np.flatnonzero(~self._tails.are_short(blocks))
+        worth = self.worth(blocks[full], now)
+        verdicts[full] = np.where(worth > 0, Verdict.BUDGET, Verdict.UNLIKELY)
+        good = full[worth > 0]
+        verdicts[good[self.paid(blocks[good], worth[worth > 0], sizes_bytes[good], now)]] = Verdict.WRITE
+        return verdicts
+
+    def paid(self, blocks: Ids, worth: Worth, sizes_bytes: Sizes, now: float) -> Mask:
+        """The worthiest first, and of a chain its head, which serves without its tail."""
+        order = np.lexsort((self._blocks.position[blocks], -worth))
+        return self._budget.afforded(order, sizes_bytes, now)
+
+    def wrote(self, size_bytes: int, now: float) -> None:
+        """So much is being written."""
+        self._budget.spend(size_bytes, now)
+
+    def balance(self, now: float) -> Balance:
+        """How the budget stands."""
+        return self._budget.balance(now)
+
+    def resume(self, level_bytes: float, now: float) -> None:
+        """How it stood in a former life."""
+        self._budget.resume(level_bytes, now)
+
+
+def names_of(blocks: Blocks, ids: Ids) -> Names:
+    """uint64 [n]: one number per name, the same in every process, which `blocks.key` is not."""
+    return _numbers(blocks, blocks.hash[ids, 0], ids)
+
+
+def names_before(blocks: Blocks, ids: Ids) -> Names:
+    """uint64 [n]: the number of each block's parent, whether that is known or not."""
+    return _numbers(blocks, blocks.parent_hash[ids, 0], ids)
+
+
+def _numbers(blocks: Blocks, words: Names, ids: Ids) -> Names:
+    return np.asarray(words ^ (blocks.namespace[ids].astype(np.uint64) * _NAMESPACE_FACTOR), np.uint64)

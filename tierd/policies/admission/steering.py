@@ -1,0 +1,86 @@
+"""The threshold that a wear budget affords: of all that is asked for, the best, and just so much.
+
+Purpose: a controller from the stream of chances and a budget's rate and level to the least chance that is let through. Non-purpose: where the chances
+come from; refusing what the level cannot pay (budget.py).
+
+How. The bytes that are asked for are counted by chance in BINS bins, and fade with `memory_s`, so the counts over their span are a rate for each bin. The
+threshold lies where the rates from the best bin down add up to
+
+    rate x level / reserve,    reserve = rate x (the span / SPANS_PER_RESERVE, within bounds)
+
+that is, to the refill rate when the level is at the reserve. A level above it is spent, one below it saves; with rates that are wrong by a
+factor e the level settles at reserve / e instead of running dry, and a demand that the budget covers altogether brings the threshold to 0. As the
+reserve grows with what was seen, a young daemon spends what it has, and an old one carries a quiet night's refill into the day.
+
+In the bin of the threshold only a share is let through.
+
+The idea of steering an admission by what may be written a day is that of CacheLib's DynamicRandomAP (B. Berg et al., "The CacheLib Caching Engine",
+OSDI 2020, section 4.3), which lets a random share through; here it is the best share.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.admission import Sizes
+from tierd.policies.admission.budget import Budget
+
+Chances = NDArray[np.float64]
+
+BINS = 1024
+MEMORY_S = 86400.0
+"""A day and its night."""
+SPANS_PER_RESERVE = 32.0
+LEAST_RESERVE_S = 10.0
+RESERVE_SHARE = 0.25
+"""Of the burst, the most that the reserve is."""
+
+
+class Steering:
+    """budget: the one that is to be met."""
+
+    def __init__(self, budget: Budget, *, memory_s: float = MEMORY_S) -> None:
+        self._budget = budget
+        self._memory_s = memory_s
+        self._asked_bytes = np.zeros(BINS)
+        self._span_s = 0.0
+        self._at: float | None = None
+
+    def shares(self, chances: Chances, sizes_bytes: Sizes, now: float) -> Chances:
+        """Of what is asked for just now: how much of blocks like each should be let through, 0 to 1. All of it without a budget."""
+        shares = np.ones(len(chances))
+        if self._budget and len(chances):
+            bins = np.minimum((chances * BINS).astype(np.int64), BINS - 1)
+            self._note(bins, sizes_bytes, now)
+            edge, share = self._edge(now)
+            shares[bins < edge] = 0.0
+            shares[bins == edge] = share
+        return shares
+
+    def threshold(self, now: float) -> float:
+        """The least chance that is let through now."""
+        return self._edge(now)[0] / BINS
+
+    def _note(self, bins: NDArray[np.int64], sizes_bytes: Sizes, now: float) -> None:
+        gone_s = 0.0 if self._at is None else max(0.0, now - self._at)
+        self._at = now
+        kept = math.exp(-gone_s / self._memory_s)
+        self._asked_bytes *= kept
+        self._span_s = self._span_s * kept + gone_s
+        np.add.at(self._asked_bytes, bins, sizes_bytes)
+
+    def _edge(self, now: float) -> tuple[int, float]:
+        """The bin of the threshold, and which share of its bytes is let through."""
+        span_s = max(self._span_s, LEAST_RESERVE_S)
+        budget = self._budget
+        reserve_s = max(LEAST_RESERVE_S, min(span_s / SPANS_PER_RESERVE, RESERVE_SHARE * budget.burst_s))
+        affordable = budget.level(now) / reserve_s * span_s
+        above = np.cumsum(self._asked_bytes[::-1])[::-1]
+        edge = int(np.searchsorted(-above, -affordable, side="left")) - 1
+        if edge < 0:
+            return 0, 1.0
+        beyond = float(above[edge + 1]) if edge + 1 < BINS else 0.0
+        return edge, min(1.0, max(0.0, affordable - beyond) / max(float(self._asked_bytes[edge]), 1.0))
