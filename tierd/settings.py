@@ -40,12 +40,19 @@ def _key(default: Any, meaning: str, *, unit: str = "", least: float | None = No
 
 def _high_watermark() -> Any:
     return _key(
-        0.95, "Above this share of the capacity, demotion starts.", unit="share of capacity", least=0.0, most=1.0
+        0.80,
+        "What is in use above this share of the capacity, coldest first, is always to be held by a farther tier too: it is"
+        " written there ahead of need, and stays here until its room is wanted.",
+        unit="share of capacity",
+        least=0.0,
+        most=1.0,
     )
 
 
 def _low_watermark() -> Any:
-    return _key(0.90, "Demotion stops at this share of the capacity.", unit="share of capacity", least=0.0, most=1.0)
+    return _key(
+        0.70, "Once writing ahead has begun, it goes on to this share.", unit="share of capacity", least=0.0, most=1.0
+    )
 
 
 def _segment() -> Any:

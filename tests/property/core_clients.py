@@ -62,7 +62,7 @@ class Lease:
 
 
 def new_core(specs: list[TierSpec], **more: Any) -> Core:
-    return Core(specs, policies=lambda spec: EVICTION[spec.eviction](), session_share=SHARE, **more)
+    return Core(specs, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=SHARE, **more)
 
 
 class Clients(RuleBasedStateMachine):

@@ -65,7 +65,9 @@ class Churn:
     # -- life
 
     def _begin(self) -> Core:
-        core = Core(TIERS, policies=lambda spec: EVICTION[spec.eviction](), session_share=1.0, start=self._highest)
+        core = Core(
+            TIERS, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0, start=self._highest
+        )
         for session in SESSIONS:
             core.open_session(session, domain=session)
         return core

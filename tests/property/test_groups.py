@@ -87,7 +87,7 @@ def namespace(group: int, rank: int) -> int:
 
 def filled(groups: list[Group]) -> tuple[Core, list[GroupQuery]]:
     """A core that holds exactly what the groups say, and the question for all of them."""
-    core = Core(TIERS, policies=lambda spec: EVICTION[spec.eviction](), session_share=1.0)
+    core = Core(TIERS, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
     core.open_session(SESSION, domain=1)
     queries = []
     for number, group in enumerate(groups):

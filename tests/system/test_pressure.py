@@ -99,8 +99,8 @@ def test_nothing_leaks(daemon: Daemon) -> None:
 
 
 def test_demoted_blocks_come_back_from_nvme() -> None:
-    """What demotion ahead of need drove out of the host tier is served from NVMe, every block and every byte."""
-    # Room for a whole put or get stays free ahead of it, so that nothing has to be dropped before it was written.
+    """What was written ahead and has left the host tier is served from NVMe, every block and every byte."""
+    # As much as a whole put or get is clean ahead of it, so that nothing has to be dropped before it was written.
     roomy = CONFIG.replace("[[nvme]]", "high_watermark = 0.7\nlow_watermark = 0.5\n\n[[nvme]]")
     with Daemon(roomy) as daemon, RawClient(daemon.target) as client:
         namespace = client.open_namespace(block_bytes=128 * 1024)

@@ -198,7 +198,7 @@ class Core:
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 64) -> Plan:
-        """What wants to move now: at most `limit` victims of tiers above their high watermark. Empty when content."""
+        """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark. Empty when content."""
         draft = Draft(now)
         self._demotion.run(limit, draft)
         return draft.plan()

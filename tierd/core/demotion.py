@@ -1,15 +1,20 @@
-"""Demotion: what leaves a tier before anybody asks for its page.
+"""Demotion: the coldest blocks of a tier are written to the next one before anybody asks for their pages.
 
-Purpose: keeps pages free in every tier, so that puts and promotions seldom have to drop a block that no farther tier holds. Non-purpose: room in the
-moment of need (room.py). Between its watermarks a tier drains in two measures:
+Purpose: whoever needs room in a tier finds, coldest first, blocks that a farther tier holds too, and so loses nothing by dropping them. Non-purpose:
+room in the moment of need (room.py). What was written stays where it is, clean, until its page is wanted; so running ahead costs no hits, a
+block asked for again was never away, and the farthest tier drops nothing before it must.
+
+A tier has two measures, each with a high and a low mark:
 - as a whole: pages in use against its capacity;
-- per key (domain, class, writer), because a free page helps nobody whose key is another: pages in use against what the key could use, which is its
+- per key (domain, class, writer), because a clean page helps nobody whose key is another: pages in use against what the key could use, which is its
   segments and the vacant places.
-A measure that passes the high mark drains to the low one. A victim that a farther tier holds is freed at once, others are sent to the next farther
-kind; a full far tier drops its coldest; where there is no farther tier, or none that could hold the block, it is freed.
+What is in use above the low mark is to be clean, coldest first. Writing begins when something above the high mark is not, and goes on to the low one.
+A full far tier drops its coldest; what no far tier could hold is left to room.py.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,12 +22,19 @@ from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.model import Reason
 from tierd.core.pages import Key, Usage
-from tierd.core.plan import Ids
+from tierd.core.plan import Bools, Ids
 from tierd.core.planner import Planner, Where
 from tierd.core.room import MOST_REACH
 
 WHOLE = Key(-1, -1, -1)
 """The measure of a tier as a whole."""
+
+
+class Excess(NamedTuple):
+    """Bytes in use above a measure's marks."""
+
+    high: float
+    low: float
 
 
 class Demotion:
@@ -33,70 +45,88 @@ class Demotion:
         self._draining: list[set[Key]] = [set() for _ in planner.index.tiers]
 
     def run(self, limit: int, draft: Draft) -> None:
-        """At most `limit` victims over all tiers, near to far."""
+        """At most `limit` transfers over all tiers, near to far."""
         for tier in self._index.serving():
-            while limit > 0:
-                victims = self._victims(tier, limit)
-                gone = self._push_out(tier, victims, draft) if len(victims) else 0
-                if not gone:
-                    break
-                limit -= gone
+            if limit > 0 and self._farther(tier):
+                limit -= self._send(tier, self._victims(tier)[:limit], draft)
 
-    def _victims(self, tier: int, limit: int) -> Ids:
-        """One batch: the coldest blocks by which a measure is in excess."""
-        pages_of, excess = self._index.tiers[tier], self._excess(tier)
+    def _victims(self, tier: int) -> Ids:
+        """The coldest blocks that should be clean by now and are not."""
+        excess = self._excess(tier)
         if not excess:
             return no_ids()
-        whole = excess.pop(WHOLE, 0.0)
-        victims = self._room.coldest(tier, limit if whole else MOST_REACH)
+        victims = self._room.coldest(tier, self._reach(tier, excess))
+        pages_of = self._index.tiers[tier]
         sizes = pages_of.class_bytes(self._index.attached(tier, victims))
-        if whole:
-            return victims[: int(np.searchsorted(np.cumsum(sizes), whole)) + 1]
-        chosen = np.zeros(len(victims), bool)
-        for key, size in excess.items():
-            right = self._room.is_right(tier, victims, key)
-            if right[:1].all():
-                chosen[np.flatnonzero(right)[: int(-(-size // key.class_bytes))]] = True
-            else:  # the coldest leaves, whoever's it is: its segment goes to those who ask
-                chosen |= self._room.is_beside(tier, victims, victims[0])
-        return self._room.tails_first(tier, victims[chosen])[:limit]
+        dirty = self._planner.attached(victims, self._farther(tier)).pages < 0
+        wanted = np.zeros(len(victims), bool)
+        for key, over in excess.items():
+            rows = np.arange(len(victims)) if key == WHOLE else np.flatnonzero(self._room.is_right(tier, victims, key))
+            wanted[rows] |= self._is_due(tier, key, over, sizes=sizes[rows], dirty=dirty[rows])
+        return victims[wanted]
 
-    def _excess(self, tier: int) -> dict[Key, float]:
-        """By how many bytes each measure that drains is above its low mark."""
+    def _is_due(self, tier: int, key: Key, over: Excess, *, sizes: Ids, dirty: Bools) -> Bools:
+        """Of a measure's coldest, those to be written: all the dirty ones above the low mark, if one is above the high mark or writing has begun."""
+        before = np.cumsum(sizes) - sizes
+        due: Bools = dirty & (before < over.low)
+        draining = self._draining[tier]
+        if (due & (before < over.high)).any():
+            draining.add(key)
+        elif not due.any():
+            draining.discard(key)
+        return due if key in draining else np.zeros(len(due), bool)
+
+    def _excess(self, tier: int) -> dict[Key, Excess]:
+        """The measures that have bytes above the low mark, and are above the high mark or being drained. What is on its way is as good as clean."""
         pages_of, draining = self._index.tiers[tier], self._draining[tier]
         spec, measures = pages_of.spec, pages_of.usage()
         measures[WHOLE] = Usage(pages_of.staying_bytes, spec.capacity_bytes - pages_of.quarantined_bytes)
         draining.intersection_update(measures)
-        out = {}
+        out, going = {}, self._going(tier)
         for key, (used, whole) in measures.items():
-            if used > spec.high_watermark * whole:
-                draining.add(key)
-            if used <= spec.low_watermark * whole:
+            dirty = used - going.get(key, 0)
+            over = Excess(dirty - spec.high_watermark * whole, dirty - spec.low_watermark * whole)
+            if over.low > 0 and (over.high > 0 or key in draining):
+                out[key] = over
+            else:
                 draining.discard(key)
-            if key in draining:
-                out[key] = used - spec.low_watermark * whole
         return out
 
-    def _push_out(self, tier: int, victims: Ids, draft: Draft) -> int:
-        """Sends on what has no farther copy and a place to go; drops the rest. How many of the victims that were."""
-        sole = victims[~self._room.is_farther(tier, victims)]
-        to = self._next_tiers(tier, sole)
-        sent = 0
+    def _going(self, tier: int) -> dict[Key, int]:
+        """Bytes that are being written to a farther tier, by measure."""
+        pages_of = self._index.tiers[tier]
+        pages = self._planner.flights.sources(tier, Reason.DEMOTION)
+        out = {WHOLE: int(pages_of.class_bytes(pages).sum())}
+        for place, count in zip(*np.unique(pages_of.place[pages], return_counts=True), strict=True):
+            key = pages_of.key_of(int(place))
+            out[key] = out.get(key, 0) + int(count) * key.class_bytes
+        return out
+
+    def _reach(self, tier: int, excess: dict[Key, Excess]) -> int:
+        """How many of the coldest are looked at: enough for the whole; those of a single key may lie anywhere."""
+        if excess.keys() != {WHOLE}:
+            return MOST_REACH
+        least = min(self._index.tiers[tier].usage(), default=WHOLE, key=lambda key: key.class_bytes).class_bytes
+        return min(MOST_REACH, int(excess[WHOLE].low // max(least, 1)) + 1)
+
+    def _send(self, tier: int, victims: Ids, draft: Draft) -> int:
+        """Writes them to the next tier, as far as one has room. How many."""
+        sent, to = 0, self._next_tiers(tier, victims)
         for rows in runs(to):
             if to[rows[0]] >= 0:
-                blocks = sole[rows][::-1]
+                blocks = victims[rows][::-1]
                 where = Where(np.full(len(blocks), tier), self._index.attached(tier, blocks))
                 done = self._planner.send(blocks, where, target=int(to[rows[0]]), reason=Reason.DEMOTION, draft=draft)
-                self._index.retire(tier, where.pages[done])
                 sent += int(np.count_nonzero(done))
-        dead = np.concatenate((victims[self._room.is_farther(tier, victims)], sole[to < 0]))
-        self._room.drop(tier, dead, draft)
-        return sent + len(dead)
+        return sent
+
+    def _farther(self, tier: int) -> list[int]:
+        kind = self._index.tiers[tier].spec.kind
+        return [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
 
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
         """Where each block would be demoted to: a tier of the next farther kind that takes new blocks; -1 where none can hold it."""
-        kind = self._index.tiers[tier].spec.kind
-        farther = [t for t in self._index.writable() if self._index.tiers[t].spec.kind > kind]
+        farther = [t for t in self._farther(tier) if self._index.tiers[t].writable]
         if not farther:
             return np.full(len(blocks), -1, np.int64)
         to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.columns import lengthen, rows_for
-from tierd.core.model import StructArray
+from tierd.core.model import Reason, StructArray
 from tierd.core.plan import Ids, TransferIds
 from tierd.errors import NotFound
 
@@ -66,6 +66,12 @@ class Flights:
         rows = [self._row_of.pop(i) for i in ids.tolist()]
         self._free.extend(rows)
         return self._rows[rows]
+
+    def sources(self, tier: int, reason: Reason) -> Ids:
+        """Source pages in the tier of what flies for this reason."""
+        rows = self._rows[list(self._row_of.values())]
+        pages: Ids = rows["source_page"][(rows["source_tier"] == tier) & (rows["reason"] == reason)]
+        return pages
 
     def pages(self) -> list[tuple[Ids, Ids]]:
         """(tiers, pages) of all sources and of all targets."""

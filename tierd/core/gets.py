@@ -228,9 +228,6 @@ class Gets:
             for tier in self._index.serving():
                 self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
             self._index.blocks.touch(blocks, now)
-        for tier in serving:
-            pages = self._index.attached(tier, blocks)[::-1]
-            self._planner.ask_again(tier, pages[pages >= 0], now)
 
     # -- inside: leases
 

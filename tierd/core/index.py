@@ -2,13 +2,12 @@
 
 Purpose: keeps blocks, pages and eviction policies in step. Non-purpose: choosing. An arrow is one function:
 
-    set_aside  free -> reserved            publish  reserved -> ready            retire  ready -> retiring
-    discard    reserved -> free            revive   retiring -> ready            vacate  ready, retiring -> free
-                                           condemn  ready, retiring -> quarantined
+    set_aside  free -> reserved            publish  reserved -> ready            vacate   ready -> free
+    discard    reserved -> free            doom     ready -> retiring -> free    condemn  ready, retiring -> quarantined
 
-A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready or a retiring one as a copy to read.
-A page is *doomed* when it is detached but something still pins it: nobody finds it again, and it is freed with its last pin. A block
-is *tracked* by a tier's policy while it has an attached page there that is reserved or ready.
+A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready one as a copy to read.
+A page is *doomed* when it is detached but something still pins it: it is retiring, nobody finds it again, and it is freed with its last
+pin. A block is *tracked* by a tier's policy while it has an attached page there.
 
 Invariants: a block has at most one attached page per tier; a pinned page is never freed; `held[t][b]` is False exactly for what tier t may
 give up now (tracked, no pin, no operator's pin), `barred` also covers blocks whose children are tracked there; `going[t]` and
@@ -69,7 +68,7 @@ class Index:
         return np.asarray(pages, np.int64)
 
     def readable(self, tier: int, blocks: Ids) -> Ids:
-        """The block's page if it can be read (ready or retiring), else -1."""
+        """The block's page if it can be read, else -1."""
         pages = self.attached(tier, blocks)
         if len(self.tiers[tier].state):
             pages[self.tiers[tier].state[pages] < PageState.READY] = NO_PAGE
@@ -107,23 +106,13 @@ class Index:
         self.tiers[tier].filler[pages] = 0
         self._weigh(tier, self.tiers[tier].block[pages])
 
-    def retire(self, tier: int, pages: Ids) -> None:
-        """ready -> retiring: attached pages are on their way out."""
-        self._leave(tier, self.tiers[tier].block[pages].astype(np.int64))
-        self.tiers[tier].move(pages, PageState.READY, PageState.RETIRING)
-
-    def revive(self, tier: int, pages: Ids, now: float) -> None:
-        """retiring -> ready: asked for again, or the way out failed."""
-        self.tiers[tier].move(pages, PageState.RETIRING, PageState.READY)
-        self._enter(tier, self.tiers[tier].block[pages].astype(np.int64), now)
-
     def discard(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
         """reserved -> free: pages that were never attached."""
         assert (self.tiers[tier].block[pages] < 0).all(), "a page with a block is doomed, not discarded"
         self._free(tier, pages, np.full(len(pages), reason), draft)
 
     def vacate(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
-        """ready, retiring -> free: attached pages without pins."""
+        """ready -> free: attached pages without pins."""
         assert not self.tiers[tier].pins[pages].any(), "a pinned page is never freed"
         self.doom(tier, pages, reason, draft)
 
@@ -150,7 +139,7 @@ class Index:
         """Attached pages are detached, whatever their state; freed at once, or with their last pin."""
         pages_of = self.tiers[tier]
         blocks = pages_of.block[pages].astype(np.int64)
-        self._leave(tier, blocks[pages_of.state[pages] != PageState.RETIRING])
+        self._leave(tier, blocks)
         ready = pages[pages_of.state[pages] == PageState.READY]
         pages_of.move(ready, PageState.READY, PageState.RETIRING)
         self.page[tier][blocks] = NO_PAGE
@@ -190,11 +179,7 @@ class Index:
     # -- inside
 
     def _tracked(self, tier: int, blocks: Ids) -> Bools:
-        pages, state = self.page[tier][blocks], self.tiers[tier].state
-        if len(state) == 0:
-            return np.zeros(len(blocks), bool)
-        found = state[pages]
-        return np.asarray((pages >= 0) & ((found == PageState.READY) | (found == PageState.RESERVED)), bool)
+        return np.asarray(self.page[tier][blocks] >= 0, bool)
 
     def _enter(self, tier: int, blocks: Ids, now: float) -> None:
         if len(blocks) == 0:

@@ -4,9 +4,8 @@ Purpose: a wish (these blocks in that kind of tier) becomes flights with a page 
 ready, or none. Non-purpose: which wishes there are (gets.py, puts.py, core.py). Policies hear of a block when its transfer is decided, never
 when it ends, so the order of ends changes no later decision.
 
-A transfer's life: `bring` pins source and target and attaches the target -> `finish`: the target is published, or doomed; a retiring source
-is freed if the target is good, else revived. Whatever happened to either page meanwhile (asked for again, condemned, forgotten) shows in
-its state.
+A transfer's life: `bring` pins source and target and attaches the target -> `finish`: the target is published, or doomed; the source stays. What
+happened to either page meanwhile (condemned, forgotten) shows in its state.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from tierd.core.model import (
     TRANSFER,
     BlockStatus,
     Fault,
-    PageState,
     Reason,
     StructArray,
     TierKind,
@@ -130,8 +128,6 @@ class Planner:
         self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
         for rows in runs(where.tiers):
             source = int(where.tiers[rows[0]])
-            if reason != Reason.DEMOTION:
-                self.ask_again(source, where.pages[rows], draft.now)
             self.index.pin(source, where.pages[rows])
         draft.transfer(self._records(ids, flights, draft))
         return sent
@@ -150,13 +146,6 @@ class Planner:
         for tier in np.unique(where.tiers[where.tiers >= 0]).tolist():
             fillers = self.index.tiers[tier].filler[where.pages[where.tiers == tier]]
             draft.wait(fillers[fillers > 0])
-
-    def ask_again(self, tier: int, pages: Ids, now: float) -> None:
-        """Retiring pages among these stay after all."""
-        retiring = np.unique(pages[self.index.tiers[tier].state[pages] == PageState.RETIRING])
-        retiring = retiring[self.index.tiers[tier].doom[retiring] == 0]
-        if len(retiring):
-            self.index.revive(tier, retiring, now)
 
     # -- ends
 
@@ -183,19 +172,7 @@ class Planner:
         corrupt = np.unique(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
         if len(corrupt):
             self.index.condemn(tier, corrupt, Fault.READ, draft)
-        leaving = (flights["reason"] == Reason.DEMOTION) & (pages_of.state[pages] == PageState.RETIRING)
-        leaving &= pages_of.doom[pages] == 0
-        arrived = np.zeros(len(pages), bool)  # and nobody wants the source to stay
-        for target in np.unique(flights["target_tier"]).tolist():
-            here = flights["target_tier"] == target
-            arrived[here] = self.index.readable(target, flights["block"][here]) >= 0
-        arrived &= ~self.index.blocks.pinned[flights["block"]]
-        self.index.revive(tier, pages[leaving & ~arrived], draft.now)
         self.index.unpin(tier, pages, draft)
-        freed = pages[leaving & arrived]
-        if len(freed):
-            self.index.evictions[tier] += len(freed)
-            self.index.vacate(tier, freed, Reason.DEMOTED, draft)
 
     # -- inside
 

@@ -227,8 +227,6 @@ class Puts:
         tiers = np.unique(where.tiers).tolist()
         if not all(self._index.tiers[tier].spec.writer_owned for tier in tiers):
             return 0  # a block existed on a store alone, which nobody can map
-        for tier in tiers:
-            self._planner.ask_again(tier, where.pages[where.tiers == tier], now)
         kind = self._index.tiers[int(where.tiers[0])].spec.kind
         return self._gets.hold(holder, kind=kind, where=where, blocks=ids)
 

@@ -158,11 +158,26 @@ class Room:
         leaves = 1
         while True:
             victims = self.coldest(tier, reach, leaves=leaves)
-            if self._drop_right(tier, victims, key, count, draft) or self._empty_coldest(tier, victims, key, draft):
+            if self._empty_colder(tier, victims, key, draft) or self._drop_right(tier, victims, key, count, draft):
+                return True
+            if self._empty_coldest(tier, victims, key, draft):
                 return True
             if leaves >= self._index.going[tier]:
                 return False
             reach = leaves = 2 * reach
+
+    def _empty_colder(self, tier: int, victims: Ids, key: Key, draft: Draft) -> bool:
+        """Empties a segment of another key of which half or more is colder than whatever the key has. False: there is none."""
+        if len(victims) == 0 or not self._has_ids(tier, key):
+            return False
+        right = self.is_right(tier, victims, key)
+        colder = victims[: int(np.argmax(np.append(right, True)))]
+        places, counts = np.unique(self._places(tier, colder), return_counts=True)
+        for row in np.argsort(-counts, kind="stable").tolist():
+            segment = self._index.tiers[tier].segments[int(places[row])]
+            if segment is not None and 2 * counts[row] >= segment.pages - segment.spare:
+                return self._empty(tier, int(places[row]), draft)
+        return False
 
     def _drop_right(self, tier: int, victims: Ids, key: Key, count: int, draft: Draft) -> bool:
         """Drops up to `count` of the victims that lie in segments of the key. False: none does."""

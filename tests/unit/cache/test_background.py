@@ -25,12 +25,12 @@ def _with_marks(high: float, low: float) -> str:
 
 async def _until_demoted(world: World) -> None:
     async with asyncio.timeout(SOON_S):
-        while world.cache.core.tier_stats()[0].pages_ready > 60 or world.cache.flights.count:  # noqa: ASYNC110
+        while world.cache.core.tier_stats()[1].pages_ready < 60 or world.cache.flights.count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def test_what_was_found_full_is_demoted() -> None:
-    """A tier that is above its watermark when the daemon starts is drained without anybody putting anything."""
+    """A tier that is above its watermark when the daemon starts is written ahead without anybody putting anything."""
     with directories() as places:
         async with opened(places=places) as world:
             await world.put(FULL)
@@ -98,7 +98,7 @@ async def test_a_failed_store_is_told_once() -> None:
 
 
 async def test_quiesce_leaves_nothing_to_do() -> None:
-    """After a Quiesce nothing flies and no tier is above its watermark."""
+    """After a Quiesce nothing flies and no tier has anything to write ahead."""
     async with opened(_with_marks(0.2, 0.1)) as world:
         await world.put(FULL)
         assert await world.cache.background.quiesce(timeout_s=SOON_S) > 0

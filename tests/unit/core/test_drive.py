@@ -91,7 +91,7 @@ def test_the_least_recently_used_sequence_loses_its_tail(settled):
 
 
 def test_demoted_blocks_come_back_from_below(settled):
-    """What left the host tier for lack of room is found in the NVMe tier, and its copy is counted."""
+    """What left the host tier for lack of room is found in the NVMe tier, and its copies are counted."""
     tiers = [
         TierSpec(TierKind.HOST, 0, 8 * PAGE_BYTES, 8 * PAGE_BYTES, high_watermark=0.6, low_watermark=0.5),
         TierSpec(TierKind.NVME, 0, 64 * SLOT_BYTES, 64 * SLOT_BYTES, slot_overhead_bytes=4096),
@@ -104,6 +104,7 @@ def test_demoted_blocks_come_back_from_below(settled):
     one.request(sequence("a", 4), now=1.0)
     one.request(sequence("b", 4), now=2.0)
     assert one.copied_bytes == [0, 4 * PAGE_BYTES]
+    one.request(sequence("c", 4), now=2.0)
     assert one.request(sequence("a", 4), now=3.0) == [0, 64]
     assert one.copied_bytes[0] == 4 * PAGE_BYTES
 

@@ -13,7 +13,7 @@ READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORR
 
 
 def test_demotion_runs_from_high_to_low() -> None:
-    """Nothing moves below the high watermark; above it the coldest leave until the low one."""
+    """Nothing is written below the high watermark; above it the coldest are, until those above the low one are clean; none of them leaves."""
     kit = Kit(tier(HOST, 16, high_watermark=0.7, low_watermark=0.5), tier(NVME, 16))
     kit.put(chain("a", 11))
     assert kit.demote().is_empty
@@ -21,9 +21,22 @@ def test_demotion_runs_from_high_to_low() -> None:
     plan = kit.demote()
     assert plan.transfers["reason"].tolist() == [Reason.DEMOTION] * 4
     assert kit.demote().is_empty
-    freed = kit.land().freed
-    assert freed["reason"].tolist() == [Reason.DEMOTED] * 4
-    assert kit.tiers_of(chain("a", 11)) == [0] * 7 + [1] * 4
+    assert not kit.land().freed.size
+    assert kit.demote().is_empty
+    assert kit.tiers_of(chain("a", 11)) == [0] * 11
+    kit.took(kit.core.evict(kit.ids(chain("a", 11)), tier=0, now=kit.tick()))
+    assert kit.tiers_of(chain("a", 11)) == [-1] * 7 + [1] * 4
+
+
+def test_room_is_made_of_what_is_clean() -> None:
+    """A put into a full tier drops blocks that were written ahead, and loses nothing."""
+    kit = Kit(tier(HOST, 8, high_watermark=0.7, low_watermark=0.5), tier(NVME, 16))
+    kit.put(chain("a", 8))
+    kit.demote()
+    kit.land()
+    reserved = kit.reserve(chain("b", 4))
+    assert reserved.plan.freed["reason"].tolist() == [Reason.DEMOTED] * 4
+    assert kit.tiers_of(chain("a", 8)) == [0] * 4 + [1] * 4
 
 
 def test_demotion_goes_on_between_the_watermarks() -> None:
@@ -36,43 +49,45 @@ def test_demotion_goes_on_between_the_watermarks() -> None:
 def test_the_far_copy_makes_the_next_demotion_free() -> None:
     """A block that was promoted keeps its nvme page, and leaves host memory without another write."""
     kit = Kit(tier(HOST, 8, high_watermark=0.5, low_watermark=0.25), tier(NVME, 16))
-    kit.put(chain("a", 5))
+    a = chain("a", 5)
+    kit.put(a)
     assert len(kit.demote().transfers) == 3
     kit.land()
-    kit.release(kit.acquire(group(chain("a", 5))).lease)
+    assert kit.demote().is_empty
+    kit.took(kit.core.evict(kit.ids(a[2:]), tier=0, now=kit.tick()))
+    kit.release(kit.acquire(group(a)).lease)
     kit.land()
-    plan = kit.demote()
-    assert len(plan.transfers) == 0
-    assert plan.freed["reason"].tolist() == [Reason.DEMOTED] * 3
+    assert kit.demote().is_empty
+    assert (
+        kit.took(kit.core.evict(kit.ids(a[2:]), tier=0, now=kit.tick())).freed["reason"].tolist() == [Reason.ADMIN] * 3
+    )
+    assert kit.tiers_of(a) == [0, 0, 1, 1, 1]
 
 
 def test_a_chain_of_tiers_drains_step_by_step() -> None:
-    """Device blocks go to the host, host blocks to nvme, and the last tier drops what is coldest."""
+    """Device blocks go to the host, host blocks to nvme; every tier fills up, and the last one drops what is coldest for room."""
     kit = Kit(
         tier(DEVICE, 4, high_watermark=0.5, low_watermark=0.25),
         tier(HOST, 4, high_watermark=0.5, low_watermark=0.25),
-        tier(NVME, 8, high_watermark=0.5, low_watermark=0.5),
+        tier(NVME, 8),
     )
     for number in range(8):
         kit.put(chain(f"{number}", 3), kind=DEVICE)
         while not kit.demote().is_empty:
             while kit.flying:
                 kit.land()
-    used = [stats.pages_ready for stats in kit.core.tier_stats()]
-    assert used[0] <= 2
-    assert used[1] <= 2
-    assert used[2] == 4
+    assert [stats.pages_ready for stats in kit.core.tier_stats()] == [4, 4, 8]
     assert kit.core.stats().freed.keys() == {"DEMOTED", "EVICTED"}
 
 
-def test_without_a_farther_tier_blocks_are_evicted() -> None:
-    """Above the high watermark of the last tier in service, victims are freed."""
+def test_without_a_farther_tier_nothing_leaves_before_it_must() -> None:
+    """The last tier in service fills up, whatever its watermarks; a put then drops the coldest."""
     kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 8))
-    kit.put(chain("a", 3))
+    kit.put(chain("a", 4))
     kit.core.set_serving(1, False)
-    plan = kit.demote()
-    assert plan.freed["reason"].tolist() == [Reason.EVICTED] * 2
-    assert kit.tiers_of(chain("a", 3)) == [0, -1, -1]
+    assert kit.demote().is_empty
+    assert kit.reserve(chain("b", 1)).plan.freed["reason"].tolist() == [Reason.EVICTED]
+    assert kit.tiers_of(chain("a", 4)) == [0, 0, 0, -1]
 
 
 def test_a_full_far_tier_drops_its_coldest() -> None:
@@ -105,14 +120,14 @@ def test_a_far_tier_full_of_pins_stops_demotion_but_not_puts() -> None:
 
 
 def test_blocks_that_no_far_segment_can_hold_do_not_block_the_way() -> None:
-    """A block longer than the far tier's segments is dropped when its turn comes, and the others go on."""
+    """A block longer than the far tier's segments stays until its room is needed, and the others go on."""
     kit = Kit(tier(HOST, 16, high_watermark=0.5, low_watermark=0.1, segment=8), tier(NVME, 16, segment=1))
     kit.put(chain("big", 1), length=4 * PAGE)
     kit.put(chain("a", 8))
-    plan = kit.demote()
-    assert Reason.EVICTED in plan.freed["reason"]
-    assert len(plan.transfers) > 0
-    assert kit.tiers_of(chain("big", 1)) == [-1]
+    assert len(kit.demote().transfers) > 0
+    kit.land()
+    assert kit.demote().is_empty
+    assert kit.tiers_of(chain("big", 1)) == [0]
 
 
 @pytest.mark.parametrize("status", [FAILED, CORRUPT])

@@ -155,7 +155,7 @@ def test_a_segment_that_is_mostly_bad_stays_withheld() -> None:
 
 def test_quarantine_sets_no_demotion_off() -> None:
     """What is withheld counts neither as used nor as room, so that watermarks mean what they meant."""
-    kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5))
+    kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5), tier(NVME, 8))
     a = chain("a", 4)
     kit.put(a)
     condemned(kit, a[:3])
@@ -166,17 +166,17 @@ def test_quarantine_sets_no_demotion_off() -> None:
 
 def test_watermarks_are_of_what_is_left() -> None:
     """Demotion begins when the good part of a tier is as full as the mark says."""
-    kit = Kit(tier(HOST, 16, quarantine_share=0.5, high_watermark=0.55, low_watermark=0.4))
+    kit = Kit(tier(HOST, 16, quarantine_share=0.5, high_watermark=0.55, low_watermark=0.4), tier(NVME, 16))
     kit.put(chain("bad", 4))
     condemned(kit, chain("bad", 4))
     kit.put(chain("small", 3))
     kit.put(chain("large", 2), length=2 * PAGE)
-    assert len(kit.took(kit.core.demote(kit.tick())).freed) > 0
+    assert len(kit.took(kit.core.demote(kit.tick())).transfers) > 0
 
 
 def test_a_class_that_is_all_bad_takes_nothing_from_others() -> None:
     """A size of which little but quarantined pages is left is not short of room, so blocks of other sizes stay."""
-    kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5))
+    kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5), tier(NVME, 8))
     small, large = chain("s", 4), chain("l", 1)
     kit.put(small)
     condemned(kit, small[:3])
