@@ -17,13 +17,15 @@ from tierd.kernels.pages import KV_TYPES, KvPages, checked_pages
 HEAD_DIMS = (64, 96, 128, 256)
 GROUP_LIMIT = 16
 """As in cuda/src."""
+LONGEST = 2**31 - TILE_TOKENS
+"""Tokens that kernels count: a longer window, or more sinks, is of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
     """What `reference.PagedBatch` says, in arrays where the kernel runs.
 
-    kv_lens: i32 [n]. tables: i32 [n, pages]; behind a sequence's length anything. subsets: None, or i32 [n, kv_heads, most]; subset_sizes: i32 [n, kv_heads].
+    kv_lens: i32 [n]. tables: i32 [n, pages]; behind a sequence's length anything. subsets: None, or i32 [n, kv_heads, most], none twice of a head; subset_sizes: i32 [n, kv_heads].
     scale: of the scores, 1 / sqrt(head_dim) if not given.
     """
 
@@ -73,22 +75,21 @@ class Arguments:
             raise InvalidArgument(
                 f"batch: sinks {batch.sinks}, window {batch.window}; give no negative ones, and a window or subsets"
             )
-        most = batch.subsets.shape[2] if batch.subsets is not None else 0
-        subsets = self._optional("batch.subsets", batch.subsets, (n, self.kv_heads, most), "i32")
+        subsets = self._optional("batch.subsets", batch.subsets, (n, self.kv_heads, None), "i32")
         sizes = self._optional("batch.subset_sizes", batch.subset_sizes, (n, self.kv_heads), "i32")
         if (subsets is None) != (sizes is None):
             raise InvalidArgument("batch.subset_sizes: given without batch.subsets, or the other way round")
         return params.Batch(
             lens.address,
             tables.address,
-            subsets,
-            sizes,
+            address_of(subsets),
+            address_of(sizes),
             n,
             self.kv_heads,
             tables.shape[1],
-            most,
-            batch.sinks,
-            batch.window,
+            subsets.shape[2] if subsets else 0,
+            min(batch.sinks, LONGEST),
+            min(batch.window, LONGEST),
         )
 
     def like(self, name: str, array: Array, q: Buffer) -> int:
@@ -101,10 +102,10 @@ class Arguments:
 
     def mass(self, array: Array, table_pages: int) -> int | None:
         """The address of mass: f32 [requests, q_heads, table_pages]; None if it is not wanted."""
-        return self._optional("mass", array, (self.requests, self.q_heads, table_pages), "f32")
+        return address_of(self._optional("mass", array, (self.requests, self.q_heads, table_pages), "f32"))
 
-    def _optional(self, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> int | None:
-        return None if array is None else address_of(Buffer.of(name, array).checked(shape, dtype, device=self.device))
+    def _optional(self, name: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Buffer | None:
+        return None if array is None else Buffer.of(name, array).checked(shape, dtype, device=self.device)
 
 
 def group_of(q_heads: int, kv_heads: int, head_dim: int) -> int:

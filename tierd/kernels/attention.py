@@ -75,7 +75,9 @@ class KernelPass:
     def __init__(
         self, attention: KernelAttention, pool: _Pool, batch: PagedBatch, *, slots: NDArray[np.int64] | None = None
     ) -> None:
-        self._attention, self._pool, self._batch, self._slots = attention, pool, batch, slots
+        """Raises InvalidArgument."""
+        self._attention, self._pool, self._slots = attention, pool, slots
+        self._batch = batch.checked(batch.query_starts[-1] if len(batch.query_starts) else 0, pool.page_tokens)
         self._rows = _Rows.of(batch)
         self._decoded: DeviceBatch | None = None
         self._prefilled: tuple[DeviceBatch, Array] | None = None
@@ -90,7 +92,11 @@ class KernelPass:
 
     def attend(self, layer: int, q: Array, *, scale: float | None = None, with_mass: bool = False) -> Attended:
         """Attention of one layer. Raises InvalidArgument."""
-        self._batch.checked(q.shape[0], self._pool.page_tokens)
+        rows = len(self._rows.sequences)
+        if len(q.shape) != 3 or q.shape[0] != rows:
+            raise InvalidArgument(f"q: has shape {list(q.shape)}; wanted {rows} query rows of heads and channels")
+        if not rows:
+            return self._nothing(q, with_mass=with_mass)
         queries, kv = _dense(_cast(q, self._pool.dtype)), self._pool.layer(layer)
         if with_mass or self._rows.are_single:
             done = self._attention.decode(queries, kv, replace(self._as_decodes(q), scale=scale), with_mass=with_mass)
@@ -98,6 +104,11 @@ class KernelPass:
             done = self._prefill(queries, kv, scale)
         mass = _masses(to_device(done.mass, "cpu"), self._batch, self._pool.page_tokens) if with_mass else None
         return Attended(_cast(done.out, q.dtype), done.lse, mass)
+
+    def _nothing(self, q: Array, *, with_mass: bool) -> Attended:
+        """What no rows at all give."""
+        masses = np.zeros((0, q.shape[1], max(map(len, self._batch.tables), default=0)), np.float32)
+        return replace(_room(q), mass=_masses(masses, self._batch, self._pool.page_tokens) if with_mass else None)
 
     def _as_decodes(self, q: Array) -> DeviceBatch:
         if self._decoded is None:
@@ -157,20 +168,28 @@ class _Pool:
         return KvPages(k, replace(k, address=k.address + first.strides[1]))
 
     def slots(self, slots: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """Those of pages by their place in the list as slots of the pool. Raises InvalidArgument for none."""
+        """Those of pages by their place in the list as slots of the pool. Raises InvalidArgument for none, or one in no page."""
         if slots is None:
             raise InvalidArgument("slots: not given; say where new tokens go")
         pages, offsets = np.divmod(slots, self.page_tokens)
-        return np.where(slots < 0, -1, self.numbers[pages] * self.page_tokens + offsets)
+        numbers = self._numbers_of("slots", np.maximum(pages, 0))
+        return np.where(slots < 0, -1, numbers * self.page_tokens + offsets)
 
     def batch(self, batch: PagedBatch, q: Array) -> DeviceBatch:
-        """The same in arrays beside the queries; behind a table's end stands page 0."""
+        """The same in arrays beside the queries; behind a sequence's length stands page 0. Raises InvalidArgument for a page that is not there."""
         tables = np.zeros((len(batch.tables), max(1, *map(len, batch.tables))), np.int32)
-        for row, table in zip(tables, batch.tables, strict=True):
-            row[: len(table)] = self.numbers[list(table)]
+        for i, length in enumerate(batch.kv_lens):
+            used = np.asarray(batch.tables[i][: -(-length // self.page_tokens)], np.int64)
+            tables[i, : len(used)] = self._numbers_of(f"tables[{i}]", used)
         lens = np.asarray(batch.kv_lens, np.int32)
         subsets, sizes = (_placed(array, q) for array in _subsets(batch))
         return DeviceBatch(_placed(lens, q), _placed(tables, q), batch.sinks, batch.window, subsets, sizes)
+
+    def _numbers_of(self, name: str, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of pages by their place in the list. Raises InvalidArgument."""
+        for bad in places[(places < 0) | (places >= len(self.numbers))].tolist():
+            raise InvalidArgument(f"{name}: page {bad} of {len(self.numbers)}; give all that are named, from 0 on")
+        return self.numbers[places]
 
 
 @dataclass(frozen=True, slots=True)

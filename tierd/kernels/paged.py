@@ -98,12 +98,13 @@ class PagedDecode:
 
     def _prepared(self, q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> Prepared:
         """The launches of a call with such arguments, which are checked."""
-        n, shape = q.shape[0], self._shape
+        n, shape = _shape_of("q", q, 3, self._library)[0], self._shape
         if not 0 < n <= shape.requests:
             raise InvalidArgument(f"q: {n} sequences; this decode was made for 1 to {shape.requests}")
         asked = Arguments(self._library.device, n, shape.q_heads, shape.kv_heads, shape.head_dim)
         queries, pool = asked.queries(q, n), asked.pool(pages)
-        told, table_pages = asked.batch(batch, n), batch.tables.shape[1]
+        told = asked.batch(batch, n)
+        table_pages = told.table_stride
         out, lse, mass = asked.like("out", to.out, queries), asked.lse(to.lse, n), asked.mass(to.mass, table_pages)
         fit = decode_fit(self._library, shape.head_dim, self._group, asked.kv_type)
         tiles = mass and self._tiles(table_pages * pool.page_tokens // TILE_TOKENS)
@@ -139,7 +140,8 @@ class PagedDecode:
 
     def _tiles(self, tiles: int) -> int:
         if not self._tile_lses or self._tile_lses[-1].shape[2] < tiles:
-            self._tile_lses.append(self._allocate((self._shape.requests, self._shape.q_heads, tiles), "float32"))
+            room = 1 << (tiles - 1).bit_length()  # so that all of them together are at most twice the last
+            self._tile_lses.append(self._allocate((self._shape.requests, self._shape.q_heads, room), "float32"))
         return Buffer.of("workspace", self._tile_lses[-1]).address
 
 
@@ -155,12 +157,11 @@ def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: Devic
 
     Fills `to`: out as the queries, lse f32 [tokens, q_heads] (natural). Raises InvalidArgument.
     """
-    q = chunks.q
-    tokens, q_heads, head_dim = q.shape
-    kv_heads, n = pages.k.shape[2], batch.kv_lens.shape[0]
+    tokens, q_heads, head_dim = _shape_of("q", chunks.q, 3, library)
+    kv_heads, n = _shape_of("pages.k", pages.k, 4, library)[2], _shape_of("batch.kv_lens", batch.kv_lens, 1, library)[0]
     group = group_of(q_heads, kv_heads, head_dim)
     asked = Arguments(library.device, n, q_heads, kv_heads, head_dim)
-    queries, pool, told = asked.queries(q, tokens), asked.pool(pages), asked.batch(batch, n)
+    queries, pool, told = asked.queries(chunks.q, tokens), asked.pool(pages), asked.batch(batch, n)
     starts = Buffer.of("chunks.starts", chunks.starts).checked((n + 1,), "i32", device=library.device)
     fit = prefill_fit(library, head_dim, asked.kv_type)
     prefill = params.Prefill(
@@ -184,9 +185,9 @@ def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: Devic
 
 def merge_parts(library: Library, outs: Array, lses: Array, to: Attended) -> Attended:
     """Attention over a union of keys from outs [parts, rows, heads, dim] and lses f32 [parts, rows, heads] (natural). Raises InvalidArgument."""
-    parts, rows, heads, dim = outs.shape
     device = library.device
-    given = Buffer.of("outs", outs).checked((parts, rows, heads, dim), "bf16", "f16", "f32", device=device)
+    given = Buffer.of("outs", outs).checked((None,) * 4, "bf16", "f16", "f32", device=device)
+    parts, rows, heads, dim = given.shape
     logs = Buffer.of("lses", lses).checked((parts, rows, heads), "f32", device=device)
     out = Buffer.of("out", to.out).checked((rows, heads, dim), given.dtype, device=device)
     lse = Buffer.of("lse", to.lse).checked((rows, heads), "f32", device=device)
@@ -214,6 +215,11 @@ def _looked_at(q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> tu
     looked = [ABSENT if array is None else seen(name, array) for name, array in zip(ARGUMENTS, given, strict=True)]
     addresses, layouts = zip(*looked, strict=True)
     return addresses, (layouts, batch.sinks, batch.window, batch.scale)
+
+
+def _shape_of(name: str, array: Array, axes: int, library: Library) -> tuple[int, ...]:
+    """Of an array of so many axes. Raises InvalidArgument."""
+    return Buffer.of(name, array).checked((None,) * axes, device=library.device, dense_from=axes).shape
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

@@ -61,7 +61,21 @@ class PagedBatch:
             raise InvalidArgument(
                 f"batch: sinks {self.sinks}, window {self.window}, subsets {self.subsets is not None}; give what is not negative, and one of the two"
             )
+        self._check_subsets()
         return self
+
+    def _check_subsets(self) -> None:
+        """Each names pages of its sequence's table, and none twice, which would be weighed twice. Raises InvalidArgument."""
+        subsets = [[]] * len(self.tables) if self.subsets is None else self.subsets
+        if len(subsets) != len(self.tables):
+            raise InvalidArgument(f"subsets: of {len(subsets)} sequences, there are {len(self.tables)}")
+        for i, (heads, table) in enumerate(zip(subsets, self.tables, strict=True)):
+            for head, seen in enumerate(heads):
+                distinct = set(seen)
+                if len(distinct) < len(seen) or (distinct and not 0 <= min(distinct) <= max(distinct) < len(table)):
+                    raise InvalidArgument(
+                        f"subsets[{i}][{head}]: {list(seen)} are not all of pages 0 to {len(table) - 1}, each once"
+                    )
 
     def hidden(self, sequence: int, rows: int, *, page_tokens: int, kv_heads: int) -> np.ndarray | None:
         """bool [1 or kv_heads, rows, tokens]: which tokens its queries do not see; None: each sees all."""

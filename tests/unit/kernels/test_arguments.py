@@ -14,7 +14,7 @@ from tests.unit.kernels.kernel_cases import Case, Shape, allocate, check, made
 from tierd.errors import InvalidArgument
 from tierd.kernels import Attended
 from tierd.kernels.library import Emulated
-from tierd.kernels.paged import DecodeShape, PagedDecode
+from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, merge_parts, paged_prefill
 from tierd.kernels.prepared import KEPT, Kept, Prepared
 
 SHAPE = Shape(((1, 20), (1, 5)))
@@ -55,6 +55,7 @@ WRONG: dict[str, Any] = {
     "q: address": lambda given: moved(given["q"], 8),
     "q: 5 sequences": lambda given: np.repeat(given["q"], 3, axis=0)[:5],
     "q: list": lambda given: given["q"].tolist(),
+    "q: has shape []": lambda _: np.zeros((), np.float32),
     "pages.k: has shape": lambda given: replace(given["pages"], k=given["pages"].k[..., ::2]),
     "pages.k: address": lambda given: with_pages(given, moved(given["pages"].k, 8)),
     "pages.k: pages of 8": lambda given: with_pages(given, given["pages"].k[:, :8]),
@@ -64,6 +65,7 @@ WRONG: dict[str, Any] = {
     "batch.tables": lambda given: replace(given["batch"], tables=given["batch"].tables[:1]),
     "batch.tables: axis 1": lambda given: replace(given["batch"], tables=wide(given["batch"].tables)),
     "batch.subset_sizes": lambda given: replace(given["batch"], subset_sizes=np.zeros((2, 2), np.int32)),
+    "batch.subsets": lambda given: replace(given["batch"], subsets=np.zeros((2, 2), np.int32)),
     "batch: ": lambda given: replace(given["batch"], window=-3),
     "out": lambda given: given["out"][:, ::2],
     "lse": lambda given: given["lse"].astype(np.float64),
@@ -112,6 +114,35 @@ def test_an_argument_that_does_not_fit_is_named(said: str, is_known: bool) -> No
     assert library.launched == []
 
 
+OTHERS: dict[str, Any] = {
+    "q: has shape [2, 64]": lambda given: prefill(given, q=given["q"][:, 0]),
+    "pages.k: has shape": lambda given: prefill(given, pages=replace(given["pages"], k=given["pages"].k[0])),
+    "batch.kv_lens: list": lambda given: prefill(given, batch=replace(given["batch"], kv_lens=[20, 5])),
+    "batch.kv_lens: has shape []": lambda given: prefill(given, batch=replace(given["batch"], kv_lens=np.int32(2))),
+    "chunks.starts: has shape [2]": lambda given: prefill(given, starts=2),
+    "outs: has shape": lambda given: merge_parts(Nothing(), given["q"], given["lse"], Attended(None, None)),
+    "outs: list": lambda given: merge_parts(Nothing(), [1.0], given["lse"], Attended(None, None)),
+    "lses: has shape": lambda given: merge_parts(Nothing(), given["q"][None], given["lse"], Attended(None, None)),
+}
+
+
+def prefill(given: dict[str, Any], *, starts: int = 3, **changes: Any) -> None:
+    """A call whose arguments are right but for these."""
+    new = given | changes
+    chunks, to = Chunks(new["q"], np.arange(starts, dtype=np.int32), 1), Attended(new["out"], new["lse"])
+    paged_prefill(Nothing(), chunks, new["pages"], new["batch"], to)
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_arguments_of_prefills_and_merges_are_named_too(said: str) -> None:
+    """What has too few axes, or is no array, is refused as what has the wrong lengths is."""
+    given = right(made(SHAPE))
+    prefill(given)
+    with pytest.raises(InvalidArgument) as caught:
+        OTHERS[said](given)
+    assert str(caught.value).startswith(said)
+
+
 @pytest.mark.parametrize(("heads", "dim"), [((7, 2), 64), ((34, 2), 64), ((8, 2), 80)])
 def test_shapes_that_no_kernel_has(heads: tuple[int, int], dim: int) -> None:
     """Groups that do not divide or are too great, and other head dims, are refused when a decode is made."""
@@ -156,6 +187,23 @@ def test_numbers_are_not_those_of_an_earlier_call(library: Emulated) -> None:
         check(plain, asked(decode, given))
         given["batch"] = replace(plain.device, scale=2 / 8)
         check(scaled, asked(decode, given))
+
+
+def test_growing_tables_do_not_pile_up() -> None:
+    """A decode with page masses whose tables lengthen page by page keeps no more than four times what the longest takes."""
+    made_bytes: list[int] = []
+
+    def counted(shape: tuple[int, ...], dtype: str) -> Any:
+        made_bytes.append(int(np.prod(shape)) * 4)
+        return allocate(shape, dtype)
+
+    case = made(SHAPE)
+    decode = PagedDecode(Nothing(), DecodeShape(2, 8, case.shape.kv_heads, 64), blocks=3, allocate=counted)
+    before, longest, given = sum(made_bytes), 300, right(case)
+    for pages in range(2, longest + 1):
+        given["batch"] = replace(case.device, tables=np.zeros((2, pages), np.int32))
+        asked(decode, given | {"mass": allocate((2, 8, pages), "float32")})
+    assert sum(made_bytes) - before <= 4 * (2 * 8 * longest * 4)
 
 
 def test_what_is_kept_has_a_bound() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, check, mad
 from tierd.errors import InvalidArgument
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.library import Emulated
+from tierd.kernels.reference import paged_attention
 
 SCATTERED = Shape(((1, 133), (1, 1), (1, 300)), types=("f16", "f16"))
 PLAIN = [shape for shape in (*DECODES, *PREFILLS) if shape.types[1] != "e4m3"]
@@ -67,3 +69,65 @@ def test_what_no_kernel_takes_is_named(library: Emulated) -> None:
         attention(case.q, [], case.batch)
     with pytest.raises(InvalidArgument, match=r"kv_lens\[0\]: 999"):
         attention(case.q, case.pool, replace(case.batch, kv_lens=[999, 1, 300]))
+
+
+def test_entries_behind_a_sequence_may_be_anything(library: Emulated) -> None:
+    """A table's pages beyond its length are looked up by nobody, as the reference has it."""
+    case = made(SCATTERED)
+    wild = replace(case.batch, tables=[[*table, 10**9, -7] for table in case.batch.tables])
+    for with_mass in (False, True):
+        check(case, KernelAttention(library)(case.q, case.pool, wild, with_mass=with_mass))
+
+
+def test_what_sees_all_may_be_as_long_as_it_likes(library: Emulated) -> None:
+    """Windows and sinks beyond what 32 bits count are of all tokens, and no short ones by what is left of the number."""
+    case = made(SCATTERED)
+    for sinks, window in ((0, 2**32 + 1), (2, 2**31), (2**31, 2), (2**32, 2)):
+        check(case, KernelAttention(library)(case.q, case.pool, replace(case.batch, sinks=sinks, window=window)))
+
+
+def test_no_rows_give_nothing(library: Emulated) -> None:
+    """A batch whose sequences have no queries gives empty arrays, and masses of zero for each sequence's pages."""
+    case = made(SCATTERED)
+    none = replace(case.batch, query_starts=[0, 0, 0, 0])
+    want, got = (
+        attend(case.q[:0], case.pool, none, with_mass=True) for attend in (paged_attention, KernelAttention(library))
+    )
+    assert (got.out.shape, got.lse.shape) == (want.out.shape, want.lse.shape) == ((0, 8, 64), (0, 8))
+    for one, other in zip(got.mass or [], want.mass or [], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    r"query_starts: \[0, 2, 1, 3\]": {"query_starts": [0, 2, 1, 3]},
+    "query_starts: \\[\\]": {"query_starts": []},
+    "batch: 3 query runs, 1 lengths": {"kv_lens": [1]},
+    r"tables\[1\]: page 99 of 32": {"tables": [[0] * 9, [99], [0] * 19]},
+    r"tables\[1\]: page -1 of 32": {"tables": [[0] * 9, [-1], [0] * 19]},
+    "subsets: of 2 sequences, there are 3": {"subsets": [[[0], [0]]] * 2},
+    r"subsets\[2\]\[1\]: \[3, 3\]": {"subsets": [[[0], [0]], [[0], [0]], [[4], [3, 3]]]},
+    r"subsets\[1\]\[0\]: \[1\]": {"subsets": [[[0], [0]], [[1], [0]], [[0], [0]]]},
+    r"subsets\[0\]\[0\]: \[-1\]": {"subsets": [[[-1], [0]], [[0], [0]], [[0], [0]]]},
+}
+
+
+@pytest.mark.parametrize("said", UNFIT)
+def test_a_batch_that_does_not_fit_is_named(library: Emulated, said: str) -> None:
+    """Runs, lengths, pages that are not there, and subsets that name a page twice or none of the table's: an error that says which."""
+    case = made(SCATTERED)
+    with pytest.raises(InvalidArgument, match=f"^{said}"):
+        KernelAttention(library)(case.q, case.pool, replace(case.batch, **UNFIT[said]))
+
+
+def test_slots_are_of_pages_that_there_are(library: Emulated) -> None:
+    """Negative ones, however far, are stored nowhere; those beyond the last page, and queries that are not the batch's, are refused by name."""
+    case = made(SCATTERED)
+    attention, new = KernelAttention(library), np.ones((3, 2, 64), np.float16)
+    before, pages = case.pool.copy(), case.pool[:, None]
+    attention.over(pages, case.batch, slots=np.array([-1, -(2**40), -17])).store(0, new, new)
+    np.testing.assert_array_equal(case.pool, before)
+    with pytest.raises(InvalidArgument, match=r"^slots: page 32 of 32"):
+        attention.over(pages, case.batch, slots=np.array([0, 32 * 16, -1])).store(0, new, new)
+    for q in (case.q[:2], case.q[:, 0]):
+        with pytest.raises(InvalidArgument, match="^q: has shape .* wanted 3 query rows"):
+            attention(q, case.pool, case.batch)
