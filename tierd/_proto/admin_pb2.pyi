@@ -460,3 +460,49 @@ class ScrubStatusReply(_message.Message):
     last: ScrubPass
     quarantine: _containers.RepeatedCompositeFieldContainer[QuarantinedPage]
     def __init__(self, period_s: _Optional[float] = ..., bandwidth: _Optional[int] = ..., current: _Optional[_Union[ScrubPass, _Mapping]] = ..., last: _Optional[_Union[ScrubPass, _Mapping]] = ..., quarantine: _Optional[_Iterable[_Union[QuarantinedPage, _Mapping]]] = ...) -> None: ...
+
+class RecordStartRequest(_message.Message):
+    __slots__ = ("name", "max_bytes", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    max_bytes: int
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., max_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RecordStopRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecordStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecordReply(_message.Message):
+    __slots__ = ("state", "name", "path", "reason", "requests", "blocks", "distinct", "lost", "bytes", "max_bytes", "elapsed_s", "seconds")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISTINCT_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    name: str
+    path: str
+    reason: str
+    requests: int
+    blocks: int
+    distinct: int
+    lost: int
+    bytes: int
+    max_bytes: int
+    elapsed_s: float
+    seconds: float
+    def __init__(self, state: _Optional[str] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., requests: _Optional[int] = ..., blocks: _Optional[int] = ..., distinct: _Optional[int] = ..., lost: _Optional[int] = ..., bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -114,6 +114,21 @@ class AdminStub(object):
                 request_serializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.SerializeToString,
                 response_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.FromString,
                 _registered_method=True)
+        self.RecordStart = channel.unary_unary(
+                '/tierd.v1.Admin/RecordStart',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.RecordStartRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.RecordReply.FromString,
+                _registered_method=True)
+        self.RecordStop = channel.unary_unary(
+                '/tierd.v1.Admin/RecordStop',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.RecordStopRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.RecordReply.FromString,
+                _registered_method=True)
+        self.RecordStatus = channel.unary_unary(
+                '/tierd.v1.Admin/RecordStatus',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.RecordStatusRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.RecordReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -221,6 +236,25 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordStart(self, request, context):
+        """Writes what clients ask for into a trace: numbers in place of hashes, no tokens. One at a time; it ends by itself at its bounds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordStop(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -303,6 +337,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ScrubStatus,
                     request_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.FromString,
                     response_serializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.SerializeToString,
+            ),
+            'RecordStart': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordStart,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.RecordStartRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.RecordReply.SerializeToString,
+            ),
+            'RecordStop': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordStop,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.RecordStopRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.RecordReply.SerializeToString,
+            ),
+            'RecordStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordStatus,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.RecordStatusRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.RecordReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -737,6 +786,87 @@ class Admin(object):
             '/tierd.v1.Admin/ScrubStatus',
             tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.SerializeToString,
             tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordStart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/RecordStart',
+            tierd_dot_v1_dot_admin__pb2.RecordStartRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.RecordReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordStop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/RecordStop',
+            tierd_dot_v1_dot_admin__pb2.RecordStopRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.RecordReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/RecordStatus',
+            tierd_dot_v1_dot_admin__pb2.RecordStatusRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.RecordReply.FromString,
             options,
             channel_credentials,
             insecure,

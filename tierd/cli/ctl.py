@@ -11,6 +11,7 @@ from tierd.cli import act, look
 from tierd.cli.engines import engines
 from tierd.cli.exits import Program
 from tierd.cli.fsck import fsck
+from tierd.cli.record import record
 from tierd.cli.replay import replay
 from tierd.cli.scrub import scrub
 from tierd.cli.top import top
@@ -32,6 +33,7 @@ VERBS = (
     act.epoch,
     scrub,
     fsck,
+    record,
     replay,
 )
 

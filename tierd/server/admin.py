@@ -24,6 +24,7 @@ from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
 from tierd.errors import InvalidArgument
 from tierd.server.guard import CALLER
+from tierd.server.recorder import Recorder
 from tierd.server.scrubbing import Scrubbing
 from tierd.tiers.tier import Tier
 
@@ -62,6 +63,7 @@ class About:
     keep_namespaces: Callable[..., Awaitable[None]]
     release: Callable[[], None]
     scrub: Scrub
+    recorder: Recorder
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -186,6 +188,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def ScrubStatus(self, request: pb.ScrubStatusRequest, context: Any) -> pb.ScrubStatusReply:
         return self._scrubbing.status(self._operator.tier_position(request.tier))
+
+    async def RecordStart(self, request: pb.RecordStartRequest, context: Any) -> pb.RecordReply:
+        return await self._about.recorder.start(request)
+
+    async def RecordStop(self, request: pb.RecordStopRequest, context: Any) -> pb.RecordReply:
+        return await self._about.recorder.stop()
+
+    async def RecordStatus(self, request: pb.RecordStatusRequest, context: Any) -> pb.RecordReply:
+        return self._about.recorder.status()
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         return pb.BlockInfo(

@@ -29,6 +29,7 @@ from tierd.server.credits import Credits
 from tierd.server.gauges import Gauges
 from tierd.server.guard import Guard
 from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
+from tierd.server.recorder import Recorder
 from tierd.server.rpc import Rpc
 from tierd.server.service import CacheService
 from tierd.server.session_socket import SessionSocket
@@ -55,6 +56,8 @@ class Listeners:
         )
         cache = daemon.cache
         self._service = CacheService(cache, keep_namespaces=daemon.keep_namespaces, batch_limit=server.max_batch_blocks)
+        self._recorder = Recorder(Path(server.state_dir) / "recordings", cache)
+        self._service.note_asked = self._recorder.note
         self._credits = Credits(
             queue_limit=server.queue_limit,
             session_credits=server.session_credits,
@@ -131,8 +134,9 @@ class Listeners:
         await self._rpc.set_serving(serving=False)
 
     async def finish_calls(self, *, timeout_s: float) -> None:
-        """Lets calls in progress finish; whatever is left then is cancelled."""
+        """Lets calls in progress finish, of which the recording is told; whatever is left then is cancelled."""
         await self._rpc.stop(grace_s=timeout_s)
+        await self._recorder.close(timeout_s=timeout_s)
 
     def rows(self) -> list[SessionRow]:
         """Every session, for people."""
@@ -173,6 +177,7 @@ class Listeners:
             keep_namespaces=daemon.keep_namespaces,
             release=daemon.release_at_end,
             scrub=daemon.scrub,
+            recorder=self._recorder,
         )
         return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=server)
 

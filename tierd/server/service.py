@@ -39,6 +39,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._batch_limit = batch_limit
         self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)
         self.openings = Openings()
+        self.note_asked: Callable[..., None] | None = None
+        """Where traffic is recorded: the groups of a call, and whether it only looks."""
         self.note_names: Callable[[Names], None] | None = None
         """Where routers are told of blocks: what clients call them."""
 
@@ -52,7 +54,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:
-        found = self._cache.lookup(CALLER.get().session, self._queries(request.groups))
+        found = self._cache.lookup(CALLER.get().session, self._asked(request.groups, is_lookup=True))
         return pb.LookupReply(
             tokens=found.tokens,
             tier_of=[np.ascontiguousarray(tiers, dtype=np.int8).tobytes() for tiers in found.tier_of],
@@ -60,7 +62,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         )
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
-        caller, groups = CALLER.get(), self._queries(request.groups)
+        caller, groups = CALLER.get(), self._asked(request.groups)
         # Time is left for the answer, so that a slow disk costs a smaller hit and not the call.
         timeout_s = caller.left_s * 0.8
         kind = self._wanted(request.tier, request.nth)
@@ -126,7 +128,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return pb.PutReply(statuses=statuses.astype("<u2").tobytes())
 
     async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[pb.GetChunk]:
-        group = self._queries([request.group])[0]
+        group = self._asked([request.group])[0]
         async for chunk in streams.get(self._cache, CALLER.get(), group, first=request.first):
             yield chunk
 
@@ -155,6 +157,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                     for e in events
                 ]
             )
+
+    def _asked(self, groups: Any, *, is_lookup: bool = False) -> list[GroupQuery]:
+        """As _queries; what is recorded is the question, whatever the answer."""
+        found = self._queries(groups)
+        if self.note_asked:
+            self.note_asked(found, is_lookup=is_lookup)
+        return found
 
     def _queries(self, groups: Any) -> list[GroupQuery]:
         return wire.queries(groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)

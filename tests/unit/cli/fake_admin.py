@@ -110,7 +110,18 @@ def samples() -> dict[str, Message | TierdError]:
         "Drain": pb.DrainReply(leases_left=2),
         "Flush": pb.FlushReply(blocks=8, bytes=8 << 20),
         "BumpEpoch": pb.BumpEpochReply(namespaces=1, blocks=61),
+        "RecordStart": pb.RecordReply(state="recording", path="/state/a.jsonl.gz", max_bytes=1 << 28, seconds=3600),
+        "RecordStop": recorded("ended", reason="stopped"),
+        "RecordStatus": recorded("recording", lost=3),
     }  # fmt: skip
+
+
+def recorded(state: str, *, reason: str = "", lost: int = 0) -> pb.RecordReply:
+    """A recording that goes on, or has ended."""
+    return pb.RecordReply(
+        state=state, name="a", path="/state/a.jsonl.gz", reason=reason, requests=6848, blocks=171_316, distinct=111_932,
+        lost=lost, bytes=462_000, max_bytes=1 << 28, elapsed_s=2126, seconds=3600,
+    )  # fmt: skip
 
 
 def tier(name: str, kind: TierKind, *, capacity: int, used: int, mode: str = "tmpfs") -> pb.TierInfo:

@@ -27,6 +27,9 @@ SHOWN = {
     ("drain",): "2 leases left",
     ("flush",): "flushed 8 blocks",
     ("epoch", "bump", "--model", "llama-3-8b"): "61 blocks became unreachable",
+    ("record", "start", "a"): "recording into /state/a.jsonl.gz, at most 256 MiB and ",
+    ("record", "stop"): "ended: stopped",
+    ("record", "status"): "3 requests are not in it",
     ("top", "--interval", "1 ms"): "evict/s",
 }
 
@@ -141,5 +144,5 @@ def test_help_lists_every_verb(run: Run) -> None:
     listed = run("--help").stdout
     for verb in {arguments[0] for arguments in SHOWN} | {"replay"}:
         assert f"  {verb} " in listed
-        text = run(verb, *(["bump"] if verb == "epoch" else []), "--help").stdout
+        text = run(verb, *{"epoch": ["bump"], "record": ["start"]}.get(verb, []), "--help").stdout
         assert "--target" in text and "--json" in text, verb
