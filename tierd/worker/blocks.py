@@ -25,7 +25,7 @@ class BlockTable:
     """Pages of one sequence. Not usable after `release`."""
 
     def __init__(self, source: PageSource, held: Held | None = None) -> None:
-        """held: a stored prefix; the table becomes its holder. Its tail is copied into a private page and released."""
+        """held: a stored prefix; the table becomes its holder, and if it cannot be made nobody is. Its tail is copied into a private page and released."""
         start = held or Held()
         self._source = source
         self._tokens_per_block = source.shape.tokens_per_block
@@ -33,7 +33,13 @@ class BlockTable:
         self.named = len(self.pages)
         self.length = start.tokens
         if start.tail is not None:
-            self._copy_tail(start.tail)
+            try:
+                self._copy_tail(start.tail)
+            except BaseException:
+                self.release()
+                raise
+            finally:
+                source.release([start.tail])
 
     @property
     def shape(self) -> PageShape:
@@ -153,7 +159,5 @@ class BlockTable:
         self._source.release([shared])
 
     def _copy_tail(self, tail: Page) -> None:
-        page = self._source.reserve(1)[0]
-        self._source.shape.backend.copy(tail.array, page.array, tokens=tail.array.shape[2])
-        self.pages.append(page)
-        self._source.release([tail])
+        self.pages += self._source.reserve(1)
+        self._source.shape.backend.copy(tail.array, self.pages[-1].array, tokens=tail.array.shape[2])

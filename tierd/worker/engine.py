@@ -282,6 +282,6 @@ class Engine:
 
     def _add_mass(self, runs: Sequence[Run], masses: Sequence[NDArray[np.float64]]) -> None:
         for run, mass in zip(runs, masses, strict=True):
-            known = run.sequence.mass
+            known = run.sequence.mass[: len(mass)]  # what lay on pages that were lost has gone with them
             mass[: len(known)] += known
             run.sequence.mass = mass

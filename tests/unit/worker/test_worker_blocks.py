@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tierd.errors import InvalidArgument
+from tierd.errors import InvalidArgument, Overloaded
 from tierd.worker.backend import Backend
 from tierd.worker.blocks import BlockTable
 from tierd.worker.pages import LocalPages, PageShape
@@ -118,6 +118,27 @@ def test_a_stored_tail_is_continued_in_a_private_copy(new_source: NewSource) -> 
         fill(again, [*tokens, last], 7)
         assert contents(again) == [*tokens, last]
         again.release()
+    assert source.held == 0
+
+
+def test_a_prefix_that_finds_no_page_for_its_tail_is_let_go_of(
+    new_source: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no page can be had, as on a GPU that is full, what the prefix held is held by nobody."""
+    source, tokens = new_source(), list(range(6))
+    first = BlockTable(source)
+    fill(first, tokens, 6)
+    first.commit(tokens)
+    first.commit_tail(tokens)
+    first.release()
+
+    def full(_: int) -> list[Any]:
+        raise Overloaded("cuda:0: no memory is left")
+
+    held = source.acquire([*tokens, 7], marks=[6])
+    monkeypatch.setattr(source, "reserve", full)
+    with pytest.raises(Overloaded):
+        BlockTable(source, held)
     assert source.held == 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,32 @@ from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.engine import Engine, EngineOptions
 from tierd.worker.model import Llama
-from tierd.worker.pages import LocalPages, PageShape
+from tierd.worker.pages import LocalPages, Page, PageShape
 from tierd.worker.report import Report, Request
 from tierd.worker.sampling import pick_token
 
 NewSource = Callable[..., Any]
+
+
+class LosingPages(LocalPages):
+    """LocalPages of which a commit loses every page, as one does that a daemon did not answer: `losses` times, each of two pages or more."""
+
+    def __init__(self, shape: PageShape, losses: int) -> None:
+        super().__init__(shape)
+        self.losses = losses
+
+    def commit(self, pages: Sequence[Page], tokens: Sequence[int], *, after: Page | None) -> list[Page]:
+        if self.losses and len(pages) > 1:
+            self.losses -= 1
+            for page in pages:
+                page.array = None
+        return list(pages)
+
+    def release(self, pages: Sequence[Page]) -> None:
+        self.in_use -= sum(page.is_lost for page in pages)
+        super().release([page for page in pages if not page.is_lost])
+
+
 PROMPT = tuple(int(t) for t in np.random.default_rng(1).integers(0, 64, 50))
 
 
@@ -184,6 +205,16 @@ def test_attention_mass_is_reported_per_page(model: Llama, new_source: NewSource
     run(model, source, Request(PROMPT[:10], 3), measure_attention=True)
     assert len(source.mass) == 3
     assert sum(m for _, m in source.mass) == pytest.approx(2 * 12)
+
+
+@pytest.mark.parametrize("losses", [1, 3])
+def test_attention_mass_outlives_lost_pages(model: Llama, shape: PageShape, losses: int) -> None:
+    """A request that loses more pages than the next chunk fills, and measures attention, goes on to the tokens that it would have given."""
+    want = run(model, LocalPages(shape), Request(PROMPT, 5))
+    source = LosingPages(shape, losses)
+    got = run(model, source, Request(PROMPT, 5), chunk_tokens=6, measure_attention=True)
+    assert got.recomputed_tokens > 0
+    assert (got.tokens, source.losses, source.in_use) == (want.tokens, 0, 0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
