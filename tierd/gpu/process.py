@@ -180,10 +180,14 @@ class GpuProcess:
             answer.set_exception(TierFailed(self._reason))
             return answer
         self._next_id += 1
+        try:
+            packed = frame(body | {"id": self._next_id}, descriptors=len(descriptors))
+        except Exception as error:  # noqa: BLE001 -- whatever cannot be sent is its caller's to know, and its turn the next one's
+            answer.set_exception(error)
+            return answer
         late = f"{self._name}: {body['verb']} was not answered within {patience_s:g} s, it is killed; look at dmesg"
         deadline = loop.call_later(patience_s, self._end, late)
         self._pending[self._next_id] = Pending(answer, deadline, is_copy=body["verb"] in COPIES)
-        packed = frame(body | {"id": self._next_id}, descriptors=len(descriptors))
         self._outbox.append((memoryview(packed), descriptors))
         self._flush()
         return answer

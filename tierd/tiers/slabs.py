@@ -18,6 +18,9 @@ from tierd.failpoint import failpoint
 from tierd.gpu.process import GpuProcess
 from tierd.gpu.wire import GpuFacts
 
+TAKE_S = 120.0
+"""For a segment's slab to come: many times the patience with one call, since those that are missing are made one after another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slab:
@@ -73,8 +76,15 @@ class Slabs:
         return slab
 
     def take(self, segment: int) -> Slab:
-        """A slab, now the segment's: a spare one, or one made here. From another thread. Raises TierFailed."""
-        return asyncio.run_coroutine_threadsafe(self._take(segment), self._loop).result()
+        """A slab, now the segment's: a spare one, or one made here. From another thread. Raises TierFailed, after TAKE_S at the latest."""
+        taking = asyncio.run_coroutine_threadsafe(self._take(segment), self._loop)
+        try:
+            return taking.result(TAKE_S)
+        except TimeoutError:
+            taking.cancel()  # one that was made all the same is there when it is asked for again
+            raise TierFailed(
+                f"{self._name}: no slab came within {TAKE_S:g} s; it is tried again, look at dmesg"
+            ) from None
 
     def rename(self, old: int, new: int) -> None:
         """The slab of one segment becomes that of another."""
@@ -108,9 +118,9 @@ class Slabs:
             await self.fill()
 
     async def _take(self, segment: int) -> Slab:
-        if not self._spares:
+        if not self._spares and segment not in self._used:
             await self.fill()
-        slab = self.find_ready(segment)
+        slab = self._used.get(segment) or self.find_ready(segment)
         if slab is None:
             raise TierFailed(f"{self._name}: {self.shortage or 'every slab is in use; the plan asks for one more'}")
         return slab

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from tests.unit.gpu.processes import (
 from tests.unit.kernels.fake_driver import command, entered, fake_environment, mapped, ok
 from tierd.errors import InvalidArgument, Overloaded, TierFailed, Unsupported
 from tierd.gpu.process import CALLS_MAX, WAITING_MAX
-from tierd.gpu.wire import PIECE, PIECES_MAX, Inbox, frame
+from tierd.gpu.wire import MESSAGE_BYTES, PIECE, PIECES_MAX, Inbox, frame
 
 pytestmark = pytest.mark.usefixtures("driver")
 LIMIT_S = 100
@@ -214,6 +215,18 @@ async def test_many_calls_are_in_flight_and_none_is_lost() -> None:
             assert lists(await gpu.load(pieces)) == sums_of(host, pieces, "host")
             os.close(host)
     os.close(slab)
+
+
+@pytest.mark.parametrize("slab", [bytes(MESSAGE_BYTES), object()], ids=["too long", "no message"])
+async def test_what_cannot_be_sent_takes_nobodys_turn(slab: Any) -> None:
+    """A call that does not fit a message fails in its caller's hands, however often: the others go on, and nobody waits for an answer to it."""
+    async with running(patience_s=5.0) as (gpu, owner), asyncio.timeout(LIMIT_S):
+        for _ in range(CALLS_MAX + 1):
+            with pytest.raises((InvalidArgument, TypeError)):
+                await gpu.drop(slab)
+        os.close(await gpu.make(1, SLAB))
+        assert gpu._pending == {}
+        assert owner.told == []
 
 
 async def test_a_cancelled_call_ends_with_what_it_began() -> None:

@@ -281,6 +281,28 @@ async def test_a_full_gpu_is_said_and_made_up_for(monkeypatch: pytest.MonkeyPatc
     await gpu.stop()
 
 
+async def test_who_waits_for_a_slab_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no slab comes, and patience with the GPU process lasts longer, a segment's wait ends by itself; what was made for it meanwhile is there when it asks again."""
+    slabs = Slabs(name="device.0", segment_bytes=SLAB, places=2)
+    gpu = GpuProcess(0, patience_s=10 * PATIENCE_S, on_death=lambda _: None)
+    await slabs.hand_over(gpu)
+    os.kill(gpu.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr("tierd.tiers.slabs.TAKE_S", 0.2)
+        taking = asyncio.create_task(asyncio.to_thread(slabs.take, 4))
+        done, _ = await asyncio.wait([taking], timeout=PATIENCE_S)
+    os.kill(gpu.pid, signal.SIGCONT)
+    assert done
+    with pytest.raises(TierFailed, match=r"device\.0: no slab came within 0\.2 s"):
+        await taking
+    numbers = {(await asyncio.to_thread(slabs.take, segment)).number for segment in (4, 5, 4)}
+    assert len(numbers) == 2
+    with pytest.raises(TierFailed, match="every slab is in use"):
+        await asyncio.to_thread(slabs.take, 6)
+    await slabs.close()
+    await gpu.stop()
+
+
 async def test_a_tier_above_the_gpus_memory_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What can never fit is no matter of waiting."""
     monkeypatch.setenv("TIERD_FAKE_CUDA_BYTES", str(2 * SLAB))
