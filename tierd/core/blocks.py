@@ -104,6 +104,8 @@ class Blocks:
         self.named: Column = self.column(np.bool_)
         self.pinned: Column = self.column(np.bool_)
         self.lax: Column = self.column(np.bool_)
+        self.group: Column = self.column(np.uint16)
+        self.declined: Column = self.column(np.uint8)
         self._free: Column = self.column(np.int32)
         self._free_count = 0
         self._rows = 0
@@ -131,7 +133,7 @@ class Blocks:
 
     def find(self, names: Names) -> Ids:
         """The id with each name, else -1. It may have no page at the moment."""
-        return self.table.find(self._keys(names), lambda rows, ids: self._same(names, rows, ids))
+        return self.table.find(self.keys_of(names), lambda rows, ids: self._same(names, rows, ids))
 
     def add(self, metas: StructArray, now: float) -> Ids:
         """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
@@ -142,7 +144,7 @@ class Blocks:
         ids[new] = self._new_ids(len(new))
         self.pinned[ids[new]] = False
         self._write(ids, metas, now)
-        self.key[ids[new]] = self._keys(names.at(new))
+        self.key[ids[new]] = self.keys_of(names.at(new))
         self.table.insert(ids[new])
         return ids
 
@@ -185,6 +187,7 @@ class Blocks:
         """The blocks were used."""
         self.hits[ids] += np.uint32(1)
         self.last_used[ids] = now
+        self.declined[ids] = 0
 
     def relax(self, namespaces: set[int]) -> Ids:
         """Chains of these namespaces need not keep their heads (windows, states). Ids whose column changed."""
@@ -213,7 +216,7 @@ class Blocks:
         out["digest"] = _raw(self.digest[ids])
         return out
 
-    def _keys(self, names: Names) -> Column:
+    def keys_of(self, names: Names) -> Column:
         """Table keys: uint64 [n], modulo 2^64."""
         halves = names.hash.view(np.uint32)
         keys = np.einsum("ij,j->i", halves, self._factors[1:]) + names.namespace.astype(np.uint64) * self._factors[0]
@@ -232,6 +235,8 @@ class Blocks:
         self.named[ids] = True
         self.hits[ids] = 0
         self.attention[ids] = 0
+        self.group[ids] = 0
+        self.declined[ids] = 0
         self.last_used[ids] = now
         self.lax[ids] = bool(self._lax_namespaces) and np.isin(metas["namespace"], list(self._lax_namespaces))
 

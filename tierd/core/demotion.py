@@ -8,7 +8,7 @@ A tier has two measures, each with a high and a low mark:
 - as a whole: pages in use against its capacity;
 - per key (domain, class, writer), because a clean page helps nobody whose key is another: pages in use against what the key could use, which is its
   segments and the vacant places.
-What is in use above the low mark is to be clean, coldest first. Writing begins when something above the high mark is not, and goes on to the low one.
+What is in use above the low mark is to be clean, coldest first, unless the store's admission declines it. Writing begins when something above the high mark is not, and goes on to the low one.
 A full far tier drops its coldest; what no far tier could hold is left to room.py.
 """
 
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tierd.core.admission import Verdict
 from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.model import Reason
@@ -48,10 +49,31 @@ class Demotion:
         """At most `limit` transfers over all tiers, near to far."""
         for tier in self._index.serving():
             if limit > 0 and self._farther(tier):
-                limit -= self._send(tier, self._victims(tier)[:limit], draft)
+                limit -= self._drain(tier, limit, draft)
+
+    def _drain(self, tier: int, limit: int, draft: Draft) -> int:
+        """Sends up to `limit` victims that deserve a write; goes on while none was found and others were declined. How many were sent."""
+        sent, declined = 0, 1
+        while declined and not sent:
+            victims, at, declined = self._victims(tier), 0, 0
+            while at < len(victims) and sent < limit:
+                asked = victims[at : at + limit - sent]
+                worthy = self._worthy(tier, asked, draft.now)
+                sent += self._send(tier, worthy, draft)
+                at, declined = at + len(asked), declined + len(asked) - len(worthy)
+        return sent
+
+    def _worthy(self, tier: int, victims: Ids, now: float) -> Ids:
+        """Those that the tier which they would go to is worn with."""
+        to = self._next_tiers(tier, victims)
+        worthy = np.ones(len(victims), bool)
+        for rows in runs(to):
+            if to[rows[0]] >= 0:
+                worthy[rows] = self._index.admitted(int(to[rows[0]]), victims[rows], now)
+        return victims[worthy]
 
     def _victims(self, tier: int) -> Ids:
-        """The coldest blocks that should be clean by now and are not."""
+        """The coldest blocks that should be clean by now and are not; not those that were declined since their last use."""
         excess = self._excess(tier)
         if not excess:
             return no_ids()
@@ -59,6 +81,8 @@ class Demotion:
         pages_of = self._index.tiers[tier]
         sizes = pages_of.class_bytes(self._index.attached(tier, victims))
         dirty = self._planner.attached(victims, self._farther(tier)).pages < 0
+        if self._is_worn(tier):
+            dirty &= self._index.blocks.declined[victims] == Verdict.WRITE
         wanted = np.zeros(len(victims), bool)
         for key, over in excess.items():
             rows = np.arange(len(victims)) if key == WHOLE else np.flatnonzero(self._room.is_right(tier, victims, key))
@@ -123,6 +147,11 @@ class Demotion:
     def _farther(self, tier: int) -> list[int]:
         kind = self._index.tiers[tier].spec.kind
         return [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
+
+    def _is_worn(self, tier: int) -> bool:
+        """Whether what leaves the tier goes to one that wears."""
+        next_kind = [t for t in self._farther(tier) if self._index.tiers[t].writable][:1]
+        return bool(next_kind) and next_kind[0] in self._index.admissions
 
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
         """Where each block would be demoted to: a tier of the next farther kind that takes new blocks; -1 where none can hold it."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tierd.core.blocks import Names, words
 from tierd.core.draft import Draft, no_ids
+from tierd.core.eviction import Asked
 from tierd.core.groups import Span, block_tokens, check_groups, ends, longest, needed
 from tierd.core.leases import Held, Lease, Session, Sessions
 from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
@@ -85,6 +86,7 @@ class Gets:
         holder, draft = self._sessions.get(session), Draft(now)
         sight = self._look(groups, holder.domain)
         self._relax(groups)
+        self._index.listener.asked(self._asked(sight), now)
         most = longest(groups, sight.there())
         tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
         tier_tokens = self._tier_tokens(sight, tokens)
@@ -168,6 +170,14 @@ class Gets:
         if lax:
             self._index.weigh(self._index.blocks.relax(lax))
 
+    def _asked(self, sight: Sight) -> Asked:
+        """The question as listeners hear it."""
+        first = sight.groups[0]
+        names = Names(np.full(len(first.hashes), first.namespaces[0], np.uint32), words(first.hashes))
+        tokens = int(ends(first)[-1]) if len(first.hashes) else 0
+        sizes = [group.tokens_per_block for group in sight.groups]
+        return Asked(self._index.blocks.keys_of(names), sight.ids, sizes, tokens)
+
     # -- inside: securing
 
     def _secure(self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: Draft, shut: Tiers) -> int:
@@ -228,6 +238,7 @@ class Gets:
             for tier in self._index.serving():
                 self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
             self._index.blocks.touch(blocks, now)
+            self._index.note_use(blocks[::-1], now)
 
     # -- inside: leases
 

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.admission import Admissions, Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
-from tierd.core.eviction import Policies
-from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierSpec, Wanted
+from tierd.core.eviction import Listen, Policies
+from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierKind, TierSpec, Wanted
 from tierd.core.pages import GENERATION_LIMIT, Key, Pages
 from tierd.core.plan import Bools, Ids, Start
 
@@ -35,10 +36,15 @@ Column = NDArray[Any]
 class Index:
     """See the module. Ids given to one call are distinct unless said otherwise."""
 
-    def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start) -> None:
+    def __init__(
+        self, tiers: Sequence[TierSpec], *, policies: Policies, admissions: Admissions, listen: Listen, start: Start
+    ) -> None:
         self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
         self.blocks = Blocks(seed=start.seed)
         self.policies = [policies(spec, self.blocks) for spec in tiers]
+        self.listener = listen(self.blocks)
+        stores = [tier.position for tier in self.tiers if tier.spec.kind is TierKind.NVME]
+        self.admissions = {store: admissions(tiers[store], self.blocks) for store in stores}
         self.page = [self.blocks.column(np.int32, fill=NO_PAGE) for _ in tiers]
         self.held = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
@@ -48,6 +54,7 @@ class Index:
         self.generation = start.generation
         self.freed_by_reason = np.zeros(len(Reason), np.int64)
         self.evictions = [0 for _ in tiers]
+        self.declined = {store: np.zeros(len(Verdict), np.int64) for store in stores}
 
     # -- questions
 
@@ -170,6 +177,25 @@ class Index:
     def touch(self, tier: int, blocks: Ids, now: float) -> None:
         """The blocks were used in this tier; those that it does not track are passed over."""
         self.policies[tier].touch(blocks[self._tracked(tier, blocks)], now)
+
+    def note_use(self, blocks: Ids, now: float) -> None:
+        """The blocks were used, or have come, wherever they lie: stores that wear hear of it. Last of the sequence first."""
+        for admission in self.admissions.values():
+            admission.touch(blocks, now)
+
+    def note_write(self, tier: int, blocks: Ids, now: float) -> None:
+        """The blocks are being written to the tier."""
+        if tier in self.admissions:
+            self.admissions[tier].wrote(int(self.blocks.length[blocks].sum(dtype=np.int64)), now)
+
+    def admitted(self, tier: int, blocks: Ids, now: float) -> Bools:
+        """Which of the blocks deserve a write to the tier; the others are remembered as declined until they are used again."""
+        if tier not in self.admissions:
+            return np.ones(len(blocks), bool)
+        verdicts = self.admissions[tier].admit(blocks, self.blocks.length[blocks].astype(np.int64), now)
+        self.blocks.declined[blocks] = verdicts
+        self.declined[tier] += np.bincount(verdicts, minlength=len(Verdict))
+        return np.asarray(verdicts == Verdict.WRITE, bool)
 
     def weigh(self, blocks: Ids) -> None:
         """Blocks whose operator's pin or laxness changed."""

@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from tierd.core.admission import Verdict
 from tierd.core.draft import no_ids
 from tierd.core.flights import Flights
 from tierd.core.index import Index
@@ -71,7 +72,7 @@ class Listing:
             out[name] = metas[name]
         out["block"], out["length"], out["pins"] = ids, metas["stored_length"], self._pins(ids)
         out["hits"], out["last_used"] = blocks.hits[ids], blocks.last_used[ids]
-        out["attention"] = blocks.attention[ids]
+        out["attention"], out["declined"] = blocks.attention[ids], blocks.declined[ids]
         for tier in range(len(self._index.tiers)):
             out["tiers"] |= (self._index.readable(tier, ids) >= 0).astype(np.uint64) << np.uint64(tier)
         return out
@@ -169,7 +170,12 @@ class Listing:
             writable=pages_of.writable,
             pages_quarantined=counts[PageState.QUARANTINED],
             quarantined_bytes=pages_of.quarantined_bytes,
+            declined=self._declined(pages_of.position),
         )
+
+    def _declined(self, tier: int) -> dict[str, int]:
+        counts = self._index.declined.get(tier)
+        return {} if counts is None else {v.name.lower(): int(counts[v]) for v in Verdict if v and counts[v]}
 
     def _session(self, session: Session) -> SessionStats:
         return SessionStats(

@@ -244,7 +244,10 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier. used_bytes: in pages that are not free, by class; assigned_bytes: in segments that have a class; evictions: pages freed for room."""
+    """One tier. used_bytes: in pages that are not free, by class; assigned_bytes: in segments that have a class; evictions: pages freed for room.
+
+    declined: how often a block was not worth a write to it, by the name of the Verdict.
+    """
 
     name: str
     kind: TierKind
@@ -262,6 +265,7 @@ class TierStats:
     writable: bool = True
     pages_quarantined: int = 0
     quarantined_bytes: int = 0
+    declined: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +326,7 @@ BLOCK_INFO = np.dtype(
         ("hits", "<u4"),
         ("last_used", "<f8"),  # the `now` of the last use
         ("attention", "<f4"),  # mass that workers reported
+        ("declined", "<u2"),  # Verdict of the store that it would have been written to, since its last use; 0: none
         ("tiers", "<u8"),  # bit t: tier t holds it
     ]
 )

@@ -126,6 +126,7 @@ class Planner:
         self.index.tiers[target].filler[pages] = ids
         self.index.pin(target, pages)
         self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
+        self.index.note_write(target, blocks, draft.now)
         for rows in runs(where.tiers):
             source = int(where.tiers[rows[0]])
             self.index.pin(source, where.pages[rows])

@@ -176,12 +176,14 @@ class Puts:
         self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
         known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now)
         self._index.link(ids)
+        self._index.listener.stored(ids, draft.now)
         for part in runs(where.tiers[rows]):
             tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]
             if self._index.tiers[tier].spec.writer_owned:
                 self._index.tiers[tier].flags[pages] = UNVERIFIED
             self._index.attach(tier, pages[::-1], ids[part][::-1], draft.now)
             self._index.publish(tier, pages)
+        self._index.note_use(ids[::-1], draft.now)
         before = self._index.blocks.ancestors(ids)
         for tier in self._index.serving():
             self._index.touch(tier, before, draft.now)
