@@ -8,7 +8,8 @@ it counts as used later, even at the same `now`. (The core hands a request's blo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -59,3 +60,46 @@ class Eviction(Protocol):
 
 Policies = Callable[[TierSpec, Blocks], Eviction]
 """Makes the policy of a tier, by the name in `spec.eviction`. It may read the columns of the blocks, anew in each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for a sequence's blocks, those that are held nowhere too.
+
+    keys: uint64 [n], the names of the first group's blocks (first rank) as `Blocks.key` has them, first to last. ids: per group, int64 [ranks, blocks],
+    -1 for one that nothing is known of. tokens_per_block: per group. tokens: that all of them cover.
+    """
+
+    keys: NDArray[np.uint64]
+    ids: Sequence[Ids]
+    tokens_per_block: Sequence[int]
+    tokens: int
+
+
+class Listener(Protocol):
+    """Learns from whole requests and puts every block into a group (`Blocks.group`), for those policies that go by it. Equal calls, equal groups."""
+
+    def asked(self, request: Asked, now: float) -> None:
+        """A request has come; its blocks are touched after this."""
+        ...
+
+    def stored(self, blocks: Ids, now: float) -> None:
+        """New names have come, their parents linked; policies hear of them after this."""
+        ...
+
+
+class Deaf:
+    """A listener for policies that go by no groups."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        """blocks: not looked at."""
+
+    def asked(self, request: Asked, now: float) -> None:
+        """Nothing to learn."""
+
+    def stored(self, blocks: Ids, now: float) -> None:
+        """Nothing to put anywhere."""
+
+
+Listen = Callable[[Blocks], Listener]
+"""Makes the listener of a core."""
