@@ -1,0 +1,190 @@
+"""What the learner behind `reuse-index` promises: it learns a made-up traffic, forgets it, stays bounded, and gives equal answers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+
+from tests.depth import count, report
+from tierd.policies.reuse import features
+from tierd.policies.reuse.hazard import AGES, EDGES_S, Floats
+from tierd.policies.reuse.learner import KINDS, NEW, OLD, REFIT_EVERY, REQUESTS, SHARED, Groups, Learner, Request
+
+SEED = int(os.environ.get("LEARNER_SEED", "20261122"))
+
+
+def flat() -> Learner:
+    """One that has no opinion beforehand."""
+    return Learner(np.full((features.GROUPS, AGES), 0.01))
+
+
+def asks(blocks: int, before: Groups | None = None, *, known: int | None = None, sessions: int = 1) -> Request:
+    """A request for so many blocks, of which `known` (all of `before`) were asked for then."""
+    parts = np.zeros(0, np.int64) if before is None else before.parts[: len(before.parts) if known is None else known]
+    return Request(blocks, np.full(len(parts), sessions), parts)
+
+
+def traffic(learner: Learner, requests: int, *, pause_s: float, chance: float, begin_s: float = 0.0) -> float:
+    """A session a second asks for 9 blocks; with this chance it comes back once, after about the pause, for 10. Gives the time at the end."""
+    dice, now = np.random.default_rng(SEED), begin_s
+    waiting: list[tuple[float, Groups]] = []
+    for number in range(requests):
+        now = begin_s + number
+        while waiting and waiting[0][0] <= now:
+            due, first = waiting.pop(0)
+            learner.hear(asks(10, first), due)
+        first = learner.hear(asks(9), now)
+        if dice.random() < chance:
+            waiting.append((now + pause_s, first))
+        if number % REFIT_EVERY == 0:
+            learner.refit(now)
+    learner.refit(now)
+    return now
+
+
+def test_a_known_hazard_is_learnt() -> None:
+    """Sessions that come back after 60 s in four of ten cases: so says the chance, and the worth is best just before and nothing long after."""
+    learner, first = flat(), np.array([features.first_group(9)])
+    traffic(learner, count(test=4000, nightly=20_000, weekly=20_000), pause_s=60.0, chance=0.4)
+    chance = float(learner.chance(first, np.array([0.0]))[0])
+    worth = learner.worth[first[0]]
+    peak = float(EDGES_S[worth.argmax()])
+    report("learnt hazard", chance=chance, peak_s=peak)
+    assert abs(chance - 0.4) < 0.06
+    assert 30.0 <= peak <= 60.0
+    assert learner.chance(first, np.array([300.0]))[0] < 0.1
+    assert worth[0] > 5 * worth[int(np.searchsorted(EDGES_S, 200.0))]
+
+
+def test_the_day_may_change() -> None:
+    """After as many requests of another kind, what is believed is nearer to them than to what was before."""
+    learner, first = flat(), np.array([features.first_group(9)])
+    half = count(test=6000, nightly=20_000, weekly=20_000)
+    end_s = traffic(learner, half, pause_s=60.0, chance=0.9)
+    before = float(learner.chance(first, np.zeros(1))[0])
+    traffic(learner, 6 * half, pause_s=60.0, chance=0.1, begin_s=end_s + 10_000)
+    after = float(learner.chance(first, np.zeros(1))[0])
+    report("a changed day", before=before, after=after)
+    assert before > 0.8
+    assert after < 0.25
+
+
+def test_the_fresh_may_be_worth_less_than_the_waiting() -> None:
+    """Where nobody comes back within 100 s, blocks that have waited for 90 s are worth more than fresh ones: LRU's order, reversed."""
+    learner, first = flat(), features.first_group(9)
+    traffic(learner, 4000, pause_s=110.0, chance=0.5)
+    worth = learner.worth[first]
+    assert worth[int(np.searchsorted(EDGES_S, 90.0)) - 1] > 2 * worth[0]
+
+
+def wild(dice: np.random.Generator, learner: Learner, requests: int) -> list[list[int]]:
+    """Any traffic: parts and counts that make no sense among them. Gives what was answered."""
+    answers, now = [], 0.0
+    for number in range(requests):
+        blocks = int(dice.integers(0, 40))
+        known = int(dice.integers(0, blocks + 1))
+        parts = dice.integers(-1, KINDS * (number + 2), known)
+        now += float(dice.exponential(5.0)) - 0.5 * float(dice.random() < 0.01)
+        groups = learner.hear(Request(blocks, dice.integers(1, 200, known), parts), now)
+        answers.append([groups.start, *groups.groups, *groups.parts])
+        if number % REFIT_EVERY == 0:
+            learner.refit(now)
+    return answers
+
+
+def test_any_traffic_leaves_worth_finite_and_never_negative() -> None:
+    """Whatever is heard: worth is finite, not negative, nothing for group 0; chances lie in [0, 1] and fall with nothing but age."""
+    learner = Learner()
+    wild(np.random.default_rng(SEED), learner, count(test=2000, nightly=20_000, weekly=20_000))
+    groups = np.arange(features.GROUPS)
+    assert np.isfinite(learner.worth).all()
+    assert (learner.worth >= 0).all()
+    assert not learner.worth[features.NOTHING].any()
+    for age_s in (0.0, 50.0, 1e9):
+        chance = learner.chance(groups, np.full(len(groups), age_s))
+        assert ((chance >= 0) & (chance <= 1)).all()
+
+
+def test_equal_calls_give_equal_answers() -> None:
+    """Two learners that hear the same say the same, to the bit."""
+    one, other = Learner(), Learner()
+    requests = count(test=1000, nightly=10_000, weekly=10_000)
+    assert wild(np.random.default_rng(SEED), one, requests) == wild(np.random.default_rng(SEED), other, requests)
+    assert one.worth.tobytes() == other.worth.tobytes()
+
+
+def test_a_restart_goes_on_where_it_was() -> None:
+    """What is saved and restored answers like the one that went on, and saving changes nothing."""
+    one, other = Learner(), Learner()
+    wild(np.random.default_rng(SEED), one, 700)
+    one.refit(4000.0)
+    other.restore(one.state())
+    assert other.worth.tobytes() == one.worth.tobytes()
+    assert wild(np.random.default_rng(SEED + 1), one, 700) == wild(np.random.default_rng(SEED + 1), other, 700)
+    assert other.worth.tobytes() == one.worth.tobytes()
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    """The error names the column; the learner keeps what it had."""
+    learner = Learner()
+    state = learner.state() | {"used": np.zeros((2, 2))}
+    with pytest.raises(ValueError, match="lacks used"):
+        learner.restore(state)
+    assert learner.state()["used"].shape == (features.GROUPS, AGES)
+
+
+def test_memory_is_bounded_and_the_overwritten_is_unknown() -> None:
+    """After a full ring of requests, a request that continues the first of them is a new session; nothing has grown."""
+    learner = flat()
+    first = learner.hear(asks(9), 0.0)
+    sizes = {name: column.nbytes for name, column in learner.state().items()}
+    second = learner.hear(asks(10, first), 10.0)
+    assert second.start == 9
+    for number in range(REQUESTS):
+        learner.hear(asks(3), 20.0 + number / 1000)
+    assert learner.hear(asks(11, second), 100.0).start == 0
+    assert {name: column.nbytes for name, column in learner.state().items()} == sizes
+
+
+def kinds(groups: Groups) -> list[int]:
+    return [part % KINDS for part in groups.parts.tolist()]
+
+
+def test_a_session_is_followed_and_an_application_is_not_one() -> None:
+    """What grows is a session; what comes again with another end, from one prefix, is others; shared blocks are so from the second session on."""
+    learner = flat()
+    first = learner.hear(asks(6), 0.0)
+    assert kinds(first) == [NEW] * 6
+    second = learner.hear(asks(8, first), 30.0)
+    assert second.start == 6
+    assert kinds(second) == [OLD] * 6 + [NEW] * 2
+    other = learner.hear(asks(8, second, known=2), 40.0)
+    assert other.start == 0
+    assert kinds(other) == [SHARED] * 2 + [NEW] * 6
+    third = learner.hear(asks(9, other, known=2, sessions=2), 50.0)
+    assert third.start == 0
+
+
+def test_what_was_replaced_belongs_to_the_session_still() -> None:
+    """A request that comes back to where the last one began to be new goes on with the session: its new part was for once only."""
+    learner = flat()
+    first = learner.hear(asks(4), 0.0)
+    searched = learner.hear(asks(40, first), 30.0)
+    assert learner.hear(asks(6, searched, known=4), 60.0).start == 4
+
+
+def feature_tables() -> Floats:
+    return np.stack([np.asarray(nodes, dtype=np.float64) for nodes in features.LEVELS])
+
+
+def test_groups_are_few_and_each_level_splits_the_one_above() -> None:
+    """At most 512 groups, 40 ages; two groups that share a node share all coarser ones."""
+    assert features.GROUPS <= 512
+    assert AGES <= 40
+    levels = feature_tables()
+    for coarse, fine in itertools.pairwise(levels):
+        for node in np.unique(fine):
+            assert len(np.unique(coarse[fine == node])) == 1

@@ -1,0 +1,58 @@
+"""Which group a part of a request is in: what is known of a request when it comes, cut into classes.
+
+Purpose: one number per (kind of part, session's first request or later, its pace, its turn, how much is new).
+Non-purpose: remembering sessions (`learner.py`), learning what a group is worth (`hazard.py`).
+Invariants: at most 512 groups; group 0 is what is worth nothing (partial last blocks); the numbers are part of what is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import numpy as np
+
+from tierd.policies.reuse.hazard import Ids
+
+NOTHING = 0
+SHARED_LEVELS = 6  # 2, 4, 8 ... 64 sessions or more
+_FIRST = 1 + SHARED_LEVELS
+_NEW_BLOCKS = (3, 6, 12, 24, 64)  # lower edges of how much is new; a continuation tells the last two not apart
+_TURNS = (3, 4, 7)
+_PACES = 8  # log2 of seconds between a session's turns: under 8 s, ..., over 8 min
+_SIZES_FIRST, _SIZES_LATER = len(_NEW_BLOCKS) + 1, len(_NEW_BLOCKS)
+_LATER = _FIRST + _SIZES_FIRST
+_PER_PACE = 2 * _SIZES_LATER * (len(_TURNS) + 1)
+GROUPS = _LATER + _PACES * _PER_PACE
+
+SHARED: Ids = np.arange(1, 1 + SHARED_LEVELS, dtype=np.int64)
+
+
+def shared_level(sessions: Ids) -> Ids:
+    """0 for one or two sessions' ... the last for many: floor(log2) - 1, cut to the levels there are. sessions: each at least 2."""
+    return np.minimum(np.log2(sessions).astype(np.int64), SHARED_LEVELS) - 1
+
+
+def first_group(new_blocks: int) -> int:
+    """Of the blocks of a session's first request."""
+    return _FIRST + bisect_right(_NEW_BLOCKS, new_blocks)
+
+
+def later_group(turn: int, pace: float, new_blocks: int, *, old: bool) -> int:
+    """Of what a session's later request asked for again (old) or for the first time. pace: mean log2(1 + seconds) between its requests."""
+    step = min(max(math.floor(pace) - 2, 0), _PACES - 1)
+    size = min(bisect_right(_NEW_BLOCKS, new_blocks), _SIZES_LATER - 1)
+    turns = bisect_right(_TURNS, turn)
+    return _LATER + step * _PER_PACE + ((int(old) * _SIZES_LATER + size) * (len(_TURNS) + 1)) + turns
+
+
+def _levels() -> tuple[Ids, ...]:
+    groups = np.arange(GROUPS, dtype=np.int64)
+    later = groups >= _LATER
+    kind = np.where(groups == NOTHING, 0, np.where(groups < _FIRST, 1, 2))
+    pace = np.where(later, 3 + (groups - _LATER) // _PER_PACE, kind)
+    size = np.where(later, _LATER + (groups - _LATER) // (len(_TURNS) + 1), groups)
+    return kind, pace, size, groups
+
+
+LEVELS = _levels()  # per level, coarse to fine, the node of each group: kind, pace, how much is new, turn

@@ -1,0 +1,86 @@
+"""From counts of what happened to what a group of blocks is worth at each age.
+
+Purpose: the hazard of the next use by group and age, shrunk towards the parent group, and its Gittins index.
+Non-purpose: knowing what a group is (`features.py`) or when something happened (`learner.py`).
+Invariants: all functions are pure; hazards lie in [0, CERTAIN]; arrays are [groups, ages] unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+# Steps of 3 s at first (an agent's loop), then a fifth more each, to two hours.
+EDGES_S: Floats = np.append(np.arange(0.0, 18.0, 3.0), 18.0 * 1.2 ** np.arange(34))
+AGES_S: Floats = EDGES_S[:-1]
+AGES = len(AGES_S)
+_WIDTHS_S: Floats = np.diff(EDGES_S)
+CERTAIN = 0.9  # a hazard above it would be a belief that a few surprises cannot correct
+
+_EVENTS_OVERALL = 4.0  # so many events weigh as much as the parent's word on how often,
+_EVENTS_BY_AGE = 8.0  # and so many near an age on when
+_NEAR = 2.0  # ages, as the deviation of a bell
+_steps = np.arange(AGES)
+_BELL: Floats = np.exp(-0.5 * ((_steps[:, None] - _steps[None, :]) / _NEAR) ** 2)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Over groups and ages: parts used again at that age, and parts that came to that age and stayed in view."""
+
+    used: Floats
+    seen: Floats
+
+
+def age_of(idle_s: Floats) -> Ids:
+    """The age bucket of so many seconds; beyond the last edge it is `AGES`."""
+    return np.searchsorted(EDGES_S, idle_s, side="right").astype(np.int64) - 1
+
+
+def hazards(counts: Counts, prior: Floats, levels: Sequence[Ids]) -> Floats:
+    """The chance that a part that came to an age is used in it; per group, corrected level by level from `prior`.
+
+    levels: per level, coarse to fine, the node of each group. At each, what was seen is held against what the level above expects:
+    first its sum, then by age. A gamma prior of some events around 1 keeps rare groups near their parents (empirical Bayes).
+    """
+    hazard = prior
+    for nodes in levels:
+        used, expected = _by_node(counts.used, nodes), _by_node(counts.seen * hazard, nodes)
+        overall = (used.sum(1, keepdims=True) + _EVENTS_OVERALL) / (expected.sum(1, keepdims=True) + _EVENTS_OVERALL)
+        by_age = (used @ _BELL + _EVENTS_BY_AGE) / (expected * overall @ _BELL + _EVENTS_BY_AGE)
+        hazard = np.minimum(hazard * (overall * by_age)[nodes], CERTAIN)
+    return hazard
+
+
+def _by_node(values: Floats, nodes: Ids) -> Floats:
+    sums = np.zeros((int(nodes.max()) + 1, values.shape[1]))
+    np.add.at(sums, nodes, values)
+    return sums
+
+
+def worth(hazard: Floats) -> NDArray[np.float32]:
+    """Expected uses per second kept, at the best moment to give up, from the beginning of each age.
+
+    The Gittins index of a job that is served by keeping it: sup over the horizon of P(used by then) / E(time kept until then)
+    (Gittins 1979; Aalto, Ayesta, Righter 2009, "On the Gittins index in the M/G/1 queue", for hazards that rise and fall). With the
+    horizon at an object's whole life it is the hit density of Beckmann and Sanchez, "LHD", NSDI 2018.
+    """
+    gain, cost = np.zeros_like(hazard), np.zeros_like(hazard)  # [groups, horizon], from the age of the loop on
+    best = np.zeros(hazard.shape, dtype=np.float32)
+    for age in reversed(range(AGES)):
+        used = hazard[:, age : age + 1]
+        gain[:, age:] = used + (1 - used) * gain[:, age:]
+        cost[:, age:] = (1 - used / 2) * _WIDTHS_S[age] + (1 - used) * cost[:, age:]
+        best[:, age] = (gain[:, age:] / cost[:, age:]).max(axis=1)
+    return best
+
+
+def chances(hazard: Floats) -> Floats:
+    """Of being used at all from the beginning of each age on."""
+    return np.asarray(1 - np.cumprod((1 - hazard)[:, ::-1], axis=1)[:, ::-1], dtype=np.float64)

@@ -1,0 +1,237 @@
+"""What blocks are worth, learnt from requests alone while they come.
+
+Purpose: per group of blocks and age, the best expected uses per second kept (`worth`), and the chance of another use at all.
+Non-purpose: blocks (the caller knows who asked for which), tiers, sizes: learning depends on none of them, nor on what was evicted.
+Invariants: bounded memory (REQUESTS rows, GROUPS x AGES counts); nothing random, no clock: equal calls give equal answers;
+`worth` changes in `refit` and `restore` alone; only what is known when a request comes is used.
+
+How it learns. A request splits its whole blocks into parts: those that several sessions asked for, by how many (`shared`), those that its own
+session asked for before (`old`), and `new` ones. A part has a group (`features.py`) and a moment. When a later request asks for it
+again, the time between is an event of that group; until then the part counts as seen at the ages that it went through. Counts fade with
+the requests that come. `hazard.py` makes hazards of them, starting from `prior.py`, learnt on the developers' traces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.policies.reuse import features
+from tierd.policies.reuse.hazard import AGES, AGES_S, EDGES_S, Counts, Floats, Ids, age_of, chances, hazards, worth
+from tierd.policies.reuse.prior import prior_hazards
+
+ROWS = 1 << 27  # a request's number begins anew after so many
+REQUESTS = 65_536  # remembered; a session that pauses for longer than that many requests begins anew
+REFIT_EVERY = 128  # requests; what `refit` wants to be called after
+HALF_LIFE = 20_000.0  # requests after which a count weighs half
+KINDS = 2 + features.SHARED_LEVELS  # parts of a request: new, old, then shared by level
+NEW, OLD, SHARED = 0, 1, 2
+
+_CLOSED = AGES + 1  # a part's next age to count, when it is not waiting (used again, given up, or never was)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller knows of a request when it comes. Blocks are whole ones: a partial last block is in group 0 and no part of anything.
+
+    blocks: how many. sessions, parts: int64 [known], of the leading blocks that the caller remembers: how many sessions asked for it so far
+    (at least 1), and the part that it was last in (`Groups.parts`), -1 if none.
+    """
+
+    blocks: int
+    sessions: Ids
+    parts: Ids
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where each block of a request is from now on: groups, parts are int64 [blocks]; one session more has asked for blocks[start:]."""
+
+    start: int
+    groups: Ids
+    parts: Ids
+
+
+@dataclass
+class _Rows:
+    """The remembered requests, by row number modulo REQUESTS; what `state` saves."""
+
+    number: Ids = field(default_factory=lambda: np.full(REQUESTS, -1, dtype=np.int64))
+    at_s: Floats = field(default_factory=lambda: np.zeros(REQUESTS))
+    pace: Floats = field(default_factory=lambda: np.zeros(REQUESTS))
+    turn: Ids = field(default_factory=lambda: np.ones(REQUESTS, dtype=np.int64))
+    start: Ids = field(default_factory=lambda: np.zeros(REQUESTS, dtype=np.int64))
+    blocks: Ids = field(default_factory=lambda: np.zeros(REQUESTS, dtype=np.int64))
+    stuck: Ids = field(default_factory=lambda: np.zeros(REQUESTS, dtype=np.int64))
+    group: NDArray[np.int16] = field(default_factory=lambda: np.zeros((REQUESTS, KINDS), dtype=np.int16))
+    waiting: NDArray[np.int8] = field(default_factory=lambda: np.full((REQUESTS, KINDS), _CLOSED, dtype=np.int8))
+
+
+class Learner:
+    """What groups of blocks are worth. Bounded memory; fades."""
+
+    def __init__(self, prior: Floats | None = None) -> None:
+        """prior: float64 [groups, ages], hazards to start from; what was learnt on the developers' traces if None."""
+        self.ages_s = AGES_S
+        self._prior = prior_hazards() if prior is None else prior
+        self._used = np.zeros((features.GROUPS, AGES))
+        self._seen = np.zeros((features.GROUPS, AGES))
+        self._rows = _Rows()
+        self._heard = 0
+        self._faded = 0
+        self._fit()
+
+    def hear(self, request: Request, now: float) -> Groups:
+        """A request has come: its known parts were used again; what its blocks are now. now: seconds that go on over restarts."""
+        before = self._continued(request)
+        row, self._heard = self._heard % ROWS, self._heard + 1
+        self._close_shared(request.parts, now)
+        if before >= 0:
+            self._close_session(before, len(request.parts), now)
+        at = row % REQUESTS
+        self._remember(at, before, request, now)
+        self._rows.number[at] = row
+        kinds, start = self._kinds(at, request)
+        self._rows.group[at] = self._groups_of(at, request)
+        self._rows.waiting[at, kinds] = 0
+        return Groups(start, self._rows.group[at][kinds].astype(np.int64), row * KINDS + kinds)
+
+    def refit(self, now: float) -> None:
+        """Makes `worth` of what was heard; to be called every REFIT_EVERY requests."""
+        self._advance(now)
+        fade = 0.5 ** ((self._heard - self._faded) / HALF_LIFE)
+        self._faded = self._heard
+        self._used *= fade
+        self._seen *= fade
+        self._fit()
+
+    def chance(self, groups: Ids, ages_s: Floats) -> Floats:
+        """Probability of another use at all, given that there was none until that age. int64 [n], float64 [n] -> float64 [n]."""
+        return self._chance[groups, np.minimum(age_of(ages_s), AGES - 1)]
+
+    def _fit(self) -> None:
+        hazard = hazards(Counts(self._used, self._seen), self._prior, features.LEVELS)
+        hazard[features.NOTHING] = 0.0
+        self.worth = worth(hazard)
+        self._chance = chances(hazard)
+
+    def _slot(self, row: int) -> int:
+        """Where the row is remembered, or -1."""
+        at = row % REQUESTS
+        return at if row >= 0 and self._rows.number[at] == row else -1
+
+    def _continued(self, request: Request) -> int:
+        """The slot of the request that this one continues, or -1.
+
+        It is the last that asked for the deepest known block, if one session alone asked for that block and either over half of that request's
+        blocks come again, or all that it had itself asked for before (an answer or found documents were replaced: what it added is gone). A prefix
+        that comes again and again without growing belongs to an application, not to a session.
+        """
+        known = len(request.parts)
+        if not known or request.sessions[-1] > 1:
+            return -1
+        at, rows = self._slot(int(request.parts[-1]) // KINDS), self._rows
+        if at < 0:
+            return -1
+        grown = 2 * known > rows.blocks[at] or known >= rows.start[at] > 0
+        return at if grown and self._stuck(at, known) <= 2 else -1
+
+    def _stuck(self, before: int, known: int) -> int:
+        rows = self._rows
+        return int(rows.stuck[before]) + 1 if known <= rows.start[before] and known < rows.blocks[before] else 0
+
+    def _close_shared(self, parts: Ids, now: float) -> None:
+        runs = parts[np.flatnonzero(np.diff(parts, prepend=-1))]
+        for part in runs.tolist():
+            at = self._slot(part // KINDS)
+            if at >= 0 and part % KINDS >= SHARED:
+                self._close(at, part % KINDS, now)
+
+    def _close_session(self, before: int, known: int, now: float) -> None:
+        """The old part is used again; the new one if at least half of it is."""
+        start, blocks = int(self._rows.start[before]), int(self._rows.blocks[before])
+        self._close(before, OLD, now)
+        if 2 * known >= start + blocks:
+            self._close(before, NEW, now)
+
+    def _close(self, at: int, kind: int, now: float) -> None:
+        """Counts the ages since the last refit and the use; once."""
+        counted = int(self._rows.waiting[at, kind])
+        age = int(np.searchsorted(EDGES_S, now - self._rows.at_s[at], side="right")) - 1
+        self._rows.waiting[at, kind] = _CLOSED
+        if counted >= AGES or age < 0:
+            return
+        group = int(self._rows.group[at, kind])
+        self._seen[group, counted : age + 1] += 1
+        if age < AGES:
+            self._used[group, age] += 1
+
+    def _remember(self, at: int, before: int, request: Request, now: float) -> None:
+        rows = self._rows
+        turn, pace, start, stuck = 1, 0.0, 0, 0
+        if before >= 0:
+            pauses = int(rows.turn[before])
+            turn, start, stuck = pauses + 1, len(request.parts), self._stuck(before, len(request.parts))
+            pause = math.log2(1.0 + max(now - float(rows.at_s[before]), 0.0))
+            pace = float(rows.pace[before])
+            pace += (pause - pace) * max(1.0 / pauses, 0.3)
+        rows.at_s[at], rows.turn[at], rows.pace[at] = now, turn, pace
+        rows.start[at], rows.blocks[at], rows.stuck[at] = start, request.blocks, stuck
+        rows.waiting[at] = _CLOSED
+
+    def _kinds(self, at: int, request: Request) -> tuple[Ids, int]:
+        """Per block, which part of the request it is in; and where the session's own count begins."""
+        start = int(self._rows.start[at])
+        asked = np.ones(request.blocks, dtype=np.int64)
+        asked[: len(request.sessions)] = request.sessions
+        asked[start : len(request.sessions)] += 1
+        kinds = np.where(np.arange(request.blocks) < start, OLD, NEW)
+        shared = asked > 1
+        kinds[shared] = SHARED + features.shared_level(asked[shared])
+        return kinds, start
+
+    def _groups_of(self, at: int, request: Request) -> list[int]:
+        """Per kind of part."""
+        turn, pace, added = int(self._rows.turn[at]), float(self._rows.pace[at]), request.blocks - len(request.parts)
+        if turn == 1:
+            return [features.first_group(added)] * 2 + list(features.SHARED)
+        private = [features.later_group(turn, pace, added, old=old) for old in (False, True)]
+        return private + list(features.SHARED)
+
+    def _advance(self, now: float) -> None:
+        """Waiting parts are seen at the ages that they have gone through since."""
+        waiting = self._rows.waiting
+        at, kind = np.nonzero(waiting < AGES)
+        counted, age = waiting[at, kind], np.clip(age_of(now - self._rows.at_s[at]), 0, AGES)
+        steps = np.zeros((features.GROUPS, AGES + 1))
+        group = self._rows.group[at, kind]
+        np.add.at(steps, (group, counted), 1.0)
+        np.add.at(steps, (group, age), -1.0)
+        self._seen += np.cumsum(steps, axis=1)[:, :AGES]
+        waiting[at, kind] = age
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """All that was learnt and is remembered, as copies."""
+        rows = {name: column.copy() for name, column in vars(self._rows).items()}
+        return {
+            "used": self._used.copy(),
+            "seen": self._seen.copy(),
+            "next": np.array([self._heard, self._faded]),
+            **rows,
+        }
+
+    def restore(self, state: dict[str, NDArray[np.generic]]) -> None:
+        """Goes on from a `state`. Raises ValueError if it is of other groups, ages or kinds: begin anew then."""
+        fresh = self.state()
+        odd = [name for name, column in fresh.items() if name not in state or state[name].shape != column.shape]
+        if odd:
+            raise ValueError(
+                f"the saved state of the reuse index lacks {', '.join(odd)} in the shape of this version; delete it to learn anew"
+            )
+        self._used, self._seen = state["used"].astype(np.float64), state["seen"].astype(np.float64)
+        self._heard, self._faded = (int(number) for number in state["next"])
+        self._rows = _Rows(**{name: state[name].astype(column.dtype) for name, column in vars(self._rows).items()})
+        self._fit()
