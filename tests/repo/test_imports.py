@@ -26,6 +26,7 @@ PARTS: dict[str, set[str]] = {
     "config": {"core", "errors", "places", "settings", "units"},
     "core": {"errors"},
     "policies": {"core", "errors"},
+    "simulator": {"core", "policies", "config", "errors", "units"},
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "kernels"} | EDGE,
     "gpu": {"core", "kernels"} | EDGE,
@@ -60,8 +61,10 @@ BUILDERS: dict[str, set[str]] = {
     "integrations/transformers/store.py": {"worker"},
     "cli/advice.py": {"integrations"},  # which versions of engines were run
     "cli/conversation.py": {"worker"},
+    "cli/simulate.py": {"simulator"},
     "cli/demo.py": {"worker", "testing", "kernels"},
-    # The simulator is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.
+    "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
+    # What testing/sim simulates is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.
     "testing/sim/arena.py": {"tiers"},
     "testing/sim/client.py": {"cache", "server", "tiers"},
     "testing/sim/daemon.py": {"cache", "mover", "server", "tiers"},

@@ -14,6 +14,7 @@ from tierd.cli.fsck import fsck
 from tierd.cli.record import record
 from tierd.cli.replay import replay
 from tierd.cli.scrub import scrub
+from tierd.cli.simulate import simulate
 from tierd.cli.top import top
 
 VERBS = (
@@ -35,6 +36,7 @@ VERBS = (
     fsck,
     record,
     replay,
+    simulate,
 )
 
 

@@ -268,18 +268,22 @@ def _tolerance(table: NvmeConfig) -> Tolerance:
 
 def build_tiers(config: Config, *, instance: str) -> list[Tier]:
     """The tiers, near to far: devices, hosts, stores. Raises ConfigError for an unknown eviction policy."""
+    base = _arena_base(config)
+    return list(_build(specs_of(config), instance=instance, base=base, deadline_s=config.server.shutdown_deadline))
+
+
+def specs_of(config: Config) -> list[tuple[TierSpec, TierTable]]:
+    """What the core knows of each configured tier, near to far, beside its table. Raises ConfigError for an unknown eviction policy."""
     kinds: tuple[tuple[TierKind, Sequence[TierTable]], ...] = (
         (TierKind.DEVICE, config.device),
         (TierKind.HOST, config.host),
         (TierKind.NVME, config.nvme),
     )
-    specs: list[tuple[TierSpec, TierTable]] = [
+    return [
         (dataclasses.replace(spec_of(kind, i, table), quarantine_share=config.scrub.quarantine_share), table)
         for kind, tables in kinds
         for i, table in enumerate(tables)
     ]
-    base = _arena_base(config)
-    return list(_build(specs, instance=instance, base=base, deadline_s=config.server.shutdown_deadline))
 
 
 def _arena_base(config: Config) -> str:

@@ -1,0 +1,114 @@
+"""`tierctl simulate` as a person or a script meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tierd.cli.ctl import cli
+
+KEYS = {
+    *("trace", "policy", "device", "host", "nvme", "prefix_token_hit", "device_hit", "host_hit", "nvme_hit"),
+    *("nvme_writes_footprints", "seconds"),
+}
+
+
+def simulated(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["simulate", *arguments, "--jobs", "1"], prog_name="tierctl")
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    result = simulated(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert list(answer) == ["rows"]
+    return list(answer["rows"])
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Four blocks, the same four again, four others."""
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 2048, "hash_ids": ids}
+        for i, ids in enumerate(([0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]))
+    ]
+    path = tmp_path / "made-up.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def test_json_has_a_row_for_every_trace_size_and_policy(trace: str) -> None:
+    """Rows have the fixed keys, sizes as they were given, hits as fractions; the order is traces, sizes, policies."""
+    found = rows(trace, trace, "--policy", "lru,lfu", "--host", "4blocks,2blocks")
+    assert [set(row) for row in found] == [KEYS] * 8
+    assert [(row["host"], row["policy"]) for row in found[:4]] == [
+        *(("4blocks", "lru"), ("4blocks", "lfu")),
+        *(("2blocks", "lru"), ("2blocks", "lfu")),
+    ]
+    first = {key: found[0][key] for key in KEYS - {"seconds"}}
+    third = 1 / 3
+    assert first == {
+        "trace": trace,
+        "policy": "lru",
+        "device": None,
+        "host": "4blocks",
+        "nvme": None,
+        "device_hit": 0.0,
+        "prefix_token_hit": third,
+        "host_hit": third,
+        "nvme_hit": 0.0,
+        "nvme_writes_footprints": 0.0,
+    }
+    assert found[2]["prefix_token_hit"] == third / 2
+
+
+def test_every_tiers_sizes_multiply(trace: str) -> None:
+    """Sizes of several tiers are combined; without any, the tiers are those of the settings."""
+    found = rows(trace, "--device", "2blocks,3blocks", "--host", "50%", "--nvme", "100%,7blocks", "--policy", "lru")
+    assert [(row["device"], row["host"], row["nvme"]) for row in found] == [
+        (device, "50%", nvme) for device in ("2blocks", "3blocks") for nvme in ("100%", "7blocks")
+    ]
+    assert [(row["host"], row["nvme"]) for row in rows(trace)] == [("512 MiB", "4 GiB")]
+
+
+def test_the_configuration_says_what_the_command_line_leaves_open(trace: str, tmp_path: Path) -> None:
+    """With --config tiers and `default` are that daemon's."""
+    config = tmp_path / "tierd.toml"
+    config.write_text('nvme = []\n[[host]]\ncapacity = "1 MiB"\neviction = "mru"\n', encoding="utf-8")
+    wrong = simulated(trace, "--config", str(config))
+    assert (wrong.exit_code, "mru" in wrong.stderr) == (1, True)
+    config.write_text('nvme = []\n[[host]]\ncapacity = "1 MiB"\neviction = "lfu"\n', encoding="utf-8")
+    assert [(row["host"], row["nvme"]) for row in rows(trace, "--config", str(config))] == [("1 MiB", None)]
+
+
+def test_the_table_has_a_line_for_every_run(trace: str) -> None:
+    """In a pipe a plain table: policies, sizes and shares; columns that say nothing are left out."""
+    lines = simulated(trace, "--policy", "lru,clairvoyant", "--host", "4blocks").stdout.splitlines()
+    assert lines[0].split() == ["policy", "host", "hits", "took"]
+    assert [re.split(r" {2,}", line)[:3] for line in lines[1:]] == [
+        ["lru", "4blocks", "33.3 %"],
+        ["clairvoyant", "4blocks", "33.3 %"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("--host", "many"), "'many' is not a number with a unit"),
+        (("--host", "5%,0%"), "'0%' is not above 0"),
+        (("--policy", "mru"), "'mru' is no policy; use one of default, clairvoyant,"),
+        (("--nvme", "5%"), "needs a host tier to read into; add --host SIZE"),
+        (("--host", "1GiB", "--nvme", "5%"), "mix bytes and blocks"),
+        (("--host", "1%"), "less than one of 8 blocks"),
+        (("--jobs", "0"), "'--jobs'"),
+    ],
+)
+def test_a_wrong_command_line_says_what_to_write(trace: str, arguments: tuple[str, ...], fault: str) -> None:
+    """Exit code 2 and one line with fault and remedy."""
+    result = CliRunner().invoke(cli, ["simulate", trace, *arguments], prog_name="tierctl")
+    assert (result.exit_code, fault in " ".join(result.stderr.split())) == (2, True), result.output

@@ -1,0 +1,213 @@
+"""`tierctl simulate`: traces through tiers that are not there, as the daemon's own core and policies decide.
+
+Purpose: the command line: sizes, policies, a table. Non-purpose: the simulation (tierd.simulator), and a daemon, which is not needed. Invariant: a row's hits
+are shares of the prompt tokens of its trace, whatever its sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from tierd.cli.ask import SIZE, Ask, verb
+from tierd.cli.figures import human_seconds, human_share
+from tierd.cli.render import Cell, Column, show_json, show_table
+from tierd.cli.trace import read_trace
+from tierd.config import Config, load_config, read_config
+from tierd.core.model import TierKind
+from tierd.errors import InvalidArgument
+from tierd.simulator.choices import Choice, names, parse_choice
+from tierd.simulator.runs import Outcome, Run, simulate_all
+from tierd.simulator.sequences import Trace, trace_of
+from tierd.simulator.sizes import KINDS, Size, parse_size, tiers_of
+
+RUN_LIMIT = 10_000
+"""More than anybody waits for."""
+Row = dict[str, Any]
+COLUMNS = (
+    Column("trace", style="bold", spare=4),
+    Column("policy"),
+    Column("device", right=True),
+    Column("host", right=True),
+    Column("nvme", right=True),
+    Column("hits", right=True),
+    Column("on device", right=True, spare=2),
+    Column("in host", right=True, spare=2),
+    Column("on nvme", right=True, spare=2),
+    Column("nvme writes", right=True, spare=1),
+    Column("took", right=True, spare=3),
+)
+
+
+class _List(click.ParamType[Any]):
+    """Values with commas between them, each read by a function that raises ValueError."""
+
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The values, each once; a usage error for one that is wrong."""
+        try:
+            return tuple(self._read(part) for part in dict.fromkeys(str(value).split(",")))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice)
+
+
+@click.command()
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--policy",
+    "choices",
+    type=CHOICES,
+    default="default",
+    show_default=True,
+    help=f"Eviction policies: {', '.join(names())}; or one for each kind of tier, such as host:lru+nvme:default.",
+)
+@click.option("--device", type=SIZES, help="Sizes of the device tier; see above.")
+@click.option("--host", type=SIZES, help="Sizes of the host tier.")
+@click.option("--nvme", type=SIZES, help="Sizes of the NVMe tier.")
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The daemon's TOML file: all that is not said here is as there. [default: the default settings]",
+)
+@click.option(
+    "--block-bytes", type=SIZE, help="Of a full block, where sizes are bytes. [default: as recorded, else 64 KiB]"
+)
+@click.option("--limit", type=click.IntRange(1), default=None, help="Only the first requests of each trace.")
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Processes. [default: as many as there are cores]")
+@verb
+def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], jobs: int | None, **options: Any) -> None:
+    """Serves recorded traces from tiers of many sizes, without a daemon, as its core and its policies would.
+
+    TRACE: JSON lines, gzip or plain. Every policy runs in every combination of the tiers' sizes; without any size, in the tiers of the
+    configuration.
+
+    Sizes in bytes (64GiB) mean tiers as a daemon of that capacity has them, with segments and size classes; a `replay --lockstep` against
+    that daemon finds just the same. Sizes in blocks (817blocks) or per cent of the trace's distinct blocks (5%, rounded down) mean room for
+    exactly so many blocks, short ones counted as full, as in published figures.
+
+    Hits are shares of all prompt tokens. The policy `clairvoyant` knows the future: in one tier none can be better.
+    """
+    config = config_of(options["config"])
+    held = [trace_of(read_trace(path, limit=options["limit"]), name=str(path)) for path in traces]
+    sizes = {kind: options[kind.name.lower()] for kind in KINDS if options[kind.name.lower()]}
+    runs = list(runs_of(held, choices, sizes=sizes, config=config, block_bytes=options["block_bytes"]))
+    with shown_progress(sum(len(held[run.trace]) for run in runs)) as show:
+        outcomes = simulate_all(held, runs, jobs=jobs or len(os.sched_getaffinity(0)), show=show)
+    rows = [row_of(held[run.trace], run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+    report(ask, rows)
+
+
+def config_of(path: Path | None) -> Config:
+    """The settings of the daemon that is simulated, as they are written. Raises ConfigError."""
+    if path is None:
+        return Config()
+    load_config(path)  # that it can be served, and what is wrong if not
+    return read_config(path.read_text(encoding="utf-8"))
+
+
+def runs_of(
+    traces: Sequence[Trace],
+    choices: Sequence[Choice],
+    *,
+    sizes: dict[TierKind, Sequence[Size]],
+    config: Config,
+    block_bytes: int | None,
+) -> Iterator[Run]:
+    """Every trace in every combination of sizes under every policy. Raises InvalidArgument, ConfigError."""
+    combinations = [dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*sizes.values())]
+    if len(traces) * len(combinations) * len(choices) > RUN_LIMIT:
+        raise InvalidArgument(f"simulate: more than {RUN_LIMIT} runs; leave out some sizes or policies")
+    for number, trace in enumerate(traces):
+        for chosen in combinations:
+            tiers = tiers_of(chosen, distinct=trace.distinct, block_bytes=block_bytes, config=config)
+            yield from (Run(number, choice, tiers) for choice in choices)
+
+
+def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
+    """What a run came to, as plain values. Hits are shares of the prompt tokens; writes count in footprints: the bytes of all distinct blocks."""
+    kinds = [spec.kind for spec in run.tiers.specs]
+    tokens = {kind: sum(t for k, t in zip(kinds, outcome.tier_tokens, strict=True) if k is kind) for kind in KINDS}
+    written = sum(size for kind, size in zip(kinds, outcome.copied_bytes, strict=True) if kind is TierKind.NVME)
+    whole = max(1, trace.prompt_tokens)
+    return {
+        "trace": trace.name,
+        "policy": run.choice.text,
+        **{kind.name.lower(): run.tiers.texts.get(kind) or None for kind in KINDS},
+        "prefix_token_hit": sum(tokens.values()) / whole,
+        **{f"{kind.name.lower()}_hit": tokens[kind] / whole for kind in KINDS},
+        "nvme_writes_footprints": written / max(1, trace.distinct_bytes(run.tiers.measure)),
+        "seconds": outcome.seconds,
+    }
+
+
+def report(ask: Ask, rows: Sequence[Row]) -> None:
+    """The rows as JSON or as a table: of each trace and size, the best policy is green."""
+    if ask.as_json:
+        show_json({"rows": rows})
+        return
+    shown = [i for i, column in enumerate(COLUMNS) if is_told(column.name, rows)]
+    cells = [cells_of(row, best=best_of(row, rows)) for row in rows]
+    show_table(ask.console, [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in cells], empty="no runs")
+
+
+def is_told(column: str, rows: Sequence[Row]) -> bool:
+    """Whether a column says anything of these rows."""
+    kind = {"on device": "device", "in host": "host", "on nvme": "nvme", "nvme writes": "nvme"}.get(column, column)
+    if kind in ("device", "host", "nvme"):
+        return any(row[kind] for row in rows) and (column in {kind, "nvme writes"} or several_tiers(rows))
+    return column != "trace" or len({row["trace"] for row in rows}) > 1
+
+
+def several_tiers(rows: Sequence[Row]) -> bool:
+    """Whether hits may be in more than one tier."""
+    return any(sum(bool(row[kind]) for kind in ("device", "host", "nvme")) > 1 for row in rows)
+
+
+def best_of(row: Row, rows: Sequence[Row]) -> float:
+    """The most hits that any policy but the clairvoyant has where this row is."""
+    place = ("trace", "device", "host", "nvme")
+    beside = [r for r in rows if all(r[name] == row[name] for name in place) and "clairvoyant" not in r["policy"]]
+    return max((r["prefix_token_hit"] for r in beside), default=0.0)
+
+
+def cells_of(row: Row, *, best: float) -> list[Cell]:
+    """One row, in the order of COLUMNS."""
+    is_bound = "clairvoyant" in row["policy"]
+    style = "magenta" if is_bound else "bold green" if row["prefix_token_hit"] == best else ""
+    return [
+        Path(row["trace"]).name.removesuffix(".gz").removesuffix(".jsonl"),
+        Text(row["policy"], style),
+        *(row[kind] or "-" for kind in ("device", "host", "nvme")),
+        Text(human_share(row["prefix_token_hit"], 1), style),
+        *(human_share(row[f"{kind}_hit"], 1) if row[kind] else "-" for kind in ("device", "host", "nvme")),
+        f"{row['nvme_writes_footprints']:.2f} x" if row["nvme"] else "-",
+        Text(human_seconds(row["seconds"]), "dim"),
+    ]
+
+
+@contextlib.contextmanager
+def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while a terminal watches; nothing otherwise."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,1 @@
+"""The simulator: traces through the core, many sizes and policies at once."""

@@ -1,0 +1,192 @@
+"""Runs: traces through cores, one after another or in processes of their own.
+
+Purpose: what a policy makes of a trace in tiers of some sizes. Non-purpose: showing it. The core, the policies and the driver are the daemon's
+own. Invariants: a run depends on its trace, its tiers and its policies alone, so any number of processes give the same rows; a run that
+was begun ends when the one who asked for it is gone or asks no more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+from tierd.core.blocks import Blocks
+from tierd.core.core import Core
+from tierd.core.drive import InstantDriver
+from tierd.core.eviction import Eviction
+from tierd.core.model import TierKind, TierSpec
+from tierd.errors import TierFailed
+from tierd.policies.eviction import EVICTION
+from tierd.simulator.choices import CLAIRVOYANT, Choice
+from tierd.simulator.clairvoyant import Clairvoyant, Foresight, ForesightDriver
+from tierd.simulator.sequences import Trace
+from tierd.simulator.sizes import Tiers
+
+REFRESH_S = 0.1
+"""How often it is looked how far the processes are."""
+
+Counted = Callable[[int], bool]
+"""Told after each request how many are done; False: go no further."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One trace under one choice of policies in tiers of one size each. trace: its number."""
+
+    trace: int
+    choice: Choice
+    tiers: Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to. tier_tokens: prompt tokens found in each tier; copied_bytes: written into each by transfers; both near to far."""
+
+    tier_tokens: tuple[int, ...]
+    copied_bytes: tuple[int, ...]
+    seconds: float
+
+
+class Simulation:
+    """One core that serves a trace. Requests are served in order, each once."""
+
+    def __init__(self, trace: Trace, run: Run) -> None:
+        self._trace, self._tiers = trace, run.tiers
+        self._specs = run.choice.applied(run.tiers.specs)
+        self._sight = Foresight(trace) if any(spec.eviction == CLAIRVOYANT for spec in self._specs) else None
+        self._knowing: list[Clairvoyant] = []
+        self.core = Core(self._specs, policies=self._policy, session_share=run.tiers.session_share)
+        self.driver = self._driver(self._specs[0].kind)
+        self.tier_tokens = [0] * len(self._specs)
+
+    def serve(self, request: int) -> None:
+        """Serves the request of that number."""
+        if self._sight is not None:
+            self._sight.see(request)
+        sequence = self._trace.sequence(request, self._tiers.measure)
+        found = self.driver.request(sequence, now=float(self._trace.times_s[request]))
+        for tier, tokens in enumerate(found):
+            self.tier_tokens[tier] += tokens
+
+    def _policy(self, spec: TierSpec, blocks: Blocks) -> Eviction:
+        if spec.eviction != CLAIRVOYANT:
+            return EVICTION[spec.eviction](blocks)
+        assert self._sight is not None
+        self._knowing.append(Clairvoyant(blocks, self._sight))
+        return self._knowing[-1]
+
+    def _driver(self, kind: TierKind) -> InstantDriver:
+        if len(self._knowing) != len(self._specs):
+            return InstantDriver(self.core, kind=kind, tier_count=len(self._specs))
+        page = int(self._trace.sequence(0, self._tiers.measure).block_bytes) if len(self._trace) else 1
+        pages = sum(spec.capacity_bytes // (page + spec.slot_overhead_bytes) for spec in self._specs)
+        return ForesightDriver(self.core, kind=kind, tiers=self._knowing, pages=pages)
+
+
+def simulate(trace: Trace, run: Run, *, counted: Counted = lambda _: True) -> Outcome:
+    """Serves the whole trace, or as much as `counted` lets it."""
+    begun, simulation = time.perf_counter(), Simulation(trace, run)
+    for request in range(len(trace)):
+        simulation.serve(request)
+        if not counted(request + 1):
+            break
+    seconds = time.perf_counter() - begun
+    return Outcome(tuple(simulation.tier_tokens), tuple(simulation.driver.copied_bytes), seconds)
+
+
+def simulate_all(
+    traces: Sequence[Trace], runs: Sequence[Run], *, jobs: int, show: Callable[[int], None] = lambda _: None
+) -> list[Outcome]:
+    """The outcomes of all runs, in their order. jobs: processes; with one, all happens in this. show: told how many requests are done in all.
+
+    Raises TierFailed if a process dies.
+    """
+    if min(jobs, len(runs)) > 1:
+        return _in_processes(traces, runs, jobs=min(jobs, len(runs)), show=show)
+    outcomes: list[Outcome] = []
+    begun = 0
+    for run in runs:
+
+        def counted(done: int, begun: int = begun) -> bool:
+            show(begun + done)
+            return True
+
+        outcomes.append(simulate(traces[run.trace], run, counted=counted))
+        begun += len(traces[run.trace])
+    return outcomes
+
+
+# -- processes
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What a process was given: the traces, how far each run is, and whether it is to go on."""
+
+    traces: Sequence[Trace]
+    done: Any
+    go_on: Any
+
+
+_worker: list[_Worker] = []
+
+
+def _begin(traces: Sequence[Trace], done: Any, go_on: Any) -> None:
+    """A process begins: it ends with the one that began it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its parent's to answer
+    _worker[:] = [_Worker(traces, done, go_on)]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(number: int, run: Run) -> Outcome:
+    worker = _worker[0]
+
+    def counted(done: int) -> bool:
+        worker.done[number] = done
+        return bool(worker.go_on.value)
+
+    return simulate(worker.traces[run.trace], run, counted=counted)
+
+
+def _in_processes(
+    traces: Sequence[Trace], runs: Sequence[Run], *, jobs: int, show: Callable[[int], None]
+) -> list[Outcome]:
+    context = multiprocessing.get_context("spawn")
+    done, go_on = context.RawArray("q", len(runs)), context.RawValue("b", 1)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(traces, done, go_on))
+    try:
+        futures = [pool.submit(_work, number, run) for number, run in enumerate(runs)]
+        for _ in _waits(futures):
+            show(sum(done))
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise TierFailed("simulate: a process was killed, perhaps for want of memory; use fewer --jobs") from error
+    finally:
+        go_on.value = 0
+        pool.shutdown(cancel_futures=True)
+
+
+def _waits(futures: Sequence[Future[Outcome]]) -> Iterator[None]:
+    """Some time passes, until all have ended or one has failed."""
+    left = set(futures)
+    while left:
+        ended, left = wait(left, timeout=REFRESH_S, return_when=FIRST_COMPLETED)
+        yield
+        if any(future.exception() for future in ended):
+            return

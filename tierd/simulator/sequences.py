@@ -1,0 +1,192 @@
+"""Traces as arrays, and their requests as the core is asked.
+
+Purpose: everything that all runs over one trace share, made once. Non-purpose: reading files (tierd.cli.trace), time that passes. Invariants: a block
+has one number, 0 and up in the order of first appearance, and one hash, from which the number can be read back; nothing changes
+after it was made, so that runs share it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.drive import Sequence
+from tierd.core.plan import PutQuery
+
+Numbers = NDArray[np.int64]
+"""Of blocks in a trace."""
+
+Column = NDArray[np.int64]
+
+BLOCK_BYTES = 64 << 10
+"""Of a full block of which nobody says how large it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """How large blocks are. block_bytes: of a full one; None: as its trace says, else BLOCK_BYTES. whole: a short one takes as much."""
+
+    block_bytes: int | None = None
+    whole: bool = False
+
+
+class RequestLike(Protocol):
+    """What is read of a request; `tierd.cli.trace.Request` says what it means."""
+
+    @property
+    def time_ms(self) -> int:
+        """Arrival, milliseconds."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        ...
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Ids, first to last."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Of a full block."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a full block; 0: not known."""
+        ...
+
+    @property
+    def namespace(self) -> int:
+        """Its number."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace of n requests. blocks int64: the number of each block access, request after request; starts int64 [n + 1]: where each begins.
+
+    name: as its user calls it. times_s float64 [n]. int64 [n]: tokens; of a full block its tokens and bytes, 0: not known; namespaces.
+    """
+
+    name: str
+    blocks: Numbers
+    starts: Column
+    times_s: NDArray[np.float64]
+    tokens: Column
+    full_tokens: Column
+    full_bytes: Column
+    namespaces: Column
+
+    def __len__(self) -> int:
+        """How many requests."""
+        return len(self.tokens)
+
+    @cached_property
+    def distinct(self) -> int:
+        """How many blocks there are."""
+        return int(self.blocks.max(initial=-1)) + 1
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Of all requests."""
+        return int(self.tokens.sum())
+
+    @cached_property
+    def hashes(self) -> NDArray[np.uint8]:
+        """By number: uint8 [distinct, 32]. Words as evenly spread as a hash's, as sketches want them (splitmix64), and the number + 1 last."""
+        words = np.zeros((self.distinct, 4), "<u8")
+        words[:, 3] = np.arange(1, self.distinct + 1)
+        for word in range(3):
+            mixed = (words[:, 3] + np.uint64(word << 40)) * np.uint64(0x9E37_79B9_7F4A_7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+            words[:, word] = mixed ^ (mixed >> np.uint64(31))
+        return words.view(np.uint8)
+
+    def of(self, request: int) -> Numbers:
+        """The blocks of a request, first to last."""
+        return self.blocks[self.starts[request] : self.starts[request + 1]]
+
+    def distinct_bytes(self, measure: Measure) -> int:
+        """What all blocks take, once each."""
+        if measure.whole:
+            return self.distinct * (measure.block_bytes or BLOCK_BYTES)
+        counts = np.diff(self.starts)
+        full = np.repeat(self.full_tokens, counts)
+        covered, size = full.copy(), np.repeat(self._full_bytes(measure), counts)
+        covered[self.starts[1:] - 1] = self.tokens - (counts - 1) * self.full_tokens
+        _, first = np.unique(self.blocks, return_index=True)
+        return int(np.maximum(1, size[first] * covered[first] // full[first]).sum())
+
+    def sequence(self, request: int, measure: Measure) -> Sequence:
+        """A request as the driver takes it."""
+        make = WholeBlocks if measure.whole else Sequence
+        return make(
+            int(self.namespaces[request]) + 1,
+            self.hashes[self.of(request)],
+            tokens=int(self.tokens[request]),
+            tokens_per_block=int(self.full_tokens[request]),
+            block_bytes=int(measure.block_bytes or self.full_bytes[request] or BLOCK_BYTES),
+        )
+
+    def _full_bytes(self, measure: Measure) -> Column:
+        known = np.where(self.full_bytes > 0, self.full_bytes, BLOCK_BYTES)
+        return np.full(len(self), measure.block_bytes, np.int64) if measure.block_bytes else known
+
+
+class WholeBlocks(Sequence):
+    """A sequence whose last block takes as many bytes as the others, however short it is."""
+
+    def put(self, first: int) -> PutQuery:
+        """The blocks from number `first` on, to be written."""
+        query = super().put(first)
+        query.blocks["length"] = self.block_bytes
+        return query
+
+
+def numbers_of(hashes: NDArray[Any]) -> Numbers:
+    """The numbers of blocks by their hashes, uint64 [n, 4], as the core keeps them."""
+    return hashes[:, 3].astype(np.int64) - 1
+
+
+def trace_of(requests: Iterable[RequestLike], *, name: str) -> Trace:
+    """A trace as arrays."""
+    blocks, rows = array("q"), []
+    for request in requests:
+        blocks.extend(request.blocks)
+        rows.append(
+            (
+                len(request.blocks),
+                request.time_ms,
+                request.tokens,
+                request.block_tokens,
+                request.block_bytes,
+                request.namespace,
+            )
+        )
+    columns = np.asarray(rows, np.int64).reshape(-1, 6).T
+    counts, times_ms, tokens, full_tokens, full_bytes, namespaces = (column.copy() for column in columns)
+    numbers = _renumbered(np.asarray(blocks), np.repeat(namespaces, counts))
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    return Trace(name, numbers, starts, times_ms / 1000, tokens, full_tokens, full_bytes, namespaces)
+
+
+def _renumbered(ids: Numbers, namespaces: Column) -> Numbers:
+    """0, 1, ... in the order of their first appearance; one id in two namespaces is two blocks."""
+    _, plain = np.unique(ids, return_inverse=True)
+    _, space = np.unique(namespaces, return_inverse=True)
+    _, first, inverse = np.unique(
+        plain + space * (int(plain.max(initial=0)) + 1), return_index=True, return_inverse=True
+    )
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return np.asarray(rank[inverse], np.int64)

@@ -1,0 +1,167 @@
+"""Sizes of simulated tiers, as people write them, and the tiers that they mean.
+
+Purpose: `64GiB`, `5%` and `817blocks` as what the core is told of tiers. Non-purpose: what is simulated. Two rules:
+- Bytes mean a tier just as a daemon of that capacity makes it: segments, size classes for short blocks, slot headers, a session's share. So a
+  replay in lockstep against that daemon finds the same.
+- Blocks, and per cent of the distinct blocks, rounded down, mean room for exactly so many blocks, a short one as large as a full one, and one
+  session may hold all of it. Published figures mean that.
+
+Invariant: the tiers of one run are all of one rule, because a block has one length in all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig, resolve
+from tierd.core.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
+from tierd.errors import InvalidArgument
+from tierd.server.assembly import specs_of
+from tierd.simulator.sequences import Measure
+from tierd.units import format_bytes, parse_bytes
+
+KINDS = (TierKind.DEVICE, TierKind.HOST, TierKind.NVME)
+"""Near to far: the kinds of tiers that can be simulated."""
+TABLES: Mapping[TierKind, type[DeviceConfig | HostConfig | NvmeConfig]] = {
+    TierKind.DEVICE: DeviceConfig,
+    TierKind.HOST: HostConfig,
+    TierKind.NVME: NvmeConfig,
+}
+_COUNTED = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>%|blocks?)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a tier is. text: as it was written. One of the three is set: bytes, blocks, or a share of the distinct blocks."""
+
+    text: str
+    bytes: int | None = None
+    blocks: int | None = None
+    share: Fraction | None = None
+
+    def count(self, distinct: int) -> int:
+        """The blocks that it holds, of a trace with so many; not for bytes."""
+        return self.blocks if self.blocks is not None else math.floor((self.share or 0) * distinct)
+
+
+Sizes = Mapping[TierKind, Size]
+"""The tiers of one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What a run's core is made of. specs: near to far, each with the policy of its settings. texts: their sizes as they were written."""
+
+    specs: tuple[TierSpec, ...]
+    texts: Mapping[TierKind, str]
+    measure: Measure
+    session_share: float
+
+
+def parse_size(text: str) -> Size:
+    """A size as people write it. Raises ValueError with fault, value and remedy."""
+    match = _COUNTED.fullmatch(text)
+    if match is None:
+        return Size(text.strip(), bytes=_bytes_of(text))
+    number, text = Fraction(match["number"]), text.strip()
+    if match["unit"] == "%":
+        if not 0 < number <= 100:
+            raise ValueError(f"{text!r} is not above 0 and at most 100 % of the trace's distinct blocks")
+        return Size(text, share=number / 100)
+    if number.denominator != 1 or number < 1:
+        raise ValueError(f"{text!r} is not a whole number of blocks, 1 or more")
+    return Size(text, blocks=int(number))
+
+
+def _bytes_of(text: str) -> int:
+    stripped = text.strip()
+    try:
+        size = parse_bytes(int(stripped) if stripped.isdecimal() else stripped)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a share of the trace's distinct blocks, 5%, or 817blocks") from error
+    if size < PAGE_ALIGN_BYTES:
+        raise ValueError(
+            f"{text!r} is below {PAGE_ALIGN_BYTES} bytes, the smallest page; write for example 64GiB or 5%"
+        )
+    return size
+
+
+def tiers_of(sizes: Sizes, *, distinct: int, block_bytes: int | None, config: Config) -> Tiers:
+    """The tiers that the sizes mean; none given: the config's own. config: of the daemon that is simulated, as it is written. Raises InvalidArgument, ConfigError."""
+    if not sizes:
+        return _as_configured(config, Measure(block_bytes))
+    check_kinds(sizes)
+    if all(size.bytes is not None for size in sizes.values()):
+        texts = {kind: size.text for kind, size in sizes.items()}
+        return _as_configured(_resized(config, sizes), Measure(block_bytes), texts)
+    return _counted(sizes, distinct, config)
+
+
+def check_kinds(sizes: Sizes) -> None:
+    """Raises InvalidArgument for tiers that no daemon has, or that do not go together."""
+    if TierKind.HOST not in sizes and (TierKind.NVME in sizes or TierKind.DEVICE not in sizes):
+        raise InvalidArgument("simulate: an nvme tier needs a host tier to read into; add --host SIZE")
+    in_bytes = {size.bytes is not None for size in sizes.values()}
+    if len(in_bytes) > 1:
+        texts = ", ".join(f"--{kind.name.lower()} {size.text}" for kind, size in sizes.items())
+        raise InvalidArgument(f"simulate: {texts} mix bytes and blocks; give all in bytes, or all in % or blocks")
+
+
+def _as_configured(config: Config, measure: Measure, texts: Mapping[TierKind, str] | None = None) -> Tiers:
+    """Tiers as that daemon makes them."""
+    resolved = resolve(config)
+    specs = tuple(spec for spec, _ in specs_of(resolved))
+    if texts is None:
+        texts = {kind: "+".join(format_bytes(s.capacity_bytes) for s in specs if s.kind is kind) for kind in KINDS}
+    return Tiers(specs, texts, measure, session_share=resolved.server.session_share)
+
+
+def _resized(config: Config, sizes: Sizes) -> Config:
+    """The config with one tier of each kind, otherwise as its first table says."""
+    changed: dict[str, Any] = {kind.name.lower(): _tables(config, kind, sizes.get(kind)) for kind in KINDS}
+    return dataclasses.replace(config, **changed)
+
+
+def _tables(config: Config, kind: TierKind, size: Size | None) -> tuple[DeviceConfig | HostConfig | NvmeConfig, ...]:
+    if size is None or size.bytes is None:
+        return ()
+    return (dataclasses.replace(_first_table(config, kind), capacity=size.bytes),)
+
+
+def _first_table(config: Config, kind: TierKind) -> DeviceConfig | HostConfig | NvmeConfig:
+    written: Sequence[DeviceConfig | HostConfig | NvmeConfig] = getattr(config, kind.name.lower())
+    return written[0] if written else TABLES[kind]()
+
+
+def _counted(sizes: Sizes, distinct: int, config: Config) -> Tiers:
+    """Tiers of exactly so many blocks of one page each: one segment, which nobody owns, so that no page is ever of a wrong kind."""
+    specs = []
+    for kind in (kind for kind in KINDS if kind in sizes):
+        table, pages = _first_table(config, kind), sizes[kind].count(distinct)
+        if not pages:
+            raise InvalidArgument(
+                f"--{kind.name.lower()} {sizes[kind].text}: less than one of {distinct} blocks; give more"
+            )
+        overhead = PAGE_ALIGN_BYTES if kind is TierKind.NVME else 0  # the header of a slot
+        capacity = pages * (PAGE_ALIGN_BYTES + overhead)
+        specs.append(
+            TierSpec(
+                kind,
+                index=0,
+                capacity_bytes=capacity,
+                segment_bytes=capacity,
+                slot_overhead_bytes=overhead,
+                high_watermark=table.high_watermark,
+                low_watermark=table.low_watermark,
+                eviction=table.eviction,
+            )
+        )
+    specs[-1] = dataclasses.replace(specs[-1], high_watermark=1.0, low_watermark=1.0)
+    texts = {kind: size.text for kind, size in sizes.items()}
+    return Tiers(tuple(specs), texts, Measure(PAGE_ALIGN_BYTES, whole=True), session_share=1.0)
