@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from tests.unit.kernels.kernel_cases import DECODES, Shape, check, decoded, expected, made
+from tests.unit.kernels.kernel_cases import (
+    DECODES,
+    NARROW_DECODES,
+    Narrow,
+    Shape,
+    check,
+    check_narrow_decode,
+    decoded,
+    expected,
+    made,
+)
 from tools.gpu.bench import Bench
 from tools.gpu.families import Case, family
 from tools.gpu.results import Result, Row
 
 TYPES = (("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"))
 DIMS = (64, 96, 128, 256)
+LEAST_SHARED_BYTES = 101_376
+"""Of a block of sm_86, 89 and 120: 99 KiB."""
 RAGGED = ((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))
 WINDOWS = ((0, 1), (4, 100), (40, 33), (16, 16), (3, 1000))
 SPARSE = ((1, 500), (1, 20), (1, 3), (1, 0), (1, 700))
@@ -26,6 +38,7 @@ def results(bench: Bench) -> Iterator[Result]:
     many = 2 * gpu.multiprocessors
     for name, shapes in (_small() if bench.is_small else _full()).items():
         yield family(bench, gpu.kernels, name, _by_blocks(shapes, (3, 7, many)))
+    yield family(bench, gpu.kernels, "decode_narrow", _narrow(bench.pick(DIMS, ())))
     yield _flat(bench, gpu.kernels)
     cut = [(_of(blocks), Shape(((1, 500), (1, 20), (1, 40)))) for blocks in (1, 2, 7, 64, many)]
     yield family(bench, gpu.kernels, "decode_blocks", cut[: bench.pick(5, 1)])
@@ -62,6 +75,18 @@ def _full() -> dict[str, list[Shape]]:
 def _small() -> dict[str, list[Shape]]:
     names = ("decode_types", "decode_groups", "decode_pages", "decode_windows", "decode_long")
     return {name: [DECODES[i % len(DECODES)]] for i, name in enumerate(names)}
+
+
+def _narrow(dims: Iterable[int]) -> Iterator[Case]:
+    """As on GPUs whose blocks have less shared memory: of every type, and, whatever fits, by the smaller ring."""
+    for types, dim in itertools.product(TYPES, dims):
+        yield _check_least, Shape(RAGGED, types, dim, seed=dim)
+    for shape in NARROW_DECODES:
+        yield check_narrow_decode, shape
+
+
+def _check_least(library: Any, shape: Shape) -> None:
+    _of(7)(Narrow(library, LEAST_SHARED_BYTES), shape)
 
 
 def _by_blocks(shapes: list[Shape], counts: tuple[int, ...]) -> Iterator[Case]:

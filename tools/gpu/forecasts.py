@@ -88,6 +88,7 @@ def _correctness() -> Iterator[Forecast]:
         "decode_blocks": "decode by any number of blocks",
         "decode_windows": "windows with sinks, and chosen pages",
         "decode_long": "ragged batches of up to 20,000 tokens",
+        "decode_narrow": "decode with the 99 KiB that a block of sm_86, 89 and 120 has, and by a ring of two tiles",
     }.items():
         yield Forecast("decodes", name, RIGHT, meaning)
     told = "nearly equal weights of 20,000 tokens: relative L2 from float64"
@@ -96,6 +97,7 @@ def _correctness() -> Iterator[Forecast]:
         "prefill_types": "prefill of every type and head dim",
         "prefill_groups": "prefill of groups, and windows with sinks",
         "prefill_long": "chunks of up to 1,000 tokens behind up to 3,000",
+        "prefill_narrow": "prefill with 99 KiB, and by stages of two tiles",
         "merge": "parts by their log-sum-exps",
     }.items():
         yield Forecast("prefills", name, RIGHT, meaning)
@@ -168,8 +170,13 @@ def _link() -> Iterator[Forecast]:
         yield Forecast(
             part, f"{way}_gather_16k", 0.90, "pieces of 16 KiB by a kernel on mapped memory, against the link"
         )
+        told = "the same by the kernel of the GPU process, which is told their addresses"
+        yield Forecast(part, f"{way}_runs_16k", 0.90, told)
+        told = "pieces of 16 KiB of which 16 adjoin, joined as the GPU process does, in one batch"
+        yield Forecast(part, f"{way}_joined_16k", 0.95, told)
     yield Forecast(part, "both_ways", 1.6, "batches of 2 MiB pages both ways at once, against one way")
     yield Forecast(part, "batch_bytes", RIGHT, "what these batches brought")
+    yield Forecast(part, "runs_bytes", RIGHT, "what the kernel of the GPU process brought")
 
 
 def _together() -> Iterator[Forecast]:
@@ -187,6 +194,7 @@ def _together() -> Iterator[Forecast]:
         "shared_same_bits": "several processes attend to the same pages, and get the same bits",
         "shared_survivor": "one is killed, the others go on with the same bits",
         "shared_owner_death": "the owner is killed: the mappings live, and its memory can be imported again",
+        "shared_in_a_row": "the slab mapped twice more, one behind the other: a kernel reads across the seam",
         "shared_write_fault": "who writes to a page mapped for reading loses its own context, and nobody else's",
     }.items():
         yield Forecast(part, name, RIGHT, meaning)

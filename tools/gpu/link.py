@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tierd.kernels.pages import Place, copy_pages
+from tierd.gpu.runs import Runs, coalesced
+from tierd.kernels.pages import Place, copy_pages, copy_runs
 from tools.gpu import host
 from tools.gpu.bench import Bench
-from tools.gpu.device import DeviceArray, Gpu
+from tools.gpu.device import DeviceArray, Gpu, Room
 from tools.gpu.results import Check, Left, Result, row_of
 
 GIGA = 1e9
@@ -20,6 +22,8 @@ PIECES = {"2m": 2 << 20, "256k": 256 << 10, "64k": 64 << 10, "16k": 16 << 10}
 BATCHES = 8
 """Of one copy: their number does not matter to a link, and no call gets too many pieces."""
 GATHER_BLOCKS = 64
+ADJOINING = 16
+"""Small pieces that follow each other on both sides, as blocks of one sequence may."""
 
 
 @dataclass
@@ -51,9 +55,12 @@ def results(bench: Bench) -> Iterator[Result]:
             yield row_of(f"{way}_link", limits, "GB/s")
             for name, piece in PIECES.items():
                 yield _batched(bench, ends, f"{way}_batch_{name}", piece, limits)
+            yield _joined(bench, ends, f"{way}_joined_16k", limits)
             yield _gathered(bench, ends, f"{way}_gather_16k", limits)
+            yield _told_runs(bench, ends, f"{way}_runs_16k", limits)
         yield _both_ways(bench, ends, one_way)
-        yield _bytes(ends)
+        yield _bytes(ends, "batch_bytes", PIECES["256k"], _batch_all)
+        yield _bytes(ends, "runs_bytes", PIECES["16k"], _run_all)
 
 
 def _whole(ends: Ends, way: str) -> None:
@@ -70,13 +77,30 @@ def _sides(ends: Ends, way: str) -> tuple[int, int]:
 def _batched(bench: Bench, ends: Ends, name: str, piece: int, limits: list[float]) -> Result:
     if not bench.has_time(2):
         return Left(name, "no time was left")
-    batches = batches_of(ends, name[:3], piece)
+    return row_of(name, _batch_rates(ends, batches_of(ends, name[:3], piece)), "GB/s", limits)
 
+
+def _joined(bench: Bench, ends: Ends, name: str, limits: list[float]) -> Result:
+    """Pieces of 16 KiB of which some adjoin: the GPU process copies what does so at once."""
+    if not bench.has_time(2):
+        return Left(name, "no time was left")
+    piece = PIECES["16k"]
+    steps = np.arange(ADJOINING, dtype=np.uint64) * np.uint64(piece)
+    to, source = (np.add.outer(each, steps).ravel() for each in _places(ends, name[:3], ADJOINING * piece))
+    order = np.random.default_rng(4).permutation(len(to))
+    given = Runs(to[order], source[order], np.full(len(to), piece, np.uint64))
+    runs = coalesced(given, np.zeros(len(to), np.uint64))
+    batches = _cut(ends, name[:3], runs.targets, runs.sources, int(runs.lengths[0]))
+    note = f"{len(to)} pieces in {len(runs.targets)} copies"
+    return row_of(name, _batch_rates(ends, batches), "GB/s", limits, note)
+
+
+def _batch_rates(ends: Ends, batches: list[Batch]) -> list[float]:
     def copy() -> None:
         for batch in batches:
             batch.launch(ends.gpu, ends.gpu.stream)
 
-    return row_of(name, ends.rates(copy), "GB/s", limits)
+    return ends.rates(copy)
 
 
 @dataclass(frozen=True)
@@ -96,17 +120,25 @@ class Batch:
 
 
 def batches_of(ends: Ends, way: str, piece: int, *, permutation: int = 8) -> list[Batch]:
-    """All pieces of the memory, each to another place; from the host sources may be read at any time, from the GPU in the order of the stream."""
+    """All pieces of the memory, each to another place."""
+    return _cut(ends, way, *_places(ends, way, piece, permutation=permutation), piece)
+
+
+def _places(ends: Ends, way: str, piece: int, *, permutation: int = 8) -> list[NDArray[np.uint64]]:
+    """Addresses of all pieces of the memory: where to, and where from."""
+    count, rng = ends.device.nbytes // piece, np.random.default_rng(permutation)
+    return [(base + piece * rng.permutation(count)).astype(np.uint64) for base in _sides(ends, way)]
+
+
+def _cut(ends: Ends, way: str, targets: NDArray[np.uint64], sources: NDArray[np.uint64], piece: int) -> list[Batch]:
+    """Copies in batches; from the host sources may be read at any time, from the GPU in the order of the stream."""
     cuda = ends.gpu.cuda
     attributes = cuda.CUmemcpyAttributes()
     order = "ANY" if way == "h2d" else "STREAM"
     attributes.srcAccessOrder = getattr(cuda.CUmemcpySrcAccessOrder, f"CU_MEMCPY_SRC_ACCESS_ORDER_{order}")
-    to, source = _sides(ends, way)
-    count = ends.device.nbytes // piece
-    rng = np.random.default_rng(permutation)
-    places = [[cuda.CUdeviceptr(base + int(i) * piece) for i in rng.permutation(count)] for base in (to, source)]
-    each = -(-count // BATCHES)
-    cuts = [slice(first, first + each) for first in range(0, count, each)]
+    places = [[cuda.CUdeviceptr(place) for place in side.tolist()] for side in (targets, sources)]
+    each = -(-len(targets) // BATCHES)
+    cuts = [slice(first, first + each) for first in range(0, len(targets), each)]
     return [Batch(places[0][cut], places[1][cut], piece, attributes) for cut in cuts]
 
 
@@ -123,6 +155,22 @@ def _gathered(bench: Bench, ends: Ends, name: str, limits: list[float]) -> Resul
         to, source = sides if name[:3] == "h2d" else sides[::-1]
         rates = ends.rates(lambda: copy_pages(gpu.kernels, source, to, blocks=GATHER_BLOCKS))
     return row_of(name, rates, "GB/s", limits, f"{GATHER_BLOCKS} blocks")
+
+
+def _told_runs(bench: Bench, ends: Ends, name: str, limits: list[float]) -> Result:
+    """The same by the kernel that the GPU process copies small pages with, which is told their addresses."""
+    if not bench.has_time(2):
+        return Left(name, "no time was left")
+    with ends.gpu.room() as room:
+        tables = _run_tables(ends, room, name[:3])
+        rates = ends.rates(lambda: copy_runs(ends.gpu.kernels, *tables[:2], lengths=tables[2]))
+    return row_of(name, rates, "GB/s", limits)
+
+
+def _run_tables(ends: Ends, room: Room, way: str) -> list[DeviceArray]:
+    """Of all pieces of 16 KiB: targets, sources and lengths."""
+    to, source = _places(ends, way, PIECES["16k"])
+    return [room.of(column) for column in (to, source, np.full(len(to), PIECES["16k"], np.uint32))]
 
 
 def _both_ways(bench: Bench, ends: Ends, one_way: list[float]) -> Result:
@@ -150,14 +198,24 @@ def _both_ways(bench: Bench, ends: Ends, one_way: list[float]) -> Result:
     return row_of("both_ways", ends.rates(copy), "GB/s", [sum(one_way) / len(one_way)])
 
 
-def _bytes(ends: Ends) -> Check:
+def _batch_all(ends: Ends, way: str) -> None:
+    for batch in batches_of(ends, way, PIECES["256k"]):
+        batch.launch(ends.gpu, ends.gpu.stream)
+    ends.gpu.finish()
+
+
+def _run_all(ends: Ends, way: str) -> None:
+    with ends.gpu.room() as room:
+        to, source, lengths = _run_tables(ends, room, way)
+        copy_runs(ends.gpu.kernels, to, source, lengths=lengths)
+        ends.gpu.finish()
+
+
+def _bytes(ends: Ends, name: str, piece: int, copy: Callable[[Ends, str], None]) -> Check:
     """There in one permutation, and back in the same: all is where it was, and had been elsewhere between."""
-    gpu, piece = ends.gpu, PIECES["256k"]
     want = ends.memory.bytes.copy()
     for way in ("h2d", "d2h"):
-        for batch in batches_of(ends, way, piece):
-            batch.launch(gpu, gpu.stream)
-        gpu.finish()
+        copy(ends, way)
         if way == "h2d":
             ends.memory.bytes[:] = 0
     rng = np.random.default_rng(8)
@@ -167,4 +225,4 @@ def _bytes(ends: Ends) -> Check:
     back = np.empty_like(on_device)
     back[there] = on_device[source]
     is_right = bool((ends.memory.bytes == back.reshape(-1)).all())
-    return Check("batch_bytes", is_right, "all bytes arrived" if is_right else "bytes differ")
+    return Check(name, is_right, "all bytes arrived" if is_right else "bytes differ")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from tests.unit.kernels.kernel_cases import MERGES, PREFILLS, Shape, check_merge, check_prefill
+from tests.unit.kernels.kernel_cases import (
+    MERGES,
+    NARROW_PREFILLS,
+    PREFILLS,
+    Narrow,
+    Shape,
+    check_merge,
+    check_narrow_prefill,
+    check_prefill,
+)
 from tools.gpu.bench import Bench
-from tools.gpu.decodes import DIMS, TYPES
-from tools.gpu.families import family
+from tools.gpu.decodes import DIMS, LEAST_SHARED_BYTES, TYPES
+from tools.gpu.families import Case, family
 from tools.gpu.results import Result
 
 MIXED = ((20, 60), (17, 17), (1, 30))
@@ -20,6 +31,7 @@ def results(bench: Bench) -> Iterator[Result]:
     library = bench.gpu().kernels
     for name, shapes in (_small() if bench.is_small else _full()).items():
         yield family(bench, library, name, ((check_prefill, shape) for shape in shapes))
+    yield family(bench, library, "prefill_narrow", _narrow(bench.pick(DIMS, ())))
     yield family(bench, library, "merge", ((check_merge, kind) for kind in MERGES))
 
 
@@ -35,6 +47,18 @@ def _full() -> dict[str, list[Shape]]:
             Shape(((1000, 1000), (64, 3000)), ("f16", "e4m3"), head_dim=128, group=2, page_tokens=64),
         ],
     }
+
+
+def _narrow(dims: Iterable[int]) -> Iterator[Case]:
+    """As on GPUs whose blocks have less shared memory: of every type, and, whatever fits, by the smaller stages."""
+    for types, dim in itertools.product(TYPES, dims):
+        yield _check_least, Shape(((20, 150), (9, 9)), types, dim, seed=dim)
+    for shape in NARROW_PREFILLS:
+        yield check_narrow_prefill, shape
+
+
+def _check_least(library: Any, shape: Shape) -> None:
+    check_prefill(Narrow(library, LEAST_SHARED_BYTES), shape)
 
 
 def _small() -> dict[str, list[Shape]]:

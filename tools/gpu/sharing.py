@@ -12,7 +12,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from tierd.client import device
+from tierd.client.ranges import contiguous
 from tierd.errors import TierdError
+from tierd.kernels.pages import copy_runs
 from tools.gpu import attending, slabs
 from tools.gpu.bench import Bench
 from tools.gpu.device import DeviceArray
@@ -21,6 +24,8 @@ from tools.gpu.results import Check, Result, Row
 READERS = 3
 WATCHED_S = 1.5
 LIMIT_S = 25
+SEAM_BYTES = 64 << 10
+"""On either side of where one mapping ends and the next begins."""
 
 
 class Reader:
@@ -58,6 +63,7 @@ def results(bench: Bench) -> Iterator[Result]:
         after = _pace(readers, bench.pick(WATCHED_S, 0.2))
         yield _same("shared_survivor", readers)
         yield Row("shared_pace", after, "decodes/s", before, after / before)
+        yield _in_a_row(bench, descriptor, length)
         yield _write_fault(bench, readers, descriptor, length)
         owner.kill()
         owner.wait(LIMIT_S)
@@ -100,6 +106,24 @@ def _same(name: str, readers: list[Reader]) -> Check:
     wrong = [reader.right for reader in readers if reader.right != "right"]
     said = f"{sum(reader.count for reader in readers)} decodes by {len(readers)} processes, {len(digests)} outputs"
     return Check(name, passed=len(digests) == 1 and not wrong, said="; ".join([said, *wrong]))
+
+
+def _in_a_row(bench: Bench, descriptor: int, length_bytes: int) -> Check:
+    """The slab twice in one range of addresses, mapped as a worker maps it; and a kernel's copy of what lies about the seam."""
+    gpu, worker = bench.gpu(), device.Gpu(device.GpuPlace("", 0))
+    memory = worker.map(descriptor, length_bytes, is_writable=False)
+    page = device.DevicePage(memory, memory.address, length_bytes, pin=None, writable=False)
+    row = contiguous([page, page])
+    with gpu.room() as room:
+        got = room.array((2 * SEAM_BYTES,), np.uint8)
+        to, source = (
+            room.of(np.array([at], np.uint64)) for at in (got.address, row.address + length_bytes - SEAM_BYTES)
+        )
+        copy_runs(gpu.kernels, to, source, lengths=room.of(np.array([got.nbytes], np.uint32)))
+        ends = [DeviceArray(memory.address + at, (SEAM_BYTES,), np.uint8) for at in (length_bytes - SEAM_BYTES, 0)]
+        want = np.concatenate([gpu.read_back(end) for end in ends])
+        is_right = bool((gpu.read_back(got) == want).all()) and bool(want.any())
+    return Check("shared_in_a_row", is_right, "right across the seam" if is_right else "other bytes about the seam")
 
 
 def _write_fault(bench: Bench, readers: list[Reader], descriptor: int, length_bytes: int) -> Check:
