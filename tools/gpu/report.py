@@ -12,7 +12,7 @@ from tools.gpu.parts import PARTS
 from tools.gpu.results import Check, Fact, Left, Result, Row
 
 TITLE = "# What a GPU says\n\nMade by `make gpu`; never written by hand. Predictions stand in `tools/gpu/forecasts.py`, written down before any run.\n"
-WAITING = "\nNothing here has run on a GPU yet: every row waits for `make gpu` on a machine that has one. A prediction of a row with a limit is of the ratio to it.\n"
+WAITING = "\nNothing here has run on a GPU yet: every row waits for `make gpu` on a machine that has one. A prediction of a row with a limit is of the ratio to it. What the compiler says needs no GPU: no kernel of decode, prefill or sums of slices spills a register on sm_80, 89, 90, 100 or 120 (`python -m tools.kernels registers`).\n"
 HEADINGS = {
     "register": "Registering host memory",
     "deaths": "Killed clients",
