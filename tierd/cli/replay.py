@@ -34,6 +34,8 @@ from tierd.core.model import ROOT, BlockStatus
 from tierd.errors import InvalidArgument
 
 MODEL = "tierctl-replay"
+BLOCK_BYTES = 64 << 10
+"""Of a full block of which nobody says how large it is."""
 STORED = (BlockStatus.READY, BlockStatus.EXISTS)
 QUIESCE_TIMEOUT_S = 60.0
 
@@ -42,12 +44,12 @@ QUIESCE_TIMEOUT_S = 60.0
 class Options:
     """How a trace is replayed, as the command line has it.
 
-    speed: the trace's time so many times faster (None: no pauses). lockstep: one request after another, at the trace's time. cold: in a
+    block_bytes: of a full block (None: as the trace says, else BLOCK_BYTES). speed: the trace's time so many times faster (None: no pauses). lockstep: one request after another, at the trace's time. cold: in a
     namespace of its own. tier: where blocks are wanted (None: the nearest).
     """
 
     limit: int | None = None
-    block_bytes: int = 64 << 10
+    block_bytes: int | None = None
     tier: str | None = None
     verify: bool = False
     lockstep: bool = False
@@ -58,7 +60,7 @@ class Options:
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--limit", type=click.IntRange(1), default=None, help="Only the first requests.")
-@click.option("--block-bytes", type=SIZE, default="64 KiB", show_default=True, help="Of a block of 512 tokens.")
+@click.option("--block-bytes", type=SIZE, default=None, help="Of a full block. [default: as recorded, else 64 KiB]")
 @click.option(
     "--tier", type=click.Choice(["device", "host"]), default=None, help="Where blocks are wanted. [default: nearest]"
 )
@@ -80,22 +82,21 @@ def replay(ask: Ask, *, trace: Path, **options: Any) -> None:
     if how.lockstep and how.speed is not None:
         raise click.UsageError("replay: --lockstep has the trace's own time and --speed the clock's; leave one out")
     requests = read_trace(trace, limit=how.limit)
-    spec = namespace_spec(how.block_bytes, salt=secrets.token_hex(8) if how.cold else "")
     with ask.connect() as daemon, Client(ask.target, name="tierctl replay") as client:
-        replayer = Replayer(client, client.open_namespace(spec), tier=how.tier, verify=how.verify)
-        run = Run(replayer, daemon, how)
+        tiers = [tier.name for tier in daemon.ask(pb.TiersRequest()).tiers]
+        run = Run(Replayer(client, tiers, how), daemon, how)
         with shown_progress(len(requests), name=trace.name) as show:
             run.all(requests, show)
     report(ask, run.tally)
 
 
-def namespace_spec(block_bytes: int, *, salt: str = "") -> NamespaceSpec:
-    """The namespace of a replay. Raises InvalidArgument for a size that tokens do not divide."""
-    if block_bytes < TOKENS_PER_BLOCK or block_bytes % TOKENS_PER_BLOCK:
+def namespace_spec(block_bytes: int, *, block_tokens: int = TOKENS_PER_BLOCK, salt: str = "") -> NamespaceSpec:
+    """A namespace of a replay. Raises InvalidArgument for a size that tokens do not divide."""
+    if block_bytes < block_tokens or block_bytes % block_tokens:
         raise InvalidArgument(
-            f"--block-bytes: {block_bytes} is not a multiple of {TOKENS_PER_BLOCK}, the tokens of a block; write for example 64 KiB"
+            f"--block-bytes: {block_bytes} is not a multiple of {block_tokens}, the tokens of a block; write for example 64 KiB"
         )
-    return NamespaceSpec(model=MODEL, tokens_per_block=TOKENS_PER_BLOCK, block_bytes=block_bytes, salt=salt)
+    return NamespaceSpec(model=MODEL, tokens_per_block=block_tokens, block_bytes=block_bytes, salt=salt)
 
 
 def report(ask: Ask, tally: Tally) -> None:
@@ -152,76 +153,88 @@ class Stopwatch:
 
 
 class Replayer:
-    """Makes a trace's requests with one client. tier: where blocks are wanted; None: the nearest kind that the daemon has."""
+    """Makes a trace's requests with one client, in a namespace for each that the trace has. tiers: of the daemon, near to far; blocks are wanted in the
+    nearest kind unless the options name one."""
 
-    def __init__(self, client: Client, namespace: OpenedNamespace, *, tier: str | None, verify: bool) -> None:
-        self.tiers = client.tiers
+    def __init__(self, client: Client, tiers: Sequence[str], options: Options) -> None:
+        self.tiers = tiers
         self._client = client
-        self._namespace = namespace
-        self._tier = tier or self.tiers[0].partition(".")[0]
-        self._content = Content(namespace.spec.block_bytes)
-        self._verify = verify
+        self._tier = options.tier or self.tiers[0].partition(".")[0]
+        self._block_bytes, self._verify = options.block_bytes, options.verify
+        self._salt = secrets.token_hex(8) if options.cold else ""
+        self._spaces: dict[tuple[int, int, int], tuple[OpenedNamespace, Content]] = {}
 
     def step(self, request: Request) -> Step:
         """One request: get what is held, put the rest, release all."""
-        hashes = hash_ids(request.blocks, digest=self._namespace.digest)
+        namespace, content = self._space(request)
+        hashes = hash_ids(request.blocks, digest=namespace.digest)
         watch = Stopwatch()
         with watch.timed("acquire"):
-            lease = self._client.acquire(self._namespace, hashes, tokens=request.tokens, tier=self._tier)
-        wrong = self._wrong_blocks(lease, hashes) if self._verify and lease else 0
+            lease = self._client.acquire(namespace, hashes, tokens=request.tokens, tier=self._tier)
+        wrong = wrong_blocks(lease, hashes, content) if self._verify and lease else 0
         read = int(lease.handles["length"].sum())
-        written, refused = self._store(
-            request, hashes, first=-(-lease.tokens // TOKENS_PER_BLOCK), held=lease, watch=watch
-        )
+        first = -(-lease.tokens // request.block_tokens)
+        written, refused = 0, 0
+        leases = [lease]
+        if first < len(hashes):
+            group = put_group(namespace, hashes, request, first=first)
+            stored, written, refused = self._store(group, content, watch=watch)
+            leases += [stored] if stored else []
+        with watch.timed("release"):
+            for held in leases:
+                held.release()
         return Step(request.tokens, lease.tier_tokens, watch.seconds, read, written, refused, wrong)
 
-    def _store(
-        self, request: Request, hashes: NDArray[np.uint8], *, first: int, held: Lease, watch: Stopwatch
-    ) -> tuple[int, int]:
-        """Writes the blocks from number `first` on and lets go of everything; bytes written, blocks not stored."""
-        if first >= len(hashes):
-            with watch.timed("release"):
-                held.release()
-            return 0, 0
+    def _space(self, request: Request) -> tuple[OpenedNamespace, Content]:
+        """The request's namespace, opened with its first request, and the bytes of its blocks."""
+        block_bytes = self._block_bytes or request.block_bytes or BLOCK_BYTES
+        key = (request.namespace, request.block_tokens, block_bytes)
+        if key not in self._spaces:
+            salt = f"{self._salt}/{request.namespace}" if request.namespace else self._salt
+            spec = namespace_spec(block_bytes, block_tokens=request.block_tokens, salt=salt)
+            self._spaces[key] = self._client.open_namespace(spec), Content(block_bytes)
+        return self._spaces[key]
+
+    def _store(self, group: PutGroup, content: Content, *, watch: Stopwatch) -> tuple[Lease | None, int, int]:
+        """Writes blocks; the lease on them, the bytes written, and how many were not stored."""
         with watch.timed("reserve"):
-            pages = self._client.reserve(self._put_group(request, hashes, first), tier=self._tier)
+            pages = self._client.reserve(group, tier=self._tier)
         refused = int((~np.isin(pages.statuses, (BlockStatus.RESERVED, BlockStatus.EXISTS))).sum())
-        written, leases = 0, [held]
-        if pages:
-            with watch.timed("write"):
-                written = self._fill(pages.buffers(), hashes[first:])
-            with watch.timed("commit"):
-                committed = pages.commit(lease=True)
-            refused += int((~np.isin(committed.statuses, STORED)).sum())
-            leases += [committed.lease] if committed.lease else []
-        with watch.timed("release"):
-            for lease in leases:
-                lease.release()
-        return written, refused
+        if not pages:
+            return None, 0, refused
+        with watch.timed("write"):
+            written = fill(pages.buffers(), np.asarray(group.hashes), content)
+        with watch.timed("commit"):
+            committed = pages.commit(lease=True)
+        return committed.lease, written, refused + int((~np.isin(committed.statuses, STORED)).sum())
 
-    def _put_group(self, request: Request, hashes: NDArray[np.uint8], first: int) -> PutGroup:
-        return PutGroup(
-            self._namespace,
-            hashes[first:],
-            tokens=request.tokens - first * TOKENS_PER_BLOCK,
-            parent=hashes[first - 1].tobytes() if first else ROOT,
-            position=first,
-        )
 
-    def _fill(self, buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8]) -> int:
-        """Writes each reserved page; the bytes written."""
-        written = 0
-        for page, block in zip(buffers, hashes, strict=True):
-            if page is not None:
-                page[:] = self._content.of(block, length=len(page))
-                written += len(page)
-        return written
+def put_group(namespace: OpenedNamespace, hashes: NDArray[np.uint8], request: Request, *, first: int) -> PutGroup:
+    """A request's blocks from number `first` on."""
+    return PutGroup(
+        namespace,
+        hashes[first:],
+        tokens=request.tokens - first * request.block_tokens,
+        parent=hashes[first - 1].tobytes() if first else ROOT,
+        position=first,
+    )
 
-    def _wrong_blocks(self, lease: Lease, hashes: NDArray[np.uint8]) -> int:
-        """How many of the leased blocks are not what was written; a page taken away meanwhile is no wrong block but a miss."""
-        first = lease.groups[0].first
-        good = [self._content.matches(hashes[first + i], view) for i, view in enumerate(lease.views())]
-        return sum(not is_right for is_right in good[: lease.check()])
+
+def fill(buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8], content: Content) -> int:
+    """Writes each reserved page; the bytes written."""
+    written = 0
+    for page, block in zip(buffers, hashes, strict=True):
+        if page is not None:
+            page[:] = content.of(block, length=len(page))
+            written += len(page)
+    return written
+
+
+def wrong_blocks(lease: Lease, hashes: NDArray[np.uint8], content: Content) -> int:
+    """How many of the leased blocks are not what was written; a page taken away meanwhile is no wrong block but a miss."""
+    first = lease.groups[0].first
+    good = [content.matches(hashes[first + i], view) for i, view in enumerate(lease.views())]
+    return sum(not is_right for is_right in good[: lease.check()])
 
 
 @contextlib.contextmanager
