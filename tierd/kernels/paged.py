@@ -18,7 +18,7 @@ from tierd.kernels.arguments import Arguments, DeviceBatch, group_of
 from tierd.kernels.buffers import Array, Buffer, seen
 from tierd.kernels.fitting import TILE_TOKENS, decode_fit, prefill_fit
 from tierd.kernels.library import Library
-from tierd.kernels.pages import KvPages
+from tierd.kernels.pages import KvPages, check_blocks
 from tierd.kernels.prepared import Kept, Launch, Prepared
 from tierd.kernels.reference import Attended
 
@@ -78,6 +78,7 @@ class PagedDecode:
         self, library: Library, shape: DecodeShape, *, blocks: int, allocate: Callable[[tuple[int, ...], str], Array]
     ) -> None:
         self._group = group_of(shape.q_heads, shape.kv_heads, shape.head_dim)
+        check_blocks(blocks)
         self._library, self._shape, self._blocks, self._allocate = library, shape, blocks, allocate
         rows = shape.requests * shape.kv_heads
         self._starts = allocate((rows + 1,), "int32")

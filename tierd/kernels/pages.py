@@ -83,6 +83,12 @@ def checked_pages(pages: KvPages, heads: tuple[int, int], types: Sequence[str], 
     return CheckedPages(k, v, *scales)
 
 
+def check_blocks(blocks: int) -> None:
+    """Raises InvalidArgument for none, which would do nothing in silence."""
+    if blocks < 1:
+        raise InvalidArgument(f"blocks: {blocks} thread blocks do nothing; give 1 or more")
+
+
 def store_tokens(library: Library, k: Array, v: Array, slots: Array, pages: KvPages) -> None:
     """Writes new tokens into pages, in the type of these.
 
@@ -116,6 +122,7 @@ def copy_pages(library: Library, source: Place, target: Place, *, blocks: int = 
 
     blocks: how many thread blocks do it at most. Raises InvalidArgument.
     """
+    check_blocks(blocks)
     of, to = (_side(name, place, library.device) for name, place in (("source", source), ("target", target)))
     for name, mine, other in (("array", to.buffer.shape[1:], of.buffer.shape[1:]), ("pages", (to.count,), (of.count,))):
         if mine != other:
@@ -139,6 +146,7 @@ def copy_runs(library: Library, targets: Array, sources: Array, *, lengths: Arra
     targets, sources: u64 [n], addresses of any alignment; runs with both at multiples of 16 are much the fastest. lengths: u32 [n], bytes.
     blocks: how many thread blocks do it at most. Raises InvalidArgument.
     """
+    check_blocks(blocks)
     to = Buffer.of("targets", targets).checked((None,), "u64", device=library.device, dense_from=0)
     runs = params.Runs(
         to.address,

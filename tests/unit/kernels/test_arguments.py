@@ -15,6 +15,7 @@ from tierd.errors import InvalidArgument
 from tierd.kernels import Attended
 from tierd.kernels.library import Emulated
 from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, merge_parts, paged_prefill
+from tierd.kernels.pages import Place, copy_pages, copy_runs
 from tierd.kernels.prepared import KEPT, Kept, Prepared
 
 SHAPE = Shape(((1, 20), (1, 5)))
@@ -148,6 +149,20 @@ def test_shapes_that_no_kernel_has(heads: tuple[int, int], dim: int) -> None:
     """Groups that do not divide or are too great, and other head dims, are refused when a decode is made."""
     with pytest.raises(InvalidArgument, match="^q: "):
         PagedDecode(Nothing(), DecodeShape(1, *heads, dim), blocks=1, allocate=allocate)
+
+
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_somebody_must_do_the_work(blocks: int) -> None:
+    """No thread blocks would leave what was there as the result: a decode or a copy that is given none is refused."""
+    place = Place(np.zeros((1, 1, 2, 16, 2, 64), np.float16))
+    runs = np.zeros(1, np.uint64)
+    for call in (
+        lambda: PagedDecode(Nothing(), DecodeShape(2, 8, 2, 64), blocks=blocks, allocate=allocate),
+        lambda: copy_pages(Nothing(), place, place, blocks=blocks),
+        lambda: copy_runs(Nothing(), runs, runs, lengths=np.zeros(1, np.uint32), blocks=blocks),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^blocks: {blocks}"):
+            call()
 
 
 def test_too_little_shared_memory_is_said_before_anything_is_launched() -> None:
