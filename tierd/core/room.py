@@ -15,7 +15,7 @@ the rest serves again once the missing block is written again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -59,13 +59,26 @@ class Room:
         count = min(count, index.going[tier])
         if count <= 0:
             return no_ids()
-        victims = index.policies[tier].victims(count, index.held[tier])
-        assert victims is not None and len(victims) == count, "the policy lost count of what it tracks"
-        ready = self.tails_first(tier, victims)
+        ready, victims = no_ids(), no_ids()
+        for asked in self._asked(tier, count):
+            found = index.policies[tier].victims(asked, index.held[tier])
+            assert found is not None and len(found) == asked, "the policy lost count of what it tracks"
+            victims = found if asked == count else victims
+            ready = self.tails_first(tier, found)[:count]
+            if len(ready) == count:
+                break
         if len(ready) == 0:
             tips = index.policies[tier].victims(min(leaves, index.tips[tier]), index.barred[tier])
             ready = victims if tips is None or len(tips) == 0 else self._upward(tier, tips, victims)
         return ready
+
+    def _asked(self, tier: int, count: int) -> Iterator[int]:
+        """How many to ask for: `count`, then more, since some wait for children worth more than they."""
+        most = min(max(count, MOST_REACH), self._index.going[tier])
+        while count < most:
+            yield count
+            count *= 4
+        yield min(count, most)
 
     def drop(self, tier: int, blocks: Ids, draft: Draft) -> None:
         """Frees the blocks' pages: DEMOTED where a farther tier holds them, else EVICTED.

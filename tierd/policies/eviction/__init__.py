@@ -11,8 +11,11 @@ from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
+from tierd.policies.eviction.reuse_index import ReuseIndex
+from tierd.policies.reuse import Traffic
 
 EVICTION: dict[str, Callable[[Blocks], Eviction]] = {
     "lfu": AgedLfu,
     "lru": Lru,
+    "reuse-index": lambda blocks: ReuseIndex(blocks, Traffic(blocks)),
 }

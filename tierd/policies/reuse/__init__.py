@@ -1,1 +1,5 @@
-"""What the policy `reuse-index` knows: what was asked for (ghosts, requests) and what that makes blocks worth (learner)."""
+"""What the policy `reuse-index` knows: what was asked for (traffic, ghosts) and what that makes blocks worth (learner)."""
+
+from tierd.policies.reuse.traffic import Traffic
+
+__all__ = ["Traffic"]

@@ -1,0 +1,86 @@
+"""Ghosts: what is remembered of blocks by name, whether they are still held or not.
+
+Purpose: a few numbers for each of the names that were asked for last. Non-purpose: what the numbers mean (traffic.py). Bounded: names live in
+two halves; a name that is asked for is in the young one; when that is full, it becomes the old one, and what was in the old one is
+forgotten. So at least `limit / 2` names that were asked for last are known, and never more than `limit`.
+
+Names are the blocks' keys of 8 bytes (blocks.py): two that meet there share their numbers, which costs a wrong guess and nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.columns import lengthen, rows_for
+from tierd.core.table import Table
+
+Keys = NDArray[np.uint64]
+Rows = NDArray[np.int64]
+
+GHOST = np.dtype(
+    [
+        ("asked", "<u2"),  # sessions that have asked for it
+        ("group", "<u2"),  # that its last use put it into
+        ("part", "<i4"),  # of the request that used it last, as the learner numbers them; -1 none
+    ]
+)
+
+
+class _Half:
+    """Names and their numbers, by row."""
+
+    def __init__(self) -> None:
+        self.keys: Keys = np.zeros(0, np.uint64)
+        self.numbers = np.zeros(0, GHOST)
+        self.count = 0
+        self._lengthen(1)
+        self.table = Table(self.keys)
+
+    def find(self, keys: Keys) -> Rows:
+        return self.table.find(keys, lambda _, rows: np.ones(len(rows), np.bool_))
+
+    def add(self, keys: Keys) -> Rows:
+        """Rows for distinct names that are not here."""
+        rows = np.arange(self.count, self.count + len(keys))
+        self._lengthen(self.count + len(keys))
+        self.count += len(keys)
+        self.keys[rows] = keys
+        self.table.insert(rows)
+        return rows
+
+    def _lengthen(self, wanted: int) -> None:
+        if wanted > len(self.keys):
+            rows = rows_for(len(self.keys), wanted)
+            lengthen(self.keys, rows)
+            lengthen(self.numbers, rows)
+
+
+class Ghosts:
+    """See the module."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: names."""
+        self._half_limit = max(1, limit // 2)
+        self._young, self._old = _Half(), _Half()
+
+    def __len__(self) -> int:
+        """Names in memory; one that was asked for again lately may count twice."""
+        return self._young.count + self._old.count
+
+    def recall(self, keys: Keys) -> NDArray[np.void]:
+        """GHOST [n] of distinct names: all zero, part -1, of one that is not known."""
+        found = np.zeros(len(keys), GHOST)
+        found["part"] = -1
+        for half in (self._old, self._young):
+            rows = half.find(keys)
+            found[rows >= 0] = half.numbers[rows[rows >= 0]]
+        return found
+
+    def note(self, keys: Keys, numbers: NDArray[np.void]) -> None:
+        """Remembers GHOST [n] of distinct names."""
+        if self._young.count + len(keys) > self._half_limit and self._young.count:
+            self._old, self._young = self._young, _Half()
+        rows = self._young.find(keys)
+        rows[rows < 0] = self._young.add(keys[rows < 0])
+        self._young.numbers[rows] = numbers

@@ -1,0 +1,102 @@
+"""Traffic: hears the requests of a core and puts every block into a group, for the policies that go by what a group is worth.
+
+Purpose: between names and the learner, which knows nothing of blocks. Non-purpose: what groups there are and what they are worth (learner.py). One object
+serves all tiers of a core, so that each learns from all, also from what was evicted or never held.
+Invariants: memory is bounded by the ghosts and the learner; a block's group says nothing of a former block with its id.
+
+`Blocks.group` is 0 where nothing is known (found at start, before anybody asked for it), else the learner's group + 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.blocks import Blocks
+from tierd.core.eviction import Asked, Ids
+from tierd.policies.reuse.features import NOTHING, first_group
+from tierd.policies.reuse.ghosts import GHOST, Ghosts
+from tierd.policies.reuse.hazard import age_of
+from tierd.policies.reuse.learner import REFIT_EVERY, Groups, Learner, Request
+
+GHOST_LIMIT = 1 << 20
+"""Names that are remembered, about 30 bytes each."""
+UNKNOWN_BLOCKS = 12
+"""A block that nothing is known of is taken for one of a first request with so many."""
+_ASKED_LIMIT = np.iinfo(GHOST["asked"]).max
+_NOTHING = NOTHING + 1
+
+
+class Traffic:
+    """See the module; keeps `tierd.core.eviction.Listener`."""
+
+    def __init__(self, blocks: Blocks, learner: Learner | None = None, *, ghost_limit: int = GHOST_LIMIT) -> None:
+        """learner: what was learnt before; None: what ships with tierd."""
+        self.version = 0
+        self.learner = learner or Learner()
+        self._blocks = blocks
+        self._ghosts = Ghosts(ghost_limit)
+        self._heard = 0
+
+    def worth(self, groups: Ids, ages_s: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Of blocks in these groups, so long after their last use. Another `version`: it may have changed."""
+        ages = np.minimum(age_of(ages_s), self.learner.worth.shape[1] - 1)
+        return np.asarray(self.learner.worth[self._learners(groups), ages], np.float32)
+
+    def chance(self, blocks: Ids, now: float) -> NDArray[np.float64]:
+        """How likely each block is used again at all."""
+        ages = np.maximum(now - self._blocks.last_used[blocks], 0.0)
+        return self.learner.chance(self._learners(self._blocks.group[blocks]), ages)
+
+    def asked(self, request: Asked, now: float) -> None:
+        """Learns from the request, and puts its blocks into groups, those too that are held nowhere."""
+        whole = request.tokens // request.tokens_per_block[0]
+        keys = request.keys[:whole]
+        ghosts = self._ghosts.recall(keys)
+        known = int(np.argmin(np.append(ghosts["asked"] > 0, False)))
+        groups = self._learner_hears(ghosts[:known], whole, now)
+        ghosts["asked"][groups.start :] += ghosts["asked"][groups.start :] < _ASKED_LIMIT
+        ghosts["part"], ghosts["group"] = groups.parts, groups.groups + 1
+        self._ghosts.note(keys, ghosts)
+        self._place(request, ghosts["group"])
+
+    def stored(self, blocks: Ids, now: float) -> None:
+        """What was asked for has its group; what was not (an answer) goes on as the block before it."""
+        groups = self._ghosts.recall(self._blocks.key[blocks])["group"]
+        self._blocks.group[blocks] = groups
+        for block in blocks[groups == 0].tolist():
+            self._follow(block)
+
+    def _learner_hears(self, known: NDArray[np.void], whole: int, now: float) -> Groups:
+        sessions, parts = known["asked"].astype(np.int64), known["part"].astype(np.int64)
+        groups = self.learner.hear(Request(whole, sessions, parts), now)
+        self._heard += 1
+        if self._heard % REFIT_EVERY == 0:
+            self.learner.refit(now)
+            self.version += 1
+        return groups
+
+    def _place(self, request: Asked, groups: NDArray[np.uint16]) -> None:
+        """Blocks of every rank and attention group are in the group of the first one's block at their end; what lies beyond is partial."""
+        padded = np.append(groups, np.uint16(_NOTHING))
+        for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
+            ends = np.minimum((np.arange(ids.shape[1]) + 1) * size, request.tokens)
+            rows = np.where(
+                ends % size, len(groups), np.minimum((ends - 1) // request.tokens_per_block[0], len(groups))
+            )
+            placed = np.broadcast_to(padded[rows], ids.shape)
+            self._blocks.group[ids[ids >= 0]] = placed[ids >= 0]
+
+    def _follow(self, block: int) -> None:
+        parent = int(self._blocks.parent[block])
+        if self._blocks.tokens[block] < self._blocks.tokens[parent] or parent < 0:
+            self._blocks.group[block] = _NOTHING if parent >= 0 else 0
+            return
+        self._blocks.group[block] = self._blocks.group[parent]
+        before = self._ghosts.recall(self._blocks.key[parent : parent + 1])
+        if before["asked"][0]:
+            self._ghosts.note(self._blocks.key[block : block + 1], before)
+
+    def _learners(self, groups: Ids) -> Ids:
+        unknown = first_group(UNKNOWN_BLOCKS)
+        return np.where(groups == 0, unknown, groups.astype(np.int64) - 1)
