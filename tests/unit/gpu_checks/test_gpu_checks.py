@@ -22,7 +22,7 @@ from tests.unit.kernels.fake_driver import fake_environment, on_fake_driver
 from tierd.errors import TierFailed
 from tierd.kernels.pages import KvPages, store_tokens
 from tools.fake_cuda import build_fatbins
-from tools.gpu import deaths, forecasts, report, sharing
+from tools.gpu import deaths, decode, decodes, forecasts, pages, prefills, report, shapes, sharing
 from tools.gpu.bench import Bench, end
 from tools.gpu.device import Gpu
 from tools.gpu.forecasts import FORECASTS, verdict
@@ -279,6 +279,24 @@ def test_every_part_foretells_what_it_gives() -> None:
 def test_the_parts_fit_eight_minutes() -> None:
     """Even if each takes all of its bound."""
     assert sum(part.bound_s for part in PARTS) <= TOTAL_S < 8 * 60
+
+
+def test_what_only_a_gpu_runs_can_be_made() -> None:
+    """Full sizes: each family has its cases and a row of its own, and every decode's tables have room in their pool."""
+    for module in (decodes, prefills, pages):
+        families = module._full()
+        assert families.keys() == module._small().keys() <= FORECASTS.keys()
+        assert all(families.values())
+    for module in (decodes, prefills):
+        cases = [case for _, case in module._narrow(decodes.DIMS)]
+        assert {(shape.types, shape.head_dim) for shape in cases} >= {
+            (types, dim) for types in decodes.TYPES for dim in decodes.DIMS
+        }
+    bench = Bench(Path(), until=0.0)
+    sizes = decode.lengths(bench)
+    assert sizes.keys() == forecasts.DECODE_SIZES.keys()
+    for lengths in (*sizes.values(), [8192] * 32):
+        assert shapes._tables(lengths, decode._pages(bench, decode.POOL_BYTES))
 
 
 @pytest.mark.parametrize(
