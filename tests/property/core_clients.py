@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from tierd.core.core import Core
 from tierd.core.model import COMMIT_BLOCK, BlockStatus, StructArray, TierKind, TierSpec
 from tierd.core.plan import Committing, Plan
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 SHARE = 0.5
 SESSION_LIMIT = 4
@@ -62,7 +62,7 @@ class Lease:
 
 
 def new_core(specs: list[TierSpec], **more: Any) -> Core:
-    return Core(specs, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=SHARE, **more)
+    return Core(specs, policies=NamedPolicies(), session_share=SHARE, **more)
 
 
 class Clients(RuleBasedStateMachine):

@@ -17,7 +17,7 @@ from tierd.core.core import Core
 from tierd.core.model import EXTENT, PUT_BLOCK, ROOT, BlockStatus, StructArray, TierKind, TierSpec
 from tierd.core.plan import Committing, GroupQuery, Plan, PutQuery, Start
 from tierd.errors import InvalidArgument, NotFound
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 PAGE = 4096
 TOKENS = 16
@@ -65,9 +65,7 @@ class Churn:
     # -- life
 
     def _begin(self) -> Core:
-        core = Core(
-            TIERS, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0, start=self._highest
-        )
+        core = Core(TIERS, policies=NamedPolicies(), session_share=1.0, start=self._highest)
         for session in SESSIONS:
             core.open_session(session, domain=session)
         return core

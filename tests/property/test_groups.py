@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tierd.core.core import Core
 from tierd.core.model import PUT_BLOCK, ROOT, Need, TierKind, TierSpec
 from tierd.core.plan import GroupQuery, Plan, PutQuery
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 PAGE_BYTES = 4096
 TIERS = [
@@ -87,7 +87,7 @@ def namespace(group: int, rank: int) -> int:
 
 def filled(groups: list[Group]) -> tuple[Core, list[GroupQuery]]:
     """A core that holds exactly what the groups say, and the question for all of them."""
-    core = Core(TIERS, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
+    core = Core(TIERS, policies=NamedPolicies(), session_share=1.0)
     core.open_session(SESSION, domain=1)
     queries = []
     for number, group in enumerate(groups):

@@ -17,7 +17,7 @@ import pytest
 from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.model import TierKind, TierSpec
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 TOKENS = 512
 PAGE_BYTES = 4096
@@ -60,7 +60,7 @@ def core_hits(requests: Requests, pages: int) -> list[int]:
     tier = TierSpec(
         TierKind.HOST, 0, pages * PAGE_BYTES, pages * PAGE_BYTES, high_watermark=1.0, low_watermark=1.0, eviction="lru"
     )
-    core = Core([tier], policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
+    core = Core([tier], policies=NamedPolicies(), session_share=1.0)
     driver = InstantDriver(core, tier_count=1)
     return [driver.request(sequence(tokens, blocks), now=now)[0] for now, tokens, blocks in requests]
 

@@ -19,11 +19,10 @@ from tierd.cli.replay import namespace_spec
 from tierd.cli.trace import TOKENS_PER_BLOCK, hash_ids, read_trace
 from tierd.client import Client, OpenedNamespace
 from tierd.config import load_config
-from tierd.core.blocks import Blocks
 from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
-from tierd.core.model import TierKind, TierSpec
-from tierd.policies.eviction import EVICTION
+from tierd.core.model import TierKind
+from tierd.policies.named import NamedPolicies
 from tierd.server.assembly import build_tiers
 from tierd.testing import Daemon
 
@@ -89,7 +88,7 @@ def decided(daemon: Daemon, trace: Path, limit: int) -> Outcome:
     """What the core alone makes of it, with tiers of the same sizes."""
     config = load_config(daemon.root / "tierd.toml", environ={"TIERD_STATE_DIR": str(daemon.root / "state")})
     specs = [tier.spec for tier in build_tiers(config, instance="none")]
-    core = Core(specs, policies=policy_of, session_share=config.server.session_share)
+    core = Core(specs, policies=NamedPolicies(), session_share=config.server.session_share)
     driver = InstantDriver(core, kind=TierKind.DEVICE, tier_count=len(specs))
     with Client(daemon.target) as client:
         namespace = client.open_namespace(namespace_spec(BLOCK_BYTES))
@@ -99,11 +98,6 @@ def decided(daemon: Daemon, trace: Path, limit: int) -> Outcome:
         tokens = [sum(pair) for pair in zip(tokens, found, strict=True)]
     stats = core.tier_stats()
     return Outcome(tokens, [s.used_bytes for s in stats], [s.evictions for s in stats], driver.copied_bytes)
-
-
-def policy_of(spec: TierSpec, blocks: Blocks) -> Any:
-    """The tier's eviction policy."""
-    return EVICTION[spec.eviction](blocks)
 
 
 def sequence(namespace: OpenedNamespace, blocks: tuple[int, ...], tokens: int) -> Sequence:

@@ -103,7 +103,3 @@ class WriteAll:
 
     def resume(self, level_bytes: float, now: float) -> None:
         """Nothing to take up."""
-
-
-Admissions = Callable[[TierSpec, Blocks], Admission]
-"""Makes the admission of an NVMe tier, by the name in `spec.admission`. It may read the columns of the blocks, anew in each call."""

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.admission import Admissions, Balance, WriteAll
+from tierd.core.admission import Balance
 from tierd.core.audit import Audit
 from tierd.core.blocks import Names, hash_rows
 from tierd.core.demotion import Demotion
 from tierd.core.draft import Draft
-from tierd.core.eviction import Deaf, Listen, Policies
 from tierd.core.gets import NO_TIERS, Gets, Tiers
 from tierd.core.index import Index
 from tierd.core.leases import Sessions
@@ -51,6 +50,7 @@ from tierd.core.plan import (
     TransferIds,
 )
 from tierd.core.planner import Planner
+from tierd.core.policies import Policies
 from tierd.core.puts import Puts
 from tierd.core.room import Room
 from tierd.core.upkeep import Upkeep
@@ -65,18 +65,14 @@ class Core:
         tiers: Sequence[TierSpec],
         *,
         policies: Policies,
-        admissions: Admissions = WriteAll,
-        listen: Listen = Deaf,
         session_share: float = 0.5,
         start: Start = Start(),  # noqa: B008  # frozen
     ) -> None:
-        """tiers: near to far, at most 64. policies: makes the eviction policy of a tier. admissions: makes the admission of an nvme tier.
-
-        listen: makes what hears of requests before policies do. session_share: of a tier's capacity, the most that one session may pin and reserve.
+        """tiers: near to far, at most 64. session_share: of a tier's capacity, the most that one session may pin and reserve.
 
         start: where numbers begin. Raises ConfigError, InvalidArgument.
         """
-        self._index = Index(tiers, policies=policies, admissions=admissions, listen=listen, start=start)
+        self._index = Index(tiers, policies=policies, start=start)
         self._sessions = Sessions(self._index.tiers, share=session_share, first_id=start.id)
         room = Room(self._index, first_segment=start.segment, domains=self._sessions.domains)
         self._planner = Planner(self._index, room)

@@ -8,7 +8,7 @@ it counts as used later, even at the same `now`. (The core hands a request's blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.blocks import Blocks
-from tierd.core.model import TierSpec
 
 Ids = NDArray[np.int64]
 """Block ids."""
@@ -58,10 +57,6 @@ class Eviction(Protocol):
         ...
 
 
-Policies = Callable[[TierSpec, Blocks], Eviction]
-"""Makes the policy of a tier, by the name in `spec.eviction`. It may read the columns of the blocks, anew in each call."""
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request for a sequence's blocks, those that are held nowhere too.
@@ -99,7 +94,3 @@ class Deaf:
 
     def stored(self, blocks: Ids, now: float) -> None:
         """Nothing to put anywhere."""
-
-
-Listen = Callable[[Blocks], Listener]
-"""Makes the listener of a core."""

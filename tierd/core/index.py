@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.admission import Admissions, Verdict
+from tierd.core.admission import Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
-from tierd.core.eviction import Listen, Policies
 from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierKind, TierSpec, Wanted
 from tierd.core.pages import GENERATION_LIMIT, Key, Pages
 from tierd.core.plan import Bools, Ids, Start
+from tierd.core.policies import Policies
 
 Column = NDArray[Any]
 
@@ -36,15 +36,13 @@ Column = NDArray[Any]
 class Index:
     """See the module. Ids given to one call are distinct unless said otherwise."""
 
-    def __init__(
-        self, tiers: Sequence[TierSpec], *, policies: Policies, admissions: Admissions, listen: Listen, start: Start
-    ) -> None:
+    def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start) -> None:
         self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
         self.blocks = Blocks(seed=start.seed)
-        self.policies = [policies(spec, self.blocks) for spec in tiers]
-        self.listener = listen(self.blocks)
+        self.policies = [policies.eviction(spec, self.blocks) for spec in tiers]
         stores = [tier.position for tier in self.tiers if tier.spec.kind is TierKind.NVME]
-        self.admissions = {store: admissions(tiers[store], self.blocks) for store in stores}
+        self.admissions = {store: policies.admission(tiers[store], self.blocks) for store in stores}
+        self.listener = policies.listener(self.blocks)
         self.page = [self.blocks.column(np.int32, fill=NO_PAGE) for _ in tiers]
         self.held = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]

@@ -36,6 +36,7 @@ from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 from tierd.server.former import open_holds
 from tierd.server.instance import Instance
 from tierd.tiers.arena import Arena
@@ -184,7 +185,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
     core = Core(
         [tier.spec for tier in tiers],
-        policies=lambda spec, blocks: EVICTION[spec.eviction](blocks),
+        policies=NamedPolicies(),
         session_share=config.server.session_share,
         start=Start(
             generation=max(found.next_generation for found in recovered),

@@ -25,7 +25,7 @@ from tierd.core.drive import InstantDriver
 from tierd.core.eviction import Eviction
 from tierd.core.model import TierKind, TierSpec
 from tierd.errors import TierFailed
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 from tierd.simulator.choices import CLAIRVOYANT, Choice
 from tierd.simulator.clairvoyant import Clairvoyant, Foresight, ForesightDriver
 from tierd.simulator.sequences import Trace
@@ -56,6 +56,21 @@ class Outcome:
     seconds: float
 
 
+class _Knowing(NamedPolicies):
+    """The daemon's policies, and those that know the future. knowing: gets each of these."""
+
+    def __init__(self, sight: Foresight | None, knowing: list[Clairvoyant]) -> None:
+        super().__init__()
+        self._sight, self._known_by = sight, knowing
+
+    def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
+        if spec.eviction != CLAIRVOYANT:
+            return super().eviction(spec, blocks)
+        assert self._sight is not None
+        self._known_by.append(Clairvoyant(blocks, self._sight))
+        return self._known_by[-1]
+
+
 class Simulation:
     """One core that serves a trace. Requests are served in order, each once."""
 
@@ -64,7 +79,9 @@ class Simulation:
         self._specs = run.choice.applied(run.tiers.specs)
         self._sight = Foresight(trace) if any(spec.eviction == CLAIRVOYANT for spec in self._specs) else None
         self._knowing: list[Clairvoyant] = []
-        self.core = Core(self._specs, policies=self._policy, session_share=run.tiers.session_share)
+        self.core = Core(
+            self._specs, policies=_Knowing(self._sight, self._knowing), session_share=run.tiers.session_share
+        )
         self.driver = self._driver(self._specs[0].kind)
         self.tier_tokens = [0] * len(self._specs)
 
@@ -76,13 +93,6 @@ class Simulation:
         found = self.driver.request(sequence, now=float(self._trace.times_s[request]))
         for tier, tokens in enumerate(found):
             self.tier_tokens[tier] += tokens
-
-    def _policy(self, spec: TierSpec, blocks: Blocks) -> Eviction:
-        if spec.eviction != CLAIRVOYANT:
-            return EVICTION[spec.eviction](blocks)
-        assert self._sight is not None
-        self._knowing.append(Clairvoyant(blocks, self._sight))
-        return self._knowing[-1]
 
     def _driver(self, kind: TierKind) -> InstantDriver:
         if len(self._knowing) != len(self._specs):

@@ -14,7 +14,7 @@ import numpy as np
 from tierd.core.core import Core
 from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, Need, StructArray, TierKind, TierSpec, Wanted
 from tierd.core.plan import Acquisition, Committed, GroupQuery, Ids, Plan, PutQuery, Reserved, Served, Start
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 PAGE = 4096
 TOKENS = 16
@@ -55,9 +55,7 @@ class Kit:
     """A core with session 1 (domain 1) open. Time passes by one second a call. `flying`: transfers that have not been finished."""
 
     def __init__(self, *tiers: TierSpec, share: float = 1.0, start: Start = Start()) -> None:  # noqa: B008  # frozen
-        self.core = Core(
-            tiers, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=share, start=start
-        )
+        self.core = Core(tiers, policies=NamedPolicies(), session_share=share, start=start)
         self.core.open_session(1, domain=1)
         self.now = 0.0
         self.flying: list[StructArray] = []

@@ -10,7 +10,7 @@ from tierd.core.blocks import Blocks
 from tierd.core.core import Core
 from tierd.core.model import Reason, TierSpec
 from tierd.core.plan import Ids, Start
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 
 class Told(WriteAll):
@@ -40,24 +40,26 @@ class Told(WriteAll):
         return Balance(1.0, 2.0, 3.0)
 
 
+class Telling(NamedPolicies):
+    """Admissions that are `told`."""
+
+    def __init__(self, told: list[Told]) -> None:
+        super().__init__()
+        self._told = told
+
+    def admission(self, spec: TierSpec, blocks: Blocks) -> Told:
+        self._told.append(Told(spec, blocks))
+        return self._told[-1]
+
+
 class Asked(Kit):
     """A kit of a host and a store whose admission is `told`. low: the host's watermark."""
 
     def __init__(self, *tiers: TierSpec) -> None:
         super().__init__(*tiers)
         self.told: list[Told] = []
-        self.core = Core(
-            tiers,
-            policies=lambda spec, blocks: EVICTION[spec.eviction](blocks),
-            admissions=self.admission,
-            session_share=1.0,
-            start=Start(),
-        )
+        self.core = Core(tiers, policies=Telling(self.told), session_share=1.0, start=Start())
         self.core.open_session(1, domain=1)
-
-    def admission(self, spec: TierSpec, blocks: Blocks) -> Told:
-        self.told.append(Told(spec, blocks))
-        return self.told[-1]
 
 
 def asked() -> Asked:

@@ -11,6 +11,7 @@ from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.model import TierKind, TierSpec
 from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 PAGE_BYTES = 4096
 SLOT_BYTES = 2 * PAGE_BYTES
@@ -31,7 +32,7 @@ def driver(*pages: int, eviction: str = "lru") -> InstantDriver:
         TierSpec(TierKind.NVME, 0, count * SLOT_BYTES, count * SLOT_BYTES, slot_overhead_bytes=4096)
         for count in pages[1:]
     ]
-    core = Core(tiers, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
+    core = Core(tiers, policies=NamedPolicies(), session_share=1.0)
     return InstantDriver(core, tier_count=len(tiers))
 
 
@@ -97,7 +98,7 @@ def test_demoted_blocks_come_back_from_below(settled):
         TierSpec(TierKind.NVME, 0, 64 * SLOT_BYTES, 64 * SLOT_BYTES, slot_overhead_bytes=4096),
     ]
     one = InstantDriver(
-        Core(tiers, policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0),
+        Core(tiers, policies=NamedPolicies(), session_share=1.0),
         tier_count=len(tiers),
     )
     settled(one)

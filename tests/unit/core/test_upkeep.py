@@ -11,7 +11,7 @@ from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, commit_blocks, gro
 from tierd.core.core import Core
 from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, Reason
 from tierd.errors import InvalidArgument, NotFound
-from tierd.policies.eviction import EVICTION
+from tierd.policies.named import NamedPolicies
 
 READY, RESERVED, FAILED = BlockStatus.READY, BlockStatus.RESERVED, BlockStatus.FAILED
 
@@ -289,7 +289,7 @@ def test_a_block_that_returns_is_the_parent_of_its_children() -> None:
 
 def test_a_daemon_of_ten_thousand_lives_stays_small() -> None:
     """Ids, page columns and the table do not grow with the number of blocks that ever were."""
-    core = Core([tier(HOST, 64)], policies=lambda spec, blocks: EVICTION[spec.eviction](blocks), session_share=1.0)
+    core = Core([tier(HOST, 64)], policies=NamedPolicies(), session_share=1.0)
     kit = Kit(tier(HOST, 64))
     kit.core = core
     core.open_session(1, domain=1)

@@ -1,0 +1,45 @@
+"""Policies by the names in the tiers' specs, over one Traffic for all that learn.
+
+Purpose: what a daemon and a simulation make alike. Non-purpose: which names there are (the dicts of the families).
+"""
+
+from __future__ import annotations
+
+from tierd.core.admission import Admission
+from tierd.core.blocks import Blocks
+from tierd.core.eviction import Deaf, Eviction, Listener
+from tierd.core.model import TierSpec
+from tierd.policies.admission import ADMISSION
+from tierd.policies.eviction import EVICTION
+from tierd.policies.eviction.reuse_index import ReuseIndex
+from tierd.policies.reuse import Traffic
+from tierd.policies.reuse.learner import Learner
+
+
+class NamedPolicies:
+    """See the module; keeps `tierd.core.policies.Policies`. One object serves one core."""
+
+    def __init__(self, learner: Learner | None = None) -> None:
+        """learner: what was learnt in a former life."""
+        self._learner = learner
+        self.traffic: Traffic | None = None
+
+    def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
+        """By `spec.eviction`."""
+        if spec.eviction == "reuse-index":
+            return ReuseIndex(blocks, self._shared(blocks))
+        return EVICTION[spec.eviction](blocks)
+
+    def admission(self, spec: TierSpec, blocks: Blocks) -> Admission:
+        """By `spec.admission`."""
+        chance = self._shared(blocks).chance if spec.admission == "learned" else None
+        return ADMISSION[spec.admission](spec, blocks, chance)
+
+    def listener(self, blocks: Blocks) -> Listener:
+        """The Traffic, if anything goes by it."""
+        return self.traffic or Deaf(blocks)
+
+    def _shared(self, blocks: Blocks) -> Traffic:
+        if self.traffic is None:
+            self.traffic = Traffic(blocks, self._learner)
+        return self.traffic
