@@ -26,13 +26,15 @@ from tierd.config import Config, load_config, read_config
 from tierd.core.model import TierKind
 from tierd.errors import InvalidArgument
 from tierd.simulator.choices import Choice, names, parse_choice
-from tierd.simulator.runs import Outcome, Run, simulate_all
+from tierd.simulator.page import page_of
+from tierd.simulator.plot import draw, require_matplotlib
+from tierd.simulator.rows import Row, panels_of, row_of, short_name
+from tierd.simulator.runs import Run, simulate_all
 from tierd.simulator.sequences import Trace, trace_of
 from tierd.simulator.sizes import KINDS, Size, parse_size, tiers_of
 
 RUN_LIMIT = 10_000
 """More than anybody waits for."""
-Row = dict[str, Any]
 COLUMNS = (
     Column("trace", style="bold", spare=4),
     Column("policy"),
@@ -88,6 +90,12 @@ SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice
     "--block-bytes", type=SIZE, help="Of a full block, where sizes are bytes. [default: as recorded, else 64 KiB]"
 )
 @click.option("--limit", type=click.IntRange(1), default=None, help="Only the first requests of each trace.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=lambda _ctx, _param, path: path and checked_plot(path),
+    help="Draw the curves to FILE.html (a page that needs nothing else), FILE.png or FILE.svg (by matplotlib).",
+)
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Processes. [default: as many as there are cores]")
 @verb
 def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], jobs: int | None, **options: Any) -> None:
@@ -109,6 +117,8 @@ def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], job
     with shown_progress(sum(len(held[run.trace]) for run in runs)) as show:
         outcomes = simulate_all(held, runs, jobs=jobs or len(os.sched_getaffinity(0)), show=show)
     rows = [row_of(held[run.trace], run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+    if options["plot"]:
+        write_plot(options["plot"], runs, rows)
     report(ask, rows)
 
 
@@ -138,21 +148,27 @@ def runs_of(
             yield from (Run(number, choice, tiers) for choice in choices)
 
 
-def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
-    """What a run came to, as plain values. Hits are shares of the prompt tokens; writes count in footprints: the bytes of all distinct blocks."""
-    kinds = [spec.kind for spec in run.tiers.specs]
-    tokens = {kind: sum(t for k, t in zip(kinds, outcome.tier_tokens, strict=True) if k is kind) for kind in KINDS}
-    written = sum(size for kind, size in zip(kinds, outcome.copied_bytes, strict=True) if kind is TierKind.NVME)
-    whole = max(1, trace.prompt_tokens)
-    return {
-        "trace": trace.name,
-        "policy": run.choice.text,
-        **{kind.name.lower(): run.tiers.texts.get(kind) or None for kind in KINDS},
-        "prefix_token_hit": sum(tokens.values()) / whole,
-        **{f"{kind.name.lower()}_hit": tokens[kind] / whole for kind in KINDS},
-        "nvme_writes_footprints": written / max(1, trace.distinct_bytes(run.tiers.measure)),
-        "seconds": outcome.seconds,
-    }
+def checked_plot(path: Path) -> Path:
+    """A file that a plot can be written to, known before anything runs. Raises InvalidArgument, Unsupported."""
+    if path.suffix not in {".html", ".png", ".svg"}:
+        raise InvalidArgument(f"--plot: {path} is no kind of plot; end it in .html, .png or .svg")
+    if not path.parent.is_dir():
+        raise InvalidArgument(f"--plot: there is no folder {path.parent}; make it first")
+    if path.suffix != ".html":
+        require_matplotlib()
+    return path
+
+
+def write_plot(path: Path, runs: Sequence[Run], rows: Sequence[Row]) -> None:
+    """Draws the curves. Raises InvalidArgument where the file cannot be written."""
+    panels = panels_of(runs, rows)
+    try:
+        if path.suffix == ".html":
+            path.write_text(page_of(panels, rows), encoding="utf-8")
+        else:
+            draw(panels, path)
+    except OSError as error:
+        raise InvalidArgument(f"--plot: {path} cannot be written ({error.strerror}); give another file") from error
 
 
 def report(ask: Ask, rows: Sequence[Row]) -> None:
@@ -190,7 +206,7 @@ def cells_of(row: Row, *, best: float) -> list[Cell]:
     is_bound = "clairvoyant" in row["policy"]
     style = "magenta" if is_bound else "bold green" if row["prefix_token_hit"] == best else ""
     return [
-        Path(row["trace"]).name.removesuffix(".gz").removesuffix(".jsonl"),
+        short_name(row["trace"]),
         Text(row["policy"], style),
         *(row[kind] or "-" for kind in ("device", "host", "nvme")),
         Text(human_share(row["prefix_token_hit"], 1), style),

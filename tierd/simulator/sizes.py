@@ -56,10 +56,14 @@ Sizes = Mapping[TierKind, Size]
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What a run's core is made of. specs: near to far, each with the policy of its settings. texts: their sizes as they were written."""
+    """What a run's core is made of. specs: near to far, each with the policy of its settings. texts: their sizes as they were written.
+
+    amounts: the same as numbers, bytes or a share of the distinct blocks.
+    """
 
     specs: tuple[TierSpec, ...]
     texts: Mapping[TierKind, str]
+    amounts: Mapping[TierKind, float]
     measure: Measure
     session_share: float
 
@@ -119,7 +123,8 @@ def _as_configured(config: Config, measure: Measure, texts: Mapping[TierKind, st
     specs = tuple(spec for spec, _ in specs_of(resolved))
     if texts is None:
         texts = {kind: "+".join(format_bytes(s.capacity_bytes) for s in specs if s.kind is kind) for kind in KINDS}
-    return Tiers(specs, texts, measure, session_share=resolved.server.session_share)
+    amounts = {kind: float(sum(s.capacity_bytes for s in specs if s.kind is kind)) for kind in KINDS if texts.get(kind)}
+    return Tiers(specs, texts, amounts, measure, session_share=resolved.server.session_share)
 
 
 def _resized(config: Config, sizes: Sizes) -> Config:
@@ -164,4 +169,5 @@ def _counted(sizes: Sizes, distinct: int, config: Config) -> Tiers:
         )
     specs[-1] = dataclasses.replace(specs[-1], high_watermark=1.0, low_watermark=1.0)
     texts = {kind: size.text for kind, size in sizes.items()}
-    return Tiers(tuple(specs), texts, Measure(PAGE_ALIGN_BYTES, whole=True), session_share=1.0)
+    amounts = {kind: size.count(distinct) / distinct for kind, size in sizes.items()}
+    return Tiers(tuple(specs), texts, amounts, Measure(PAGE_ALIGN_BYTES, whole=True), session_share=1.0)

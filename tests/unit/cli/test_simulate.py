@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,27 @@ def test_the_table_has_a_line_for_every_run(trace: str) -> None:
         ["lru", "4blocks", "33.3 %"],
         ["clairvoyant", "4blocks", "33.3 %"],
     ]
+
+
+def test_a_page_is_written_and_says_so_before_anything_runs(trace: str, tmp_path: Path) -> None:
+    """--plot FILE.html writes a page beside the table; a file that cannot be is refused before the first request."""
+    page = tmp_path / "curves.html"
+    assert simulated(trace, "--host", "2blocks,4blocks", "--plot", str(page)).exit_code == 0
+    assert "4blocks" in page.read_text(encoding="utf-8")
+    for wrong, fault in (("curves.gif", "end it in .html"), ("none/curves.html", "there is no folder")):
+        result = CliRunner().invoke(cli, ["simulate", "no-such-trace", "--plot", str(tmp_path / wrong)])
+        assert (result.exit_code, fault in result.stderr) == (2, True), result.stderr
+
+
+def test_pictures_without_matplotlib_say_what_to_install(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package a PNG ends before anything runs, with both remedies; a page needs nothing."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = simulated(trace, "--host", "4blocks", "--plot", str(tmp_path / "curves.png"))
+    assert result.exit_code == 1
+    assert "pip install 'tierd[plot]'" in result.stderr and "FILE.html" in result.stderr
+    assert simulated(trace, "--host", "4blocks", "--plot", str(tmp_path / "curves.html")).exit_code == 0
 
 
 @pytest.mark.parametrize(
