@@ -139,6 +139,8 @@ def check(config: Config) -> None:
     _check_devices(config)
     for name, tier in _tiers(config):
         _check_tier(name, tier)
+    for index, store in enumerate(config.nvme):
+        _check_wear(f"nvme[{index}]", store)
     paths = [tier.path for tier in config.nvme]
     for index, path in enumerate(paths):
         if path in paths[:index]:
@@ -266,6 +268,20 @@ def _check_tier(name: str, tier: DeviceConfig | HostConfig | NvmeConfig) -> None
             f"{name}.low_watermark",
             f"{tier.low_watermark:g} must lie above 0 and below the high watermark of {tier.high_watermark:g}; lower it or raise"
             " high_watermark",
+        )
+
+
+def _check_wear(name: str, store: NvmeConfig) -> None:
+    if store.endurance_dwpd and store.endurance_tbw:
+        _refuse(
+            f"{name}.endurance_tbw",
+            f"{store.endurance_tbw:g} TB beside endurance_dwpd of {store.endurance_dwpd:g}; the data sheet's two numbers say the same, keep one",
+        )
+    if store.wear_budget and store.endurance_bytes and store.wear_budget > store.endurance_bytes:
+        _refuse(
+            f"{name}.wear_budget",
+            f"{store.wear_budget / 1e12:.3g} TB a day is more than the {store.endurance_bytes / 1e12:.3g} TB that the rated endurance allows in all;"
+            " lower it, or correct the endurance",
         )
 
 

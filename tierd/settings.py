@@ -27,6 +27,10 @@ Rate = Annotated[int, BeforeValidator(parse_rate)]
 SegmentSize = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else parse_bytes(value))]
 """Bytes; 0 stands for "auto" until the config is resolved, then it is the size."""
 
+RATED_YEARS = 5.0
+"""What makers rate drive writes per day over."""
+DAYS_PER_YEAR = 365.0
+
 _CLOSED = ConfigDict(extra="forbid", validate_default=True)
 
 
@@ -267,6 +271,51 @@ class NvmeConfig:
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
     eviction: str = _eviction()
+    admission: Literal["learned", "all", "second-touch", "tinylfu"] = _key(
+        "learned",
+        "Which blocks that leave memory are worth a write. learned: those that are likely to be used again, as likely as the wear budget affords;"
+        " all; second-touch: used twice; tinylfu: used often lately. Short last blocks never are; a durable put is always written.",
+    )
+    wear_budget: Bytes = _key(
+        0,
+        "Bytes of blocks that may be written in a day, saved up for wear_burst. 0: what endurance_dwpd or endurance_tbw comes to, else no limit.",
+        unit="bytes per day",
+        most=10**18,
+    )
+    wear_burst: Seconds = _key(
+        "6 h", "For so long the budget that was not used is saved.", unit="seconds", least=1.0, most=7 * 86400.0
+    )
+    endurance_dwpd: float = _key(
+        0.0,
+        "Rated endurance of the drive in drive writes per day over five years, as its data sheet says; of the store's capacity. 0: not known.",
+        unit="drive writes per day",
+        least=0.0,
+        most=1000.0,
+    )
+    endurance_tbw: float = _key(
+        0.0,
+        "Rated endurance in terabytes written; of a drive that others write to as well, the store's part. 0: not known.",
+        unit="TB",
+        least=0.0,
+        most=10.0**6,
+    )
+    endurance_years: float = _key(
+        5.0,
+        "For so long the drive is to last; the rated endurance is spread over it.",
+        unit="years",
+        least=0.1,
+        most=50.0,
+    )
+
+    @property
+    def endurance_bytes(self) -> float:
+        """What may be written to the store in its life, by the drive's rating; 0.0 if that is not known."""
+        return self.endurance_tbw * 1e12 or self.endurance_dwpd * self.capacity * RATED_YEARS * DAYS_PER_YEAR
+
+    @property
+    def daily_write_bytes(self) -> float:
+        """The wear budget, bytes a day; 0.0: none."""
+        return self.wear_budget or self.endurance_bytes / (self.endurance_years * DAYS_PER_YEAR)
 
 
 @dataclass(frozen=True, config=_CLOSED)

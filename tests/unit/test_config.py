@@ -99,6 +99,15 @@ def test_unknown_key_names_its_neighbour(section: str, data: st.DataObject) -> N
         ('[[device]]\nkind = "gpu"', ["device[0].kind", "gpu", "cuda"]),
         ("[[device]]\nordinal = -1", ["device[0].ordinal", "-1", "0"]),
         ('[[nvme]]\npath = "/a"\n[[nvme]]\npath = "/a"', ["nvme[1].path", "/a", "nvme[0]"]),
+        ('[[nvme]]\nadmission = "some"', ["nvme[0].admission", "'some'", "learned", "second-touch"]),
+        ('[[nvme]]\nwear_budget = "9"', ["nvme[0].wear_budget", "'9'", "no unit"]),
+        ("[[nvme]]\nendurance_dwpd = -1.0", ["nvme[0].endurance_dwpd", "-1", "0"]),
+        ("[[nvme]]\nendurance_years = 0.0", ["nvme[0].endurance_years", "0.1"]),
+        (
+            "[[nvme]]\nendurance_dwpd = 1.0\nendurance_tbw = 9.0",
+            ["nvme[0].endurance_tbw", "9 TB", "dwpd of 1", "keep one"],
+        ),
+        ('[[nvme]]\nwear_budget = "9 TB"\nendurance_tbw = 5.0', ["nvme[0].wear_budget", "9 TB", "5 TB", "lower it"]),
         ('[server]\nruntime_dir = "/' + "x" * 100 + '"', ["server.runtime_dir", "112 bytes", "107", "shorter"]),
         ('[server]\ntcp_listen = "0.0.0.0:7000"', ["server.tcp_listen", "0.0.0.0", "loopback", "127.0.0.1"]),
         ('[server]\ntcp_listen = "127.0.0.1"', ["server.tcp_listen", "host:port"]),
@@ -188,3 +197,19 @@ def test_config_cannot_be_changed() -> None:
     """Settings are read once."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().server.queue_limit = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "daily_bytes"),
+    [
+        ("", 0.0),
+        ('wear_budget = "3 GB"\nendurance_dwpd = 1.0', 3e9),
+        ('capacity = "1 TiB"\nendurance_dwpd = 3.0', 3.0 * 2**40),
+        ('capacity = "1 TiB"\nendurance_dwpd = 3.0\nendurance_years = 10.0', 1.5 * 2**40),
+        ("endurance_tbw = 365.0\nendurance_years = 2.0", 0.5e12),
+    ],
+)
+def test_the_wear_budget_follows_from_endurance_and_years(text: str, daily_bytes: float) -> None:
+    """What is said of the budget holds; else the rated endurance is spread over the wanted years; else there is none."""
+    (store,) = resolve(read_config(f"[[nvme]]\n{text}"), environ={}, uid=1).nvme
+    assert store.daily_write_bytes == pytest.approx(daily_bytes)

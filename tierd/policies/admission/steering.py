@@ -33,7 +33,7 @@ Chances = NDArray[np.float64]
 BINS = 1024
 MEMORY_S = 86400.0
 """A day and its night."""
-SPANS_PER_RESERVE = 32.0
+SPANS_PER_RESERVE = 128.0
 LEAST_RESERVE_S = 10.0
 RESERVE_SHARE = 0.25
 """Of the burst, the most that the reserve is."""
