@@ -1,0 +1,41 @@
+"""What is remembered of names: the latest, a bounded number of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.policies.reuse.ghosts import GHOST, Ghosts
+
+
+def keys(*names: int) -> np.ndarray:
+    return np.array(names, np.uint64)
+
+
+def numbers(names: np.ndarray, turn: int) -> np.ndarray:
+    out = np.zeros(len(names), GHOST)
+    out["asked"], out["part"] = turn + 1, names
+    return out
+
+
+def test_what_is_not_known_is_nothing() -> None:
+    """A name that was never noted has zeros, and no part."""
+    found = Ghosts(8).recall(keys(1, 2))
+    assert found["asked"].tolist() == [0, 0] and found["part"].tolist() == [-1, -1]
+
+
+@given(turns=st.lists(st.lists(st.integers(1, 40), unique=True, max_size=8), max_size=30), limit=st.integers(16, 40))
+def test_the_latest_are_remembered_and_no_more_than_the_limit(turns, limit):
+    """Each of the last names, half the limit of them, has the numbers that were noted last; memory never passes the limit."""
+    ghosts, last = Ghosts(limit), {}
+    for turn, names in enumerate(turns):
+        ghosts.note(keys(*names), numbers(keys(*names), turn))
+        for name in names:
+            last.pop(name, None)
+            last[name] = turn
+        assert len(ghosts) <= limit
+    fresh = list(last)[-(limit // 2 - 8) :] if limit // 2 > 8 else []
+    found = ghosts.recall(keys(*fresh))
+    assert found["asked"].tolist() == [last[name] + 1 for name in fresh]
+    assert found["part"].tolist() == fresh

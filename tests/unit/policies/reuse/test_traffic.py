@@ -1,0 +1,107 @@
+"""What the core tells of requests becomes groups of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.core.kit import HOST, PAGE, chain, tier
+from tierd.core.blocks import Names, words
+from tierd.core.core import Core
+from tierd.core.drive import InstantDriver, Sequence
+from tierd.core.model import StructArray
+from tierd.policies.named import NamedPolicies
+from tierd.policies.reuse.features import NOTHING, SHARED, first_group
+from tierd.policies.reuse.traffic import UNKNOWN_BLOCKS
+
+TOKENS = 16
+
+
+class Taught:
+    """A host tier under reuse-index. traffic: what puts its blocks into groups."""
+
+    def __init__(self) -> None:
+        policies = NamedPolicies()
+        self.core = Core([tier(HOST, 64, eviction="reuse-index")], policies=policies, session_share=1.0)
+        self.driver = InstantDriver(self.core, tier_count=1)
+        assert policies.traffic is not None
+        self.traffic = policies.traffic
+        self.now = 0.0
+
+    def serve(self, hashes: StructArray, *, tokens: int = 0) -> None:
+        """A whole request: get what is there, put the rest."""
+        self.now += 1.0
+        self.driver.request(sequence(hashes, tokens), now=self.now)
+
+    def answer(self, hashes: StructArray, first: int) -> None:
+        """Blocks from number `first` on are put, and never asked for."""
+        lease = self.driver._store(sequence(hashes), first=first, now=self.now)
+        self.core.release(1, leases=[lease], now=self.now)
+
+    def groups(self, hashes: StructArray) -> list[int]:
+        """The learner's group of each block, -1 where nothing is known of it."""
+        blocks = self.core._index.blocks
+        ids = blocks.find(Names(np.ones(len(hashes), np.uint32), words(hashes)))
+        return (blocks.group[ids].astype(int) - 1).tolist()
+
+
+def sequence(hashes: StructArray, tokens: int = 0) -> Sequence:
+    return Sequence(1, hashes, tokens or TOKENS * len(hashes), TOKENS, PAGE)
+
+
+@pytest.fixture
+def kit() -> Taught:
+    return Taught()
+
+
+def test_a_first_request_is_in_the_group_of_its_size(kit: Taught) -> None:
+    """All whole blocks of what nobody asked for before are one part."""
+    a = chain("a", 5)
+    kit.serve(a)
+    assert kit.groups(a) == [first_group(5)] * 5
+
+
+def test_a_short_last_block_is_worth_nothing(kit: Taught) -> None:
+    """It is in the group of worth 0, the ones before it are not."""
+    a = chain("a", 3)
+    kit.serve(a, tokens=40)
+    assert kit.groups(a) == [first_group(2)] * 2 + [NOTHING]
+
+
+def test_what_several_sessions_ask_for_is_shared(kit: Taught) -> None:
+    """A prefix that another session asks for too leaves the group of private blocks; what follows it does not."""
+    one, other = chain("a", 12), chain("a", 12).copy()
+    other[3:] = chain("b", 9)
+    kit.serve(one)
+    kit.serve(other)
+    assert kit.groups(other)[:3] == [SHARED[0]] * 3
+    assert set(kit.groups(other)[3:]).isdisjoint(SHARED)
+
+
+def test_what_was_evicted_is_remembered(kit: Taught) -> None:
+    """A prefix asked for by a second session is shared although the first one's copy is gone."""
+    one, other = chain("a", 12), chain("a", 12).copy()
+    other[3:] = chain("b", 9)
+    kit.serve(one)
+    held = [kit.core.find_block(1, name.tobytes()) for name in one]
+    kit.core.evict(np.array(held, np.int64), tier=0, now=kit.now)
+    kit.serve(other)
+    assert kit.groups(other)[:3] == [SHARED[0]] * 3
+
+
+def test_an_answer_goes_on_as_its_question(kit: Taught) -> None:
+    """Blocks that were put and never asked for are in the group of the block before them, and belong to the session."""
+    a = chain("a", 6)
+    kit.serve(a[:4])
+    kit.answer(a, 4)
+    assert kit.groups(a) == [first_group(4)] * 6
+    kit.serve(a)
+    assert set(kit.groups(a)).isdisjoint(SHARED)
+
+
+def test_what_nothing_is_known_of_is_worth_what_new_ones_are(kit: Taught) -> None:
+    """A block in no group, as after a restart, is taken for one of a first request."""
+    ages = np.array([0.0, 10.0, 100.0])
+    unknown = kit.traffic.worth(np.zeros(3, np.int64), ages)
+    new = kit.traffic.worth(np.full(3, first_group(UNKNOWN_BLOCKS) + 1), ages)
+    assert unknown.tolist() == new.tolist() and (unknown > 0).all()
