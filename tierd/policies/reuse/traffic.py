@@ -81,9 +81,7 @@ class Traffic:
         padded = np.append(groups, np.uint16(_NOTHING))
         for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
             ends = np.minimum((np.arange(ids.shape[1]) + 1) * size, request.tokens)
-            rows = np.where(
-                ends % size, len(groups), np.minimum((ends - 1) // request.tokens_per_block[0], len(groups))
-            )
+            rows = np.minimum((ends - 1) // request.tokens_per_block[0], len(groups))
             placed = np.broadcast_to(padded[rows], ids.shape)
             self._blocks.group[ids[ids >= 0]] = placed[ids >= 0]
 

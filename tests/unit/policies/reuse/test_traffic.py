@@ -96,7 +96,14 @@ def test_an_answer_goes_on_as_its_question(kit: Taught) -> None:
     kit.answer(a, 4)
     assert kit.groups(a) == [first_group(4)] * 6
     kit.serve(a)
-    assert set(kit.groups(a)).isdisjoint(SHARED)
+    assert len(set(kit.groups(a))) == 1 and set(kit.groups(a)).isdisjoint(SHARED)
+
+
+def test_a_session_shares_nothing_with_itself(kit: Taught) -> None:
+    """However often a session comes back with more, its blocks are its own."""
+    for blocks in (6, 8, 10, 12):
+        kit.serve(chain("a", blocks))
+    assert set(kit.groups(chain("a", 12))).isdisjoint(SHARED)
 
 
 def test_what_nothing_is_known_of_is_worth_what_new_ones_are(kit: Taught) -> None:
