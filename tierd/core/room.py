@@ -104,23 +104,19 @@ class Room:
         blocks = self._index.blocks
         children = self._index.children[tier][victims]
         strict = (children > 0) & ~blocks.lax[victims]
-        may = np.ones(len(victims), bool)
         if not strict.any():
             return victims
         order = np.argsort(victims)
         parents = blocks.parent[victims]
         at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
-        counts = (victims[at] == parents) & (at > np.arange(len(victims)))
-        if (~strict | (np.bincount(at[counts], minlength=len(victims)) == children)).all():
-            return victims
-        gone = [0] * len(victims)
-        for row, (waits, after, parent) in enumerate(
-            zip((children * strict).tolist(), counts.tolist(), at.tolist(), strict=True)
-        ):
-            may[row] = not waits or gone[row] == waits
-            if after and may[row]:
-                gone[parent] += 1
-        return victims[may]
+        first = (victims[at] == parents) & (at > np.arange(len(victims)))
+        waits = np.append(strict & (np.bincount(at[first], minlength=len(victims)) != children), True)
+        above = np.append(np.where(first & strict[at], at, len(victims)), len(victims))
+        leap = above
+        while not waits[above[waits]].all():  # who waits keeps all above it waiting: 1 step up, then 2, 4, 8, ...
+            waits[leap[waits]] = True
+            leap = leap[leap]
+        return np.asarray(victims[~waits[:-1]], np.int64)
 
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""

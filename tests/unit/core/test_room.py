@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core.model import PUT_BLOCK, BlockStatus, Need, Reason
@@ -151,3 +152,25 @@ def test_equal_calls_get_equal_answers() -> None:
         return out
 
     assert world() == world()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_head_goes_after_all_that_hangs_on_it(seed: int) -> None:
+    """Of any victims in any order, those may go whose children are all victims before them that may go themselves."""
+    dice = np.random.default_rng(seed)
+    kit = Kit(tier(HOST, 128))
+    stems = [chain(f"{seed}/{i}", 12) for i in range(4)]
+    for number in range(16):
+        stem, shared = stems[dice.integers(4)], int(dice.integers(0, 12))
+        kit.put(np.concatenate((stem[:shared], chain(f"{seed}/tail/{number}", int(dice.integers(1, 8))))))
+    index = kit.core._index
+    tracked = np.flatnonzero(index.page[0] >= 0)
+    victims = dice.permutation(tracked)[: dice.integers(1, len(tracked) + 1)]
+    victims = victims if seed % 2 else victims[np.argsort(-index.blocks.position[victims].astype(int), kind="stable")]
+    may: set[int] = set()
+    for block in victims.tolist():
+        children = tracked[index.blocks.parent[tracked] == block].tolist()
+        may |= {block} if set(children) <= may else set()
+    assert kit.core._planner.room.tails_first(0, victims).tolist() == [
+        block for block in victims.tolist() if block in may
+    ]
