@@ -22,7 +22,8 @@ _TURNS = (3, 4, 7)
 _PACES = 8  # log2 of seconds between a session's turns: under 8 s, ..., over 8 min
 _SIZES_FIRST, _SIZES_LATER = len(_NEW_BLOCKS) + 1, len(_NEW_BLOCKS)
 _LATER = _FIRST + _SIZES_FIRST
-_PER_PACE = 2 * _SIZES_LATER * (len(_TURNS) + 1)
+_TURN_CLASSES = len(_TURNS) + 1
+_PER_PACE = 2 * _SIZES_LATER * _TURN_CLASSES
 GROUPS = _LATER + _PACES * _PER_PACE
 
 SHARED: Ids = np.arange(1, 1 + SHARED_LEVELS, dtype=np.int64)
@@ -43,16 +44,24 @@ def later_group(turn: int, pace: float, new_blocks: int, *, old: bool) -> int:
     step = min(max(math.floor(pace) - 2, 0), _PACES - 1)
     size = min(bisect_right(_NEW_BLOCKS, new_blocks), _SIZES_LATER - 1)
     turns = bisect_right(_TURNS, turn)
-    return _LATER + step * _PER_PACE + ((int(old) * _SIZES_LATER + size) * (len(_TURNS) + 1)) + turns
+    return _LATER + step * _PER_PACE + ((int(old) * _SIZES_LATER + size) * _TURN_CLASSES) + turns
 
 
 def _levels() -> tuple[Ids, ...]:
     groups = np.arange(GROUPS, dtype=np.int64)
-    later = groups >= _LATER
+    later, place = groups >= _LATER, groups - _LATER
+    alone = GROUPS + groups  # what is no session's later request has no pace, size and turn in common with others
     kind = np.where(groups == NOTHING, 0, np.where(groups < _FIRST, 1, 2))
-    pace = np.where(later, 3 + (groups - _LATER) // _PER_PACE, kind)
-    size = np.where(later, _LATER + (groups - _LATER) // (len(_TURNS) + 1), groups)
-    return kind, pace, size, groups
+    pace = np.where(later, place // _PER_PACE, alone)
+    size = np.where(later, place % _PER_PACE // _TURN_CLASSES, alone)
+    turn = np.where(later, place % _TURN_CLASSES, alone)
+    size_and_turn = np.where(later, place % _PER_PACE, alone)
+    return (
+        kind,
+        *(np.unique(nodes, return_inverse=True)[1].astype(np.int64) for nodes in (pace, size, turn, size_and_turn)),
+        groups,
+    )
 
 
-LEVELS = _levels()  # per level, coarse to fine, the node of each group: kind, pace, how much is new, turn
+LEVELS = _levels()
+"""Per level the node of each group: kind, pace, how much is new and old or new, turn, both of these, all. They need not be nested."""

@@ -23,9 +23,9 @@ AGES = len(AGES_S)
 _WIDTHS_S: Floats = np.diff(EDGES_S)
 CERTAIN = 0.9  # a hazard above it would be a belief that a few surprises cannot correct
 
-_EVENTS_OVERALL = 4.0  # so many events weigh as much as the parent's word on how often,
-_EVENTS_BY_AGE = 8.0  # and so many near an age on when
-_NEAR = 2.0  # ages, as the deviation of a bell
+_NEAR = 2.0  # ages, as the deviation of a bell: what is seen at one age tells of those near it
+_CAUTION = 4.0
+_ELSEWHERE = 0.1
 _steps = np.arange(AGES)
 _BELL: Floats = np.exp(-0.5 * ((_steps[:, None] - _steps[None, :]) / _NEAR) ** 2)
 
@@ -43,19 +43,47 @@ def age_of(idle_s: Floats) -> Ids:
     return np.searchsorted(EDGES_S, idle_s, side="right").astype(np.int64) - 1
 
 
-def hazards(counts: Counts, prior: Floats, levels: Sequence[Ids]) -> Floats:
+@dataclass(frozen=True)
+class Trust:
+    """In what the level above says, in events: how often overall, and when."""
+
+    overall: float
+    by_age: float
+
+
+ONLINE = Trust(32.0, 64.0)
+"""Of what was learnt elsewhere, against what is seen here: cross-validated from one half of the developers' traces to the other."""
+AFRESH = Trust(8.0, 16.0)
+"""Where nothing was learnt before."""
+
+
+def hazards(counts: Counts, prior: Floats, levels: Sequence[Ids], trust: Trust = ONLINE) -> Floats:
     """The chance that a part that came to an age is used in it; per group, corrected level by level from `prior`.
 
-    levels: per level, coarse to fine, the node of each group. At each, what was seen is held against what the level above expects:
-    first its sum, then by age. A gamma prior of some events around 1 keeps rare groups near their parents (empirical Bayes).
+    levels: per level the node of each group. At each, what was seen is held against what the level before expects: first its sum, then by
+    age. A gamma prior of some events around 1 keeps what is rare near to what is common (empirical Bayes).
     """
     hazard = prior
     for nodes in levels:
         used, expected = _by_node(counts.used, nodes), _by_node(counts.seen * hazard, nodes)
-        overall = (used.sum(1, keepdims=True) + _EVENTS_OVERALL) / (expected.sum(1, keepdims=True) + _EVENTS_OVERALL)
-        by_age = (used @ _BELL + _EVENTS_BY_AGE) / (expected * overall @ _BELL + _EVENTS_BY_AGE)
+        overall = (used.sum(1, keepdims=True) + trust.overall) / (expected.sum(1, keepdims=True) + trust.overall)
+        by_age = (used @ _BELL + trust.by_age) / (expected * overall @ _BELL + trust.by_age)
         hazard = np.minimum(hazard * (overall * by_age)[nodes], CERTAIN)
     return hazard
+
+
+def blend(counts: Counts, experts: Floats, nodes: Ids) -> Floats:
+    """One prior of several: each node believes the experts by how well they foretold what was seen there, and a little by what was seen anywhere.
+
+    experts: hazards, float64 [experts, groups, ages]. The mean is that of logarithms, weighted by the likelihood of the counts (Bayesian
+    model averaging), which is taken to the power 1 / _CAUTION, since parts of one session are no independent witnesses.
+    """
+    spared = counts.seen - counts.used
+    each = np.sum(counts.used * np.log(experts) + spared * np.log1p(-experts), axis=2)  # [experts, groups]
+    scores = np.stack([np.bincount(nodes, one) for one in each]) + _ELSEWHERE * each.sum(axis=1, keepdims=True)
+    weights = np.exp((scores - scores.max(axis=0)) / _CAUTION)
+    weights /= weights.sum(axis=0)
+    return np.asarray(np.exp(np.sum(weights[:, nodes, None] * np.log(experts), axis=0)), np.float64)
 
 
 def _by_node(values: Floats, nodes: Ids) -> Floats:

@@ -20,7 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.policies.reuse import features
-from tierd.policies.reuse.hazard import AGES, AGES_S, EDGES_S, Counts, Floats, Ids, age_of, chances, hazards, worth
+from tierd.policies.reuse.hazard import (
+    AGES,
+    AGES_S,
+    EDGES_S,
+    ONLINE,
+    Counts,
+    Floats,
+    Ids,
+    Trust,
+    age_of,
+    blend,
+    chances,
+    hazards,
+    worth,
+)
 from tierd.policies.reuse.prior import prior_hazards
 
 ROWS = 1 << 27  # a request's number begins anew after so many
@@ -73,10 +87,11 @@ class _Rows:
 class Learner:
     """What groups of blocks are worth. Bounded memory; fades."""
 
-    def __init__(self, prior: Floats | None = None) -> None:
-        """prior: float64 [groups, ages], hazards to start from; what was learnt on the developers' traces if None."""
+    def __init__(self, experts: Floats | None = None, *, trust: Trust = ONLINE, half_life: float = HALF_LIFE) -> None:
+        """experts: float64 [experts, groups, ages], hazards in (0, 1) to start from; None: what was learnt on the developers' traces."""
         self.ages_s = AGES_S
-        self._prior = prior_hazards() if prior is None else prior
+        self._experts = prior_hazards() if experts is None else experts
+        self._trust, self._half_life = trust, half_life
         self._used = np.zeros((features.GROUPS, AGES))
         self._seen = np.zeros((features.GROUPS, AGES))
         self._rows = _Rows()
@@ -102,7 +117,7 @@ class Learner:
     def refit(self, now: float) -> None:
         """Makes `worth` of what was heard; to be called every REFIT_EVERY requests."""
         self._advance(now)
-        fade = 0.5 ** ((self._heard - self._faded) / HALF_LIFE)
+        fade = 0.5 ** ((self._heard - self._faded) / self._half_life)
         self._faded = self._heard
         self._used *= fade
         self._seen *= fade
@@ -112,8 +127,14 @@ class Learner:
         """Probability of another use at all, given that there was none until that age. int64 [n], float64 [n] -> float64 [n]."""
         return self._chance[groups, np.minimum(age_of(ages_s), AGES - 1)]
 
+    def counts(self) -> Counts:
+        """What was seen up to the last `refit`, faded; not a copy."""
+        return Counts(self._used, self._seen)
+
     def _fit(self) -> None:
-        hazard = hazards(Counts(self._used, self._seen), self._prior, features.LEVELS)
+        counts = self.counts()
+        prior = blend(counts, self._experts, features.LEVELS[1])
+        hazard = hazards(counts, prior, features.LEVELS, self._trust)
         hazard[features.NOTHING] = 0.0
         self.worth = worth(hazard)
         self._chance = chances(hazard)

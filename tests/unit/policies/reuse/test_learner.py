@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import numpy as np
 import pytest
 
 from tests.depth import count, report
-from tierd.policies.reuse import features
-from tierd.policies.reuse.hazard import AGES, EDGES_S, Floats
+from tierd.policies.reuse import features, prior
+from tierd.policies.reuse.hazard import AFRESH, AGES, EDGES_S, Counts, blend
 from tierd.policies.reuse.learner import KINDS, NEW, OLD, REFIT_EVERY, REQUESTS, SHARED, Groups, Learner, Request
+from tierd.policies.reuse.prior import encode, prior_hazards
 
 SEED = int(os.environ.get("LEARNER_SEED", "20261122"))
 
 
 def flat() -> Learner:
     """One that has no opinion beforehand."""
-    return Learner(np.full((features.GROUPS, AGES), 0.01))
+    return Learner(np.full((1, features.GROUPS, AGES), 0.01), trust=AFRESH)
 
 
 def asks(blocks: int, before: Groups | None = None, *, known: int | None = None, sessions: int = 1) -> Request:
@@ -176,15 +176,30 @@ def test_what_was_replaced_belongs_to_the_session_still() -> None:
     assert learner.hear(asks(6, searched, known=4), 60.0).start == 4
 
 
-def feature_tables() -> Floats:
-    return np.stack([np.asarray(nodes, dtype=np.float64) for nodes in features.LEVELS])
-
-
-def test_groups_are_few_and_each_level_splits_the_one_above() -> None:
-    """At most 512 groups, 40 ages; two groups that share a node share all coarser ones."""
+def test_groups_are_few_and_only_like_parts_are_near() -> None:
+    """At most 512 groups, 40 ages; levels begin with the kind and end with the group itself, and no node holds two kinds."""
     assert features.GROUPS <= 512
     assert AGES <= 40
-    levels = feature_tables()
-    for coarse, fine in itertools.pairwise(levels):
-        for node in np.unique(fine):
-            assert len(np.unique(coarse[fine == node])) == 1
+    kind, *between, group = features.LEVELS
+    assert group.tolist() == list(range(features.GROUPS))
+    for nodes in between:
+        for node in np.unique(nodes):
+            assert len(np.unique(kind[nodes == node])) == 1
+
+
+def test_experts_are_believed_where_they_are_right() -> None:
+    """Of two experts, one for chats and one for agents, each node believes the one whose word came true, and before anything came neither."""
+    nodes, experts = np.array([0, 0, 1]), np.stack([np.full((3, AGES), 0.01), np.full((3, AGES), 0.2)])
+    nothing = np.zeros((3, AGES))
+    assert np.allclose(blend(Counts(nothing, nothing), experts, nodes), np.sqrt(0.01 * 0.2))
+    seen = np.full((3, AGES), 100.0)
+    used = seen * np.array([0.01, 0.01, 0.2])[:, None]
+    assert np.allclose(blend(Counts(used, seen), experts, nodes), used / seen, rtol=0.01)
+
+
+def test_the_shipped_table_reads_as_it_was_written() -> None:
+    """Encoding what ships gives the same lines; all hazards lie in (0, 1)."""
+    shipped = prior_hazards()
+    assert shipped.shape[1:] == (features.GROUPS, AGES)
+    assert ((shipped > 0) & (shipped < 1)).all()
+    assert encode(shipped) == prior._TABLE.split()

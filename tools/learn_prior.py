@@ -1,0 +1,63 @@
+"""Writes what the reuse index believes before it has heard anything: `python -m tools.learn_prior TRACE...`.
+
+Each trace gives one expert: the learner hears all of it, from nothing and without forgetting. Which expert is right for the traffic at hand, and
+where, the learner finds out itself (`hazard.blend`). Made again whenever groups or ages change.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tierd.cli.trace import Trace, read_trace
+from tierd.policies.reuse import features
+from tierd.policies.reuse.hazard import AFRESH, EDGES_S, Floats, hazards
+from tierd.policies.reuse.learner import REFIT_EVERY, Learner, Request
+from tierd.policies.reuse.prior import encode
+
+TARGET = Path(__file__).resolve().parents[1] / "tierd" / "policies" / "reuse" / "prior.py"
+FENCE = '"""'
+
+
+def know_nothing() -> Floats:
+    """One expert who expects a use every quarter of an hour of everything."""
+    return np.tile(np.minimum(np.diff(EDGES_S) / 1000.0, 0.5), (1, features.GROUPS, 1))
+
+
+def hear(trace: Trace, learner: Learner) -> None:
+    """All requests of the trace, as a daemon without limits would tell them."""
+    asked: dict[int, int] = {}
+    parts: dict[int, int] = {}
+    for number, request in enumerate(trace):
+        if number % REFIT_EVERY == 0:
+            learner.refit(request.time_ms / 1000)
+        whole = request.blocks[: request.tokens // request.block_tokens]
+        known = [block for block in whole if block in asked]
+        sessions, last = (np.array([table[block] for block in known], dtype=np.int64) for table in (asked, parts))
+        groups = learner.hear(Request(len(whole), sessions, last), request.time_ms / 1000)
+        for block in whole[groups.start :]:
+            asked[block] = asked.get(block, 0) + 1
+        parts.update(zip(whole, groups.parts.tolist(), strict=True))
+    learner.refit(trace[-1].time_ms / 1000)
+
+
+def expert(path: Path) -> Floats:
+    """Hazards [groups, ages] as one trace shows them."""
+    nothing = know_nothing()
+    learner = Learner(nothing, half_life=float("inf"))
+    hear(read_trace(path), learner)
+    return hazards(learner.counts(), nothing[0], features.LEVELS, AFRESH)
+
+
+def main() -> int:
+    """Replaces the table in prior.py."""
+    lines = encode(np.stack([expert(Path(argument)) for argument in sys.argv[1:]]))
+    head, _, tail = TARGET.read_text().partition("_TABLE = r" + FENCE)
+    TARGET.write_text(head + "_TABLE = r" + FENCE + "\n" + "\n".join(lines) + "\n" + FENCE + tail.split(FENCE, 1)[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
