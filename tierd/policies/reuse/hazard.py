@@ -26,7 +26,7 @@ CERTAIN = 0.9  # a hazard above it would be a belief that a few surprises cannot
 _NEAR = 2.0  # ages, as the deviation of a bell: what is seen at one age tells of those near it
 _CAUTION = 4.0
 _ELSEWHERE = 0.1
-_steps = np.arange(AGES)
+_steps = np.arange(AGES, dtype=np.int64)
 _BELL: Floats = np.exp(-0.5 * ((_steps[:, None] - _steps[None, :]) / _NEAR) ** 2)
 
 
@@ -87,9 +87,14 @@ def blend(counts: Counts, experts: Floats, nodes: Ids) -> Floats:
 
 
 def _by_node(values: Floats, nodes: Ids) -> Floats:
-    sums = np.zeros((int(nodes.max()) + 1, values.shape[1]))
-    np.add.at(sums, nodes, values)
-    return sums
+    shape = (int(nodes.max()) + 1, AGES)
+    return tallied(np.repeat(nodes, AGES), np.tile(_steps, len(nodes)), shape, values.ravel())
+
+
+def tallied(rows: Ids, columns: Ids, shape: tuple[int, int], weights: Floats | None = None) -> Floats:
+    """Sums of weights (1 each if None) by row and column."""
+    sums = np.bincount(rows * shape[1] + columns, weights, shape[0] * shape[1])
+    return sums.astype(np.float64).reshape(shape)
 
 
 def worth(hazard: Floats) -> NDArray[np.float32]:
@@ -99,14 +104,14 @@ def worth(hazard: Floats) -> NDArray[np.float32]:
     (Gittins 1979; Aalto, Ayesta, Righter 2009, "On the Gittins index in the M/G/1 queue", for hazards that rise and fall). With the
     horizon at an object's whole life it is the hit density of Beckmann and Sanchez, "LHD", NSDI 2018.
     """
-    gain, cost = np.zeros_like(hazard), np.zeros_like(hazard)  # [groups, horizon], from the age of the loop on
-    best = np.zeros(hazard.shape, dtype=np.float32)
+    used = np.ascontiguousarray(hazard.T)  # [ages, groups], so that all horizons from an age on lie in one piece
+    gain, cost, best = np.zeros_like(used), np.zeros_like(used), np.zeros_like(used)
     for age in reversed(range(AGES)):
-        used = hazard[:, age : age + 1]
-        gain[:, age:] = used + (1 - used) * gain[:, age:]
-        cost[:, age:] = (1 - used / 2) * _WIDTHS_S[age] + (1 - used) * cost[:, age:]
-        best[:, age] = (gain[:, age:] / cost[:, age:]).max(axis=1)
-    return best
+        spared = 1 - used[age]
+        gain[age:] = used[age] + spared * gain[age:]
+        cost[age:] = (1 - used[age] / 2) * _WIDTHS_S[age] + spared * cost[age:]
+        best[age] = (gain[age:] / cost[age:]).max(axis=0)
+    return np.ascontiguousarray(best.T, dtype=np.float32)
 
 
 def chances(hazard: Floats) -> Floats:

@@ -14,7 +14,8 @@ the requests that come. `hazard.py` makes hazards of them, starting from `prior.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from tierd.policies.reuse.hazard import (
     blend,
     chances,
     hazards,
+    tallied,
     worth,
 )
 from tierd.policies.reuse.prior import prior_hazards
@@ -44,6 +46,7 @@ HALF_LIFE = 20_000.0  # requests after which a count weighs half
 KINDS = 2 + features.SHARED_LEVELS  # parts of a request: new, old, then shared by level
 NEW, OLD, SHARED = 0, 1, 2
 
+_EDGES_S = EDGES_S.tolist()
 _CLOSED = AGES + 1  # a part's next age to count, when it is not waiting (used again, given up, or never was)
 
 
@@ -71,30 +74,47 @@ class Groups:
 
 @dataclass
 class _Rows:
-    """The remembered requests, by row number modulo REQUESTS; what `state` saves."""
+    """The remembered requests, by row number modulo their count; what `state` saves. stuck: times in a row that the session did not grow."""
 
-    number: Ids = field(default_factory=lambda: np.full(REQUESTS, -1, dtype=np.int64))
-    at_s: Floats = field(default_factory=lambda: np.zeros(REQUESTS))
-    pace: Floats = field(default_factory=lambda: np.zeros(REQUESTS))
-    turn: Ids = field(default_factory=lambda: np.ones(REQUESTS, dtype=np.int64))
-    start: Ids = field(default_factory=lambda: np.zeros(REQUESTS, dtype=np.int64))
-    blocks: Ids = field(default_factory=lambda: np.zeros(REQUESTS, dtype=np.int64))
-    stuck: Ids = field(default_factory=lambda: np.zeros(REQUESTS, dtype=np.int64))
-    group: NDArray[np.int16] = field(default_factory=lambda: np.zeros((REQUESTS, KINDS), dtype=np.int16))
-    waiting: NDArray[np.int8] = field(default_factory=lambda: np.full((REQUESTS, KINDS), _CLOSED, dtype=np.int8))
+    number: Ids
+    at_s: Floats
+    pace: Floats
+    turn: Ids
+    start: Ids
+    blocks: Ids
+    stuck: Ids
+    group: NDArray[np.int16]
+    waiting: NDArray[np.int8]
+
+    @classmethod
+    def empty(cls, count: int) -> _Rows:
+        """None remembered."""
+        none, zeros = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        parts = np.zeros((count, KINDS), np.int16), np.full((count, KINDS), _CLOSED, np.int8)
+        return cls(none, np.zeros(count), np.zeros(count), zeros.copy(), zeros.copy(), zeros.copy(), zeros, *parts)
 
 
 class Learner:
     """What groups of blocks are worth. Bounded memory; fades."""
 
-    def __init__(self, experts: Floats | None = None, *, trust: Trust = ONLINE, half_life: float = HALF_LIFE) -> None:
-        """experts: float64 [experts, groups, ages], hazards in (0, 1) to start from; None: what was learnt on the developers' traces."""
+    def __init__(
+        self,
+        experts: Floats | None = None,
+        *,
+        trust: Trust = ONLINE,
+        half_life: float = HALF_LIFE,
+        requests: int = REQUESTS,
+    ) -> None:
+        """experts: float64 [experts, groups, ages], hazards in (0, 1) to start from; None: what was learnt on the developers' traces.
+
+        half_life: requests after which a count weighs half. requests: how many are remembered.
+        """
         self.ages_s = AGES_S
         self._experts = prior_hazards() if experts is None else experts
         self._trust, self._half_life = trust, half_life
         self._used = np.zeros((features.GROUPS, AGES))
         self._seen = np.zeros((features.GROUPS, AGES))
-        self._rows = _Rows()
+        self._rows, self._requests = _Rows.empty(requests), requests
         self._heard = 0
         self._faded = 0
         self._fit()
@@ -106,7 +126,7 @@ class Learner:
         self._close_shared(request.parts, now)
         if before >= 0:
             self._close_session(before, len(request.parts), now)
-        at = row % REQUESTS
+        at = row % self._requests
         self._remember(at, before, request, now)
         self._rows.number[at] = row
         kinds, start = self._kinds(at, request)
@@ -141,7 +161,7 @@ class Learner:
 
     def _slot(self, row: int) -> int:
         """Where the row is remembered, or -1."""
-        at = row % REQUESTS
+        at = row % self._requests
         return at if row >= 0 and self._rows.number[at] == row else -1
 
     def _continued(self, request: Request) -> int:
@@ -165,7 +185,7 @@ class Learner:
         return int(rows.stuck[before]) + 1 if known <= rows.start[before] and known < rows.blocks[before] else 0
 
     def _close_shared(self, parts: Ids, now: float) -> None:
-        runs = parts[np.flatnonzero(np.diff(parts, prepend=-1))]
+        runs = parts[np.append(parts[:-1] != parts[1:], True)] if len(parts) else parts
         for part in runs.tolist():
             at = self._slot(part // KINDS)
             if at >= 0 and part % KINDS >= SHARED:
@@ -181,7 +201,7 @@ class Learner:
     def _close(self, at: int, kind: int, now: float) -> None:
         """Counts the ages since the last refit and the use; once."""
         counted = int(self._rows.waiting[at, kind])
-        age = int(np.searchsorted(EDGES_S, now - self._rows.at_s[at], side="right")) - 1
+        age = bisect_right(_EDGES_S, now - float(self._rows.at_s[at])) - 1
         self._rows.waiting[at, kind] = _CLOSED
         if counted >= AGES or age < 0:
             return
@@ -224,15 +244,14 @@ class Learner:
 
     def _advance(self, now: float) -> None:
         """Waiting parts are seen at the ages that they have gone through since."""
-        waiting = self._rows.waiting
-        at, kind = np.nonzero(waiting < AGES)
-        counted, age = waiting[at, kind], np.clip(age_of(now - self._rows.at_s[at]), 0, AGES)
-        steps = np.zeros((features.GROUPS, AGES + 1))
-        group = self._rows.group[at, kind]
-        np.add.at(steps, (group, counted), 1.0)
-        np.add.at(steps, (group, age), -1.0)
-        self._seen += np.cumsum(steps, axis=1)[:, :AGES]
-        waiting[at, kind] = age
+        rows = self._rows
+        at, kind = np.nonzero(rows.waiting < AGES)
+        counted, age = rows.waiting[at, kind].astype(np.int64), np.clip(age_of(now - rows.at_s[at]), 0, AGES)
+        age = np.maximum(age, counted)  # a clock that went back
+        group, shape = rows.group[at, kind].astype(np.int64), (features.GROUPS, AGES + 1)
+        passing = tallied(group, counted, shape) - tallied(group, age, shape)
+        self._seen += np.cumsum(passing, axis=1)[:, :AGES]
+        rows.waiting[at, kind] = age
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """All that was learnt and is remembered, as copies."""

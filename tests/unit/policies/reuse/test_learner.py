@@ -10,15 +10,26 @@ import pytest
 from tests.depth import count, report
 from tierd.policies.reuse import features, prior
 from tierd.policies.reuse.hazard import AFRESH, AGES, EDGES_S, Counts, blend
-from tierd.policies.reuse.learner import KINDS, NEW, OLD, REFIT_EVERY, REQUESTS, SHARED, Groups, Learner, Request
+from tierd.policies.reuse.learner import (
+    HALF_LIFE,
+    KINDS,
+    NEW,
+    OLD,
+    REFIT_EVERY,
+    REQUESTS,
+    SHARED,
+    Groups,
+    Learner,
+    Request,
+)
 from tierd.policies.reuse.prior import encode, prior_hazards
 
 SEED = int(os.environ.get("LEARNER_SEED", "20261122"))
 
 
-def flat() -> Learner:
+def flat(*, requests: int = REQUESTS, half_life: float = HALF_LIFE) -> Learner:
     """One that has no opinion beforehand."""
-    return Learner(np.full((1, features.GROUPS, AGES), 0.01), trust=AFRESH)
+    return Learner(np.full((1, features.GROUPS, AGES), 0.01), trust=AFRESH, half_life=half_life, requests=requests)
 
 
 def asks(blocks: int, before: Groups | None = None, *, known: int | None = None, sessions: int = 1) -> Request:
@@ -60,12 +71,12 @@ def test_a_known_hazard_is_learnt() -> None:
 
 
 def test_the_day_may_change() -> None:
-    """After as many requests of another kind, what is believed is nearer to them than to what was before."""
-    learner, first = flat(), np.array([features.first_group(9)])
-    half = count(test=6000, nightly=20_000, weekly=20_000)
+    """After requests of another kind, what is believed is nearer to them than to what was before."""
+    half = count(test=2000, nightly=10_000, weekly=20_000)
+    learner, first = flat(half_life=half / 2), np.array([features.first_group(9)])
     end_s = traffic(learner, half, pause_s=60.0, chance=0.9)
     before = float(learner.chance(first, np.zeros(1))[0])
-    traffic(learner, 6 * half, pause_s=60.0, chance=0.1, begin_s=end_s + 10_000)
+    traffic(learner, 3 * half, pause_s=60.0, chance=0.1, begin_s=end_s + 10_000)
     after = float(learner.chance(first, np.zeros(1))[0])
     report("a changed day", before=before, after=after)
     assert before > 0.8
@@ -138,12 +149,12 @@ def test_a_state_of_another_version_is_refused() -> None:
 
 def test_memory_is_bounded_and_the_overwritten_is_unknown() -> None:
     """After a full ring of requests, a request that continues the first of them is a new session; nothing has grown."""
-    learner = flat()
+    learner = flat(requests=1000)
     first = learner.hear(asks(9), 0.0)
     sizes = {name: column.nbytes for name, column in learner.state().items()}
     second = learner.hear(asks(10, first), 10.0)
     assert second.start == 9
-    for number in range(REQUESTS):
+    for number in range(1000):
         learner.hear(asks(3), 20.0 + number / 1000)
     assert learner.hear(asks(11, second), 100.0).start == 0
     assert {name: column.nbytes for name, column in learner.state().items()} == sizes
