@@ -31,7 +31,8 @@ from tierd.simulator.plot import draw, require_matplotlib
 from tierd.simulator.rows import Row, panels_of, row_of, short_name
 from tierd.simulator.runs import Run, simulate_all
 from tierd.simulator.sequences import Trace, trace_of
-from tierd.simulator.sizes import KINDS, Size, parse_size, tiers_of
+from tierd.simulator.sizes import KINDS, Size, Tiers, parse_size, tiers_of
+from tierd.simulator.wear import Writes, parse_admission, parse_budget
 
 RUN_LIMIT = 10_000
 """More than anybody waits for."""
@@ -65,6 +66,7 @@ class _List(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
+ADMISSIONS, BUDGETS = _List("policy,...", parse_admission), _List("size,...", parse_budget)
 SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice)
 
 
@@ -81,6 +83,12 @@ SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice
 @click.option("--device", type=SIZES, help="Sizes of the device tier; see above.")
 @click.option("--host", type=SIZES, help="Sizes of the host tier.")
 @click.option("--nvme", type=SIZES, help="Sizes of the NVMe tier.")
+@click.option(
+    "--admission", type=ADMISSIONS, help="What is written to NVMe: default, all, learned, second-touch, tinylfu."
+)
+@click.option(
+    "--wear-budget", type=BUDGETS, help="Bytes a day that may be written to NVMe; or 0.5footprints over the trace."
+)
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -113,7 +121,11 @@ def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], job
     config = config_of(options["config"])
     held = [trace_of(read_trace(path, limit=options["limit"]), name=str(path)) for path in traces]
     sizes = {kind: options[kind.name.lower()] for kind in KINDS if options[kind.name.lower()]}
-    runs = list(runs_of(held, choices, sizes=sizes, config=config, block_bytes=options["block_bytes"]))
+    tiers = [tiers_of_each(trace, sizes, config=config, block_bytes=options["block_bytes"]) for trace in held]
+    writes = [
+        Writes(*pair) for pair in itertools.product(*(options[n] or [None] for n in ("admission", "wear_budget")))
+    ]
+    runs = runs_of(tiers, choices, writes)
     with shown_progress(sum(len(held[run.trace]) for run in runs)) as show:
         outcomes = simulate_all(held, runs, jobs=jobs or len(os.sched_getaffinity(0)), show=show)
     rows = [row_of(held[run.trace], run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
@@ -130,22 +142,28 @@ def config_of(path: Path | None) -> Config:
     return read_config(path.read_text(encoding="utf-8"))
 
 
-def runs_of(
-    traces: Sequence[Trace],
-    choices: Sequence[Choice],
-    *,
-    sizes: dict[TierKind, Sequence[Size]],
-    config: Config,
-    block_bytes: int | None,
-) -> Iterator[Run]:
-    """Every trace in every combination of sizes under every policy. Raises InvalidArgument, ConfigError."""
-    combinations = [dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*sizes.values())]
-    if len(traces) * len(combinations) * len(choices) > RUN_LIMIT:
+def tiers_of_each(
+    trace: Trace, sizes: dict[TierKind, Sequence[Size]], *, config: Config, block_bytes: int | None
+) -> list[Tiers]:
+    """The tiers of every combination of sizes. Raises InvalidArgument, ConfigError."""
+    combinations = itertools.product(*sizes.values())
+    return [
+        tiers_of(dict(zip(sizes, chosen, strict=True)), distinct=trace.distinct, block_bytes=block_bytes, config=config)
+        for chosen in itertools.islice(combinations, RUN_LIMIT + 1)
+    ]
+
+
+def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Run]:
+    """Every trace in its tiers under every policy. Raises InvalidArgument for more than anybody waits for."""
+    if sum(map(len, tiers)) * len(choices) * len(writes) > RUN_LIMIT:
         raise InvalidArgument(f"simulate: more than {RUN_LIMIT} runs; leave out some sizes or policies")
-    for number, trace in enumerate(traces):
-        for chosen in combinations:
-            tiers = tiers_of(chosen, distinct=trace.distinct, block_bytes=block_bytes, config=config)
-            yield from (Run(number, choice, tiers) for choice in choices)
+    return [
+        Run(number, choice, made, how)
+        for number, mine in enumerate(tiers)
+        for made in mine
+        for choice in choices
+        for how in (writes if any(spec.kind is TierKind.NVME for spec in made.specs) else writes[:1])
+    ]
 
 
 def checked_plot(path: Path) -> Path:
@@ -207,7 +225,7 @@ def cells_of(row: Row, *, best: float) -> list[Cell]:
     style = "magenta" if is_bound else "bold green" if row["prefix_token_hit"] == best else ""
     return [
         short_name(row["trace"]),
-        Text(row["policy"], style),
+        Text(", ".join(filter(None, (row["policy"], row.get("admission"), row.get("wear_budget")))), style),
         *(row[kind] or "-" for kind in ("device", "host", "nvme")),
         Text(human_share(row["prefix_token_hit"], 1), style),
         *(human_share(row[f"{kind}_hit"], 1) if row[kind] else "-" for kind in ("device", "host", "nvme")),

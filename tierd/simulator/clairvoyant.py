@@ -19,7 +19,8 @@ from tierd.core.blocks import Blocks
 from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.eviction import Ids, Mask
-from tierd.core.model import TierKind
+from tierd.core.model import TierKind, TierSpec
+from tierd.policies.admission.gate import Gate, Worth
 from tierd.simulator.sequences import Numbers, Trace, numbers_of
 
 NEVER = 1 << 40
@@ -114,6 +115,19 @@ class Clairvoyant:
             more = max(size, 2 * len(self._here)) - len(self._here)
             self._here = np.concatenate((self._here, np.zeros(more, np.bool_)))
             self._numbers = np.concatenate((self._numbers, np.zeros(more, np.int64)))
+
+
+class UsedAgain(Gate):
+    """The admission that knows the future: what is used again is written, the soonest first, as far as the wear budget reaches."""
+
+    def __init__(self, spec: TierSpec, blocks: Blocks, sight: Foresight) -> None:
+        super().__init__(spec, blocks)
+        self._names, self._sight = blocks, sight
+
+    def worth(self, blocks: Ids, now: float) -> Worth:
+        """More for what is used sooner, 0 for what never is."""
+        uses = self._sight.next_use(numbers_of(self._names.hash[blocks]))
+        return np.where(uses < NEVER, 1.0 / (1.0 + uses), 0.0)
 
 
 class ForesightDriver(InstantDriver):

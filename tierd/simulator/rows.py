@@ -65,6 +65,7 @@ def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
         **{f"{kind.name.lower()}_hit": tokens[kind] / whole for kind in KINDS},
         "nvme_writes_footprints": written / max(1, trace.distinct_bytes(run.tiers.measure)),
         "seconds": outcome.seconds,
+        **_asked_writes(run),
     }
 
 
@@ -83,6 +84,12 @@ def short_name(trace: str) -> str:
     return Path(trace).name.removesuffix(".gz").removesuffix(".jsonl")
 
 
+def _asked_writes(run: Run) -> Row:
+    """What was asked for besides tiers and policies."""
+    admission, budget = run.writes.admission, run.writes.budget
+    return ({"admission": admission} if admission else {}) | ({"wear_budget": budget.text} if budget else {})
+
+
 def _axis(run: Run, runs: Sequence[Run]) -> TierKind:
     """The kind of tier, of those that the run has, that comes in most sizes; the farthest of several."""
     texts = {kind: {r.tiers.texts.get(kind) for r in runs if r.trace == run.trace} for kind in run.tiers.amounts}
@@ -93,7 +100,7 @@ def _panel(axis: TierKind, found: Sequence[tuple[Run, Row]]) -> Panel:
     curves: dict[str, list[Point]] = {}
     for run, row in found:
         point = Point(run.tiers.amounts[axis], run.tiers.texts[axis], row)
-        curves.setdefault(run.choice.text, []).append(point)
+        curves.setdefault(run.label, []).append(point)
     run, row = found[0]
     in_bytes = not run.tiers.measure.whole
     others = [f"{kind.name.lower()} {run.tiers.texts[kind]}" for kind in KINDS if kind in run.tiers.amounts]

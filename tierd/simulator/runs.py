@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
 
+from tierd.core.admission import Admission
 from tierd.core.blocks import Blocks
 from tierd.core.core import Core
 from tierd.core.drive import InstantDriver
@@ -27,9 +28,10 @@ from tierd.core.model import TierKind, TierSpec
 from tierd.errors import TierFailed
 from tierd.policies.named import NamedPolicies
 from tierd.simulator.choices import CLAIRVOYANT, Choice
-from tierd.simulator.clairvoyant import Clairvoyant, Foresight, ForesightDriver
+from tierd.simulator.clairvoyant import Clairvoyant, Foresight, ForesightDriver, UsedAgain
 from tierd.simulator.sequences import Trace
 from tierd.simulator.sizes import Tiers
+from tierd.simulator.wear import Writes
 
 REFRESH_S = 0.1
 """How often it is looked how far the processes are."""
@@ -45,6 +47,13 @@ class Run:
     trace: int
     choice: Choice
     tiers: Tiers
+    writes: Writes = field(default_factory=Writes)
+
+    @property
+    def label(self) -> str:
+        """What tells it from other runs in tiers of these sizes."""
+        asked = (self.choice.text, self.writes.admission, self.writes.budget.text if self.writes.budget else None)
+        return ", ".join(filter(None, asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +79,19 @@ class _Knowing(NamedPolicies):
         self._known_by.append(Clairvoyant(blocks, self._sight))
         return self._known_by[-1]
 
+    def admission(self, spec: TierSpec, blocks: Blocks) -> Admission:
+        if spec.admission != CLAIRVOYANT:
+            return super().admission(spec, blocks)
+        assert self._sight is not None
+        return UsedAgain(spec, blocks, self._sight)
+
 
 class Simulation:
     """One core that serves a trace. Requests are served in order, each once."""
 
     def __init__(self, trace: Trace, run: Run) -> None:
         self._trace, self._tiers = trace, run.tiers
-        self._specs = run.choice.applied(run.tiers.specs)
+        self._specs = run.writes.applied(run.choice.applied(run.tiers.specs), trace, run.tiers.measure)
         self._sight = Foresight(trace) if any(spec.eviction == CLAIRVOYANT for spec in self._specs) else None
         self._knowing: list[Clairvoyant] = []
         self.core = Core(

@@ -22,7 +22,7 @@ from typing import Any
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig, resolve
 from tierd.core.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
 from tierd.errors import InvalidArgument
-from tierd.server.assembly import specs_of
+from tierd.server.assembly import spec_of, specs_of
 from tierd.simulator.sequences import Measure
 from tierd.units import format_bytes, parse_bytes
 
@@ -156,18 +156,14 @@ def _counted(sizes: Sizes, distinct: int, config: Config) -> Tiers:
         overhead = PAGE_ALIGN_BYTES if kind is TierKind.NVME else 0  # the header of a slot
         capacity = pages * (PAGE_ALIGN_BYTES + overhead)
         specs.append(
-            TierSpec(
-                kind,
-                index=0,
+            dataclasses.replace(
+                spec_of(kind, 0, table),
                 capacity_bytes=capacity,
                 segment_bytes=capacity,
-                slot_overhead_bytes=overhead,
-                high_watermark=table.high_watermark,
-                low_watermark=table.low_watermark,
-                eviction=table.eviction,
+                writer_owned=False,
+                wear_bytes_per_s=0.0,
             )
         )
-    specs[-1] = dataclasses.replace(specs[-1], high_watermark=1.0, low_watermark=1.0)
     texts = {kind: size.text for kind, size in sizes.items()}
     amounts = {kind: size.count(distinct) / distinct for kind, size in sizes.items()}
     return Tiers(tuple(specs), texts, amounts, Measure(PAGE_ALIGN_BYTES, whole=True), session_share=1.0)
