@@ -44,7 +44,7 @@ def known(blocks: Blocks, numbers: list[int], *, tokens: int = TOKENS, parents: 
             metas["parent"][row, :8] = np.array([parents[row]], "<u8").view(np.uint8)
             metas["position"][row] = row
     ids = blocks.add(metas, 0.0)
-    blocks.link(ids)
+    blocks.link(ids, metas["parent"], 0.0)
     return ids
 
 

@@ -86,7 +86,7 @@ class Audit:
         assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the states do not add up to the segments"
         assert tier.used_bytes <= tier.spec.capacity_bytes, f"{tier.spec.name}: more in use than its capacity"
         free = tier.state == PageState.FREE
-        for name in ("pins", "doom", "flags", "length", "filler"):
+        for name in ("pins", "doom", "flags", "length"):
             assert not getattr(tier, name)[free].any(), f"{tier.spec.name}: a free page has {name}"
         assert (tier.block[free] == -1).all(), f"{tier.spec.name}: a free page has a block"
 
@@ -120,7 +120,7 @@ class Audit:
         pages = np.flatnonzero(tier.state == PageState.QUARANTINED)
         assert sorted(tier.quarantine) == pages.tolist(), f"{tier.spec.name}: the list of the quarantined pages"
         assert (tier.block[pages] == -1).all(), f"{tier.spec.name}: a quarantined page has a block"
-        for name in ("pins", "doom", "flags", "length", "filler"):
+        for name in ("pins", "doom", "flags", "length"):
             assert not getattr(tier, name)[pages].any(), f"{tier.spec.name}: a quarantined page has {name}"
         assert tier.quarantined_bytes <= tier.quarantine_bytes, f"{tier.spec.name}: more in quarantine than its bound"
         faulty = np.flatnonzero(tier.fault)
@@ -166,7 +166,8 @@ class Audit:
         visible = self._index.blocks.named[blocks]
         assert visible.all(), f"{tier.spec.name}: a block that cannot be named has an attached page"
         filling = tier.state[pages] == PageState.RESERVED
-        assert (tier.filler[pages] > 0)[filling].all() and not tier.filler[pages][~filling].any(), "filler of a page"
+        fillers = self._flights.fillers(tier.position, pages)
+        assert (fillers > 0)[filling].all() and not fillers[~filling].any(), "filler of a page"
 
     def _check_policy(self, tier: Pages) -> None:
         index, t = self._index, tier.position

@@ -5,9 +5,9 @@ a key of 8 bytes and compared in full. The key is a multilinear hash with secret
 "Strongly universal string hashing is fast", 2014), so that names which a client made up meet in it no more often than others.
 
 Life of an id: `add` (named, no page yet) -> pages come and go (index.py counts them in `places`) -> `fade` when the last is gone. A block
-without a page stays known as long as others name it as their parent (`family`), so that a chain mends when the block is
-written again; it has let go of its own parent, so there are at most as many of those as blocks with pages. `unname` makes a
-block unfindable for good; its id lives until its last page is gone.
+without a page is known as long as others name it as their parent (`family`), whether it ever had one or not: so a parent's name is kept once, by
+the parent, and a chain mends when the block is written. It has no parent itself, so there are at most as many of those as blocks with pages. `unname`
+makes a block unfindable for good; its id lives until its last page is gone.
 
 Invariants: `family[b]` is the number of ids with parent b; a free id is in no table, has no places and no family.
 """
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.columns import lengthen, rows_for
+from tierd.core.draft import no_ids
 from tierd.core.meta import new_meta
 from tierd.core.model import HASH_BYTES, StructArray
 from tierd.core.plan import Bytes, Ids
@@ -32,6 +33,11 @@ Words = NDArray[np.uint64]
 
 ID_LIMIT = (1 << 31) - 1
 """Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
+HASH_ROWS = 1 << 24
+"""Hashes, which every lookup reads at random, have room for so many at once where there may be as many blocks: memory that nothing was written to
+takes none, and what the kernel gives in huge pages costs a lookup less than half. Beyond it they grow as other columns do."""
+_FOUR_TRUE = np.frombuffer(bytes([1] * 4), np.uint32)[0]
+"""What four comparisons look like, seen as one word."""
 _META_COLUMNS = {
     "namespace": "namespace",
     "domain": "domain",
@@ -81,13 +87,11 @@ class Names:
 class Blocks:
     """See the module. Columns are indexed by block id; `columns` are lengthened together (index.py adds its own)."""
 
-    def __init__(self, *, seed: int = 0) -> None:
-        """seed: of the keys; no answer depends on it."""
+    def __init__(self, *, seed: int = 0, most: int = 0) -> None:
+        """seed: of the keys; no answer depends on it. most: blocks that there is room for."""
         self._factors = np.random.SeedSequence(seed).generate_state(2 * HASH_BYTES // 8 + 1, np.uint64)
         self._columns: list[tuple[Column, int]] = []
-        self.key: Column = self.column(np.uint64)
-        self.hash: Column = self.column(np.uint64, width=4)
-        self.parent_hash: Column = self.column(np.uint64, width=4)
+        self.hash: Column = np.zeros((min(most, HASH_ROWS), 4), np.uint64)
         self.digest: Column = self.column(np.uint64, width=2)
         self.time_ms: Column = self.column(np.uint64)
         self.last_used: Column = self.column(np.float64)
@@ -106,12 +110,12 @@ class Blocks:
         self.lax: Column = self.column(np.bool_)
         self.group: Column = self.column(np.uint16)
         self.declined: Column = self.column(np.uint8)
-        self._free: Column = self.column(np.int32)
+        self._free: Column = np.zeros(0, np.int32)  # beside the columns: as long as there ever were free ids
         self._free_count = 0
         self._rows = 0
         self._lax_namespaces: set[int] = set()
         self._lengthen(1)
-        self.table = Table(self.key)
+        self.table = Table()
 
     def column(self, dtype: Any, *, width: int = 0, fill: int = 0) -> Column:
         """A new column that grows with the others."""
@@ -144,17 +148,23 @@ class Blocks:
         ids[new] = self._new_ids(len(new))
         self.pinned[ids[new]] = False
         self._write(ids, metas, now)
-        self.key[ids[new]] = self.keys_of(names.at(new))
-        self.table.insert(ids[new])
+        self.table.insert(ids[new], self.keys_of(names.at(new)))
         return ids
 
-    def link(self, ids: Ids) -> Ids:
-        """Finds the parents of distinct blocks that have none linked. Returns those that now have."""
-        ids = ids[(self.parent[ids] < 0) & self.parent_hash[ids].any(axis=1)]
-        parents = self.find(Names(self.namespace[ids], self.parent_hash[ids]))
-        kin = (parents >= 0) & (parents != ids)
-        self.parent[ids[kin]] = parents[kin]
-        np.add.at(self.family, parents[kin], 1)
+    def link(self, ids: Ids, parents: Bytes, now: float) -> Ids:
+        """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
+        rows = np.flatnonzero((self.parent[ids] < 0) & parents.any(axis=1))
+        ids, names = ids[rows], Names(self.namespace[ids[rows]], words(parents[rows]))
+        found = self.find(names)
+        unknown = np.flatnonzero((found < 0) & names.firsts()) if (found < 0).any() else no_ids()
+        if len(unknown):
+            blank = new_meta(len(unknown))
+            blank["namespace"], blank["hash"] = names.namespace[unknown], parents[rows[unknown]]
+            self.add(blank, now)
+            found = self.find(names)
+        kin = found != ids
+        self.parent[ids[kin]] = found[kin]
+        np.add.at(self.family, found[kin], 1)
         linked: Ids = ids[kin]
         return linked
 
@@ -180,7 +190,7 @@ class Blocks:
 
     def unname(self, ids: Ids) -> None:
         """Distinct named ids are never found again."""
-        self.table.remove(ids)
+        self.table.remove(ids, self.keys(ids))
         self.named[ids] = False
 
     def touch(self, ids: Ids, now: float) -> None:
@@ -212,25 +222,31 @@ class Blocks:
         for field, column in _META_COLUMNS.items():
             out[field] = getattr(self, column)[ids]
         out["hash"] = _raw(self.hash[ids])
-        out["parent"] = _raw(self.parent_hash[ids])
+        parents = self.parent[ids]
+        out["parent"] = _raw(self.hash[parents])
+        out["parent"][parents < 0] = 0
         out["digest"] = _raw(self.digest[ids])
         return out
+
+    def keys(self, ids: Ids) -> Column:
+        """The table keys of blocks: uint64 [n]."""
+        return self.keys_of(Names(self.namespace[ids], self.hash.take(ids, axis=0)))
 
     def keys_of(self, names: Names) -> Column:
         """Table keys: uint64 [n], modulo 2^64."""
         halves = names.hash.view(np.uint32)
-        keys = np.einsum("ij,j->i", halves, self._factors[1:]) + names.namespace.astype(np.uint64) * self._factors[0]
+        keys = halves.astype(np.uint64) @ self._factors[1:] + names.namespace.astype(np.uint64) * self._factors[0]
         return np.asarray(keys, np.uint64)
 
     def _same(self, names: Names, rows: Ids, ids: Ids) -> NDArray[np.bool_]:
-        same = (self.hash[ids] == names.hash[rows]).all(axis=1) & (self.namespace[ids] == names.namespace[rows])
+        alike = self.hash.take(ids, axis=0) == names.hash.take(rows, axis=0)
+        same = (alike.view(np.uint32)[:, 0] == _FOUR_TRUE) & (self.namespace[ids] == names.namespace[rows])
         return np.asarray(same, np.bool_)
 
     def _write(self, ids: Ids, metas: StructArray, now: float) -> None:
         for field, column in _META_COLUMNS.items():
             getattr(self, column)[ids] = metas[field]
         self.hash[ids] = words(metas["hash"])
-        self.parent_hash[ids] = words(metas["parent"])
         self.digest[ids] = words(metas["digest"])
         self.named[ids] = True
         self.hits[ids] = 0
@@ -252,6 +268,8 @@ class Blocks:
 
     def _erase(self, ids: Ids) -> None:
         self.unname(ids[self.named[ids]])
+        if self._free_count + len(ids) > len(self._free):
+            lengthen(self._free, rows_for(len(self._free), self._free_count + len(ids)))
         self._free[self._free_count : self._free_count + len(ids)] = ids
         self._free_count += len(ids)
 
@@ -262,6 +280,8 @@ class Blocks:
         rows = rows_for(have, wanted)
         for array, fill in self._columns:
             lengthen(array, rows, fill)
+        if rows > len(self.hash):
+            lengthen(self.hash, rows)
 
 
 def _raw(values: Words) -> Bytes:

@@ -1,12 +1,13 @@
 """Transfers in flight.
 
-Purpose: what a transfer's id stands for until it ends. Non-purpose: why it was made, what its end means (planner.py). The page that a
-transfer fills names it in the column `filler`, so that a second request finds the flight. Invariant: both pages of a flight are
+Purpose: what a transfer's id stands for until it ends. Non-purpose: why it was made, what its end means (planner.py). Who
+fills a page can be asked, so that a second request finds the flight. Invariant: both pages of a flight are
 pinned by it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Flights:
     def __init__(self) -> None:
         self._rows: NDArray[Any] = np.zeros(0, FLIGHT)
         self._row_of: dict[int, int] = {}
+        self._filler: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
         self._next = 1
 
@@ -54,6 +56,7 @@ class Flights:
         self._next += count
         self._rows[rows] = flights
         self._row_of.update(zip(ids, rows, strict=True))
+        self._filler.update(zip(_targets(flights), ids, strict=True))
         return np.arange(ids.start, ids.stop, dtype=np.uint64)
 
     def end(self, ids: TransferIds) -> StructArray:
@@ -65,7 +68,16 @@ class Flights:
             )
         rows = [self._row_of.pop(i) for i in ids.tolist()]
         self._free.extend(rows)
-        return self._rows[rows]
+        flights: StructArray = self._rows[rows]
+        for target in _targets(flights):
+            del self._filler[target]
+        return flights
+
+    def fillers(self, tier: int, pages: Ids) -> TransferIds:
+        """The transfer that fills each page of the tier; 0: none. uint64 [n]."""
+        if not self._filler:
+            return np.zeros(len(pages), np.uint64)
+        return np.asarray([self._filler.get((tier, page), 0) for page in pages.tolist()], np.uint64)
 
     def sources(self, tier: int, reason: Reason) -> Ids:
         """Source pages in the tier of what flies for this reason."""
@@ -77,3 +89,7 @@ class Flights:
         """(tiers, pages) of all sources and of all targets."""
         rows = self._rows[list(self._row_of.values())]
         return [(rows[f"{end}_tier"], rows[f"{end}_page"]) for end in ("source", "target")]
+
+
+def _targets(flights: StructArray) -> Iterable[tuple[int, int]]:
+    return zip(flights["target_tier"].tolist(), flights["target_page"].tolist(), strict=True)

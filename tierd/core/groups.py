@@ -65,7 +65,7 @@ def block_tokens(group: GroupQuery) -> Ids:
 
 def longest(groups: Sequence[GroupQuery], there: Sequence[Bools]) -> int:
     """The greatest token count that every group can serve. there: per group, bool [blocks] (all ranks)."""
-    tried = np.unique(np.concatenate([ends(group) for group in groups]))
+    tried = ends(groups[0]) if len(groups) == 1 else np.unique(np.concatenate([ends(group) for group in groups]))
     for group, have in zip(groups, there, strict=True):
         tried = tried[_serves(group, have, tried)]
     return int(tried[-1]) if len(tried) else 0
@@ -90,6 +90,9 @@ def _bounds(group: GroupQuery, tokens: Ids) -> tuple[NDArray[Any], NDArray[Any]]
 
 
 def _serves(group: GroupQuery, there: Bools, tokens: Ids) -> Bools:
+    if group.need == Need.PREFIX:
+        held = len(there) if there.all() else int(np.argmin(there))
+        return np.asarray(tokens <= min(held * group.tokens_per_block, group.tokens), bool)
     good = tokens <= group.tokens
     first, stop = _bounds(group, np.minimum(tokens, group.tokens))
     gaps = np.concatenate((np.zeros(1, np.int64), np.cumsum(~there)))

@@ -25,9 +25,20 @@ from numpy.typing import NDArray
 from tierd.core.admission import Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
-from tierd.core.model import FREED, NO_PAGE, Fault, PageState, Reason, StructArray, TierKind, TierSpec, Wanted
+from tierd.core.model import (
+    FREED,
+    NO_PAGE,
+    PAGE_ALIGN_BYTES,
+    Fault,
+    PageState,
+    Reason,
+    StructArray,
+    TierKind,
+    TierSpec,
+    Wanted,
+)
 from tierd.core.pages import GENERATION_LIMIT, Key, Pages
-from tierd.core.plan import Bools, Ids, Start
+from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
 
 Column = NDArray[Any]
@@ -38,7 +49,7 @@ class Index:
 
     def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start) -> None:
         self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
-        self.blocks = Blocks(seed=start.seed)
+        self.blocks = Blocks(seed=start.seed, most=sum(spec.capacity_bytes for spec in tiers) // PAGE_ALIGN_BYTES)
         self.policies = [policies.eviction(spec, self.blocks) for spec in tiers]
         stores = [tier.position for tier in self.tiers if tier.spec.kind is TierKind.NVME]
         self.admissions = {store: policies.admission(tiers[store], self.blocks) for store in stores}
@@ -68,15 +79,15 @@ class Index:
 
     def attached(self, tier: int, blocks: Ids) -> Ids:
         """The block's page in any state, else -1; -1 for block -1."""
-        pages: Ids = self.page[tier][blocks].astype(np.int64)
+        pages: Ids = self.page[tier].take(blocks).astype(np.int64)
         pages[blocks < 0] = NO_PAGE
-        return np.asarray(pages, np.int64)
+        return pages
 
     def readable(self, tier: int, blocks: Ids) -> Ids:
         """The block's page if it can be read, else -1."""
         pages = self.attached(tier, blocks)
         if len(self.tiers[tier].state):
-            pages[self.tiers[tier].state[pages] < PageState.READY] = NO_PAGE
+            pages[self.tiers[tier].state.take(pages) < PageState.READY] = NO_PAGE
         return pages
 
     def nearest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
@@ -108,7 +119,6 @@ class Index:
     def publish(self, tier: int, pages: Ids) -> None:
         """reserved -> ready: attached pages have been filled."""
         self.tiers[tier].move(pages, PageState.RESERVED, PageState.READY)
-        self.tiers[tier].filler[pages] = 0
         self._weigh(tier, self.tiers[tier].block[pages])
 
     def discard(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
@@ -166,9 +176,9 @@ class Index:
         self._weigh_pages(tier, pages)
         self._sweep(tier, pages[pages_of.doom[pages] > 0], draft)
 
-    def link(self, blocks: Ids) -> None:
-        """Finds parents that are known by now."""
-        linked = self.blocks.link(blocks)
+    def link(self, blocks: Ids, parents: Bytes, now: float) -> None:
+        """Gives blocks their parents: uint8 [n, 32]."""
+        linked = self.blocks.link(blocks, parents, now)
         for tier in range(len(self.tiers)):
             self._count_children(tier, linked[self._tracked(tier, linked)], 1)
 

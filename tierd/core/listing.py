@@ -96,8 +96,7 @@ class Listing:
     def children(self, block: int) -> Ids:
         """Blocks that name it as their parent."""
         blocks, ids = self._index.blocks, self.blocks(tier=None, namespace=None, pinned=False)
-        same = (blocks.parent_hash[ids] == blocks.hash[block]).all(axis=1)
-        found: Ids = ids[same & (blocks.namespace[ids] == blocks.namespace[block])]
+        found: Ids = ids[blocks.parent[ids] == block]
         return found
 
     def stats(self) -> CoreStats:

@@ -90,10 +90,9 @@ class Pages:
         self.pins: Column = np.zeros(0, np.uint32)
         self.block: Column = np.zeros(0, np.int32)
         self.length: Column = np.zeros(0, np.uint32)
-        self.flags: Column = np.zeros(0, np.uint16)
-        self.doom: Column = np.zeros(0, np.uint16)
+        self.flags: Column = np.zeros(0, np.uint8)
+        self.doom: Column = np.zeros(0, np.uint8)
         self.generation: Column = np.zeros(0, np.uint64)
-        self.filler: Column = np.zeros(0, np.uint64)
         self.fault: Column = np.zeros(0, np.uint8)
         self.counts = [0] * len(PageState)
         self.bytes_in = [0] * len(PageState)
@@ -384,7 +383,7 @@ class Pages:
 
     def _clear(self, pages: Ids) -> None:
         self.block[pages] = -1
-        for column in (self.pins, self.length, self.flags, self.doom, self.filler, self.fault):
+        for column in (self.pins, self.length, self.flags, self.doom, self.fault):
             column[pages] = 0
 
     def _occupy(self, place: int, key: Key, segment: int, *, pages: int | None = None) -> None:
@@ -418,9 +417,7 @@ class Pages:
         if free:
             return heappop(free)
         first = len(self.state)
-        for column in (self.state, self.pins, self.length, self.flags, self.doom, self.fault):
-            lengthen(column, first + count)
-        for column in (self.generation, self.filler):
+        for column in (self.state, self.pins, self.length, self.flags, self.doom, self.fault, self.generation):
             lengthen(column, first + count)
         lengthen(self.block, first + count, -1)
         lengthen(self.place, first + count, -1)

@@ -123,7 +123,6 @@ class Planner:
         flights["source_tier"], flights["source_page"] = where
         flights["target_tier"], flights["target_page"] = target, pages
         ids = self.flights.begin(flights)
-        self.index.tiers[target].filler[pages] = ids
         self.index.pin(target, pages)
         self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
         self.index.note_write(target, blocks, draft.now)
@@ -145,7 +144,7 @@ class Planner:
     def wait_for(self, where: Where, draft: Draft) -> None:
         """The plan waits for the flights that fill these pages."""
         for tier in np.unique(where.tiers[where.tiers >= 0]).tolist():
-            fillers = self.index.tiers[tier].filler[where.pages[where.tiers == tier]]
+            fillers = self.flights.fillers(tier, where.pages[where.tiers == tier])
             draft.wait(fillers[fillers > 0])
 
     # -- ends
@@ -212,10 +211,9 @@ class Planner:
         out["id"], out["block"], out["reason"] = ids, flights["block"], flights["reason"]
         out["target"] = self.index.tiers[int(flights["target_tier"][0])].extents(flights["target_page"])
         for rows in runs(flights["source_tier"]):
-            pages_of = self.index.tiers[int(flights["source_tier"][rows[0]])]
-            pages = flights["source_page"][rows]
-            out["source"][rows] = pages_of.extents(pages)
-            out["after"][rows] = pages_of.filler[pages]
+            tier, pages = int(flights["source_tier"][rows[0]]), flights["source_page"][rows]
+            out["source"][rows] = self.index.tiers[tier].extents(pages)
+            out["after"][rows] = self.flights.fillers(tier, pages)
         draft.wait(out["after"][out["after"] > 0])
         return out
 

@@ -175,7 +175,7 @@ class Puts:
         rows = np.flatnonzero(new)
         self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
         known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now)
-        self._index.link(ids)
+        self._index.link(ids, commit.metas["parent"][rows], draft.now)
         self._index.listener.stored(ids, draft.now)
         for part in runs(where.tiers[rows]):
             tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]

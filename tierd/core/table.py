@@ -1,11 +1,13 @@
-"""Open-addressing table from 64-bit keys to dense ids, in numpy, vectorised over batches, grown in small steps.
+"""Hash table from 64-bit keys to dense ids, in numpy, vectorised over batches, grown in small steps.
 
-Purpose: where is the id with this key. Non-purpose: what makes two keys the same thing; the caller compares in full. A slot holds
-0 (never used), -1 (used once, removed) or id + 1; probing steps 1, 2, 3, ... slots on, which meets every slot. Growth makes a second array and moves some thousand
-slots with each change, so no call pays for the whole; meanwhile both are searched.
+Purpose: where is the id with this key. Non-purpose: what makes two keys the same thing; the caller compares in full. Slots come in buckets of one cache
+line: 8 words, each the upper 33 bits of a key above id + 1. A word is 0 where nothing ever was, its lower 31 bits are 0 where something was
+removed. The uppermost bits of a key name its home bucket; what finds that full steps 1, 2, 3, ... buckets on, which meets every one. A word knows its
+home in any size of the table, so growth looks at no key. A larger array's memory is touched ahead of need and filled later, some with each change, so
+no call pays for the whole; meanwhile both are searched.
 
-Invariants: an id is in one of the two arrays, once; on the way from its home slot to its slot no slot is 0; `keys[id]` does not change
-while the id is in the table; at most half of the slots of the array that takes inserts are not 0.
+Invariants: an id is in one of the two arrays, once; every bucket on the way from its home to its own has no slot that is 0, and in a bucket no slot
+after a 0 is another; at most 3 in 4 slots of the array that takes inserts are not 0.
 """
 
 from __future__ import annotations
@@ -20,137 +22,174 @@ Keys = NDArray[np.uint64]
 Same = Callable[[Ids, Ids], NDArray[np.bool_]]
 """(rows of the question, candidate ids) -> whether they are the same in full."""
 
+WIDTH = 8
+"""Slots of a bucket."""
 LEAST_SLOTS = 1024
-MOVED_AT_LEAST = 2048
+FULL = 3 / 4
+"""The share of slots in use at which a larger array takes over."""
+AHEAD = 5 / 8
+"""The share at which that array begins to be made."""
+STEP_AT_LEAST = 2048
 MOVED_PER_CHANGE = 8
-_SPREAD = np.uint64(0x9E37_79B9_7F4A_7C15)
+MADE_PER_CHANGE = 24
+"""Slots moved with each id that comes or goes, and touched with each that comes: 1 / FULL / FULL and 2 / (FULL - AHEAD) = 16 would just do."""
+_ID_BITS = np.uint64(31)
+_ID = np.uint64((1 << 31) - 1)
+_REMOVED = np.uint64(1 << 63)
 
 
 class _Slots:
-    """One array of slots; its length is a power of two."""
+    """One array of slots; their number is a power of two."""
 
-    def __init__(self, count: int) -> None:
-        self.ids = np.zeros(count, dtype=np.int32)
-        self.mask = np.int64(count - 1)
-        self.shift = np.uint64(64 - (count - 1).bit_length())
+    def __init__(self, words: Keys) -> None:
+        """words: all 0, from `_words_for`."""
+        self.words = words
+        self.mask = np.int64(len(self.words) - 1)
+        self.shift = np.uint64(64 - (len(self.words) - 1).bit_length())
         self.used = 0
 
     def homes(self, keys: Keys) -> Ids:
-        return ((keys * _SPREAD) >> self.shift).astype(np.int64)
+        return (keys >> self.shift).astype(np.int64)
 
-    def put(self, ids: Ids, keys: Keys) -> None:
-        """Places distinct absent ids. Two that meet at one slot: the later writer stays, the other goes on."""
-        slots = self.homes(keys)
-        marks = (ids + 1).astype(np.int32)
-        step = 0
+    def put(self, marks: Keys) -> None:
+        """Places distinct absent words. Two that meet at one slot: one stays, the other looks again."""
+        at = self.homes(marks)
+        step = np.zeros(len(marks), np.int64)
         while len(marks):
-            step += 1
-            there = self.ids[slots]
-            open_ = np.flatnonzero(there <= 0)
-            at = slots[open_]
-            self.ids[at] = marks[open_]
-            won = self.ids[at] == marks[open_]
-            self.used += int(np.count_nonzero(won & (there[open_] == 0)))
-            left = np.ones(len(marks), dtype=bool)
-            left[open_[won]] = False
-            marks = marks[left]
-            slots = (slots[left] + step) & self.mask
+            there = self.words.take(at, axis=0)
+            slot = np.argmax((there & _ID) == 0, axis=1)
+            old = there[np.arange(len(marks)), slot]
+            is_open = (old & _ID) == 0
+            self.words[at[is_open], slot[is_open]] = marks[is_open]
+            won = is_open & (self.words[at, slot] == marks)
+            self.used += int(np.count_nonzero(won & (old == 0)))
+            step += ~is_open
+            at = (at + step * ~is_open) & self.mask
+            marks, at, step = marks[~won], at[~won], step[~won]
 
-    def remove(self, ids: Ids, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the ids were here; they are no more."""
-        found = np.zeros(len(ids), dtype=bool)
-        rows = np.arange(len(ids))
-        slots = self.homes(keys)
+    def find(self, keys: Keys, same: Same, out: Ids) -> None:
+        """Writes the ids of those rows that have none yet."""
+        rows = np.flatnonzero(out < 0)
+        tags = keys[rows] & ~_ID
+        at = self.homes(tags)
         step = 0
         while len(rows):
             step += 1
-            there = self.ids[slots]
-            hit = there == ids[rows] + 1
-            self.ids[slots[hit]] = -1
-            found[rows[hit]] = True
-            on = ~hit & (there != 0)
+            there = self.words.take(at, axis=0)
+            on = there[:, -1] != 0
+            there ^= tags[:, None]
+            there -= np.uint64(1)  # what has the tag is its id now, all else is greater
+            flat = there.ravel()
+            likely = np.flatnonzero(flat < _ID)
+            if len(likely):
+                ids, which = flat[likely].astype(np.int64), likely // WIDTH
+                hit = same(rows[which], ids)
+                out[rows[which[hit]]] = ids[hit]
+                on[which[hit]] = False
+            rows, tags = rows[on], tags[on]
+            at = (at[on] + step) & self.mask
+
+    def remove(self, marks: Keys) -> NDArray[np.bool_]:
+        """Which of the words were here; they are no more."""
+        found = np.zeros(len(marks), dtype=bool)
+        rows, at, step = np.arange(len(marks)), self.homes(marks), 0
+        while len(rows):
+            step += 1
+            there = self.words.take(at, axis=0)
+            hits = np.flatnonzero((there == marks[rows, None]).ravel())
+            which = hits // WIDTH
+            self.words[at[which], hits % WIDTH] = _REMOVED
+            found[rows[which]] = True
+            on = there[:, -1] != 0
+            on[which] = False
             rows = rows[on]
-            slots = (slots[on] + step) & self.mask
+            at = (at[on] + step) & self.mask
         return found
 
 
 class Table:
-    """See the module. `keys` is the caller's column: keys[id] is the key of an id."""
+    """See the module."""
 
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
-        self._slots = _Slots(LEAST_SLOTS)
+    def __init__(self) -> None:
+        self._slots = _Slots(_words_for(LEAST_SLOTS))
         self._old: _Slots | None = None
         self._moved = 0
+        self._next: Keys | None = None
+        self._made = 0
         self.count = 0
 
     def find(self, keys: Keys, same: Same) -> Ids:
-        """The id with each key for which `same` holds, else -1."""
+        """The id with each key for which `same` holds, else -1. Candidates have the upper 33 bits of the key."""
         out = np.full(len(keys), -1, dtype=np.int64)
-        self._search(self._slots, keys, same, out)
+        self._slots.find(keys, same, out)
         if self._old is not None:
-            self._search(self._old, keys, same, out)
+            self._old.find(keys, same, out)
         return out
 
-    def insert(self, ids: Ids) -> None:
-        """Adds distinct absent ids, whose keys are in the column already."""
+    def insert(self, ids: Ids, keys: Keys) -> None:
+        """Adds distinct absent ids, below 2^31 - 1."""
         if len(ids) == 0:
             return
         self._make_room(len(ids))
-        self._slots.put(ids, self._keys[ids])
+        self._slots.put(_marks(ids, keys))
         self.count += len(ids)
-        self._move(max(MOVED_AT_LEAST, MOVED_PER_CHANGE * len(ids)))
+        self._move(len(ids))
 
-    def remove(self, ids: Ids) -> None:
-        """Removes present ids."""
-        keys = self._keys[ids]
-        found = self._slots.remove(ids, keys)
+    def remove(self, ids: Ids, keys: Keys) -> None:
+        """Removes present ids, which were inserted with these keys."""
+        marks = _marks(ids, keys)
+        found = self._slots.remove(marks)
         if self._old is not None and not found.all():
-            found[~found] = self._old.remove(ids[~found], keys[~found])
+            found[~found] = self._old.remove(marks[~found])
         assert found.all(), "an id to remove is not in the table"
         self.count -= len(ids)
-        self._move(max(MOVED_AT_LEAST, MOVED_PER_CHANGE * len(ids)))
+        self._move(len(ids))
 
     def ids(self) -> Ids:
         """Every id in the table, ascending."""
-        parts = [slots.ids[slots.ids > 0] for slots in (self._slots, self._old) if slots is not None]
-        return np.sort(np.concatenate(parts).astype(np.int64) - 1)
-
-    def _search(self, slots: _Slots, keys: Keys, same: Same, out: Ids) -> None:
-        rows = np.flatnonzero(out < 0)
-        wanted = keys[rows]
-        at = slots.homes(wanted)
-        step = 0
-        while len(rows):
-            step += 1
-            there = slots.ids[at]
-            likely = np.flatnonzero((self._keys[there - 1] == wanted) & (there > 0))
-            on = there != 0
-            if len(likely):
-                ids = there[likely].astype(np.int64) - 1
-                hit = same(rows[likely], ids)
-                out[rows[likely[hit]]] = ids[hit]
-                on[likely[hit]] = False
-            rows, wanted = rows[on], wanted[on]
-            at = (at[on] + step) & slots.mask
+        parts = [slots.words.ravel() & _ID for slots in (self._slots, self._old) if slots is not None]
+        marks = np.concatenate(parts).astype(np.int64)
+        return np.sort(marks[marks > 0] - 1)
 
     def _make_room(self, count: int) -> None:
-        if (self._slots.used + count) * 2 <= len(self._slots.ids):
+        """Before so many are added: touches some of the next array, or lets it take over."""
+        used, size = self._slots.used + count, self._slots.words.size
+        if used <= AHEAD * size:
             return
-        self._move(None)
-        wanted = max(LEAST_SLOTS, 3 * (self.count + count), len(self._slots.ids) // 2)
-        self._old, self._moved = self._slots, 0
-        self._slots = _Slots(1 << (wanted - 1).bit_length())
+        if self._next is None:
+            wanted = max(LEAST_SLOTS, 2 * (self.count + count))
+            self._next, self._made = _words_for(1 << (wanted - 1).bit_length()), 0
+        if used > FULL * size:
+            self._move(None)
+            self._old, self._moved = self._slots, 0
+            self._slots, self._next = _Slots(self._next), None
+        else:
+            step = max(STEP_AT_LEAST, MADE_PER_CHANGE * count) // WIDTH
+            self._next[self._made : self._made + step] = 0  # the kernel gives the memory at its first touch
+            self._made += step
 
-    def _move(self, limit: int | None) -> None:
-        """Moves up to `limit` slots of the old array to the new one; None: all that are left."""
+    def _move(self, count: int | None) -> None:
+        """Moves some of the old array to the new one, as is due when so many ids come or go; None: all that is left."""
         if self._old is None:
             return
-        stop = len(self._old.ids) if limit is None else min(self._moved + limit, len(self._old.ids))
-        window = self._old.ids[self._moved : stop]
-        ids = window[window > 0].astype(np.int64) - 1
-        window[window > 0] = -1
-        self._slots.put(ids, self._keys[ids])
-        self._moved = stop
-        if stop == len(self._old.ids):
+        words = self._old.words
+        step = len(words) if count is None else max(STEP_AT_LEAST, MOVED_PER_CHANGE * count) // WIDTH
+        window = words[self._moved : self._moved + step]
+        is_there = (window & _ID) > 0
+        self._slots.put(window[is_there])
+        window[is_there] = _REMOVED
+        self._moved += step
+        if self._moved >= len(words):
             self._old = None
+
+
+def _marks(ids: Ids, keys: Keys) -> Keys:
+    """The words that say so."""
+    return (keys & ~_ID) | (ids + 1).astype(np.uint64)
+
+
+def _words_for(slots: int) -> Keys:
+    """Zeros for so many slots, uint64 [slots / 8, 8]; each bucket is one cache line."""
+    words = np.zeros(slots + WIDTH, np.uint64)
+    skip = (-words.ctypes.data // words.itemsize) % WIDTH
+    return words[skip : skip + slots].reshape(-1, WIDTH)

@@ -75,7 +75,7 @@ class Upkeep:
         pages_of.flags[pages[rows]] = extents["flags"][rows] & UNVERIFIED
         self._index.attach(tier, pages[rows], ids, now)
         self._index.publish(tier, pages[rows])
-        self._index.link(np.flatnonzero(self._index.blocks.places > 0))
+        self._index.link(ids, metas["parent"][rows], now)
         self._index.generation = max(self._index.generation, 1 + int(extents["generation"].max(initial=0)))
         self._planner.room.next_segment = max(
             [self._planner.room.next_segment, *(given.segment + 1 for given in segments)]
@@ -115,7 +115,7 @@ class Upkeep:
             pages_of = self._index.tiers[int(extents["tier"][rows[0]])]
             pages = _still(pages_of.generation, extents[rows])
             pages = pages[~pages_of.is_nobodys(pages)]
-            pages_of.flags[pages] &= np.uint16(~UNVERIFIED & 0xFFFF)
+            pages_of.flags[pages] &= np.uint8(~UNVERIFIED & 0xFF)
 
     def are_held(self, extents: StructArray) -> Bools:
         """Which pages are still those, readable and not doomed."""

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
 from tierd.core import blocks, pages
+from tierd.core.blocks import Names, words
 from tierd.core.model import BlockStatus
 from tierd.core.pages import GENERATION_LIMIT, SEGMENT_LIMIT
 from tierd.core.plan import ID_LIMIT, Reserved, Start
@@ -130,7 +131,8 @@ def test_made_up_names_share_no_place(kind: str):
     """2,000 names that a client chose to be alike have keys as different as any, in their upper halves too."""
     kit = Kit(tier(HOST, 2048, segment=2048), start=Start(seed=7))
     kit.put(made_up(kind, 2000))
-    keys = kit.core._index.blocks.key[kit.ids(made_up(kind, 2000))]
+    names = Names(np.ones(2000, np.uint32), words(made_up(kind, 2000)))
+    keys = kit.core._index.blocks.keys_of(names)
     assert len(np.unique(keys >> np.uint64(32))) >= 1998
 
 

@@ -298,4 +298,4 @@ def test_a_daemon_of_ten_thousand_lives_stays_small() -> None:
     assert core.stats().blocks == 64
     assert core._index.blocks.top <= 200
     assert len(core._index.tiers[0].state) == 64
-    assert len(core._index.blocks.table._slots.ids) <= 1024
+    assert core._index.blocks.table._slots.words.size <= 1024

@@ -123,7 +123,7 @@ def test_a_log_of_uses_stays_in_proportion_to_its_blocks():
         blocks = np.array(chooser.sample(range(100), 10))
         stamps[blocks] = np.arange(10) + 10 * i + 1
         order.append(blocks, 10 * i + 1, stamps)
-    assert len(order._log) <= 512
+    assert len(order) <= 512
     expected = np.argsort(stamps)[: np.count_nonzero(stamps)]
     found = order.oldest(100, stamps, np.zeros(100, dtype=bool))
     assert found.tolist() == [b for b in expected.tolist() if stamps[b]]

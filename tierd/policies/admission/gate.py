@@ -69,13 +69,14 @@ class Gate:
 
 
 def names_of(blocks: Blocks, ids: Ids) -> Names:
-    """uint64 [n]: one number per name, the same in every process, which `blocks.key` is not."""
+    """uint64 [n]: one number per name, the same in every process."""
     return _numbers(blocks, blocks.hash[ids, 0], ids)
 
 
 def names_before(blocks: Blocks, ids: Ids) -> Names:
     """uint64 [n]: the number of each block's parent, whether that is known or not."""
-    return _numbers(blocks, blocks.parent_hash[ids, 0], ids)
+    parents = blocks.parent[ids]
+    return _numbers(blocks, np.where(parents < 0, np.uint64(0), blocks.hash[parents, 0]), ids)
 
 
 def _numbers(blocks: Blocks, words: Names, ids: Ids) -> Names:

@@ -5,7 +5,8 @@ which the policy passes in. Invariants: stamps in the log ascend; an entry is al
 column has for its block, so at most one entry of a block is.
 
 Using a block appends an entry and leaves the old one dead in its place; so a use costs the same whatever the number of blocks, and no sort
-is ever needed. Dead entries are dropped from the front when victims are sought, and everywhere when the log is full and half dead.
+is ever needed. The log is a list of pieces. Dead entries are dropped from the front when victims are sought, from the last piece when it is full,
+and from the others piece by piece, in a round that goes on with the uses; so no call pays for the whole log.
 """
 
 from __future__ import annotations
@@ -13,81 +14,161 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.columns import lengthen, rows_for
 from tierd.core.eviction import Ids, Mask
 
 Stamps = NDArray[np.int64]
 """By block id: the number of its last use, 0 if it is not tracked."""
 
-_FIRST_ENTRIES = 64
+FIRST_ENTRIES = 64
+PIECE_ENTRIES = 1 << 14
+ROUND_ENTRIES = 2
+"""Entries that the round looks at for each that is appended."""
 _SCAN_ENTRIES = 64
 """Least number of entries looked at in one numpy step: below it the call's overhead dominates."""
+_SPAN = (1 << 31) - 1
+"""Stamps lie in a piece as uint32, counted from its base: as many until another begins, and as many between the bases of two that are joined."""
 
 
 def grown(column: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The column itself, or a copy with room for at least `size` entries, new ones zero."""
-    if size <= len(column):
-        return column
-    wider = np.zeros(max(size, 2 * len(column)), dtype=column.dtype)
-    wider[: len(column)] = column
-    return wider
+    """The column with room for at least `size` entries, new ones zero."""
+    if size > len(column):
+        lengthen(column, rows_for(len(column), size))
+    return column
+
+
+class _Piece:
+    """A stretch of the log. head: no entry before it is alive."""
+
+    __slots__ = ("base", "blocks", "head", "offsets", "size")
+
+    def __init__(self, base: int) -> None:
+        self.base, self.head, self.size = base, 0, 0
+        self.blocks, self.offsets = np.zeros(FIRST_ENTRIES, np.int32), np.zeros(FIRST_ENTRIES, np.uint32)
+
+    def alive(self, start: int, stop: int, stamps: Stamps) -> Mask:
+        """Which of the entries are."""
+        alive: Mask = stamps[self.blocks[start:stop]] == self.offsets[start:stop] + np.int64(self.base)
+        return alive
+
+    def pack(self, stamps: Stamps) -> None:
+        """Drops the dead."""
+        rows = self.head + np.flatnonzero(self.alive(self.head, self.size, stamps))
+        self.head, self.size = 0, len(rows)
+        self.blocks[: self.size], self.offsets[: self.size] = self.blocks[rows], self.offsets[rows]
+
+    def put(self, blocks: Ids, stamp: int) -> None:
+        """Appends entries for which there is room."""
+        stop = self.size + len(blocks)
+        self.blocks[self.size : stop] = blocks
+        self.offsets[self.size : stop] = np.arange(stamp - self.base, stamp - self.base + len(blocks))
+        self.size = stop
+
+    def trim(self) -> None:
+        """Gives back the memory beyond the entries."""
+        self.blocks, self.offsets = (
+            self.blocks[self.head : self.size].copy(),
+            self.offsets[self.head : self.size].copy(),
+        )
+        self.head, self.size = 0, len(self.blocks)
 
 
 class UseOrder:
     """A log of (block, stamp)."""
 
-    __slots__ = ("_blocks", "_head", "_log", "_tail")
+    __slots__ = ("_due", "_pieces", "_round")
 
     def __init__(self) -> None:
-        self._blocks = np.zeros(_FIRST_ENTRIES, dtype=np.int64)
-        self._log = np.zeros(_FIRST_ENTRIES, dtype=np.int64)
-        self._head = 0
-        self._tail = 0
+        self._pieces: list[_Piece] = []
+        self._round = 0  # the piece that the round looks at next
+        self._due = 0  # entries that it should have looked at
+
+    def __len__(self) -> int:
+        """Entries, alive or dead, that there is memory for."""
+        return sum(len(piece.blocks) for piece in self._pieces)
 
     def append(self, blocks: Ids, first_stamp: int, stamps: Stamps) -> None:
         """Adds entries stamped first_stamp, first_stamp + 1, ...; `stamps` decides which of the older ones are dead."""
-        count = len(blocks)
-        if self._tail + count > len(self._blocks):
-            self._make_room(count, stamps)
-        stop = self._tail + count
-        self._blocks[self._tail : stop] = blocks
-        self._log[self._tail : stop] = np.arange(first_stamp, first_stamp + count)
-        self._tail = stop
+        at = 0
+        while at < len(blocks):
+            piece = self._last(first_stamp + at, stamps)
+            stop = at + len(piece.blocks) - piece.size
+            piece.put(blocks[at:stop], first_stamp + at)
+            at = stop
+        self._due += ROUND_ENTRIES * len(blocks)
+        if self._due >= PIECE_ENTRIES:
+            self._go_on(stamps)
 
     def oldest(self, count: int, stamps: Stamps, pinned: Mask) -> Ids:
         """Up to `count` blocks that are alive and not pinned, oldest first."""
         self._drop_dead_front(stamps)
-        found: list[Ids] = []
-        missing, at, step = count, self._head, max(_SCAN_ENTRIES, count)
-        while missing > 0 and at < self._tail:
-            stop = min(at + step, self._tail)
-            blocks = self._blocks[at:stop]
-            free = (stamps[blocks] == self._log[at:stop]) & ~pinned[blocks]
-            chosen = blocks[free][:missing]
-            found.append(chosen)
-            missing -= len(chosen)
-            at, step = stop, 2 * step
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        found: list[Ids] = [np.zeros(0, np.int64)]
+        missing, step = count, max(_SCAN_ENTRIES, count)
+        for piece in self._pieces:
+            at = piece.head
+            while missing > 0 and at < piece.size:
+                stop = min(at + step, piece.size)
+                blocks = piece.blocks[at:stop]
+                free = piece.alive(at, stop, stamps) & ~pinned[blocks]
+                found.append(blocks[free][:missing].astype(np.int64))
+                missing -= len(found[-1])
+                at, step = stop, 2 * step
+            if missing <= 0:
+                break
+        return np.concatenate(found)
+
+    def _last(self, stamp: int, stamps: Stamps) -> _Piece:
+        """The last piece, with room for an entry."""
+        piece = self._pieces[-1] if self._pieces else None
+        if piece is not None and piece.size == len(piece.blocks):
+            piece.pack(stamps)
+            if 2 * piece.size > len(piece.blocks):
+                if len(piece.blocks) < PIECE_ENTRIES:
+                    for column in (piece.blocks, piece.offsets):
+                        lengthen(column, 2 * len(column))
+                else:
+                    piece.trim()
+                    piece = None
+        if piece is None or stamp - piece.base > _SPAN:
+            piece = _Piece(stamp)
+            self._pieces.append(piece)
+        return piece
+
+    def _go_on(self, stamps: Stamps) -> None:
+        """The round: the dead go, and a piece that is small is joined to the one before."""
+        self._drop_dead_front(stamps)
+        while self._due >= PIECE_ENTRIES and len(self._pieces) > 1:
+            self._due -= PIECE_ENTRIES
+            at = self._round % (len(self._pieces) - 1)
+            self._pieces[at].pack(stamps)
+            self._pieces[at].trim()
+            self._round = at if at and self._join(at) else at + 1
+        self._due %= PIECE_ENTRIES
+
+    def _join(self, at: int) -> bool:
+        """Appends a packed piece to the one before it, if one can hold both."""
+        before, piece = self._pieces[at - 1 : at + 1]
+        shift = piece.base - before.base
+        fits = before.size - before.head + piece.size <= PIECE_ENTRIES and shift <= _SPAN
+        if fits:
+            before.blocks = np.concatenate((before.blocks[before.head : before.size], piece.blocks))
+            before.offsets = np.concatenate(
+                (before.offsets[before.head : before.size], piece.offsets + np.uint32(shift))
+            )
+            before.head, before.size = 0, len(before.blocks)
+            del self._pieces[at]
+        return fits
 
     def _drop_dead_front(self, stamps: Stamps) -> None:
-        while self._head < self._tail:
-            stop = min(self._head + _SCAN_ENTRIES, self._tail)
-            alive = self._alive(self._head, stop, stamps)
-            if alive.any():
-                self._head += int(alive.argmax())
-                return
-            self._head = stop
-
-    def _make_room(self, count: int, stamps: Stamps) -> None:
-        """Drops the dead; doubles if more than half of the log would still be in use."""
-        alive = self._alive(self._head, self._tail, stamps)
-        blocks = self._blocks[self._head : self._tail][alive]
-        log = self._log[self._head : self._tail][alive]
-        size = len(self._blocks)
-        while 2 * (len(blocks) + count) > size:
-            size *= 2
-        self._blocks, self._log = np.resize(blocks, size), np.resize(log, size)
-        self._head, self._tail = 0, len(blocks)
-
-    def _alive(self, start: int, stop: int, stamps: Stamps) -> Mask:
-        alive: Mask = stamps[self._blocks[start:stop]] == self._log[start:stop]
-        return alive
+        while self._pieces:
+            piece = self._pieces[0]
+            step = _SCAN_ENTRIES
+            while piece.head < piece.size:
+                stop, step = min(piece.head + step, piece.size), 2 * step
+                alive = piece.alive(piece.head, stop, stamps)
+                if alive.any():
+                    piece.head += int(alive.argmax())
+                    return
+                piece.head = stop
+            del self._pieces[0]
+            self._round = max(0, self._round - 1)

@@ -35,10 +35,10 @@ class _Half:
         self.numbers = np.zeros(0, GHOST)
         self.count = 0
         self._lengthen(1)
-        self.table = Table(self.keys)
+        self.table = Table()
 
     def find(self, keys: Keys) -> Rows:
-        return self.table.find(keys, lambda _, rows: np.ones(len(rows), np.bool_))
+        return self.table.find(keys, lambda asked, rows: np.asarray(self.keys[rows] == keys[asked], np.bool_))
 
     def add(self, keys: Keys) -> Rows:
         """Rows for distinct names that are not here."""
@@ -46,7 +46,7 @@ class _Half:
         self._lengthen(self.count + len(keys))
         self.count += len(keys)
         self.keys[rows] = keys
-        self.table.insert(rows)
+        self.table.insert(rows, keys)
         return rows
 
     def _lengthen(self, wanted: int) -> None:

@@ -62,7 +62,7 @@ class Traffic:
 
     def stored(self, blocks: Ids, now: float) -> None:
         """What was asked for has its group; what was not (an answer) goes on as the block before it."""
-        groups = self._ghosts.recall(self._blocks.key[blocks])["group"]
+        groups = self._ghosts.recall(self._blocks.keys(blocks))["group"]
         self._blocks.group[blocks] = groups
         for block in blocks[groups == 0].tolist():
             self._follow(block)
@@ -91,9 +91,9 @@ class Traffic:
             self._blocks.group[block] = _NOTHING if parent >= 0 else 0
             return
         self._blocks.group[block] = self._blocks.group[parent]
-        before = self._ghosts.recall(self._blocks.key[parent : parent + 1])
+        before = self._ghosts.recall(self._blocks.keys(np.array([parent])))
         if before["asked"][0]:
-            self._ghosts.note(self._blocks.key[block : block + 1], before)
+            self._ghosts.note(self._blocks.keys(np.array([block])), before)
 
     def _learners(self, groups: Ids) -> Ids:
         unknown = first_group(UNKNOWN_BLOCKS)
