@@ -13,7 +13,7 @@ from tests.system.raw import RawClient
 from tests.system.sdk import held
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, Reservation
-from tierd.errors import DeadlineExceeded
+from tierd.errors import DeadlineExceeded, Overloaded
 from tierd.testing.daemon import Daemon
 from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import random_checkpoint
@@ -268,6 +268,26 @@ def test_pages_that_may_still_be_read_go_to_nobody(
 
 def _hang(self: Backend) -> None:
     raise DeadlineExceeded("backend: the GPU hangs")
+
+
+def test_a_reserve_that_is_refused_takes_nothing(roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this process has no memory left, as on a GPU that is full, the daemon's pages stay for the next reserve, and so does what is owed."""
+
+    def full(*_: object) -> None:
+        raise Overloaded("cuda:0: no memory is left")
+
+    with Worker(roomy, model) as worker:
+        source = worker.source
+        source.release(source.reserve(1))
+        source._owed, spare = 2, list(source._spare)
+        with monkeypatch.context() as patch:
+            patch.setattr(Backend, "memory", full)
+            with pytest.raises(Overloaded):
+                source.reserve(5)
+        assert (source._owed, source._spare, source._memory.in_use) == (2, spare, 0)
+        pages = source.reserve(5)
+        assert sum(page.origin is not None for page in pages) == 3
+        source.release(pages)
 
 
 def test_without_a_daemon_the_worker_computes(model: Llama, tmp_path: Any) -> None:

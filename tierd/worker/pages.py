@@ -154,8 +154,9 @@ class LocalPages:
         """So many private pages, those given back first."""
         if count < 0:
             raise InvalidArgument(f"reserve: {count} pages is below 0; ask for what the sequence needs")
+        pages = [self._take() for _ in range(count)]
         self.in_use += count
-        return [self._take() for _ in range(count)]
+        return pages
 
     def commit(self, pages: Sequence[Page], tokens: Sequence[int], *, after: Page | None) -> list[Page]:
         """Every page stays private."""

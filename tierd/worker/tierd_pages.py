@@ -118,13 +118,16 @@ class TierdPages:
         """Private pages of the daemon's as far as there is room, of this process's own memory for the rest, and in place of those that were lost: none is
         lost twice."""
         wanted = max(0, count - self._owed)
-        self._owed -= count - wanted
         if wanted > len(self._spare):
             self._spare += self._guarded(lambda: self._set_aside(wanted - len(self._spare)), list)
+        own = self._memory.reserve(
+            count - min(wanted, len(self._spare))
+        )  # first: where there is none, nothing was taken
+        self._owed -= count - wanted
         taken, self._spare = self._spare[:wanted], self._spare[wanted:]
         for page in taken:
             page.holders = 1
-        return taken + self._memory.reserve(count - len(taken))
+        return taken + own
 
     def commit(self, pages: Sequence[Page], tokens: Sequence[int], *, after: Page | None) -> list[Page]:
         """Names pages, one call per reservation. Pages are changed in place, so that forks that hold them see the same."""
