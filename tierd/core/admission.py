@@ -38,6 +38,8 @@ class Verdict(enum.IntEnum):
     """Another use is not likely enough to be worth a write."""
     BUDGET = 3
     """Worth it, but the wear budget has nothing left for it now."""
+    DISPLACED = 4
+    """It was written since its last use, and has given way there to others since."""
 
 
 class Balance(NamedTuple):

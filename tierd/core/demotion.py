@@ -81,8 +81,8 @@ class Demotion:
         pages_of = self._index.tiers[tier]
         sizes = pages_of.class_bytes(self._index.attached(tier, victims))
         dirty = self._planner.attached(victims, self._farther(tier)).pages < 0
-        if self._is_worn(tier):
-            dirty &= self._index.blocks.declined[victims] == Verdict.WRITE
+        verdicts = self._index.blocks.declined[victims]
+        dirty &= (verdicts == Verdict.WRITE) if self._is_worn(tier) else (verdicts != Verdict.DISPLACED)
         wanted = np.zeros(len(victims), bool)
         for key, over in excess.items():
             rows = np.arange(len(victims)) if key == WHOLE else np.flatnonzero(self._room.is_right(tier, victims, key))

@@ -86,6 +86,8 @@ class Gets:
         holder, draft = self._sessions.get(session), Draft(now)
         sight = self._look(groups, holder.domain)
         self._relax(groups)
+        for ids in sight.ids:
+            self._index.blocks.last_used[ids[ids >= 0]] = now
         self._index.listener.asked(self._asked(sight), now)
         most = longest(groups, sight.there())
         tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)

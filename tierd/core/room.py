@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from tierd.core.admission import Verdict
 from tierd.core.draft import Draft, no_ids
 from tierd.core.index import Index
 from tierd.core.model import PageState, Reason
@@ -86,6 +87,11 @@ class Room:
         What stays farther is touched there, as what is written there is tracked: so a chain that leaves piece by piece, one way or the
         other, is in one order there, and loses its tail first.
         """
+        # What stays nearer is not written here again before a use: two full tiers would hand each other the same blocks for ever.
+        nearer = [
+            t for t in self._index.serving() if self._index.tiers[t].spec.kind < self._index.tiers[tier].spec.kind
+        ]
+        self._index.blocks.declined[blocks[self._index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
         kept = self.is_farther(tier, blocks)
         if kept.any():
             for farther in self._farther(tier):

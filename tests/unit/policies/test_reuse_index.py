@@ -47,8 +47,8 @@ def test_the_order_is_a_sort_by_worth_then_by_run(seed: int) -> None:
     traffic = Priced(dice.integers(0, 4, (GROUPS, 3)).astype(float))
     blocks = named_blocks()
     policy = ReuseIndex(blocks, traffic)  # type: ignore[arg-type]
-    used: dict[int, tuple[int, float, int, int]] = {}  # block -> (group, run's beginning, run, use)
-    opened: dict[int, tuple[float, int]] = {}
+    used: dict[int, tuple[int, float, int, int]] = {}  # block -> (group, second of use, run, use)
+    opened: dict[tuple[int, float], int] = {}
     now, tick, uses, runs = 0.0, -np.inf, 0, 0
     for verb, names, group, pause in steps(dice):
         now += pause
@@ -61,24 +61,23 @@ def test_the_order_is_a_sort_by_worth_then_by_run(seed: int) -> None:
             policy.forget(np.array(gone, np.int64))
             for name in gone:
                 del used[name]
-            opened = {g: run for g, run in opened.items() if any(entry[2] == run[1] for entry in used.values())}
+            opened = {kin: run for kin, run in opened.items() if any(entry[2] == run for entry in used.values())}
         else:
             ids = np.array(names, np.int64)
-            blocks.group[ids] = group
+            blocks.group[ids], blocks.last_used[ids] = group, now
             policy.touch(np.array([n for n in names if n in used], np.int64), now)
             policy.track(np.array([n for n in names if n not in used], np.int64), now)
             if now >= tick + TICK_S:
                 tick, opened = now, {}
             for name in sorted(names, key=lambda n: n not in used):
                 used.pop(name, None)
-                opened = {
-                    g: run for g, run in opened.items() if g == group or any(e[2] == run[1] for e in used.values())
-                }
-                if group not in opened:
+                kin = (group, float(int(now)))
+                opened = {k: run for k, run in opened.items() if k == kin or any(e[2] == run for e in used.values())}
+                if kin not in opened:
                     runs += 1
-                    opened[group] = (now, runs)
+                    opened[kin] = runs
                 uses += 1
-                used[name] = (group, *opened[group], uses)
+                used[name] = (*kin, opened[kin], uses)
         worth = {
             name: float(traffic.worth(np.array([g]), np.array([max(tick - since, 0.0)]))[0])
             for name, (g, since, _, _) in used.items()

@@ -1,11 +1,12 @@
 """Reuse index: the block of which the least use can be expected per second of keeping it leaves first.
 
-What a block is worth follows from its group (what is known of the request that used it last) and its age since then; the table of worths is learned by
+What a block is worth follows from its group (what is known of the request that used it last) and its age since then, wherever it lies: coming into a
+tier by demotion is no use. The table of worths is learned by
 `tierd.policies.reuse`, which all tiers of a core share, and is a Gittins index: J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", Journal of
 the Royal Statistical Society B 41(2), 1979; for a cache, the hit density of N. Beckmann, H. Chen, A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit
 Density", NSDI 2018, section 3, with the best horizon in place of one that the whole cache shares.
 
-Blocks of one group that were used within a tick of one another form a run, and are worth the same; so what is sorted is runs, some thousand, and not blocks. The order is
+Blocks of one group that were used in the same tick, and came so, form a run, and are worth the same; so what is sorted is runs, some thousand, and not blocks. The order is
 that at the last tick: within a tick nothing but new runs is put into it. In a run, and between runs worth the same, what was used
 longest ago leaves first. Runs that have lost most of their blocks are packed when they are met.
 """
@@ -25,6 +26,7 @@ from tierd.policies.reuse import Traffic
 
 TICK_S = 1.0
 """How old an order of runs may become."""
+_GROUPS = 1 << 16
 _FIRST_MEMBERS = 16
 _FIRST_RUNS = 64
 _SCANNED_RUNS = 16
@@ -61,13 +63,12 @@ class ReuseIndex:
         self._run: Column = np.zeros(0, np.int32)  # by block id: its run, and its place among the members
         self._place: Column = np.zeros(0, np.int32)
         self._members: list[Members | None] = [None] * _FIRST_RUNS
-        self._group = np.zeros(_FIRST_RUNS, np.int64)  # by run
-        self._since = np.zeros(_FIRST_RUNS, np.float64)
+        self._kin = np.zeros(_FIRST_RUNS, np.int64)  # by run: when its blocks were used, in ticks, and their group
         self._serial = np.zeros(_FIRST_RUNS, np.int64)
         self._alive = np.zeros(_FIRST_RUNS, np.int64)
         self._free = list(range(_FIRST_RUNS))[::-1]
         self._next_serial = 1
-        self._open: dict[int, int] = {}  # group -> the run that takes its blocks in this tick
+        self._open: dict[int, int] = {}  # kin -> the run that takes such blocks in this tick
         self._tick_s = -np.inf
         self._order: NDArray[np.int64] | None = None
         self._serials: Ids = np.zeros(0, np.int64)  # of the runs in order: a row may have begun anew since
@@ -129,39 +130,39 @@ class ReuseIndex:
     def _end(self, row: int) -> None:
         self._members[row] = None
         self._free.append(row)
-        if self._open.get(int(self._group[row])) == row:
-            del self._open[int(self._group[row])]
+        if self._open.get(int(self._kin[row])) == row:
+            del self._open[int(self._kin[row])]
 
     def _join(self, blocks: Ids, now: float) -> None:
         if now >= self._tick_s + TICK_S:
             self._tick_s, self._order = now, None
             self._open.clear()
-        groups = self._blocks.group[blocks]
-        for group in dict.fromkeys(groups.tolist()):
-            mine = blocks[groups == group]
-            row = self._open.get(group)
-            row = self._begin(group, now) if row is None else row
+        kins = (self._blocks.last_used[blocks] // TICK_S).astype(np.int64) * _GROUPS + self._blocks.group[blocks]
+        for kin in dict.fromkeys(kins.tolist()):
+            mine = blocks[kins == kin]
+            row = self._open.get(kin)
+            row = self._begin(kin) if row is None else row
             members = self._members[row]
             assert members is not None
             self._place[mine] = members.append(mine)
             self._run[mine] = row
             self._alive[row] += len(mine)
 
-    def _begin(self, group: int, now: float) -> int:
+    def _begin(self, kin: int) -> int:
         if not self._free:
             self._lengthen()
         row = self._free.pop()
         self._members[row] = Members()
-        self._group[row], self._since[row], self._serial[row], self._alive[row] = group, now, self._next_serial, 0
+        self._kin[row], self._serial[row], self._alive[row] = kin, self._next_serial, 0
         self._next_serial += 1
-        self._open[group] = row
+        self._open[kin] = row
         self._insert(row)
         return row
 
     def _lengthen(self) -> None:
-        old = len(self._group)
-        self._group, self._since = np.resize(self._group, 2 * old), np.resize(self._since, 2 * old)
-        self._serial, self._alive = np.resize(self._serial, 2 * old), np.resize(self._alive, 2 * old)
+        old = len(self._kin)
+        self._kin, self._serial = np.resize(self._kin, 2 * old), np.resize(self._serial, 2 * old)
+        self._alive = np.resize(self._alive, 2 * old)
         self._alive[old:] = 0
         self._members += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
@@ -172,8 +173,7 @@ class ReuseIndex:
         """Runs from the least worth to the most, at the last tick."""
         if self._order is None or self._version != self._traffic.version:
             rows = np.flatnonzero(self._alive)
-            ages = np.maximum(self._tick_s - self._since[rows], 0.0)
-            worths = self._traffic.worth(self._group[rows], ages)
+            worths = self._worth(rows)
             by_worth = np.lexsort((self._serial[rows], worths))
             self._order, self._worths = rows[by_worth], worths[by_worth]
             self._serials = self._serial[self._order]
@@ -183,10 +183,14 @@ class ReuseIndex:
     def _insert(self, row: int) -> None:
         """Puts a run that has begun in this tick into the order, after those worth as much."""
         if self._order is not None and self._version == self._traffic.version:
-            worth = self._traffic.worth(self._group[row : row + 1], np.zeros(1))
-            at = int(np.searchsorted(self._worths, worth[0], side="right"))
-            self._order, self._worths = np.insert(self._order, at, row), np.insert(self._worths, at, worth[0])
+            worth = self._worth(np.array([row]))[0]
+            at = int(np.searchsorted(self._worths, worth, side="right"))
+            self._order, self._worths = np.insert(self._order, at, row), np.insert(self._worths, at, worth)
             self._serials = np.insert(self._serials, at, self._serial[row])
+
+    def _worth(self, rows: Ids) -> NDArray[np.float32]:
+        ticks, groups = np.divmod(self._kin[rows], _GROUPS)
+        return self._traffic.worth(groups, np.maximum(self._tick_s - ticks * TICK_S, 0.0))
 
     def _alive_in(self, rows: NDArray[np.int64]) -> Ids:
         """The blocks of these runs, run by run."""
