@@ -60,6 +60,15 @@ METRICS: Mapping[str, Row] = {
         "histogram", "seconds", "From the start of a batch of transfers to its end, by link.", ("link",)
     ),
     "tierd_corrupt_total": Row("counter", "pages", "Pages whose bytes were not what was committed.", ("tier",)),
+    "tierd_admission_declined_blocks_total": Row(
+        "counter",
+        "blocks",
+        "Blocks that a store was not worn with, by reason: partial (a short last block), unlikely (to be used again), budget (of wear).",
+        ("tier", "reason"),
+    ),
+    "tierd_wear_left_bytes": Row(
+        "gauge", "bytes", "What the wear budget of a store allows to be written at once.", ("tier",)
+    ),
     "tierd_scrub_pages_total": Row(
         "counter",
         "pages",
@@ -116,6 +125,8 @@ class Metrics:
         self.transfers = self._counter("tierd_transfers_total")
         self.transfer_seconds = self._histogram("tierd_transfer_seconds")
         self.corrupt = self._counter("tierd_corrupt_total")
+        self.admission_declined = self._counter("tierd_admission_declined_blocks_total")
+        self.wear_left = self._gauge("tierd_wear_left_bytes")
         self.scrub_pages = self._counter("tierd_scrub_pages_total")
         self.scrub_passes = self._counter("tierd_scrub_passes_total")
         self.tier_bytes = self._gauge("tierd_tier_bytes")

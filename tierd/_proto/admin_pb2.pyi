@@ -131,7 +131,7 @@ class BlocksRequest(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., namespace: _Optional[int] = ..., has_namespace: bool = ..., pinned: bool = ..., hash_prefix: _Optional[str] = ..., sort: _Optional[str] = ..., limit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
-    __slots__ = ("hash", "parent", "namespace", "position", "tokens", "bytes", "pins", "hits", "idle_s", "tiers")
+    __slots__ = ("hash", "parent", "namespace", "position", "tokens", "bytes", "pins", "hits", "idle_s", "tiers", "declined")
     HASH_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class BlockInfo(_message.Message):
     HITS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     parent: bytes
     namespace: int
@@ -152,7 +153,8 @@ class BlockInfo(_message.Message):
     hits: int
     idle_s: float
     tiers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+    declined: str
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ..., declined: _Optional[str] = ...) -> None: ...
 
 class BlocksReply(_message.Message):
     __slots__ = ("blocks", "total")
@@ -506,3 +508,82 @@ class RecordReply(_message.Message):
     elapsed_s: float
     seconds: float
     def __init__(self, state: _Optional[str] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., requests: _Optional[int] = ..., blocks: _Optional[int] = ..., distinct: _Optional[int] = ..., lost: _Optional[int] = ..., bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class WearRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DriveInfo(_message.Message):
+    __slots__ = ("device", "model", "capacity_bytes", "rotational", "has_health", "percentage_used", "written_bytes", "power_on_hours", "warning", "trouble")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROTATIONAL_FIELD_NUMBER: _ClassVar[int]
+    HAS_HEALTH_FIELD_NUMBER: _ClassVar[int]
+    PERCENTAGE_USED_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POWER_ON_HOURS_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    model: str
+    capacity_bytes: int
+    rotational: bool
+    has_health: bool
+    percentage_used: int
+    written_bytes: int
+    power_on_hours: int
+    warning: int
+    trouble: str
+    def __init__(self, device: _Optional[str] = ..., model: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., rotational: bool = ..., has_health: bool = ..., percentage_used: _Optional[int] = ..., written_bytes: _Optional[int] = ..., power_on_hours: _Optional[int] = ..., warning: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class StoreWear(_message.Message):
+    __slots__ = ("tier", "path", "capacity_bytes", "admission", "written_today_bytes", "written_since_start_bytes", "written_bytes", "write_bytes_per_s", "has_budget", "budget_bytes_per_day", "budget_burst_bytes", "budget_left_bytes", "declined", "drives", "has_life", "life_days", "life_basis")
+    class DeclinedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_TODAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_SINCE_START_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HAS_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_PER_DAY_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BURST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    DRIVES_FIELD_NUMBER: _ClassVar[int]
+    HAS_LIFE_FIELD_NUMBER: _ClassVar[int]
+    LIFE_DAYS_FIELD_NUMBER: _ClassVar[int]
+    LIFE_BASIS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    path: str
+    capacity_bytes: int
+    admission: str
+    written_today_bytes: int
+    written_since_start_bytes: int
+    written_bytes: int
+    write_bytes_per_s: float
+    has_budget: bool
+    budget_bytes_per_day: float
+    budget_burst_bytes: float
+    budget_left_bytes: float
+    declined: _containers.ScalarMap[str, int]
+    drives: _containers.RepeatedCompositeFieldContainer[DriveInfo]
+    has_life: bool
+    life_days: float
+    life_basis: str
+    def __init__(self, tier: _Optional[str] = ..., path: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., admission: _Optional[str] = ..., written_today_bytes: _Optional[int] = ..., written_since_start_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., write_bytes_per_s: _Optional[float] = ..., has_budget: bool = ..., budget_bytes_per_day: _Optional[float] = ..., budget_burst_bytes: _Optional[float] = ..., budget_left_bytes: _Optional[float] = ..., declined: _Optional[_Mapping[str, int]] = ..., drives: _Optional[_Iterable[_Union[DriveInfo, _Mapping]]] = ..., has_life: bool = ..., life_days: _Optional[float] = ..., life_basis: _Optional[str] = ...) -> None: ...
+
+class WearReply(_message.Message):
+    __slots__ = ("stores",)
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    stores: _containers.RepeatedCompositeFieldContainer[StoreWear]
+    def __init__(self, stores: _Optional[_Iterable[_Union[StoreWear, _Mapping]]] = ...) -> None: ...

@@ -114,6 +114,11 @@ class AdminStub(object):
                 request_serializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.SerializeToString,
                 response_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.FromString,
                 _registered_method=True)
+        self.Wear = channel.unary_unary(
+                '/tierd.v1.Admin/Wear',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.WearRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.WearReply.FromString,
+                _registered_method=True)
         self.RecordStart = channel.unary_unary(
                 '/tierd.v1.Admin/RecordStart',
                 request_serializer=tierd_dot_v1_dot_admin__pb2.RecordStartRequest.SerializeToString,
@@ -236,6 +241,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Wear(self, request, context):
+        """What was written to each store, its wear budget, and what its drives tell of their wear; they are asked, which may take seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RecordStart(self, request, context):
         """Writes what clients ask for into a trace: numbers in place of hashes, no tokens. One at a time; it ends by itself at its bounds.
         """
@@ -337,6 +349,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ScrubStatus,
                     request_deserializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.FromString,
                     response_serializer=tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.SerializeToString,
+            ),
+            'Wear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wear,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.WearRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.WearReply.SerializeToString,
             ),
             'RecordStart': grpc.unary_unary_rpc_method_handler(
                     servicer.RecordStart,
@@ -786,6 +803,33 @@ class Admin(object):
             '/tierd.v1.Admin/ScrubStatus',
             tierd_dot_v1_dot_admin__pb2.ScrubStatusRequest.SerializeToString,
             tierd_dot_v1_dot_admin__pb2.ScrubStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/Wear',
+            tierd_dot_v1_dot_admin__pb2.WearRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.WearReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,7 @@ from tierd.cli.replay import replay
 from tierd.cli.scrub import scrub
 from tierd.cli.simulate import simulate
 from tierd.cli.top import top
+from tierd.cli.wear import wear
 
 VERBS = (
     look.status,
@@ -32,6 +33,7 @@ VERBS = (
     act.drain,
     act.flush,
     act.epoch,
+    wear,
     scrub,
     fsck,
     record,

@@ -19,6 +19,7 @@ from tierd._proto import admin_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
 from tierd.cache.scrub import Scrub
+from tierd.core.admission import Verdict
 from tierd.core.model import PageState, StructArray
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
@@ -26,6 +27,7 @@ from tierd.errors import InvalidArgument
 from tierd.server.guard import CALLER
 from tierd.server.recorder import Recorder
 from tierd.server.scrubbing import Scrubbing
+from tierd.server.wear import Wear
 from tierd.tiers.tier import Tier
 
 LIST_LIMIT = 10_000
@@ -63,6 +65,7 @@ class About:
     keep_namespaces: Callable[..., Awaitable[None]]
     release: Callable[[], None]
     scrub: Scrub
+    wear: Wear
     recorder: Recorder
 
 
@@ -198,6 +201,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def RecordStatus(self, request: pb.RecordStatusRequest, context: Any) -> pb.RecordReply:
         return self._about.recorder.status()
 
+    async def Wear(self, request: pb.WearRequest, context: Any) -> pb.WearReply:
+        return await self._about.wear.told()
+
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         return pb.BlockInfo(
             hash=row["hash"].tobytes(),
@@ -210,6 +216,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             hits=int(row["hits"]),
             idle_s=max(0.0, self._cache.clock.now() - float(row["last_used"])),
             tiers=[t.spec.name for t in self._cache.tiers if int(row["tiers"]) >> t.position & 1],
+            declined=Verdict(int(row["declined"])).name.lower() if row["declined"] else "",
         )
 
     def _page_info(self, page: StructArray) -> pb.PageInfo:

@@ -324,4 +324,13 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
         high_watermark=table.high_watermark,
         low_watermark=table.low_watermark,
         eviction=table.eviction,
+        **_worn(table),
     )
+
+
+def _worn(table: TierTable) -> dict[str, Any]:
+    """What the core knows of a store's admission and wear budget."""
+    if not isinstance(table, NvmeConfig):
+        return {}
+    rate = table.daily_write_bytes / 86400
+    return {"admission": table.admission, "wear_bytes_per_s": rate, "wear_burst_s": table.wear_burst}

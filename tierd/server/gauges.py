@@ -11,6 +11,7 @@ from collections import Counter
 import structlog
 
 import tierd
+from tierd.core.plan import TierStats
 from tierd.server.assembly import Assembly
 from tierd.server.sessions import Sessions
 from tierd.tiers.arena import Arena
@@ -27,6 +28,7 @@ class Gauges:
         self._daemon = daemon
         self._sessions = sessions
         self._task: asyncio.Task[None] | None = None
+        self._declined: Counter[tuple[str, str]] = Counter()
 
     def start(self) -> None:
         """Begins to refresh."""
@@ -64,6 +66,7 @@ class Gauges:
         for state in ("open", "ended", "restored"):
             metrics.sessions.labels(state=state).set(states[state])
         self._refresh_tiers()
+        self._refresh_wear()
 
     def _refresh_tiers(self) -> None:
         metrics = self._daemon.metrics
@@ -77,5 +80,20 @@ class Gauges:
                 ("unassigned", tier.capacity_bytes - assigned),
             ):
                 metrics.tier_bytes.labels(tier=tier.name, state=state).set(size)
+            self._count_declined(tier)
             for state in ("free", "reserved", "ready", "retiring", "quarantined", "pinned"):
                 metrics.tier_pages.labels(tier=tier.name, state=state).set(getattr(tier, f"pages_{state}"))
+
+    def _refresh_wear(self) -> None:
+        cache = self._daemon.cache
+        for tier in self._daemon.tiers:
+            if tier.spec.wear_bytes_per_s:
+                left = cache.core.wear_balance(tier.position, cache.clock.now()).level_bytes
+                self._daemon.metrics.wear_left.labels(tier=tier.spec.name).set(left)
+
+    def _count_declined(self, tier: TierStats) -> None:
+        """The core counts; the counters follow."""
+        for reason, count in tier.declined.items():
+            counter = self._daemon.metrics.admission_declined.labels(tier=tier.name, reason=reason)
+            counter.inc(count - self._declined[tier.name, reason])
+            self._declined[tier.name, reason] = count

@@ -34,6 +34,7 @@ from tierd.server.rpc import Rpc
 from tierd.server.service import CacheService
 from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, Session, SessionCalls, Sessions
+from tierd.server.wear import Wear
 from tierd.tiers.holds import Holder, read_boot_id
 from tierd.tiers.tier import Tier, is_device, is_shared
 
@@ -56,6 +57,7 @@ class Listeners:
         )
         cache = daemon.cache
         self._service = CacheService(cache, keep_namespaces=daemon.keep_namespaces, batch_limit=server.max_batch_blocks)
+        self.wear = Wear(daemon)
         self._recorder = Recorder(Path(server.state_dir) / "recordings", cache)
         self._service.note_asked = self._recorder.note
         self._credits = Credits(
@@ -123,6 +125,7 @@ class Listeners:
         if server.metrics_listen:
             self._metrics = self._listen_metrics(server.metrics_listen)
         self._gauges.start()
+        self.wear.start()
 
     def note_names(self, note: Callable[[Names], None]) -> None:
         """From now on what clients call their blocks goes there."""
@@ -177,6 +180,7 @@ class Listeners:
             keep_namespaces=daemon.keep_namespaces,
             release=daemon.release_at_end,
             scrub=daemon.scrub,
+            wear=self.wear,
             recorder=self._recorder,
         )
         return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=server)

@@ -50,6 +50,7 @@ from tierd.tiers.slots import (
     join_runs,
     matches,
     read_tables,
+    slot_bytes,
     stamp,
     vector,
 )
@@ -133,6 +134,7 @@ class NvmeStore:
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
         self._calls = Calls()
+        self.written_bytes = 0
         self.is_stuck = False
         """Whether `close` gave up waiting: threads still hang."""
         self._is_open = False
@@ -360,6 +362,7 @@ class NvmeStore:
             metas[rows], batch.extents[rows], [batch.tables[i] for i in rows.tolist()], store=self._opened.store
         )
         await self._move(batch, rows, self._write_run)
+        self.written_bytes += slot_bytes(batch.metas["stored_length"][batch.statuses == BlockStatus.READY])
         failpoint("nvme.write.before_note")
         self._note_stored(batch)
         return batch.statuses

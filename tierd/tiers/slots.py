@@ -151,6 +151,11 @@ def _aligned(count: int, rest: Sequence[memoryview]) -> int:
 # -- headers
 
 
+def slot_bytes(lengths: NDArray[np.uint32]) -> int:
+    """What writing blocks of these stored lengths takes on the disk, headers included."""
+    return int((HEADER_BYTES + -(-lengths.astype(np.int64) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES).sum())
+
+
 def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable], *, store: bytes) -> StructArray:
     """META [n] as the slots' headers hold them: located in this store, digest of their slice tables, sealed.
 

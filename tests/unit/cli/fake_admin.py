@@ -75,6 +75,7 @@ def samples() -> dict[str, Message | TierdError]:
             blocks=10_234, cpu_s=84.2, counters={"tierd_hits": 99, "tierd_idle": 0},
             notices=["host.0: no huge pages here (shmem_enabled is never); first touch is slower"],
         ),
+        "Wear": pb.WearReply(stores=worn_stores()),
         "Tiers": pb.TiersReply(
             tiers=[
                 tier("device.0", TierKind.DEVICE, capacity=256 << 20, used=100 << 20),
@@ -132,3 +133,27 @@ def tier(name: str, kind: TierKind, *, capacity: int, used: int, mode: str = "tm
         place=f"/somewhere/{name}", mode=mode, serving=True,
         classes=[pb.ClassInfo(class_bytes=65536, domain=1, segments=4, pages=64, pages_free=9)],
     )  # fmt: skip
+
+
+def worn_stores() -> list[pb.StoreWear]:
+    """A store whose drive tells its wear, and one whose drive does not."""
+    told = pb.DriveInfo(
+        device="/dev/nvme0n1", model="Fast 9", capacity_bytes=3_840_755_982_336, has_health=True, percentage_used=3,
+        written_bytes=237_774_404_000_000, power_on_hours=27567,
+    )  # fmt: skip
+    silent = pb.DriveInfo(
+        device="/dev/nvme1n1", trouble="/dev/nvme1n1: nvme-cli is not installed; install it (package nvme-cli)"
+    )
+    return [
+        pb.StoreWear(
+            tier="nvme.0", path="/var/lib/tierd/nvme-0", capacity_bytes=2 << 40, admission="learned", written_today_bytes=812 << 30,
+            written_since_start_bytes=3 << 40, written_bytes=51 << 40, write_bytes_per_s=21e6, has_budget=True,
+            budget_bytes_per_day=2 << 40, budget_burst_bytes=512 << 30, budget_left_bytes=101 << 30,
+            declined={"partial": 4127, "unlikely": 129, "budget": 20311}, drives=[told], has_life=True, life_days=37138.0,
+            life_basis="the drive's own 3 % used in 1149 days of power",
+        ),
+        pb.StoreWear(
+            tier="nvme.1", path="/mnt/two/tierd", capacity_bytes=1 << 40, admission="all", written_today_bytes=1 << 30,
+            drives=[silent], life_basis="neither the drive tells its wear nor endurance_dwpd or endurance_tbw is set",
+        ),
+    ]  # fmt: skip

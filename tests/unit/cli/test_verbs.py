@@ -26,6 +26,7 @@ SHOWN = {
     ("unpin", "00ff"): "unpinned 1 block",
     ("drain",): "2 leases left",
     ("flush",): "flushed 8 blocks",
+    ("wear",): "install it (package nvme-cli)",
     ("epoch", "bump", "--model", "llama-3-8b"): "61 blocks became unreachable",
     ("record", "start", "a"): "recording into /state/a.jsonl.gz, at most 256 MiB and ",
     ("record", "stop"): "ended: stopped",

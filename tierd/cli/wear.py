@@ -1,0 +1,136 @@
+"""`tierctl wear`: what was written to each store, what its wear budget has left, and how long its drive will last.
+
+Purpose: ask, then show. Non-purpose: reading drives, which the daemon does. Invariant: what a table leaves out, `--json` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.ask import Ask, verb
+from tierd.cli.figures import human_bytes, human_count, human_rate
+from tierd.cli.render import Cell, Column, bar, facts, heat, show_table
+
+ASK_S = 60.0
+"""Drives are asked, each for some seconds at most."""
+DAYS_PER_YEAR = 365.0
+SHORT_LIFE_DAYS, LOW_LIFE_DAYS = 90.0, 365.0
+
+WEAR_COLUMNS = (
+    Column("store", style="bold"),
+    Column("of", right=True, spare=3),
+    Column("today", right=True),
+    Column("since start", right=True, spare=4),
+    Column("in all", right=True, spare=1),
+    Column("rate", right=True),
+    Column("budget/day", right=True),
+    Column("left", right=True),
+    Column("", spare=5),
+    Column("declined", right=True, spare=2),
+    Column("drive", spare=6),
+    Column("used", right=True),
+    Column("life", right=True),
+)
+
+
+@click.command()
+@verb
+def wear(ask: Ask) -> None:
+    """What is written to each store, its wear budget, and how long its drive will last."""
+    with ask.connect() as daemon:
+        answer = daemon.ask(pb.WearRequest(), timeout_s=ASK_S)
+    ask.show(answer, draw_wear)
+
+
+def draw_wear(console: Console, reply: pb.WearReply) -> None:
+    """One row for each store, then where it lies, what was declined, what the life is taken from, and what could not be read."""
+    show_table(console, WEAR_COLUMNS, [wear_row(store) for store in reply.stores], empty="no store: nothing is worn")
+    for store in reply.stores:
+        console.print()
+        console.print(
+            facts(((store.tier, store.path), ("admission", store.admission), *declined(store))), soft_wrap=True
+        )
+        console.print(facts((("life from", store.life_basis),)), soft_wrap=True)
+        draw_drives(console, store.drives)
+
+
+def draw_drives(console: Console, drives: Iterable[pb.DriveInfo]) -> None:
+    """What lies under a store, and why its wear is not known."""
+    for drive in drives:
+        if drive.device:
+            console.print(facts(drive_facts(drive)), soft_wrap=True)
+        if drive.warning:
+            console.print(
+                Text(f"{drive.device}: it warns of its own failure; see `nvme smart-log`", style="red"), soft_wrap=True
+            )
+        if drive.trouble:
+            console.print(Text.assemble(("note: ", "yellow"), drive.trouble), soft_wrap=True)
+
+
+def wear_row(store: pb.StoreWear) -> list[Cell]:
+    """A store's cells, as WEAR_COLUMNS names them."""
+    written = (store.written_today_bytes, store.written_since_start_bytes, store.written_bytes)
+    return [
+        store.tier,
+        human_bytes(store.capacity_bytes),
+        *(human_bytes(size) for size in written),
+        human_rate(store.write_bytes_per_s),
+        human_bytes(store.budget_bytes_per_day) if store.has_budget else "none",
+        left_text(store),
+        bar(spent(store), 1.0) if store.has_budget else "",
+        human_count(sum(store.declined.values())),
+        " ".join(drive.model or drive.device for drive in store.drives if drive.device) or "-",
+        used_text(store.drives),
+        life_text(store),
+    ]
+
+
+def declined(store: pb.StoreWear) -> list[tuple[str, Cell]]:
+    """How many blocks were not written, by reason."""
+    return [(f"declined {reason}", human_count(count)) for reason, count in sorted(store.declined.items())]
+
+
+def drive_facts(drive: pb.DriveInfo) -> list[tuple[str, Cell]]:
+    """A drive in one line."""
+    line: list[tuple[str, Cell]] = [("drive", drive.device), ("model", drive.model or "-")]
+    line.append(("capacity", human_bytes(drive.capacity_bytes)))
+    if drive.rotational:
+        line.append(("kind", "spinning, says the kernel"))
+    if drive.has_health:
+        line += [("used", used_text([drive])), ("written", human_bytes(drive.written_bytes))]
+        line.append(("power", f"{human_count(drive.power_on_hours)} h"))
+    return line
+
+
+def spent(store: pb.StoreWear) -> float:
+    """Which share of the budget's burst is not saved up."""
+    whole = store.budget_burst_bytes
+    return 1.0 - max(0.0, store.budget_left_bytes) / whole if whole else 0.0
+
+
+def left_text(store: pb.StoreWear) -> Text:
+    """What may be written at once; red when it is less than nothing, after durable writes."""
+    if not store.has_budget:
+        return Text("-")
+    left = store.budget_left_bytes
+    return Text(human_bytes(left) if left >= 0 else f"-{human_bytes(-left)}", style="red" if left < 0 else "")
+
+
+def used_text(drives: Iterable[pb.DriveInfo]) -> Text:
+    """The percentage used of the most worn drive."""
+    used = max((drive.percentage_used for drive in drives if drive.has_health), default=None)
+    return Text("-") if used is None else Text(f"{used} %", style=heat(used / 100))
+
+
+def life_text(store: pb.StoreWear) -> Text:
+    """Days of life left, years from three of them on."""
+    if not store.has_life:
+        return Text("-")
+    days = store.life_days
+    style = "red" if days < SHORT_LIFE_DAYS else "yellow" if days < LOW_LIFE_DAYS else "green"
+    return Text(f"{days:,.0f} d" if days < 3 * DAYS_PER_YEAR else f"{days / DAYS_PER_YEAR:,.0f} y", style=style)
