@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from tierd.cli.ask import SIZE, Ask, verb
-from tierd.cli.figures import human_seconds, human_share
+from tierd.cli.figures import human_seconds
 from tierd.cli.render import Cell, Column, show_json, show_table
 from tierd.cli.trace import read_trace
 from tierd.config import Config, load_config, read_config
@@ -227,11 +227,16 @@ def cells_of(row: Row, *, best: float) -> list[Cell]:
         short_name(row["trace"]),
         Text(", ".join(filter(None, (row["policy"], row.get("admission"), row.get("wear_budget")))), style),
         *(row[kind] or "-" for kind in ("device", "host", "nvme")),
-        Text(human_share(row["prefix_token_hit"], 1), style),
-        *(human_share(row[f"{kind}_hit"], 1) if row[kind] else "-" for kind in ("device", "host", "nvme")),
+        Text(share_of(row["prefix_token_hit"]), style),
+        *(share_of(row[f"{kind}_hit"]) if row[kind] else "-" for kind in ("device", "host", "nvme")),
         f"{row['nvme_writes_footprints']:.2f} x" if row["nvme"] else "-",
         Text(human_seconds(row["seconds"]), "dim"),
     ]
+
+
+def share_of(hit: float) -> str:
+    """`12.34 %`, as figures are published."""
+    return f"{100 * hit:.2f} %"
 
 
 @contextlib.contextmanager

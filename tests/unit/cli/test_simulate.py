@@ -92,8 +92,8 @@ def test_the_table_has_a_line_for_every_run(trace: str) -> None:
     lines = simulated(trace, "--policy", "lru,clairvoyant", "--host", "4blocks").stdout.splitlines()
     assert lines[0].split() == ["policy", "host", "hits", "took"]
     assert [re.split(r" {2,}", line)[:3] for line in lines[1:]] == [
-        ["lru", "4blocks", "33.3 %"],
-        ["clairvoyant", "4blocks", "33.3 %"],
+        ["lru", "4blocks", "33.33 %"],
+        ["clairvoyant", "4blocks", "33.33 %"],
     ]
 
 
