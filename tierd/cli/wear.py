@@ -92,13 +92,17 @@ def wear_row(store: pb.StoreWear) -> list[Cell]:
 
 def declined(store: pb.StoreWear) -> list[tuple[str, Cell]]:
     """How many blocks were not written, by reason."""
-    return [(f"declined {reason}", human_count(count)) for reason, count in sorted(store.declined.items())]
+    counts = [f"{reason} {human_count(count)}" for reason, count in sorted(store.declined.items())]
+    return [("declined", ", ".join(counts))] if counts else []
 
 
 def drive_facts(drive: pb.DriveInfo) -> list[tuple[str, Cell]]:
     """A drive in one line."""
-    line: list[tuple[str, Cell]] = [("drive", drive.device), ("model", drive.model or "-")]
-    line.append(("capacity", human_bytes(drive.capacity_bytes)))
+    line: list[tuple[str, Cell]] = [("drive", drive.device)]
+    if drive.model:
+        line.append(("model", drive.model))
+    if drive.capacity_bytes:
+        line.append(("capacity", human_bytes(drive.capacity_bytes)))
     if drive.rotational:
         line.append(("kind", "spinning, says the kernel"))
     if drive.has_health:
