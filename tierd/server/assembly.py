@@ -37,8 +37,10 @@ from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.policies.eviction import EVICTION
 from tierd.policies.named import NamedPolicies
+from tierd.policies.reuse.learner import Learner
 from tierd.server.former import open_holds
 from tierd.server.instance import Instance
+from tierd.server.learned import read_learner
 from tierd.tiers.arena import Arena
 from tierd.tiers.cuda import CudaTier, GpuOptions
 from tierd.tiers.heads import check_versions
@@ -76,6 +78,7 @@ class Assembly:
     former: list[FormerHolder] = dataclasses.field(default_factory=list)
     naming: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     named: set[int] = dataclasses.field(default_factory=set)
+    policies: NamedPolicies = dataclasses.field(default_factory=NamedPolicies)
     scrub: Scrub = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +112,7 @@ class Assembly:
 class Opened:
     """What a daemon is put together over: its tiers and what each found, the session table and what it says, the clock.
 
-    draw: so many random bits; a simulation's come from its seed.
+    draw: so many random bits; a simulation's come from its seed. learner: of a former life's reuse; a recorded trace is always met with the one that ships.
     """
 
     tiers: list[Tier]
@@ -118,6 +121,7 @@ class Opened:
     former: list[FormerHolder]
     clock: Clock
     draw: Callable[[int], int] = secrets.randbits
+    learner: Learner | None = None
 
 
 @contextlib.asynccontextmanager
@@ -140,7 +144,8 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
         failpoint("assembly.before_parts")
         clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
-        opened = Opened(tiers, recovered, holds=holds, former=former, clock=clock)
+        learner = None if clock.is_replay else read_learner(Path(config.server.state_dir))
+        opened = Opened(tiers, recovered, holds=holds, former=former, clock=clock, learner=learner)
         daemon = put_together(config, opened, instance=instance)
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
@@ -183,9 +188,10 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     instance.restore_namespaces(registry)
     for tier, found in zip(tiers, recovered, strict=True):
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
+    policies = NamedPolicies(opened.learner)
     core = Core(
         [tier.spec for tier in tiers],
-        policies=NamedPolicies(),
+        policies=policies,
         session_share=config.server.session_share,
         start=Start(
             generation=max(found.next_generation for found in recovered),
@@ -229,9 +235,9 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     cache.health.tolerate({tier.position: GPU_TOLERANCE for tier in tiers if is_device(tier)})
     named = {namespace.id for namespace in registry.all()}
     began, former = time.monotonic(), opened.former
-    return Assembly(
-        config, instance.id, tiers, cache, metrics, opened.holds, began, instance, former=former, named=named
-    )
+    daemon = Assembly(config, instance.id, tiers, cache, metrics, opened.holds, began, instance, former=former)
+    daemon.named, daemon.policies = named, policies
+    return daemon
 
 
 def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tier: str) -> None:

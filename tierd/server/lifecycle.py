@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 
 KERNEL_LEAST = (5, 15)
 PR_SET_DUMPABLE = 4
-WEAR_S = 1.0
-"""For the count of what was written to be kept; beside the deadline, since it comes after everything that may use that up."""
+KEPT_S = 1.0
+"""For what was written and what was learnt to be kept; beside the deadline, since it comes after everything that may use that up."""
 EVENTS_END_S = 1.0
 """For the last KV events to leave."""
 SLACK_S = 5.0
@@ -123,7 +123,8 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     await _in_time(daemon.cache.background.stop(), deadline)
     if not await daemon.cache.flights.idle(timeout_s=max(0.0, deadline - time.monotonic())):
         log.warning("transfers cut short", transfers=daemon.cache.flights.count)
-    await _in_time(listeners.wear.stop(), deadline + WEAR_S)
+    await _in_time(listeners.wear.stop(), deadline + KEPT_S)
+    await _in_time(listeners.learned.stop(), deadline + KEPT_S)
 
 
 async def _in_time(end: Coroutine[Any, Any, None], deadline: float) -> None:

@@ -29,6 +29,7 @@ from tierd.server.credits import Credits
 from tierd.server.gauges import Gauges
 from tierd.server.guard import Guard
 from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
+from tierd.server.learned import Learned
 from tierd.server.recorder import Recorder
 from tierd.server.rpc import Rpc
 from tierd.server.service import CacheService
@@ -58,6 +59,7 @@ class Listeners:
         cache = daemon.cache
         self._service = CacheService(cache, keep_namespaces=daemon.keep_namespaces, batch_limit=server.max_batch_blocks)
         self.wear = Wear(daemon)
+        self.learned = Learned(daemon.policies, Path(server.state_dir))
         self._recorder = Recorder(Path(server.state_dir) / "recordings", cache)
         self._service.note_asked = self._recorder.note
         self._credits = Credits(
@@ -126,6 +128,8 @@ class Listeners:
             self._metrics = self._listen_metrics(server.metrics_listen)
         self._gauges.start()
         self.wear.start()
+        if not self._daemon.cache.clock.is_replay:
+            self.learned.start()
 
     def note_names(self, note: Callable[[Names], None]) -> None:
         """From now on what clients call their blocks goes there."""
