@@ -26,6 +26,12 @@ HASH_MAX_DIGITS = 64
 LABEL_VALUE = re.compile(r'="([^"]*)"')
 RESUME_S = 20.0
 """For so long is a try waited for: a disk that hangs answers never."""
+DECLINED = {
+    "partial": "it is the short end of a sequence, which the next turn fills up under another name",
+    "unlikely": "another use of it is not likely enough",
+    "budget": "the wear budget went to blocks that are likelier to be used again; see `tierctl wear`",
+}
+"""Why admission declined a block, asked when it was last about to leave memory."""
 SORTS = ("recent", "hits", "position", "bytes")
 
 TIER_COLUMNS = (
@@ -312,6 +318,8 @@ def draw_block(console: Console, reply: pb.InspectReply) -> None:
             )
         )
     )
+    if block.declined:
+        console.print(facts((("not written to NVMe", DECLINED.get(block.declined, block.declined)),)), soft_wrap=True)
     console.print()
     show_table(console, PAGE_COLUMNS, [page_row(page) for page in reply.pages], empty="no page holds it now")
     if reply.children:

@@ -147,3 +147,15 @@ def test_help_lists_every_verb(run: Run) -> None:
         assert f"  {verb} " in listed
         text = run(verb, *{"epoch": ["bump"], "record": ["start"]}.get(verb, []), "--help").stdout
         assert "--target" in text and "--json" in text, verb
+
+
+@pytest.mark.parametrize("reason", ["partial", "unlikely", "budget", "newer"])
+def test_inspect_says_why_a_block_was_not_written(run: Run, admin: FakeAdmin, reason: str) -> None:
+    """A block that admission declined says why, in words where this build knows them; one that was not says nothing."""
+    assert "not written" not in run("inspect", HASH.hex()[:8]).stdout
+    answer = admin.answers["Inspect"]
+    assert isinstance(answer, pb.InspectReply)
+    answer.block.declined = reason
+    shown = run("inspect", HASH.hex()[:8]).stdout
+    assert "not written to NVMe" in shown and (reason in shown) == (reason in ("newer", "budget"))
+    assert json.loads(run("inspect", HASH.hex()[:8], "--json").stdout)["block"]["declined"] == reason

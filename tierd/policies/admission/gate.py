@@ -74,7 +74,7 @@ def names_of(blocks: Blocks, ids: Ids) -> Names:
 
 
 def names_before(blocks: Blocks, ids: Ids) -> Names:
-    """uint64 [n]: the number of each block's parent, whether that is known or not."""
+    """uint64 [n]: the number of each block's parent; nobody's where it is not known."""
     parents = blocks.parent[ids]
     return _numbers(blocks, np.where(parents < 0, np.uint64(0), blocks.hash[parents, 0]), ids)
 
