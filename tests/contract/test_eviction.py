@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.named import Path, add, numbered
 from tierd.core.blocks import Blocks
-from tierd.core.eviction import Eviction
-from tierd.core.meta import new_meta
 from tierd.policies.eviction import EVICTION
-from tierd.policies.eviction.reuse_index import ReuseIndex
 
 ID_LIMIT = 48
+BY_PLACE = {"2q", "s3-fifo", "sieve", "w-tinylfu"}
+"""Policies in which not every use moves a block."""
+BY_WORTH = {"reuse-index", "w-tinylfu"}
+"""Policies in which a block may be worth less than one that follows it; the core keeps it for that one."""
+
+
+class Heard:
+    """A policy over blocks, which are told of uses first, as the core tells them."""
+
+    def __init__(self, name: str, blocks: Blocks) -> None:
+        self.name, self.blocks = name, blocks
+        self.policy = EVICTION[name](blocks)
+        self.track, self.forget, self.victims = self.policy.track, self.policy.forget, self.policy.victims
+
+    def __len__(self) -> int:
+        return len(self.policy)
+
+    def touch(self, blocks: np.ndarray, now: float) -> None:
+        self.blocks.touch(blocks, now)
+        self.policy.touch(blocks, now)
+
+
+Make = Callable[..., Heard]
 
 
 @pytest.fixture(params=sorted(EVICTION), scope="module")
-def make(request: pytest.FixtureRequest) -> Callable[[], Eviction]:
-    return lambda blocks=None: EVICTION[request.param](blocks or Blocks())
-
-
-BY_WORTH = (ReuseIndex,)
-"""Policies that say what a block is worth, wherever it stands; the core keeps heads for their tails."""
+def make(request: pytest.FixtureRequest) -> Make:
+    return lambda blocks=None: Heard(request.param, blocks or numbered(ID_LIMIT))
 
 
 def ids(*blocks: int) -> np.ndarray:
@@ -38,18 +54,11 @@ def mask(*pinned: int, size: int = ID_LIMIT) -> np.ndarray:
     return flags
 
 
-def metas(count: int) -> np.ndarray:
-    """META [count] of as many names."""
-    out = new_meta(count)
-    out["hash"].view("<u8")[:, 0] = np.arange(1, count + 1)
-    return out
-
-
 distinct = st.lists(st.integers(0, ID_LIMIT - 1), unique=True, max_size=12)
 uses = st.lists(st.tuples(st.sampled_from(["use", "forget"]), distinct), max_size=40)
 
 
-def played(policy: Eviction, history: list[tuple[str, list[int]]]) -> set[int]:
+def played(policy: Heard, history: list[tuple[str, list[int]]]) -> set[int]:
     """Applies a history as the core would (untracked blocks are tracked before they are touched); what is tracked then."""
     tracked: set[int] = set()
     for now, (verb, blocks) in enumerate(history):
@@ -64,7 +73,7 @@ def played(policy: Eviction, history: list[tuple[str, list[int]]]) -> set[int]:
     return tracked
 
 
-def order_of(policy: Eviction, size: int = ID_LIMIT) -> list[int]:
+def order_of(policy: Heard, size: int = ID_LIMIT) -> list[int]:
     """All tracked blocks, coldest first."""
     victims = policy.victims(len(policy), mask(size=size))
     assert victims is not None
@@ -139,6 +148,8 @@ def test_a_forgotten_block_returns_as_a_stranger(make):
     for now in range(1, 50):
         policy.touch(ids(7), float(now))
     policy.forget(ids(7))
+    policy.blocks.fade(ids(7))
+    assert add(policy.blocks, [(1000,)]).tolist() == [7]
     policy.track(ids(7, 1), 50.0)
     policy.touch(ids(1), 51.0)
     assert order_of(policy) == [7, 1]
@@ -150,37 +161,35 @@ def test_later_in_the_array_is_hotter(make):
     policy.track(ids(5, 3, 9, 1), 0.0)
     assert order_of(policy) == [5, 3, 9, 1]
     policy.touch(ids(9, 5, 1, 3), 0.0)
-    assert order_of(policy) == [9, 5, 1, 3]
+    assert policy.name in BY_PLACE or order_of(policy) == [9, 5, 1, 3]
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=30))
 def test_tails_leave_before_their_prefix(make, requests):
     """While whole requests are used, last block first, no block is colder than one that follows it."""
-    policy = make()
-    if isinstance(policy, BY_WORTH):
-        return
-    numbers: Iterator[int] = count()
-    known: dict[tuple[int, ...], int] = {}
+    policy = make(Blocks())
+    known: dict[Path, int] = {}
     for now, (depth, branch, more) in enumerate(requests):
         path = (0,) * depth + (branch,) + (1,) * more
         chain = [path[: i + 1] for i in range(len(path))]
+        used = [known[p] for p in reversed(chain) if p in known]
         new = [p for p in chain if p not in known]
-        known.update((p, next(numbers)) for p in new)
+        policy.touch(ids(*used), float(now))
+        known.update(zip(new, add(policy.blocks, new).tolist(), strict=True))
         policy.track(ids(*(known[p] for p in reversed(new))), float(now))
-        policy.touch(ids(*(known[p] for p in reversed(chain) if p not in set(new))), float(now))
+        policy.policy.touch(ids(*used), float(now))  # of what precedes a put, for the sake of order
     rank = {b: i for i, b in enumerate(order_of(policy, size=len(known)))}
-    assert all(rank[b] < rank[known[p[:-1]]] for p, b in known.items() if len(p) > 1)
+    colder = [p for p, b in known.items() if len(p) > 1 and rank[b] > rank[known[p[:-1]]]]
+    assert policy.name in BY_WORTH or not colder
 
 
 def test_ids_may_be_large_and_sparse(make):
     """Columns grow when a greater id comes, and keep what they held."""
-    blocks = Blocks()
-    blocks.add(metas(100_001), 0.0)
-    policy = make(blocks)
+    policy = make(numbered(5_000))
     policy.track(ids(2), 0.0)
-    policy.track(ids(100_000), 1.0)
-    policy.track(ids(50_000), 2.0)
-    assert order_of(policy, size=100_001) == [2, 100_000, 50_000]
+    policy.track(ids(4_999), 1.0)
+    policy.track(ids(2_500), 2.0)
+    assert order_of(policy, size=5_000) == [2, 4_999, 2_500]
 
 
 def test_nothing_is_no_fault(make):

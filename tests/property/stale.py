@@ -137,7 +137,7 @@ class Churn:
                 yield "release", _changes(core.release(who, leases=[lease], now=now))
             yield "settle", str(core.settle(lease, now=now).tokens or "")
             mass = np.ones(1, np.float32)
-            yield "attention", _refused(core.report_attention, session, lease=lease, group=0, mass=mass)
+            yield "attention", _refused(core.report_attention, session, lease=lease, group=0, mass=mass, now=0.0)
         for session, number in self._reservations:
             yield "abort", _changes(core.abort(session, reservation=number, now=now))
             yield "commit", _refused(core.begin_commit, session, reservation=number, blocks=None, now=now)

@@ -332,7 +332,7 @@ class Cache:
     def report_attention(self, session: int, lease: int, group: int, mass: StructArray) -> None:
         """Attention mass per rank and block of a lease's group, added to what the blocks have. Raises NotFound, InvalidArgument."""
         self.tenant_of(session)
-        self.core.report_attention(session, lease=lease, group=group, mass=mass)
+        self.core.report_attention(session, lease=lease, group=group, mass=mass, now=self.clock.now())
 
     def page(self, session: int, kind: HoldKind, number: int, extent: np.void) -> memoryview:
         """The bytes of a page of a lease or a reservation, writable. Good until the next await. Raises StaleHandle.

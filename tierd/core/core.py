@@ -49,7 +49,7 @@ from tierd.core.plan import (
     TierStats,
     TransferIds,
 )
-from tierd.core.planner import Planner
+from tierd.core.planner import Planner, distinct
 from tierd.core.policies import Policies
 from tierd.core.puts import Puts
 from tierd.core.room import Room
@@ -139,10 +139,10 @@ class Core:
                 self._gets.let_go(holder, holder.leases[number], draft)
         return draft.plan()
 
-    def report_attention(self, session: int, *, lease: int, group: int, mass: NDArray[np.float32]) -> None:
+    def report_attention(self, session: int, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
         """Adds attention mass, as kernels measured it, to the blocks of a lease's group: float32 [ranks * blocks], rank-major.
 
-        Kept per block for policies that want it. Raises NotFound, InvalidArgument.
+        Kept per block for policies that want it, which hear of it as a touch. Raises NotFound, InvalidArgument.
         """
         found = self._sessions.get(session).leases.get(lease)
         if found is None:
@@ -154,6 +154,8 @@ class Core:
                 f"of its {0 if blocks is None else len(blocks)} blocks"
             )
         np.add.at(self._index.blocks.attention, blocks, mass)
+        for tier in self._index.serving():
+            self._index.touch(tier, distinct(blocks)[::-1], now)
 
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS

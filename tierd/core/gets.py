@@ -237,9 +237,11 @@ class Gets:
         serving = self._index.serving(kind)
         if demand:
             arrived = np.isin(blocks, brought)
+            self._index.blocks.touch(
+                blocks, now
+            )  # first, so that policies can tell uses by requests from other touches
             for tier in self._index.serving():
                 self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
-            self._index.blocks.touch(blocks, now)
             self._index.note_use(blocks[::-1], now)
 
     # -- inside: leases

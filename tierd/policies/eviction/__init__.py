@@ -9,13 +9,31 @@ from collections.abc import Callable
 
 from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction
+from tierd.policies.eviction.arc import Arc
+from tierd.policies.eviction.attention import Attention
+from tierd.policies.eviction.gdsf import Gdsf
+from tierd.policies.eviction.hyperbolic import Hyperbolic
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
+from tierd.policies.eviction.prefix_separation import PrefixSeparation
 from tierd.policies.eviction.reuse_index import ReuseIndex
+from tierd.policies.eviction.s3_fifo import S3Fifo
+from tierd.policies.eviction.sieve import Sieve
+from tierd.policies.eviction.two_queue import TwoQueue
+from tierd.policies.eviction.w_tinylfu import WTinyLfu
 from tierd.policies.reuse import Traffic
 
 EVICTION: dict[str, Callable[[Blocks], Eviction]] = {
+    "2q": TwoQueue,
+    "arc": Arc,
+    "attention": Attention,
+    "gdsf": Gdsf,
+    "hyperbolic": Hyperbolic,
     "lfu": AgedLfu,
     "lru": Lru,
+    "prefix-separation": PrefixSeparation,
     "reuse-index": lambda blocks: ReuseIndex(blocks, Traffic(blocks)),
+    "s3-fifo": S3Fifo,
+    "sieve": Sieve,
+    "w-tinylfu": WTinyLfu,
 }

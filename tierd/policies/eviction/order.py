@@ -11,12 +11,16 @@ and from the others piece by piece, in a round that goes on with the uses; so no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.columns import lengthen, rows_for
 from tierd.core.eviction import Ids, Mask
 
+Item = TypeVar("Item", bound=np.generic)
 Stamps = NDArray[np.int64]
 """By block id: the number of its last use, 0 if it is not tracked."""
 
@@ -30,7 +34,7 @@ _SPAN = (1 << 31) - 1
 """Stamps lie in a piece as uint32, counted from its base: as many until another begins, and as many between the bases of two that are joined."""
 
 
-def grown(column: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+def grown(column: NDArray[Item], size: int) -> NDArray[Item]:
     """The column with room for at least `size` entries, new ones zero."""
     if size > len(column):
         lengthen(column, rows_for(len(column), size))
@@ -101,21 +105,24 @@ class UseOrder:
 
     def oldest(self, count: int, stamps: Stamps, pinned: Mask) -> Ids:
         """Up to `count` blocks that are alive and not pinned, oldest first."""
-        self._drop_dead_front(stamps)
         found: list[Ids] = [np.zeros(0, np.int64)]
-        missing, step = count, max(_SCAN_ENTRIES, count)
-        for piece in self._pieces:
-            at = piece.head
-            while missing > 0 and at < piece.size:
-                stop = min(at + step, piece.size)
-                blocks = piece.blocks[at:stop]
-                free = piece.alive(at, stop, stamps) & ~pinned[blocks]
-                found.append(blocks[free][:missing].astype(np.int64))
-                missing -= len(found[-1])
-                at, step = stop, 2 * step
-            if missing <= 0:
+        missing = count
+        for blocks in self.walk(stamps, max(_SCAN_ENTRIES, count)) if count else ():
+            found.append(blocks[~pinned[blocks]][:missing])
+            missing -= len(found[-1])
+            if not missing:
                 break
         return np.concatenate(found)
+
+    def walk(self, stamps: Stamps, step: int = _SCAN_ENTRIES) -> Iterator[Ids]:
+        """All blocks that are alive, oldest first, in parts that grow from `step` entries. The log must not change meanwhile."""
+        self._drop_dead_front(stamps)
+        for piece in self._pieces:
+            at = piece.head
+            while at < piece.size:
+                stop = min(at + step, piece.size)
+                yield piece.blocks[at:stop][piece.alive(at, stop, stamps)].astype(np.int64)
+                at, step = stop, 2 * step
 
     def _last(self, stamp: int, stamps: Stamps) -> _Piece:
         """The last piece, with room for an entry."""

@@ -1,0 +1,53 @@
+"""Blocks with names, for policies that look at them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from tierd.core.blocks import Blocks
+from tierd.core.meta import new_meta
+from tierd.core.model import StructArray
+from tierd.core.plan import Ids
+
+TOKENS = 64
+"""Of a full block."""
+
+Path = tuple[int, ...]
+"""A block and those before it, as a name; its parent's is the same less the last number."""
+
+
+def hashed(path: Path) -> np.ndarray:
+    """A hash for a path, uint8 [32]; zeros for the empty one."""
+    digest = hashlib.sha256(repr(path).encode()).digest() if path else bytes(32)
+    return np.frombuffer(digest, np.uint8)
+
+
+def add(blocks: Blocks, paths: Sequence[Path], *, tokens: int = TOKENS, now: float = 0.0) -> Ids:
+    """Their ids, linked to their parents, as after a commit; the same as before for names that are known."""
+    metas = described(tuple(paths), tokens)
+    ids = blocks.add(metas, now)
+    blocks.link(ids, metas["parent"], now)
+    return ids
+
+
+@cache
+def described(paths: tuple[Path, ...], tokens: int) -> StructArray:
+    """META [n]."""
+    metas = new_meta(len(paths))
+    for row, path in enumerate(paths):
+        metas["hash"][row], metas["parent"][row] = hashed(path), hashed(path[:-1])
+        metas["position"][row] = len(path) - 1
+    metas["namespace"], metas["tokens"] = 1, tokens
+    return metas
+
+
+def numbered(count: int) -> Blocks:
+    """Blocks 0 to count - 1, each of a sequence of its own."""
+    blocks = Blocks()
+    ids = add(blocks, [(number,) for number in range(count)])
+    assert ids.tolist() == list(range(count))
+    return blocks

@@ -1,0 +1,69 @@
+"""A cache of a few blocks under a policy, and under a plain program that does the same."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.named import add
+from tierd.core.blocks import Blocks
+from tierd.policies.eviction import EVICTION
+
+BLOCKS = 16
+NONE_PINNED = np.zeros(BLOCKS, dtype=bool)
+accesses = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=250)
+"""Of blocks by number."""
+
+
+class Plain(Protocol):
+    """A paper's pseudocode; the cache asks who leaves before it says who comes."""
+
+    def hit(self, block: int) -> None: ...
+
+    def evict(self) -> int: ...
+
+    def insert(self, block: int) -> None: ...
+
+
+def plain_evictions(policy: Plain, sequence: list[int], capacity: int) -> list[int]:
+    """What leaves, in order, when a cache of this size sees the sequence."""
+    held: set[int] = set()
+    left = []
+    for block in sequence:
+        if block in held:
+            policy.hit(block)
+            continue
+        if len(held) == capacity:
+            left.append(policy.evict())
+            held.remove(left[-1])
+        policy.insert(block)
+        held.add(block)
+    return left
+
+
+class Ours:
+    """One of ours, with the same face. Time is the number of the access."""
+
+    def __init__(self, name: str, positions: int = 1) -> None:
+        """positions: block n is the one after n % positions others, which nobody has."""
+        self.blocks = Blocks()
+        add(self.blocks, [(number,) * (1 + number % positions) for number in range(BLOCKS)])
+        self.policy = EVICTION[name](self.blocks)
+        self.now = 0.0
+
+    def hit(self, block: int) -> None:
+        self.now += 1
+        self.blocks.touch(np.array([block]), self.now)
+        self.policy.touch(np.array([block]), self.now)
+
+    def evict(self) -> int:
+        victims = self.policy.victims(1, NONE_PINNED)
+        assert victims is not None
+        self.policy.forget(victims)
+        return int(victims[0])
+
+    def insert(self, block: int) -> None:
+        self.now += 1
+        self.policy.track(np.array([block]), self.now)

@@ -1,0 +1,104 @@
+"""Queues: blocks in some queues, each in the order in which they were put there; a block is in one at most.
+
+Purpose: what 2Q, ARC, S3-FIFO and their kin are made of. Non-purpose: which queue a block belongs in, and who leaves. Queues are numbered from 0 by their
+policy and made when they are first used. Invariant: `stamps` is 0 for what is in no queue, and grows with each block that is put anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from tierd.core.eviction import Ids, Mask
+from tierd.policies.eviction.order import UseOrder, grown
+
+
+class Queues:
+    """See the module. queue: by block id, the number of its queue, while `stamps` is not 0. sizes: of the queues that are not empty."""
+
+    def __init__(self) -> None:
+        self.stamps = np.zeros(0, dtype=np.int64)
+        self.queue = np.zeros(0, dtype=np.int32)
+        self.sizes: dict[int, int] = {}
+        self._orders: dict[int, UseOrder] = {}
+        self._next_stamp = 1
+        self._count = 0
+
+    def __len__(self) -> int:
+        """How many blocks are in the queues."""
+        return self._count
+
+    def size(self, queue: int) -> int:
+        """How many are in one."""
+        return self.sizes.get(queue, 0)
+
+    def put(self, blocks: Ids, queue: int) -> None:
+        """The blocks become the newest of a queue, in this order, wherever they were before."""
+        if not len(blocks):
+            return
+        size = int(blocks.max()) + 1
+        self.stamps, self.queue = grown(self.stamps, size), grown(self.queue, size)
+        self.remove(blocks[self.stamps[blocks] > 0])
+        stop = self._next_stamp + len(blocks)
+        self.stamps[blocks] = np.arange(self._next_stamp, stop)
+        self.queue[blocks] = queue
+        self._orders.setdefault(queue, UseOrder()).append(blocks, self._next_stamp, self.stamps)
+        self._next_stamp = stop
+        self._count += len(blocks)
+        self.sizes[queue] = self.size(queue) + len(blocks)
+
+    def remove(self, blocks: Ids) -> None:
+        """The blocks are in no queue."""
+        if not len(blocks):
+            return
+        queues = self.queue[blocks]
+        first = int(queues[0])
+        if (queues == first).all():
+            self._shrink(first, len(blocks))
+        else:
+            for queue, count in zip(*(a.tolist() for a in np.unique(queues, return_counts=True)), strict=True):
+                self._shrink(queue, count)
+        self.stamps[blocks] = 0
+        self._count -= len(blocks)
+
+    def walk(self, queue: int) -> Iterator[Ids]:
+        """All blocks of a queue, oldest first, in pieces. Nothing may be put anywhere meanwhile."""
+        order = self._orders.get(queue)
+        return order.walk(self.stamps) if order else iter(())
+
+    def until(self, queue: int, stamp: int) -> Ids:
+        """The blocks of a queue that are older than a stamp, oldest first."""
+        found = [np.zeros(0, dtype=np.int64)]
+        for blocks in self.walk(queue):
+            found.append(blocks[self.stamps[blocks] < stamp])
+            if len(found[-1]) < len(blocks):
+                break
+        return np.concatenate(found)
+
+    def _shrink(self, queue: int, count: int) -> None:
+        self.sizes[queue] -= count
+        if not self.sizes[queue]:
+            del self.sizes[queue], self._orders[queue]
+
+
+def part(pieces: Iterable[Ids], start: int, stop: int | None = None) -> Iterator[Ids]:
+    """Blocks number `start` to `stop` - 1 of an order that comes in pieces."""
+    at = 0
+    for blocks in pieces:
+        if stop is not None and at >= stop:
+            return
+        yield blocks[max(0, start - at) : None if stop is None else stop - at]
+        at += len(blocks)
+
+
+def first_free(pieces: Iterable[Ids], count: int, pinned: Mask) -> Ids | None:
+    """The first `count` blocks of an order that are not pinned; None if there are not so many."""
+    found = [np.zeros(0, dtype=np.int64)]
+    missing = count
+    for blocks in pieces if count else ():
+        found.append(blocks[~pinned[blocks]][:missing])
+        missing -= len(found[-1])
+        if not missing:
+            break
+    return None if missing else np.concatenate(found)

@@ -1,0 +1,24 @@
+"""Rounding of worths, so that a few queues serve all of them.
+
+Purpose: numbers from 1 on to three significant bits (S. Ghandeharizadeh, S. Irani, J. Lam, J. Yap, "CAMP: A Cost Adaptive Multi-Queue Eviction Policy
+for Key-Value Stores", Middleware 2014, section 2.2). Non-purpose: what a worth is. Invariant: `ROUNDED[level(x)]` is at most x and above 4/5 of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_STEPS = 4
+"""In each doubling."""
+_LEVELS = np.arange(256)
+ROUNDED = 2.0 ** ((_LEVELS - 1) // _STEPS) * (1 + (_LEVELS - 1) % _STEPS / _STEPS)
+"""By level, from 1 on."""
+
+
+def level(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """The level of each value from 1 to 2^63: 1 for 1, and one more for each step up."""
+    half, exponent = np.frexp(values.astype(np.float64))
+    return (1 + (exponent - 1) * _STEPS + (2 * _STEPS * half).astype(np.int64) - _STEPS).astype(np.uint8)
