@@ -22,8 +22,9 @@ FENCE = '"""'
 
 
 def know_nothing() -> Floats:
-    """One expert who expects a use every quarter of an hour of everything."""
-    return np.tile(np.minimum(np.diff(EDGES_S) / 1000.0, 0.5), (1, features.GROUPS, 1))
+    """One expert who expects a use in a quarter of an hour, and of what has waited longer the less often the longer it has."""
+    rate = np.minimum(1 / 1000, 0.5 / np.maximum(EDGES_S[:-1], 1.0))
+    return np.tile(np.diff(EDGES_S) * rate, (1, features.GROUPS, 1))
 
 
 def hear(trace: Trace, learner: Learner) -> None:

@@ -7,7 +7,6 @@ Invariants: at most 512 groups; group 0 is what is worth nothing (partial last b
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 
 import numpy as np
@@ -19,7 +18,19 @@ SHARED_LEVELS = 6  # 2, 4, 8 ... 64 sessions or more
 _FIRST = 1 + SHARED_LEVELS
 _NEW_BLOCKS = (3, 6, 12, 24, 64)  # lower edges of how much is new; a continuation tells the last two not apart
 _TURNS = (3, 4, 7)
-_PACES = 8  # log2 of seconds between a session's turns: under 8 s, ..., over 8 min
+_PACE_EDGES = (
+    2.5,
+    3.0,
+    3.5,
+    4.0,
+    4.5,
+    5.0,
+    5.5,
+    6.0,
+    7.0,
+    8.0,
+)  # log2 of seconds: finer where agents are than where people are
+_PACES = len(_PACE_EDGES) + 1
 _SIZES_FIRST, _SIZES_LATER = len(_NEW_BLOCKS) + 1, len(_NEW_BLOCKS)
 _LATER = _FIRST + _SIZES_FIRST
 _TURN_CLASSES = len(_TURNS) + 1
@@ -41,7 +52,7 @@ def first_group(new_blocks: int) -> int:
 
 def later_group(turn: int, pace: float, new_blocks: int, *, old: bool) -> int:
     """Of what a session's later request asked for again (old) or for the first time. pace: mean log2(1 + seconds) between its requests."""
-    step = min(max(math.floor(pace) - 2, 0), _PACES - 1)
+    step = bisect_right(_PACE_EDGES, pace)
     size = min(bisect_right(_NEW_BLOCKS, new_blocks), _SIZES_LATER - 1)
     turns = bisect_right(_TURNS, turn)
     return _LATER + step * _PER_PACE + ((int(old) * _SIZES_LATER + size) * _TURN_CLASSES) + turns

@@ -46,6 +46,7 @@ HALF_LIFE = 20_000.0  # requests after which a count weighs half
 KINDS = 2 + features.SHARED_LEVELS  # parts of a request: new, old, then shared by level
 NEW, OLD, SHARED = 0, 1, 2
 
+_LAST_PAUSE = 0.6  # its least share in a session's pace
 _EDGES_S = EDGES_S.tolist()
 _CLOSED = AGES + 1  # a part's next age to count, when it is not waiting (used again, given up, or never was)
 
@@ -218,7 +219,7 @@ class Learner:
             turn, start, stuck = pauses + 1, len(request.parts), self._stuck(before, len(request.parts))
             pause = math.log2(1.0 + max(now - float(rows.at_s[before]), 0.0))
             pace = float(rows.pace[before])
-            pace += (pause - pace) * max(1.0 / pauses, 0.3)
+            pace += (pause - pace) * max(1.0 / pauses, _LAST_PAUSE)
         rows.at_s[at], rows.turn[at], rows.pace[at] = now, turn, pace
         rows.start[at], rows.blocks[at], rows.stuck[at] = start, request.blocks, stuck
         rows.waiting[at] = _CLOSED
