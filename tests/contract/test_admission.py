@@ -119,6 +119,7 @@ def test_short_last_blocks_are_never_written(make):
     policy = make(blocks)
     head = known(blocks, [1])
     tail = known(blocks, [2], tokens=5, parents=[1])
+    assert make(blocks).admit(tail, sizes(tail), 0.0).tolist() == [Verdict.PARTIAL], "by its parent alone"
     lone = known(blocks, [3], tokens=7)
     for now in range(9):
         used(policy, blocks, np.concatenate((tail, lone, head)), float(now))
@@ -171,6 +172,7 @@ def test_the_balance_is_taken_up(make):
     policy.resume(500.0, 7.0)
     assert policy.balance(7.0).level_bytes == 500.0
     assert policy.balance(9.0) == policy.balance(9.0) == (100.0, 1000.0, 700.0)
+    assert policy.balance(1e6).level_bytes == 1000.0
     policy.resume(5000.0, 9.0)
     assert policy.balance(9.0).level_bytes == 1000.0
     plain = make(Blocks())

@@ -19,7 +19,7 @@ from tierd.tiers.smart import Smart, parse_smart
 
 SMART_TIMEOUT_S = 5.0
 OUTPUT_LIMIT_BYTES = 1 << 20
-MOST_DRIVES = 64
+MOST_DRIVES = 8
 """Under one path: of an array, or a volume over several disks."""
 _SECTOR_BYTES = 512
 """Of sysfs, whatever the disk's are."""
