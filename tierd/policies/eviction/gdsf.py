@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
@@ -96,41 +95,25 @@ class Gdsf:
         return next(piece for piece in self._queues.walk(queue) if len(piece))
 
     def _order(self) -> Iterator[Ids]:
-        """All queues merged by Pr: what is below the last that is known of each queue is in its final place."""
-        heads = [_Head(self._queues.walk(queue)) for queue in self._queues.sizes]
-        while heads:
-            limit = min(head.limit(self._priority) for head in heads)
-            ready = np.concatenate([head.below(limit, self._priority) for head in heads])
-            yield ready[np.lexsort((self._queues.stamps[ready], self._priority[ready]))]
-            heads = [head for head in heads if head.is_left]
+        """All queues merged by Pr and use: what is not beyond the last that is known of any queue is in its final place."""
+        walks = {queue: self._queues.walk(queue) for queue in self._queues.sizes}
+        known: dict[int, Ids] = {}
+        while walks:
+            for queue in [queue for queue in walks if not len(known.get(queue, ()))]:
+                known[queue] = next((piece for piece in walks[queue] if len(piece)), np.zeros(0, dtype=np.int64))
+                if not len(known[queue]):
+                    del walks[queue], known[queue]
+            if known:
+                yield self._taken(known)
 
-
-class _Head:
-    """The oldest blocks of a queue, as far as they are known."""
-
-    def __init__(self, pieces: Iterator[Ids]) -> None:
-        self._pieces = pieces
-        self._blocks = np.zeros(0, dtype=np.int64)
-        self._is_whole = False
-
-    @property
-    def is_left(self) -> bool:
-        return len(self._blocks) > 0 or not self._is_whole
-
-    def limit(self, priority: NDArray[np.float64]) -> float:
-        """The Pr of the last that is known; more may have the same. Infinite if there are no more."""
-        while not self._is_whole and not self._has_two(priority):
-            piece = next(self._pieces, None)
-            self._is_whole = piece is None
-            self._blocks = self._blocks if piece is None else np.concatenate((self._blocks, piece))
-        return np.inf if self._is_whole else float(priority[self._blocks[-1]])
-
-    def below(self, limit: float, priority: NDArray[np.float64]) -> Ids:
-        """Takes those below a Pr."""
-        count = int(np.searchsorted(priority[self._blocks], limit))
-        taken, self._blocks = np.split(self._blocks, [count])
-        return taken
-
-    def _has_two(self, priority: NDArray[np.float64]) -> bool:
-        """Whether some are surely below the last."""
-        return len(self._blocks) > 0 and bool(priority[self._blocks[0]] < priority[self._blocks[-1]])
+    def _taken(self, known: dict[int, Ids]) -> Ids:
+        """Takes from the oldest of each queue those up to the first of their lasts, in order."""
+        limit = min((self._priority[blocks[-1]], self._queues.stamps[blocks[-1]]) for blocks in known.values())
+        taken = []
+        for queue, blocks in known.items():
+            priority, stamps = self._priority[blocks], self._queues.stamps[blocks]
+            final = (priority < limit[0]) | ((priority == limit[0]) & (stamps <= limit[1]))
+            taken.append(blocks[final])
+            known[queue] = blocks[~final]
+        ready = np.concatenate(taken)
+        return ready[np.lexsort((self._queues.stamps[ready], self._priority[ready]))]
