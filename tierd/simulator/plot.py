@@ -63,7 +63,7 @@ def _draw_panel(axes: Any, panel: Panel, policies: Sequence[str]) -> None:
         misses = [100 * (1 - point.row["prefix_token_hit"]) for point in curve.points]
         (line,) = axes.plot(xs, misses, label=curve.policy, **_style(curve, policies))
         axes.plot(xs, misses, "o", markersize=3.5, color=line.get_color(), zorder=line.get_zorder())
-        if curve.policy == CLAIRVOYANT and len(xs) > 1:
+        if curve.policy == CLAIRVOYANT and panel.is_exact and len(xs) > 1:
             axes.fill_between(xs, misses, color=BOUND, alpha=0.12, linewidth=0)
     values = [100 * (1 - point.row["prefix_token_hit"]) for curve in panel.curves for point in curve.points]
     margin = 0.05 * (max(values) - min(values) or 1.0)

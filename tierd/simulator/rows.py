@@ -50,6 +50,11 @@ class Panel:
     in_bytes: bool
     curves: list[Curve]
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the clairvoyant is a proven bound here: in one tier of so many blocks."""
+        return not self.in_bytes and not self.beside
+
 
 def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
     """What a run came to. Writes count in footprints: the bytes of all distinct blocks."""
