@@ -10,6 +10,9 @@ A tier has two measures, each with a high and a low mark:
   segments and the vacant places.
 What is in use above the low mark is to be clean, coldest first, unless the store's admission declines it. Writing begins when something above the high mark is not, and goes on to the low one.
 A full far tier drops its coldest; what no far tier could hold is left to room.py.
+
+A tier with headroom is cleared too: what is coldest leaves, until the headroom is free for the next request. So what a request brought may
+be the first to leave, if it is worth less than what was there, and has displaced nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +53,19 @@ class Demotion:
         for tier in self._index.serving():
             if limit > 0 and self._farther(tier):
                 limit -= self._drain(tier, limit, draft)
+            self._clear(tier, draft)
+
+    def _clear(self, tier: int, draft: Draft) -> None:
+        """Drops what is coldest and takes of the headroom; not what is still to be written."""
+        pages_of = self._index.tiers[tier]
+        over = pages_of.staying_bytes - self._rest_bytes(tier)
+        if not pages_of.spec.headroom_bytes or over <= 0:
+            return
+        victims = self._room.coldest(tier, self._count(tier, over))
+        sizes = np.cumsum(pages_of.class_bytes(self._index.attached(tier, victims)))
+        victims = victims[: int(np.searchsorted(sizes, over)) + 1]
+        safe = ~self._is_dirty(tier, victims) | (self._next_tiers(tier, victims) < 0)
+        self._room.drop(tier, self._room.tails_first(tier, victims[safe]), draft)
 
     def _drain(self, tier: int, limit: int, draft: Draft) -> int:
         """Sends up to `limit` victims that deserve a write; goes on while none was found and others were declined. How many were sent."""
@@ -80,14 +96,19 @@ class Demotion:
         victims = self._room.coldest(tier, self._reach(tier, excess))
         pages_of = self._index.tiers[tier]
         sizes = pages_of.class_bytes(self._index.attached(tier, victims))
-        dirty = self._planner.attached(victims, self._farther(tier)).pages < 0
-        verdicts = self._index.blocks.declined[victims]
-        dirty &= (verdicts == Verdict.WRITE) if self._is_worn(tier) else (verdicts != Verdict.DISPLACED)
+        dirty = self._is_dirty(tier, victims)
         wanted = np.zeros(len(victims), bool)
         for key, over in excess.items():
             rows = np.arange(len(victims)) if key == WHOLE else np.flatnonzero(self._room.is_right(tier, victims, key))
             wanted[rows] |= self._is_due(tier, key, over, sizes=sizes[rows], dirty=dirty[rows])
         return victims[wanted]
+
+    def _is_dirty(self, tier: int, victims: Ids) -> Bools:
+        """Which no farther tier holds, or is getting, or has declined since their last use."""
+        dirty = self._planner.attached(victims, self._farther(tier)).pages < 0
+        verdicts = self._index.blocks.declined[victims]
+        dirty &= (verdicts == Verdict.WRITE) if self._is_worn(tier) else (verdicts != Verdict.DISPLACED)
+        return np.asarray(dirty, bool)
 
     def _is_due(self, tier: int, key: Key, over: Excess, *, sizes: Ids, dirty: Bools) -> Bools:
         """Of a measure's coldest, those to be written: all the dirty ones above the low mark, if one is above the high mark or writing has begun."""
@@ -104,7 +125,7 @@ class Demotion:
         """The measures that have bytes above the low mark, and are above the high mark or being drained. What is on its way is as good as clean."""
         pages_of, draining = self._index.tiers[tier], self._draining[tier]
         spec, measures = pages_of.spec, pages_of.usage()
-        measures[WHOLE] = Usage(pages_of.staying_bytes, spec.capacity_bytes - pages_of.quarantined_bytes)
+        measures[WHOLE] = Usage(pages_of.staying_bytes, self._rest_bytes(tier))
         draining.intersection_update(measures)
         out, going = {}, self._going(tier)
         for key, (used, whole) in measures.items():
@@ -130,8 +151,17 @@ class Demotion:
         """How many of the coldest are looked at: enough for the whole; those of a single key may lie anywhere."""
         if excess.keys() != {WHOLE}:
             return MOST_REACH
+        return self._count(tier, excess[WHOLE].low)
+
+    def _count(self, tier: int, size_bytes: float) -> int:
+        """How many blocks of the tier may lie in so many bytes, at most MOST_REACH."""
         least = min(self._index.tiers[tier].usage(), default=WHOLE, key=lambda key: key.class_bytes).class_bytes
-        return min(MOST_REACH, int(excess[WHOLE].low // max(least, 1)) + 1)
+        return min(MOST_REACH, int(size_bytes // max(least, 1)) + 1)
+
+    def _rest_bytes(self, tier: int) -> int:
+        """What may be in use between requests."""
+        pages_of = self._index.tiers[tier]
+        return pages_of.spec.capacity_bytes - pages_of.spec.headroom_bytes - pages_of.quarantined_bytes
 
     def _send(self, tier: int, victims: Ids, draft: Draft) -> int:
         """Writes them to the next tier, as far as one has room. How many."""

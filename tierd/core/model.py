@@ -141,7 +141,8 @@ class TierSpec:
     capacity_bytes: what segments may take in all. segment_bytes: size of each segment; pages never span two.
     slot_overhead_bytes: bytes before each page that are not the block's (the 4 KiB header of an NVMe slot).
     writer_owned: a segment has one writing session at a time (memory that clients map).
-    high/low_watermark: shares of capacity_bytes; in use above high, the coldest are written ahead until those above low are clean.
+    headroom_bytes: of capacity_bytes, what is kept free for requests in progress: the coldest beyond the rest leave ahead of need.
+    high/low_watermark: shares of that rest; in use above high, the coldest are written ahead until those above low are clean.
     eviction: name of a policy in tierd.policies.eviction.
     quarantine_share: of capacity_bytes, the most that pages found bad may take; beyond it the oldest are given out again.
     admission: of an nvme tier, name of a policy in tierd.policies.admission. wear_bytes_per_s: what may be written to it on the average, 0.0 for
@@ -154,6 +155,7 @@ class TierSpec:
     segment_bytes: int
     slot_overhead_bytes: int = 0
     writer_owned: bool = False
+    headroom_bytes: int = 0
     high_watermark: float = 0.80
     low_watermark: float = 0.70
     eviction: str = "lru"

@@ -90,6 +90,50 @@ def test_without_a_farther_tier_nothing_leaves_before_it_must() -> None:
     assert kit.tiers_of(chain("a", 4)) == [0, 0, 0, -1]
 
 
+def test_headroom_is_cleared_of_the_coldest() -> None:
+    """A tier with headroom takes a request that needs it, and is then brought down to its rest, coldest first."""
+    kit = Kit(tier(HOST, 8, headroom_bytes=2 * PAGE))
+    kit.put(chain("a", 6))
+    assert kit.demote().is_empty
+    assert not kit.reserve(chain("b", 2)).plan.freed.size
+    assert kit.demote().freed["reason"].tolist() == [Reason.EVICTED] * 2
+    assert kit.tiers_of(chain("a", 6)) == [0, 0, 0, 0, -1, -1]
+    assert kit.demote().is_empty
+
+
+def test_headroom_waits_for_what_is_being_written() -> None:
+    """Over a store nothing is lost for headroom: the coldest are written first, and leave when they have been."""
+    kit = Kit(tier(HOST, 8, headroom_bytes=2 * PAGE, high_watermark=1.0, low_watermark=1.0), tier(NVME, 16))
+    kit.put(chain("a", 8))
+    plan = kit.demote()
+    assert (len(plan.transfers), len(plan.freed)) == (2, 0)
+    assert kit.demote().is_empty
+    kit.land()
+    assert kit.demote().freed["reason"].tolist() == [Reason.DEMOTED] * 2
+    assert kit.tiers_of(chain("a", 8)) == [0] * 6 + [1] * 2
+
+
+def test_headroom_waits_for_nothing_that_cannot_be_written() -> None:
+    """What no store can hold, or none takes, leaves without a copy."""
+    kit = Kit(tier(HOST, 8, headroom_bytes=2 * PAGE), tier(NVME, 16))
+    kit.put(chain("a", 8))
+    kit.core.set_writable(1, False)
+    assert kit.demote().freed["reason"].tolist() == [Reason.EVICTED] * 2
+
+
+def test_two_full_tiers_do_not_hand_each_other_the_same_blocks() -> None:
+    """Above a full store writing ahead ends: what gave way there is not written again before its next use."""
+    kit = Kit(tier(HOST, 8, high_watermark=0.2, low_watermark=0.1), tier(NVME, 4))
+    for name in "abc":
+        kit.put(chain(name, 4))
+        for _ in range(20):
+            plan = kit.demote()
+            kit.land()
+            if plan.is_empty:
+                break
+        assert plan.is_empty
+
+
 def test_a_full_far_tier_drops_its_coldest() -> None:
     """Demotion into a full tier makes room there."""
     kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 4))
