@@ -153,7 +153,9 @@ class Gets:
         for group in groups:
             shape = (len(group.namespaces), len(group.hashes))
             namespaces = np.repeat(np.asarray(group.namespaces, np.uint32), shape[1])
-            ids = self._index.blocks.find(Names(namespaces, np.tile(words(group.hashes), (shape[0], 1))))
+            hashes = words(group.hashes)
+            names = Names(namespaces, hashes if shape[0] == 1 else np.tile(hashes, (shape[0], 1)))
+            ids = self._index.blocks.find(names)
             if domain is not None:
                 ids[(ids >= 0) & (self._index.blocks.domain[ids] != domain)] = -1
             tier = self._index.nearest(ids, serving)

@@ -60,7 +60,9 @@ def ends(group: GroupQuery) -> Ids:
 
 def block_tokens(group: GroupQuery) -> Ids:
     """How many tokens each block covers: int64 [blocks]."""
-    return np.diff(ends(group), prepend=0)
+    tokens = np.full(len(group.hashes), group.tokens_per_block, np.int64)
+    tokens[-1:] = group.tokens - max(len(tokens) - 1, 0) * group.tokens_per_block
+    return tokens
 
 
 def longest(groups: Sequence[GroupQuery], there: Sequence[Bools]) -> int:

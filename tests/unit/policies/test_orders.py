@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.core.blocks import Blocks
+from tierd.policies.eviction import order as order_module
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.order import UseOrder
@@ -127,3 +129,24 @@ def test_a_log_of_uses_stays_in_proportion_to_its_blocks():
     expected = np.argsort(stamps)[: np.count_nonzero(stamps)]
     found = order.oldest(100, stamps, np.zeros(100, dtype=bool))
     assert found.tolist() == [b for b in expected.tolist() if stamps[b]]
+
+
+def test_pieces_of_a_log_are_packed_and_joined_without_a_change_of_order(monkeypatch: pytest.MonkeyPatch):
+    """In pieces of 32 entries: whatever was used and forgotten, the oldest are those whose last use is oldest, and what is dead is dropped."""
+    monkeypatch.setattr(order_module, "PIECE_ENTRIES", 32)
+    monkeypatch.setattr(order_module, "FIRST_ENTRIES", 8)
+    policy, chooser, last = Lru(Blocks()), random.Random(5), dict[int, tuple[int, bool, int]]()
+    for turn in range(3_000):
+        blocks = list(dict.fromkeys(min(299, int(chooser.paretovariate(0.4))) for _ in range(20)))
+        if turn % 7 == 0:
+            gone = [b for b in blocks if b in last]
+            policy.forget(np.array(gone, np.int64))
+            last = {b: at for b, at in last.items() if b not in gone}
+            continue
+        policy.track(np.array([b for b in blocks if b not in last], np.int64), 0.0)
+        policy.touch(np.array([b for b in blocks if b in last], np.int64), 0.0)
+        last |= {b: (turn, b in last, number) for number, b in enumerate(blocks)}
+        wanted = chooser.randint(1, len(last))
+        found = policy.victims(wanted, np.zeros(300, bool))
+        assert found is not None and found.tolist() == sorted(last, key=last.__getitem__)[:wanted]
+        assert len(policy._order) <= 4 * len(last) + 64

@@ -30,6 +30,8 @@ ROUND_ENTRIES = 2
 """Entries that the round looks at for each that is appended."""
 _SCAN_ENTRIES = 64
 """Least number of entries looked at in one numpy step: below it the call's overhead dominates."""
+_STEPS = 4
+"""Entries at the front that are looked at one by one, which is cheaper where one leaves at a time."""
 _SPAN = (1 << 31) - 1
 """Stamps lie in a piece as uint32, counted from its base: as many until another begins, and as many between the bases of two that are joined."""
 
@@ -105,6 +107,9 @@ class UseOrder:
 
     def oldest(self, count: int, stamps: Stamps, pinned: Mask) -> Ids:
         """Up to `count` blocks that are alive and not pinned, oldest first."""
+        self._drop_dead_front(stamps)
+        if count == 1 and self._pieces and not pinned[first := self._pieces[0].blocks[self._pieces[0].head]]:
+            return np.array([first], np.int64)
         found: list[Ids] = [np.zeros(0, np.int64)]
         missing = count
         for blocks in self.walk(stamps, max(_SCAN_ENTRIES, count)) if count else ():
@@ -169,6 +174,10 @@ class UseOrder:
     def _drop_dead_front(self, stamps: Stamps) -> None:
         while self._pieces:
             piece = self._pieces[0]
+            for head in range(piece.head, min(piece.head + _STEPS, piece.size)):
+                if stamps[piece.blocks[head]] == piece.base + int(piece.offsets[head]):
+                    piece.head = head
+                    return
             step = _SCAN_ENTRIES
             while piece.head < piece.size:
                 stop, step = min(piece.head + step, piece.size), 2 * step

@@ -1,0 +1,217 @@
+"""What ten million blocks in one core cost: bytes of memory for each, time of each operation, the longest call while it fills.
+
+    python -m tools.bench.index_scale [--blocks 10000000] [--policy NAME] [--json]
+
+One batch in eight comes as requests do (acquire, reserve, commit, release), the others as a restart brings them (adopt), both 256 blocks at a time. Every
+policy fills a process of its own, so that its memory is what the process grew by. Times are those of the processor: what else runs beside it lengthens
+no call. `limit` of a time is a plain lookup in the same table and run, per block; what is promised stands in the row's meaning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.core import Core
+from tierd.core.drive import InstantDriver
+from tierd.core.drive import Sequence as Asked
+from tierd.core.meta import new_meta
+from tierd.core.model import EXTENT, PAGE_ALIGN_BYTES, SegmentAssignment, TierKind, TierSpec
+from tierd.core.plan import GroupQuery
+from tierd.policies.named import NamedPolicies
+from tools.bench.rows import Row, row_of
+
+BLOCKS, BATCH, ASKED, TOKENS = 10_000_000, 256, 1000, 16
+PUT_EVERY, SEGMENT_PAGES, REPEATS = 8, 1 << 14, 200
+POLICIES = {"lru": 0.5, "reuse-index": 2.0}
+"""What each may take for a block in batches of 256, in microseconds."""
+Ids = NDArray[np.int64]
+_HIGH = 1 << 40
+
+
+def hashes(first: int, count: int) -> NDArray[np.uint8]:
+    """Names first, first + 1, ...: uint8 [count, 32], as even as a digest's (splitmix64, Steele, Lea and Flood, 2014)."""
+    x = np.arange(4 * first + 1, 4 * (first + count) + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return (x ^ (x >> np.uint64(31))).view(np.uint8).reshape(count, 32)
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process, less what malloc keeps of what was given back."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class Filled:
+    """A core with one host tier of small pages, being filled. longest_s: processor time of the longest call so far."""
+
+    def __init__(self, blocks: int, policy: str) -> None:
+        places = int(blocks / 0.9 / SEGMENT_PAGES) + 2
+        size = SEGMENT_PAGES * PAGE_ALIGN_BYTES
+        spec = TierSpec(TierKind.HOST, 0, places * size, size, writer_owned=True, eviction=policy)
+        self.core = Core([spec], policies=NamedPolicies())
+        self.driver = InstantDriver(self.core, tier_count=1)
+        self.longest_s, self.now, self.count = 0.0, 0.0, 0
+        self._place, self._slot = places, SEGMENT_PAGES
+
+    def fill(self, blocks: int) -> None:
+        """Adds batches up to so many blocks."""
+        while self.count < blocks:
+            self.now += 0.05
+            self._put() if self.count // BATCH % PUT_EVERY == 0 else self._adopt()
+            self.count += BATCH
+
+    def timed(self, work: Callable[[], object]) -> None:
+        """Does it as a part of the filling."""
+        begun = time.thread_time()
+        work()
+        self.longest_s = max(self.longest_s, time.thread_time() - begun)
+
+    def _put(self) -> None:
+        names = hashes(self.count, BATCH)
+        asked = Asked(1, names, BATCH * TOKENS, TOKENS, PAGE_ALIGN_BYTES)
+        self.timed(lambda: self.driver.request(asked, now=self.now))
+
+    def _adopt(self) -> None:
+        segments = []
+        if self._slot == SEGMENT_PAGES:
+            self._place, self._slot = self._place - 1, 0
+            given = SegmentAssignment(
+                0, self._place, self._segment, 1, PAGE_ALIGN_BYTES, SEGMENT_PAGES, 0, replaces=None, fresh=False
+            )
+            segments.append(given)
+        extents, metas = np.zeros(BATCH, EXTENT), new_meta(BATCH)
+        extents["segment"], extents["length"] = self._segment, PAGE_ALIGN_BYTES
+        extents["slot"] = np.arange(self._slot, self._slot + BATCH)
+        extents["generation"] = _HIGH - self.count - np.arange(BATCH)
+        metas["namespace"] = metas["domain"] = 1
+        metas["hash"] = hashes(self.count, BATCH)
+        metas["parent"][1:], metas["digest"] = metas["hash"][:-1], metas["hash"][:, :16]
+        metas["tokens"], metas["position"] = TOKENS, np.arange(BATCH)
+        metas["stored_length"] = metas["logical_length"] = PAGE_ALIGN_BYTES
+        self._slot += BATCH
+        self.timed(lambda: self.core.adopt(0, segments=segments, extents=extents, metas=metas, now=self.now))
+
+    @property
+    def _segment(self) -> int:
+        return (1 << 30) + self._place
+
+
+def times_us(count: int, given: Sequence[object], work: Callable[[Any], object]) -> list[float]:
+    """Processor time of work on each of what is given, per block of `count`, in microseconds."""
+    out = []
+    for one in given:
+        begun = time.thread_time()
+        work(one)
+        out.append((time.thread_time() - begun) / count * 1e6)
+    return out
+
+
+class Full:
+    """What is done to a full core, each on other blocks, at random."""
+
+    def __init__(self, filled: Filled) -> None:
+        self._noise, self._filled, self._index = np.random.default_rng(1), filled, filled.core._index
+        self._policy, self._held = self._index.policies[0], self._index.held[0]
+
+    def figures(self) -> dict[str, list[float]]:
+        """Times per block, by what is done and how many at a time."""
+        core, table = self._filled.core, self._index.blocks.table
+        keys = [self._index.blocks.keys(ids) for ids in self._ids(ASKED)]
+        out = {"plain": times_us(ASKED, keys, lambda k: table.find(k, lambda _, ids: ids >= 0))}
+        for name, beyond in (("hit", 0), ("miss", _HIGH)):
+            asked = [question(ids + beyond) for ids in self._ids(ASKED)]
+            out[f"lookup_{name}_{ASKED}"] = times_us(ASKED, asked, lambda group: core.lookup([group], now=0.0))
+        for count in (BATCH, 1):
+            out[f"use_{count}"] = times_us(count, list(self._ids(count)), self._use)
+            out[f"leave_{count}"] = times_us(count, [count] * REPEATS, self._leave)
+        return out
+
+    def _ids(self, count: int) -> Iterator[Ids]:
+        for _ in range(REPEATS):
+            yield self._noise.choice(self._filled.count, count, replace=False)
+
+    def _use(self, ids: Ids) -> None:
+        self._filled.now += 0.001
+        self._policy.touch(ids, self._filled.now)
+
+    def _leave(self, count: int) -> None:
+        """The coldest are named and go; others come."""
+        gone = self._policy.victims(count, self._held)
+        assert gone is not None
+        self._policy.forget(gone)
+        self._policy.track(gone, self._filled.now)
+
+
+def question(numbers: Ids) -> GroupQuery:
+    """For blocks that lie nowhere near one another."""
+    names = np.concatenate([hashes(number, 1) for number in numbers.tolist()])
+    return GroupQuery((1,), names, TOKENS, TOKENS * len(names))
+
+
+def figures(blocks: int, policy: str) -> dict[str, Any]:
+    """Of one policy, measured in this process."""
+    Filled(2 * PUT_EVERY * BATCH, policy).fill(2 * PUT_EVERY * BATCH)  # what is loaded and made once
+    filled, before, begun = Filled(blocks, policy), memory_bytes(), time.perf_counter()
+    filled.fill(blocks)
+    taken_s = time.perf_counter() - begun
+    memory = (memory_bytes() - before) / filled.count
+    longest_ms = filled.longest_s * 1e3
+    return {"bytes": memory, "longest_ms": longest_ms, "fill_s": taken_s, "times": Full(filled).figures()}
+
+
+def rows(blocks: int = BLOCKS) -> list[Row]:
+    """Per policy: bytes a block, longest call, fill time, and the operations."""
+    out = []
+    for policy in POLICIES:
+        command = [sys.executable, "-m", "tools.bench.index_scale", "--json", "--policy", policy]
+        told = subprocess.run([*command, "--blocks", str(blocks)], check=True, capture_output=True, text=True)
+        out += rows_of(policy, json.loads(told.stdout))
+    return out
+
+
+def rows_of(policy: str, found: dict[str, Any]) -> list[Row]:
+    """The figures of one policy as rows."""
+    bounds = {f"use_{BATCH}": POLICIES[policy], f"leave_{BATCH}": POLICIES[policy], "use_1": 10.0, "leave_1": 10.0}
+    memory = "resident memory, columns and policy together; promised 256, goal 128"
+    out = [
+        row_of(f"index_{policy}_bytes", [found["bytes"]], unit="B/block", limits=[256], meaning=memory),
+        row_of(f"index_{policy}_longest_call", [found["longest_ms"]], unit="ms", limits=[10], meaning="while filling"),
+        row_of(f"index_{policy}_fill", [found["fill_s"]], unit="s", limits=[600], meaning="wall time, all of it"),
+    ]
+    plain = found["times"].pop("plain")
+    for name, values in found["times"].items():
+        most = f"promised {bounds.get(name, 0.6):g}"
+        meaning = f"a block, against a plain lookup in the table; {most}"
+        out.append(row_of(f"index_{policy}_{name}", values, unit="us/block", limits=plain, meaning=meaning))
+    return out
+
+
+def main() -> None:
+    """Reads the arguments, prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="lru")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    found = figures(given.blocks, given.policy)
+    if given.json:
+        print(json.dumps(found))
+        return
+    for row in rows_of(given.policy, found):
+        print(f"{row.name:34} {row.value:9.3f} {row.unit:9} {row.ratio:7.2f}  {row.meaning}")
+
+
+if __name__ == "__main__":
+    main()
