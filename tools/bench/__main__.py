@@ -17,10 +17,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench import daemon_start, data_plane
+from tools.bench import daemon_start, data_plane, index_scale
 from tools.bench.rows import Row
 
-SUITES = {"daemon_start": daemon_start.rows, "data_plane": data_plane.rows}
+SUITES = {"daemon_start": daemon_start.rows, "data_plane": data_plane.rows, "index_scale": index_scale.rows}
 RESULT = Path("build/bench.json")
 
 
