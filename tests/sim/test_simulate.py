@@ -39,7 +39,7 @@ def load(shared: Path, name: str, limit: int | None = None) -> Trace:
 
 def tiers(trace: Trace, **sizes: str) -> Tiers:
     parsed = {TierKind[kind.upper()]: parse_size(text) for kind, text in sizes.items()}
-    return tiers_of(parsed, distinct=trace.distinct, block_bytes=None, config=Config())
+    return tiers_of(parsed, distinct=trace.distinct, longest=trace.longest, block_bytes=None, config=Config())
 
 
 def ran(trace: Trace, policy: str, **sizes: str) -> Outcome:

@@ -148,7 +148,13 @@ def tiers_of_each(
     """The tiers of every combination of sizes. Raises InvalidArgument, ConfigError."""
     combinations = itertools.product(*sizes.values())
     return [
-        tiers_of(dict(zip(sizes, chosen, strict=True)), distinct=trace.distinct, block_bytes=block_bytes, config=config)
+        tiers_of(
+            dict(zip(sizes, chosen, strict=True)),
+            distinct=trace.distinct,
+            longest=trace.longest,
+            block_bytes=block_bytes,
+            config=config,
+        )
         for chosen in itertools.islice(combinations, RUN_LIMIT + 1)
     ]
 

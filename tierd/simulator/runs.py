@@ -113,7 +113,9 @@ class Simulation:
         if len(self._knowing) != len(self._specs):
             return InstantDriver(self.core, kind=kind, tier_count=len(self._specs))
         page = int(self._trace.sequence(0, self._tiers.measure).block_bytes) if len(self._trace) else 1
-        pages = sum(spec.capacity_bytes // (page + spec.slot_overhead_bytes) for spec in self._specs)
+        pages = sum(
+            (spec.capacity_bytes - spec.headroom_bytes) // (page + spec.slot_overhead_bytes) for spec in self._specs
+        )
         return ForesightDriver(self.core, kind=kind, tiers=self._knowing, pages=pages)
 
 

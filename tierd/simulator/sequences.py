@@ -96,6 +96,11 @@ class Trace:
         return int(self.blocks.max(initial=-1)) + 1
 
     @cached_property
+    def longest(self) -> int:
+        """Blocks of the longest request."""
+        return int(np.diff(self.starts).max(initial=0))
+
+    @cached_property
     def prompt_tokens(self) -> int:
         """Of all requests."""
         return int(self.tokens.sum())

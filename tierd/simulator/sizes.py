@@ -3,8 +3,8 @@
 Purpose: `64GiB`, `5%` and `817blocks` as what the core is told of tiers. Non-purpose: what is simulated. Two rules:
 - Bytes mean a tier just as a daemon of that capacity makes it: segments, size classes for short blocks, slot headers, a session's share. So a
   replay in lockstep against that daemon finds the same.
-- Blocks, and per cent of the distinct blocks, rounded down, mean room for exactly so many blocks, a short one as large as a full one, and one
-  session may hold all of it. Published figures mean that.
+- Blocks, and per cent of the distinct blocks, rounded down, mean that exactly so many blocks are held between requests, a short one counted like a full
+  one. The request in progress has headroom of its own, and one session may hold all. Published figures mean that.
 
 Invariant: the tiers of one run are all of one rule, because a block has one length in all of them.
 """
@@ -96,7 +96,7 @@ def _bytes_of(text: str) -> int:
     return size
 
 
-def tiers_of(sizes: Sizes, *, distinct: int, block_bytes: int | None, config: Config) -> Tiers:
+def tiers_of(sizes: Sizes, *, distinct: int, longest: int, block_bytes: int | None, config: Config) -> Tiers:
     """The tiers that the sizes mean; none given: the config's own. config: of the daemon that is simulated, as it is written. Raises InvalidArgument, ConfigError."""
     if not sizes:
         return _as_configured(config, Measure(block_bytes))
@@ -104,7 +104,7 @@ def tiers_of(sizes: Sizes, *, distinct: int, block_bytes: int | None, config: Co
     if all(size.bytes is not None for size in sizes.values()):
         texts = {kind: size.text for kind, size in sizes.items()}
         return _as_configured(_resized(config, sizes), Measure(block_bytes), texts)
-    return _counted(sizes, distinct, config)
+    return _counted(sizes, distinct, longest, config)
 
 
 def check_kinds(sizes: Sizes) -> None:
@@ -144,8 +144,8 @@ def _first_table(config: Config, kind: TierKind) -> DeviceConfig | HostConfig | 
     return written[0] if written else TABLES[kind]()
 
 
-def _counted(sizes: Sizes, distinct: int, config: Config) -> Tiers:
-    """Tiers of exactly so many blocks of one page each: one segment, which nobody owns, so that no page is ever of a wrong kind."""
+def _counted(sizes: Sizes, distinct: int, longest: int, config: Config) -> Tiers:
+    """Tiers that hold so many blocks of one page each between requests: one segment, which nobody owns, so that no page is ever of a wrong kind."""
     specs = []
     for kind in (kind for kind in KINDS if kind in sizes):
         table, pages = _first_table(config, kind), sizes[kind].count(distinct)
@@ -154,12 +154,13 @@ def _counted(sizes: Sizes, distinct: int, config: Config) -> Tiers:
                 f"--{kind.name.lower()} {sizes[kind].text}: less than one of {distinct} blocks; give more"
             )
         overhead = PAGE_ALIGN_BYTES if kind is TierKind.NVME else 0  # the header of a slot
-        capacity = pages * (PAGE_ALIGN_BYTES + overhead)
+        capacity, headroom = ((PAGE_ALIGN_BYTES + overhead) * count for count in (pages + longest, longest))
         specs.append(
             dataclasses.replace(
                 spec_of(kind, 0, table),
                 capacity_bytes=capacity,
                 segment_bytes=capacity,
+                headroom_bytes=headroom,
                 writer_owned=False,
                 wear_bytes_per_s=0.0,
             )

@@ -33,7 +33,11 @@ def rows_of(
 ) -> tuple[list[Run], list[Row]]:
     """Runs as they would be, with outcomes that are made up: policy p finds (p + 1) tenths more in each greater size."""
     runs = [
-        Run(0, parse_choice(policy), tiers_of(parsed, distinct=found.distinct, block_bytes=None, config=Config()))
+        Run(
+            0,
+            parse_choice(policy),
+            tiers_of(parsed, distinct=found.distinct, longest=found.longest, block_bytes=None, config=Config()),
+        )
         for size in sizes
         for parsed in [{TierKind[kind.upper()]: parse_size(text) for kind, text in size.items()}]
         for policy in policies

@@ -68,7 +68,7 @@ def test_bytes_mean_the_tiers_of_a_daemon() -> None:
     written = '[[host]]\ncapacity = "64 MiB"\nhigh_watermark = 0.7\nlow_watermark = 0.5\n[[nvme]]\ncapacity = "1 GiB"\n'
     config = read_config(written)
     tiers = tiers_of(
-        {HOST: parse_size("100MB"), NVME: parse_size("1 GiB")}, distinct=10, block_bytes=None, config=config
+        {HOST: parse_size("100MB"), NVME: parse_size("1 GiB")}, distinct=10, longest=10, block_bytes=None, config=config
     )
     changed = dataclasses.replace(config, host=(dataclasses.replace(config.host[0], capacity=10**8),))
     built = build_tiers(resolve(changed), instance="none")
@@ -79,18 +79,25 @@ def test_bytes_mean_the_tiers_of_a_daemon() -> None:
 
 def test_no_sizes_mean_the_configured_tiers() -> None:
     """Without any size a run has the tiers of the settings, and says how large they are."""
-    tiers = tiers_of({}, distinct=10, block_bytes=None, config=Config())
+    tiers = tiers_of({}, distinct=10, longest=10, block_bytes=None, config=Config())
     assert tiers.specs == tuple(tier.spec for tier in build_tiers(resolve(Config()), instance="none"))
     assert (tiers.texts[DEVICE], tiers.texts[HOST], tiers.texts[NVME]) == ("", "512 MiB", "4 GiB")
 
 
 def test_blocks_mean_room_for_just_so_many() -> None:
-    """Sizes in blocks or per cent count pages of one size, headers of slots beside them; a session may hold all of it."""
+    """Sizes in blocks or per cent count pages of one size, headers of slots and the longest request beside them; a session may hold all of it."""
     tiers = tiers_of(
-        {HOST: parse_size("7blocks"), NVME: parse_size("30%")}, distinct=99, block_bytes=1 << 20, config=Config()
+        {HOST: parse_size("7blocks"), NVME: parse_size("30%")},
+        distinct=99,
+        longest=10,
+        block_bytes=1 << 20,
+        config=Config(),
     )
     assert [spec.kind for spec in tiers.specs] == [HOST, NVME]
-    assert [spec.capacity_bytes // (4096 + spec.slot_overhead_bytes) for spec in tiers.specs] == [7, 29]
+    sizes = [4096 + spec.slot_overhead_bytes for spec in tiers.specs]
+    rests = [spec.capacity_bytes - spec.headroom_bytes for spec in tiers.specs]
+    assert [rest // size for rest, size in zip(rests, sizes, strict=True)] == [7, 29]
+    assert [spec.headroom_bytes // size for spec, size in zip(tiers.specs, sizes, strict=True)] == [10, 10]
     assert [spec.slot_overhead_bytes for spec in tiers.specs] == [0, 4096]
     assert tiers.session_share == 1.0
 
@@ -108,7 +115,7 @@ def test_impossible_tiers_are_refused(sizes: dict[TierKind, str], fault: str) ->
     """What no daemon could have, or what has no meaning, is an error with the remedy."""
     parsed = {kind: parse_size(text) for kind, text in sizes.items()}
     with pytest.raises(InvalidArgument, match=fault):
-        tiers_of(parsed, distinct=99, block_bytes=None, config=Config())
+        tiers_of(parsed, distinct=99, longest=10, block_bytes=None, config=Config())
 
 
 def test_the_daemons_own_errors_come_through() -> None:
@@ -117,6 +124,7 @@ def test_the_daemons_own_errors_come_through() -> None:
         tiers_of(
             {HOST: parse_size("100MB")},
             distinct=9,
+            longest=10,
             block_bytes=None,
             config=Config(host=(HostConfig(segment="16 MiB"),)),  # type: ignore[arg-type]
         )
@@ -130,7 +138,7 @@ def test_every_policy_of_the_daemon_has_a_name_here() -> None:
 def test_a_choice_names_one_policy_or_one_for_each_kind() -> None:
     """A plain name is for all tiers; kinds that are not named keep what their settings say."""
     config = Config(host=(HostConfig(eviction="lfu"),))
-    specs = tiers_of({}, distinct=9, block_bytes=None, config=config).specs
+    specs = tiers_of({}, distinct=9, longest=10, block_bytes=None, config=config).specs
     nvme = config.nvme[0].eviction
 
     def chosen(text: str) -> list[str]:

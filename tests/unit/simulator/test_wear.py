@@ -30,7 +30,7 @@ def growing(turns: int) -> Trace:
 
 def tiers(trace: Trace, *, host: str = "12blocks", nvme: str = "100%") -> Tiers:
     sizes = {TierKind.HOST: parse_size(host), TierKind.NVME: parse_size(nvme)}
-    return tiers_of(sizes, distinct=trace.distinct, block_bytes=None, config=Config())
+    return tiers_of(sizes, distinct=trace.distinct, longest=trace.longest, block_bytes=None, config=Config())
 
 
 def ran(trace: Trace, policy: str, writes: Writes) -> Outcome:
