@@ -29,6 +29,7 @@ RESUME_S = 20.0
 DECLINED = {
     "partial": "it is the short end of a sequence, which the next turn fills up under another name",
     "unlikely": "another use of it is not likely enough",
+    "displaced": "it was since its last use, and has given way to others there",
     "budget": "the wear budget went to blocks that are likelier to be used again; see `tierctl wear`",
 }
 """Why admission declined a block, asked when it was last about to leave memory."""

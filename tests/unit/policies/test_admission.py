@@ -91,7 +91,7 @@ def demand(chance: Chance | None, *, rate: float, per_s: int, span_s: int, step_
 
 def random_chance(blocks_seed: int = SEED) -> Chance:
     rng = np.random.default_rng(blocks_seed)
-    return lambda ids, now: rng.beta(2.0, 3.0, len(ids))
+    return lambda ids, now: FLOOR + (1 - FLOOR) * rng.beta(2.0, 3.0, len(ids))
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
@@ -137,7 +137,7 @@ def test_a_demand_that_grows_tenfold_is_met_at_once() -> None:
     passed: list[float] = []
     for now in range(5, 3600, 5):
         ids = known(blocks, list(range(1, 1 + 5 * (20 if now < 1800 else 200))))
-        values = rng.random(len(ids))
+        values = FLOOR + (1 - FLOOR) * rng.random(len(ids))
         yes = policy.admit(ids, sizes(ids), float(now)) == Verdict.WRITE
         policy.wrote(int(yes.sum()) * SIZE, float(now))
         passed += values[yes].tolist() if now > 2100 else []

@@ -21,8 +21,8 @@ from tierd.core.plan import Ids
 from tierd.policies.admission.gate import Gate, Worth, names_before, names_of
 from tierd.policies.admission.steering import Steering
 
-FLOOR = 0.02
-"""A chance below it is worth no write on any drive."""
+FLOOR = 0.2
+"""A chance below it is worth no write on any drive: on the developers' traces such blocks cost more hits by what they displace than they bring."""
 PROMISES = 65536
 """Names of parents that are remembered, the latest: as many chains on their way out at one time."""
 
