@@ -15,8 +15,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
-
 Ids = NDArray[np.int64]
 """Block ids."""
 
@@ -81,16 +79,3 @@ class Listener(Protocol):
     def stored(self, blocks: Ids, now: float) -> None:
         """New names have come, their parents linked; policies hear of them after this."""
         ...
-
-
-class Deaf:
-    """A listener for policies that go by no groups."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        """blocks: not looked at."""
-
-    def asked(self, request: Asked, now: float) -> None:
-        """Nothing to learn."""
-
-    def stored(self, blocks: Ids, now: float) -> None:
-        """Nothing to put anywhere."""

@@ -86,9 +86,7 @@ class Gets:
         holder, draft = self._sessions.get(session), Draft(now)
         sight = self._look(groups, holder.domain)
         self._relax(groups)
-        for ids in sight.ids:
-            self._index.blocks.last_used[ids[ids >= 0]] = now
-        self._index.listener.asked(self._asked(sight), now)
+        self._tell(sight, now)
         most = longest(groups, sight.there())
         tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
         tier_tokens = self._tier_tokens(sight, tokens)
@@ -174,13 +172,17 @@ class Gets:
         if lax:
             self._index.weigh(self._index.blocks.relax(lax))
 
-    def _asked(self, sight: Sight) -> Asked:
-        """The question as listeners hear it."""
+    def _tell(self, sight: Sight, now: float) -> None:
+        """The listener hears of the question before policies hear of its blocks, which are used from now on, wherever they lie."""
+        if self._index.listener is None:
+            return
+        for ids in sight.ids:
+            self._index.blocks.last_used[ids[ids >= 0]] = now
         first = sight.groups[0]
         names = Names(np.full(len(first.hashes), first.namespaces[0], np.uint32), words(first.hashes))
         tokens = int(ends(first)[-1]) if len(first.hashes) else 0
         sizes = [group.tokens_per_block for group in sight.groups]
-        return Asked(self._index.blocks.keys_of(names), sight.ids, sizes, tokens)
+        self._index.listener.asked(Asked(self._index.blocks.keys_of(names), sight.ids, sizes, tokens), now)
 
     # -- inside: securing
 

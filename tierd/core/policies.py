@@ -24,6 +24,6 @@ class Policies(Protocol):
         """Of an nvme tier; called near to far, after `eviction`."""
         ...
 
-    def listener(self, blocks: Blocks) -> Listener:
-        """What hears of requests before policies do; called once, last."""
+    def listener(self, blocks: Blocks) -> Listener | None:
+        """What hears of requests before policies do, if any of them goes by that; called once, last."""
         ...

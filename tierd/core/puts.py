@@ -176,7 +176,8 @@ class Puts:
         self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
         known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now)
         self._index.link(ids, commit.metas["parent"][rows], draft.now)
-        self._index.listener.stored(ids, draft.now)
+        if self._index.listener is not None:
+            self._index.listener.stored(ids, draft.now)
         for part in runs(where.tiers[rows]):
             tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]
             if self._index.tiers[tier].spec.writer_owned:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tierd.core.admission import Admission
 from tierd.core.blocks import Blocks
-from tierd.core.eviction import Deaf, Eviction, Listener
+from tierd.core.eviction import Eviction, Listener
 from tierd.core.model import TierSpec
 from tierd.policies.admission import ADMISSION
 from tierd.policies.eviction import EVICTION
@@ -35,9 +35,9 @@ class NamedPolicies:
         chance = self._shared(blocks).chance if spec.admission == "learned" else None
         return ADMISSION[spec.admission](spec, blocks, chance)
 
-    def listener(self, blocks: Blocks) -> Listener:
+    def listener(self, blocks: Blocks) -> Listener | None:
         """The Traffic, if anything goes by it."""
-        return self.traffic or Deaf(blocks)
+        return self.traffic
 
     def _shared(self, blocks: Blocks) -> Traffic:
         if self.traffic is None:
