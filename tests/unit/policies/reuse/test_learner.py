@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.depth import count, report
 from tierd.policies.reuse import features, prior
-from tierd.policies.reuse.hazard import AFRESH, AGES, EDGES_S, Counts, blend
+from tierd.policies.reuse.hazard import AFRESH, AGES, EDGES_S, Counts, blend, worth
 from tierd.policies.reuse.learner import (
     HALF_LIFE,
     KINDS,
@@ -175,7 +176,7 @@ def test_a_session_is_followed_and_an_application_is_not_one() -> None:
     other = learner.hear(asks(8, second, known=2), 40.0)
     assert other.start == 0
     assert kinds(other) == [SHARED] * 2 + [NEW] * 6
-    third = learner.hear(asks(9, other, known=2, sessions=2), 50.0)
+    third = learner.hear(asks(9, other, known=6, sessions=2), 50.0)
     assert third.start == 0
 
 
@@ -214,3 +215,26 @@ def test_the_shipped_table_reads_as_it_was_written() -> None:
     assert shipped.shape[1:] == (features.GROUPS, AGES)
     assert ((shipped > 0) & (shipped < 1)).all()
     assert encode(shipped) == prior._TABLE.split()
+
+
+def test_worth_is_the_best_rate_over_all_horizons() -> None:
+    """Against the definition: for each age, the greatest P(used by the horizon) / E(time kept until then), a use being half-way in its age."""
+    hazard = np.random.default_rng(SEED).uniform(0.0, 0.9, (3, AGES))
+    widths_s = np.diff(EDGES_S)
+    for group, age in itertools.product(range(3), range(AGES)):
+        alive, gain, cost_s, best = 1.0, 0.0, 0.0, 0.0
+        for later in range(age, AGES):
+            used = float(hazard[group, later])
+            gain, cost_s = gain + alive * used, cost_s + alive * (1 - used / 2) * float(widths_s[later])
+            alive, best = alive * (1 - used), max(best, gain / cost_s)
+        assert worth(hazard)[group, age] == pytest.approx(best, rel=1e-5)
+
+
+def test_a_clock_that_goes_back_takes_nothing_away() -> None:
+    """What was seen and has faded since is not counted off again."""
+    learner = flat(half_life=1.0)
+    learner.hear(asks(9), 0.0)
+    learner.refit(1000.0)
+    learner.refit(0.0)
+    assert learner.counts().seen.min() >= 0.0
+    assert learner.counts().seen.max() > 0.0
