@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +12,20 @@ from tests.named import add
 from tierd.core.blocks import Blocks
 from tierd.policies.eviction import EVICTION
 
-BLOCKS = 16
+BLOCKS = 32
 NONE_PINNED = np.zeros(BLOCKS, dtype=bool)
-accesses = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=250)
-"""Of blocks by number."""
+ACCESSES = 300
+
+
+def drawn(seed: int) -> list[int]:
+    """Accesses to blocks by number, some much more often than others; what is popular changes half way."""
+    chooser = random.Random(seed)
+    ranks = [int(BLOCKS * chooser.random() ** 3) for _ in range(ACCESSES)]
+    return [rank if at < ACCESSES // 2 else BLOCKS - 1 - rank for at, rank in enumerate(ranks)]
+
+
+accesses = st.integers(0, 1 << 32).map(drawn)
+"""Long enough that every list of a policy fills and turns over: short ones, which Hypothesis prefers, show little."""
 
 
 class Plain(Protocol):

@@ -97,8 +97,8 @@ SYSTEM = (1, 2, 3, 4)
 """A prefix that conversations share."""
 
 
-@given(sequence=accesses, capacity=st.integers(1, 12))
-@settings(deadline=None)
+@given(sequence=accesses, capacity=st.integers(1, 24))
+@settings(deadline=None, max_examples=8)
 def test_prefix_separation_without_shared_prefixes_is_lru(sequence, capacity):
     """Evictions equal those of LRU while no block is followed by two."""
     ours = plain_evictions(Ours("prefix-separation"), sequence, capacity)
@@ -139,8 +139,8 @@ def test_a_conversation_that_goes_on_shares_nothing():
     assert cache.policy._queues.size(SHARED) == 3
 
 
-@given(sequence=accesses, capacity=st.integers(1, 12))
-@settings(deadline=None)
+@given(sequence=accesses, capacity=st.integers(1, 24))
+@settings(deadline=None, max_examples=8)
 def test_attention_without_reports_is_lru_in_rounds(sequence, capacity):
     """Evictions equal those of LRU in which the first blocks of sequences are passed three times."""
     ours = plain_evictions(Ours("attention", positions=2), sequence, capacity)

@@ -74,16 +74,16 @@ class PlainHyperbolic:
         self.uses[block], self.came[block] = 1, self.now
 
 
-@given(sequence=accesses, capacity=st.integers(1, 12))
-@settings(deadline=None)
+@given(sequence=accesses, capacity=st.integers(1, 24))
+@settings(deadline=None, max_examples=8)
 def test_gdsf_is_the_pseudocode_of_its_paper(sequence, capacity):
     """Evictions equal those of GDSF with all sizes equal, costs by position, and rounded worths."""
     ours = plain_evictions(Ours("gdsf", POSITIONS), sequence, capacity)
     assert ours == plain_evictions(PlainGdsf(), sequence, capacity)
 
 
-@given(sequence=accesses, capacity=st.integers(1, 12))
-@settings(deadline=None)
+@given(sequence=accesses, capacity=st.integers(1, 24))
+@settings(deadline=None, max_examples=8)
 def test_hyperbolic_is_the_priority_of_its_paper(sequence, capacity):
     """Evictions equal those of the least n / t, as long as every block has an epoch of its own."""
     ours = plain_evictions(Ours("hyperbolic"), sequence, capacity)

@@ -70,9 +70,15 @@ class S3Fifo:
 
     def forget(self, blocks: Ids) -> None:
         """The blocks have left; those that were passed for it move."""
-        is_small = self._queues.queue[blocks] == SMALL
-        self._main.leave(blocks[~is_small])
-        self._leave_small(blocks[is_small])
+        is_rare = (self._queues.queue[blocks] == SMALL) & (self._main.credit[blocks] <= 1)
+        self._leave_small(blocks[is_rare])
+        rest = blocks[~is_rare]
+        if len(rest):
+            self._promote()
+        is_small = self._queues.queue[rest] == SMALL
+        self._left.remember(self._blocks.keys(rest[is_small]))
+        self._queues.remove(rest[is_small])
+        self._main.leave(rest[~is_small])
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
         """The `count` that the paper's algorithm would name next, or None."""
@@ -107,11 +113,14 @@ class S3Fifo:
         """Out of S; what was used often and stood before the last of them goes to M."""
         if not len(blocks):
             return
-        rare = blocks[self._main.credit[blocks] <= 1]
-        last = int(self._queues.stamps[rare].max(initial=0))
-        promoted = self._queues.until(SMALL, last)[: self._above()]
-        promoted = promoted[self._main.credit[promoted] > 1]
+        passed = self._queues.until(SMALL, int(self._queues.stamps[blocks].max()))[: self._above()]
         self._left.remember(self._blocks.keys(blocks))
         self._left.trim(self._most * GHOST_PARTS // SMALL_PART)
         self._queues.remove(blocks)
-        self._main.put(promoted[self._queues.stamps[promoted] > 0], 0)
+        self._main.put(passed[self._main.credit[passed] > 1], 0)
+
+    def _promote(self) -> None:
+        """M's turn came: all that S has above its share was used often, or it is not M's turn."""
+        above = np.concatenate([np.zeros(0, dtype=np.int64), *part(self._queues.walk(SMALL), 0, self._above())])
+        if (self._main.credit[above] > 1).all():
+            self._main.put(above, 0)

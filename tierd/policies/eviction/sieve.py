@@ -73,6 +73,8 @@ class Sieve:
             self._pass(self._queues.until(AHEAD, last))
             rest = rest[~now]
         self._take(rest)
+        if not self._queues.size(AHEAD):
+            self._begin_round()  # now: what comes next is at the front, where the hand has been
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
         """The `count` that the hand would come to next, or None."""
