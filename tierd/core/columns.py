@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST_STEP_ROWS = 256
-MOST_STEP_ROWS = 1 << 15
+MOST_STEP_ROWS = 1 << 14
 
 
 def lengthen(column: NDArray[Any], rows: int, fill: int = 0) -> None:
