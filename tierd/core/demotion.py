@@ -68,15 +68,12 @@ class Demotion:
         self._room.drop(tier, self._room.tails_first(tier, victims[safe]), draft)
 
     def _drain(self, tier: int, limit: int, draft: Draft) -> int:
-        """Sends up to `limit` victims that deserve a write; goes on while none was found and others were declined. How many were sent."""
-        sent, declined = 0, 1
-        while declined and not sent:
-            victims, at, declined = self._victims(tier), 0, 0
-            while at < len(victims) and sent < limit:
-                asked = victims[at : at + limit - sent]
-                worthy = self._worthy(tier, asked, draft.now)
-                sent += self._send(tier, worthy, draft)
-                at, declined = at + len(asked), declined + len(asked) - len(worthy)
+        """Sends up to `limit` victims that deserve a write, past those that do not. How many were sent."""
+        sent, at, victims = 0, 0, self._victims(tier)
+        while at < len(victims) and sent < limit:
+            asked = victims[at : at + limit - sent]
+            sent += self._send(tier, self._worthy(tier, asked, draft.now), draft)
+            at += len(asked)
         return sent
 
     def _worthy(self, tier: int, victims: Ids, now: float) -> Ids:
