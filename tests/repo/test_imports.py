@@ -52,6 +52,7 @@ BUILDERS: dict[str, set[str]] = {
     "client/device.py": {"kernels"},  # NVIDIA's driver by its bindings, and no kernel
     "server/lifecycle.py": {"policies", "mover"},
     "server/assembly.py": {"policies", "mover"},
+    "server/learned.py": {"policies"},  # it keeps what the learner of reuse knows
     "cli/daemon.py": {"server", "logs"},
     "cli/leftovers.py": {"server", "tiers"},
     "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
