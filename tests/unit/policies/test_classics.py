@@ -214,7 +214,7 @@ def test_a_policy_is_the_pseudocode_of_its_paper(name, sequence, capacity):
     assert plain_evictions(Ours(name), sequence, capacity) == plain_evictions(model, sequence, capacity)
 
 
-@given(sequence=accesses.map(lambda blocks: [block % 16 for block in blocks[:60]]), capacity=st.integers(2, 12))
+@given(sequence=accesses.map(lambda blocks: [block % 16 for block in blocks]), capacity=st.integers(2, 12))
 @settings(deadline=None, max_examples=8)
 def test_w_tinylfu_is_the_pseudocode_of_its_paper(sequence, capacity):
     """Evictions equal those of W-TinyLFU with exact counts, while the sketch has neither aged nor met two names in all four counters."""
