@@ -106,23 +106,25 @@ class Room:
         return np.asarray(self._index.nearest(blocks, self._farther(tier)) >= 0, bool)
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
-        """Those victims, in their order, that have no tracked child but ones that come before them and may go themselves."""
+        """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""
         blocks = self._index.blocks
         children = self._index.children[tier][victims]
         strict = (children > 0) & ~blocks.lax[victims]
         if not strict.any():
             return victims
-        order = np.argsort(victims)
+        order, rows = np.argsort(victims), np.arange(len(victims))
         parents = blocks.parent[victims]
         at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
-        first = (victims[at] == parents) & (at > np.arange(len(victims)))
-        waits = np.append(strict & (np.bincount(at[first], minlength=len(victims)) != children), True)
-        above = np.append(np.where(first & strict[at], at, len(victims)), len(victims))
+        kin = victims[at] == parents
+        waits = np.append(strict & (np.bincount(at[kin], minlength=len(victims)) != children), True)
+        above = np.append(np.where(kin & strict[at], at, len(victims)), len(victims))
         leap = above
         while not waits[above[waits]].all():  # who waits keeps all above it waiting: 1 step up, then 2, 4, 8, ...
             waits[leap[waits]] = True
             leap = leap[leap]
-        return np.asarray(victims[~waits[:-1]], np.int64)
+        if (above[:-1] < rows).any():
+            rows = np.lexsort((-blocks.position[victims].astype(np.int64), _turns(above)))
+        return np.asarray(victims[rows[~waits[rows]]], np.int64)
 
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
@@ -230,3 +232,14 @@ class Room:
             return False
         self.drop(tier, blocks, draft)
         return True
+
+
+def _turns(above: Ids) -> Ids:
+    """Of rows of a forest, the greatest number among a row and all below it. above: the row of each one's parent, or the number of rows; that one has none."""
+    turns, leap = np.append(np.arange(len(above) - 1), -1), above
+    for _ in range(len(above).bit_length()):
+        np.maximum.at(turns, leap, turns.copy())
+        leap = leap[leap]
+        if (leap == len(above) - 1).all():
+            break
+    return turns[:-1]
