@@ -70,7 +70,7 @@ def _segment() -> Any:
 
 
 def _eviction() -> Any:
-    return _key("lru", "Policy that chooses which blocks leave, by its name in tierd/policies/eviction.")
+    return _key("reuse-index", "Policy that chooses which blocks leave, by its name in tierd/policies/eviction.")
 
 
 @dataclass(frozen=True, config=_CLOSED)

@@ -22,6 +22,7 @@ CONFIG = """\
 [[host]]
 capacity = "32 MiB"
 segment = "2 MiB"
+eviction = "lru"
 
 [[nvme]]
 capacity = "128 MiB"
