@@ -59,6 +59,17 @@ def _low_watermark() -> Any:
     )
 
 
+def _headroom() -> Any:
+    return _key(
+        0.0,
+        "Share of the capacity that is kept free for requests in progress: between requests the coldest leave until it is. What a request brings"
+        " then displaces nothing that is worth more.",
+        unit="share of capacity",
+        least=0.0,
+        most=0.9,
+    )
+
+
 def _segment() -> Any:
     return _key(
         "auto",
@@ -206,6 +217,7 @@ class DeviceConfig:
     )
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
+    headroom: float = _headroom()
     eviction: str = _eviction()
 
 
@@ -229,6 +241,7 @@ class HostConfig:
     release_on_exit: bool = _key(False, "Free the memory at shutdown, so that the next start is cold.")
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
+    headroom: float = _headroom()
     eviction: str = _eviction()
 
 
@@ -270,6 +283,7 @@ class NvmeConfig:
     retry_pause_limit: Seconds = _key("2 s", "The longest of these pauses.", unit="seconds", least=0.01)
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
+    headroom: float = _headroom()
     eviction: str = _eviction()
     admission: Literal["learned", "all", "second-touch", "tinylfu"] = _key(
         "learned",

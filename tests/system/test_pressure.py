@@ -114,6 +114,21 @@ def test_demoted_blocks_come_back_from_nvme() -> None:
             client.call(client.admin.Quiesce, apb.QuiesceRequest(deadline_s=30))
 
 
+def test_headroom_is_free_between_requests() -> None:
+    """A tier that is told to keep a quarter free takes a put into it, and has a quarter free again afterwards; what left is on NVMe."""
+    with (
+        Daemon(CONFIG.replace("[[nvme]]", "headroom = 0.25\n\n[[nvme]]")) as daemon,
+        RawClient(daemon.target) as client,
+    ):
+        namespace = client.open_namespace(block_bytes=128 * 1024)
+        chains = [chain(seed, 48) for seed in range(5)]  # 30 MiB of 32
+        for hashes in chains:
+            assert _put(client, namespace, hashes, length=128 * 1024) == 48
+        client.call(client.admin.Quiesce, apb.QuiesceRequest(deadline_s=30))
+        assert 0 < _host(client).used_bytes <= 24 * MIB
+        assert all(_get(client, namespace, hashes) == 48 for hashes in chains)
+
+
 @pytest.mark.parametrize("sessions", [2, 8])
 def test_asking_for_twice_the_tier(daemon: Daemon, sessions: int) -> None:
     """Sessions that together ask for twice the tier, each holding what it got while asking for more, all end within their deadline."""

@@ -329,6 +329,7 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
         writer_owned=not stored,
         high_watermark=table.high_watermark,
         low_watermark=table.low_watermark,
+        headroom_bytes=int(table.headroom * table.capacity),
         eviction=table.eviction,
         **_worn(table),
     )
