@@ -56,9 +56,9 @@ class Demotion:
             self._clear(tier, draft)
 
     def _clear(self, tier: int, draft: Draft) -> None:
-        """Drops what is coldest and takes of the headroom; not what is still to be written."""
+        """Drops what is coldest and takes of the headroom; not what is still to be written, nor others in its place."""
         pages_of = self._index.tiers[tier]
-        over = pages_of.staying_bytes - self._rest_bytes(tier)
+        over = pages_of.staying_bytes - self._rest_bytes(tier) - self._going(tier)[WHOLE]
         if not pages_of.spec.headroom_bytes or over <= 0:
             return
         victims = self._room.coldest(tier, self._count(tier, over))
