@@ -112,17 +112,19 @@ class ReuseIndex:
         order, at, step = self._sorted(), 0, _SCANNED_RUNS
         while missing and at < len(order):
             rows = order[at : at + step]
-            live = (self._alive[rows] > 0) & (self._serial[rows] == self._serials[at : at + step])
-            blocks = self._alive_in(rows[live])
+            live = np.flatnonzero((self._alive[rows] > 0) & (self._serial[rows] == self._serials[at : at + step]))
+            enough = int(np.searchsorted(np.cumsum(self._alive[rows[live]]), missing)) + 1
+            at, step = at + (int(live[enough - 1]) + 1 if enough <= len(live) else step), 2 * step
+            blocks = self._alive_in(rows[live[:enough]])
             found.append(blocks[~pinned[blocks]][:missing])
             missing -= len(found[-1])
-            at, step = at + step, 2 * step
         return None if missing else np.concatenate(found)
 
     # -- runs
 
     def _leave(self, blocks: Ids) -> None:
-        rows, counts = np.unique(self._run[blocks], return_counts=True)
+        runs = self._run[blocks]
+        rows, counts = (runs[:1], len(runs)) if (runs == runs[0]).all() else np.unique(runs, return_counts=True)
         self._alive[rows] -= counts
         for row in rows[self._alive[rows] == 0].tolist():
             self._end(row)
@@ -138,8 +140,9 @@ class ReuseIndex:
             self._tick_s, self._order = now, None
             self._open.clear()
         kins = (self._blocks.last_used[blocks] // TICK_S).astype(np.int64) * _GROUPS + self._blocks.group[blocks]
-        for kin in dict.fromkeys(kins.tolist()):
-            mine = blocks[kins == kin]
+        alike = bool((kins == kins[0]).all())
+        for kin in kins[:1].tolist() if alike else dict.fromkeys(kins.tolist()):
+            mine = blocks if alike else blocks[kins == kin]
             row = self._open.get(kin)
             row = self._begin(kin) if row is None else row
             members = self._members[row]
