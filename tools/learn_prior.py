@@ -1,7 +1,8 @@
 """Writes what the reuse index believes before it has heard anything: `python -m tools.learn_prior TRACE...`.
 
-Each trace gives one expert: the learner hears all of it, from nothing and without forgetting. Which expert is right for the traffic at hand, and
-where, the learner finds out itself (`hazard.blend`). Made again whenever groups or ages change.
+Each trace gives one expert: the learner hears all of it, from nothing and without forgetting. One more knows no trace: what waits is the less
+likely used the longer it has waited, which is LRU's order. Which expert is right for the traffic at hand, and where, the learner finds out itself
+(`hazard.blend`). Made again whenever groups or ages change.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def know_nothing() -> Floats:
     """One expert who expects a use in a quarter of an hour, and of what has waited longer the less often the longer it has."""
     rate = np.minimum(1 / 1000, 0.5 / np.maximum(EDGES_S[:-1], 1.0))
     return np.tile(np.diff(EDGES_S) * rate, (1, features.GROUPS, 1))
+
+
+def recency() -> Floats:
+    """One expert, [groups, ages], for traffic unlike all traces: a rate that falls as one over the wait, the same for all groups."""
+    middle_s = (EDGES_S[:-1] + EDGES_S[1:]) / 2
+    return np.tile(np.diff(EDGES_S) * 0.3 / (middle_s + 60.0), (features.GROUPS, 1))
 
 
 def hear(trace: Trace, learner: Learner) -> None:
@@ -54,7 +61,7 @@ def expert(path: Path) -> Floats:
 
 def main() -> int:
     """Replaces the table in prior.py."""
-    lines = encode(np.stack([expert(Path(argument)) for argument in sys.argv[1:]]))
+    lines = encode(np.stack([*(expert(Path(argument)) for argument in sys.argv[1:]), recency()]))
     head, _, tail = TARGET.read_text().partition("_TABLE = r" + FENCE)
     TARGET.write_text(head + "_TABLE = r" + FENCE + "\n" + "\n".join(lines) + "\n" + FENCE + tail.split(FENCE, 1)[1])
     return 0

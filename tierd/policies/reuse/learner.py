@@ -6,9 +6,9 @@ Invariants: bounded memory (REQUESTS rows, GROUPS x AGES counts); nothing random
 `worth` changes in `refit` and `restore` alone; only what is known when a request comes is used.
 
 How it learns. A request splits its whole blocks into parts: those that several sessions asked for, by how many (`shared`), those that its own
-session asked for before (`old`), and `new` ones. A part has a group (`features.py`) and a moment. When a later request asks for it
-again, the time between is an event of that group; until then the part counts as seen at the ages that it went through. Counts fade with
-the requests that come. `hazard.py` makes hazards of them, starting from `prior.py`, learnt on the developers' traces.
+session asked for before (`old`), and `new` ones. A part has a group (`features.py`) and a moment. When a later request, whichever session it is
+of, asks for at least half of it again, the time between is an event of that group; until then the part counts as seen at the ages that it went
+through. Counts fade with the requests that come. `hazard.py` makes hazards of them, starting from `prior.py`, learnt on the developers' traces.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Groups:
 
 @dataclass
 class _Rows:
-    """The remembered requests, by row number modulo their count; what `state` saves. stuck: times in a row that the session did not grow."""
+    """The remembered requests, by row number modulo their count; what `state` saves. stuck: times in a row that the session did not grow; size: blocks by part."""
 
     number: Ids
     at_s: Floats
@@ -86,12 +86,17 @@ class _Rows:
     stuck: Ids
     group: NDArray[np.int16]
     waiting: NDArray[np.int8]
+    size: NDArray[np.int32]
 
     @classmethod
     def empty(cls, count: int) -> _Rows:
         """None remembered."""
         none, zeros = np.full(count, -1, np.int64), np.zeros(count, np.int64)
-        parts = np.zeros((count, KINDS), np.int16), np.full((count, KINDS), _CLOSED, np.int8)
+        parts = (
+            np.zeros((count, KINDS), np.int16),
+            np.full((count, KINDS), _CLOSED, np.int8),
+            np.zeros((count, KINDS), np.int32),
+        )
         return cls(none, np.zeros(count), np.zeros(count), zeros.copy(), zeros.copy(), zeros.copy(), zeros, *parts)
 
 
@@ -124,15 +129,14 @@ class Learner:
         """A request has come: its known parts were used again; what its blocks are now. now: seconds that go on over restarts."""
         before = self._continued(request)
         row, self._heard = self._heard % ROWS, self._heard + 1
-        self._close_shared(request.parts, now)
-        if before >= 0:
-            self._close_session(before, len(request.parts), now)
+        self._close_used(request.parts, now)
         at = row % self._requests
         self._remember(at, before, request, now)
         self._rows.number[at] = row
         kinds, start = self._kinds(at, request)
         self._rows.group[at] = self._groups_of(at, request)
         self._rows.waiting[at, kinds] = 0
+        self._rows.size[at] = np.bincount(kinds, minlength=KINDS)
         return Groups(start, self._rows.group[at][kinds].astype(np.int64), row * KINDS + kinds)
 
     def refit(self, now: float) -> None:
@@ -185,19 +189,13 @@ class Learner:
         rows = self._rows
         return int(rows.stuck[before]) + 1 if known <= rows.start[before] and known < rows.blocks[before] else 0
 
-    def _close_shared(self, parts: Ids, now: float) -> None:
-        runs = parts[np.append(parts[:-1] != parts[1:], True)] if len(parts) else parts
-        for part in runs.tolist():
+    def _close_used(self, parts: Ids, now: float) -> None:
+        """A part is used again when at least half of its blocks are, whoever asks."""
+        ends = np.flatnonzero(np.append(parts[:-1] != parts[1:], True)) if len(parts) else parts
+        for part, blocks in zip(parts[ends].tolist(), np.diff(ends, prepend=-1).tolist(), strict=True):
             at = self._slot(part // KINDS)
-            if at >= 0 and part % KINDS >= SHARED:
+            if at >= 0 and 2 * blocks >= self._rows.size[at, part % KINDS]:
                 self._close(at, part % KINDS, now)
-
-    def _close_session(self, before: int, known: int, now: float) -> None:
-        """The old part is used again; the new one if at least half of it is."""
-        start, blocks = int(self._rows.start[before]), int(self._rows.blocks[before])
-        self._close(before, OLD, now)
-        if 2 * known >= start + blocks:
-            self._close(before, NEW, now)
 
     def _close(self, at: int, kind: int, now: float) -> None:
         """Counts the ages since the last refit and the use; once."""

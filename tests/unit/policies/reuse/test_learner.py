@@ -180,6 +180,24 @@ def test_a_session_is_followed_and_an_application_is_not_one() -> None:
     assert third.start == 0
 
 
+def test_a_part_is_used_when_half_of_it_is_whoever_asks() -> None:
+    """Another session that asks for at least half of what a session asked for alone is a use of it; one that asks for less is none."""
+    learner, group = flat(), features.first_group(9)
+    for known, uses in ((4, 0), (5, 1)):
+        first = learner.hear(asks(9), 0.0)
+        other = learner.hear(asks(12, first, known=known, sessions=2), 10.0)
+        assert other.start == 0
+        assert learner.counts().used[group].sum() == uses
+
+
+def test_an_expert_in_the_shipped_table_is_recency() -> None:
+    """The last one tells no groups apart, and to it no block is worth more for having waited: traffic unlike all traces is left to LRU."""
+    recency = worth(prior_hazards()[-1])
+    assert np.ptp(recency, axis=0).max() == 0.0
+    assert (np.diff(recency[0]) <= 0).all()
+    assert recency[0, -1] < recency[0, 0] / 10
+
+
 def test_what_was_replaced_belongs_to_the_session_still() -> None:
     """A request that comes back to where the last one began to be new goes on with the session: its new part was for once only."""
     learner = flat()
