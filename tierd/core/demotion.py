@@ -56,10 +56,10 @@ class Demotion:
             self._clear(tier, draft)
 
     def _clear(self, tier: int, draft: Draft) -> None:
-        """Drops what is coldest and takes of the headroom; not what is still to be written, nor others in its place."""
+        """Drops what is coldest and takes of the headroom; not what is still to be written, nor, while it is, others in its place."""
         pages_of = self._index.tiers[tier]
-        over = pages_of.staying_bytes - self._rest_bytes(tier) - self._going(tier)[WHOLE]
-        if not pages_of.spec.headroom_bytes or over <= 0:
+        over = pages_of.staying_bytes - self._rest_bytes(tier)
+        if not pages_of.spec.headroom_bytes or over <= 0 or self._going(tier)[WHOLE]:
             return
         victims = self._room.coldest(tier, self._count(tier, over))
         sizes = np.cumsum(pages_of.class_bytes(self._index.attached(tier, victims)))
