@@ -333,7 +333,7 @@ def test_a_segment_has_one_writer(shared_daemon: Daemon) -> None:
     """Whoever did not reserve in a segment gets a descriptor that cannot be mapped for writing, whatever it was told before."""
     with BlockClient(shared_daemon.target) as writer, BlockClient(shared_daemon.target) as reader:
         namespace = writer.open_namespace()
-        _, handles = writer.reserve(namespace, chain(1, 2))
+        _, handles = writer.reserve(namespace, chain(332, 2))
         place = {"op": "map", "tier": int(handles["tier"][0]), "segment": int(handles["segment"][0])}
         for client, is_writer in ((writer, True), (reader, False)):
             reply, fds = ask(client.socket, place)
