@@ -17,10 +17,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench import daemon_start, data_plane, index_scale
+from tools.bench import daemon_start, data_plane, index_scale, recording
 from tools.bench.rows import Row
 
-SUITES = {"daemon_start": daemon_start.rows, "data_plane": data_plane.rows, "index_scale": index_scale.rows}
+SUITES = {
+    "daemon_start": daemon_start.rows,
+    "data_plane": data_plane.rows,
+    "recording": recording.rows,
+    "index_scale": index_scale.rows,
+}
 RESULT = Path("build/bench.json")
 
 

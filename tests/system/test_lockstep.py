@@ -1,0 +1,142 @@
+"""`tierctl replay --lockstep` and `tierctl simulate` of the same trace: the same hits in every tier and the same bytes written, to the last digit.
+
+The configurations are what a person would write: capacities, and nothing else but the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.depth import count, report
+from tierd.cli.ctl import cli
+from tierd.cli.trace import TOKENS_PER_BLOCK, read_trace
+from tierd.simulator.sequences import Measure, trace_of
+from tierd.testing import Daemon
+
+POLICIES = ("lru", "default", "reuse-index")
+NARROW = {"host": "8 MiB", "nvme": "64 MiB"}
+WIDE = {"host": "32 MiB", "nvme": "1 GiB"}
+THREE = {"device": "8 MiB", "host": "8 MiB", "nvme": "64 MiB"}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the prompt tokens, what was found in each kind of tier; and what was written to NVMe, in footprints of the trace."""
+
+    hits: dict[str, float]
+    nvme_writes: float
+
+
+def asked(*arguments: str) -> dict[str, Any]:
+    """A verb's JSON."""
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def config_of(tiers: dict[str, str], policy: str) -> str:
+    """Capacities, the clock, and a policy unless it is the default."""
+    chosen = "" if policy == "default" else f'eviction = "{policy}"\n'
+    tables = [f'\n[[{kind}]]\ncapacity = "{size}"\n{chosen}' for kind, size in tiers.items()]
+    return '[server]\nclock = "replay"\n' + "".join(tables)
+
+
+def replayed(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> Shares:
+    """What a daemon makes of a trace."""
+    with Daemon(config_of(tiers, policy)) as daemon:
+        target = ("--target", daemon.target)
+        sums = asked("replay", str(trace), "--lockstep", *options, *target)
+        written = {tier["name"]: tier["bytes_written"] for tier in asked("tiers", *target)["tiers"]}
+    assert (sums["wrong_blocks"], list(sums["tier_ratios"])) == (0, [f"{kind}.0" for kind in tiers])
+    limit = int(options[options.index("--limit") + 1]) if "--limit" in options else None
+    footprint = trace_of(read_trace(trace, limit=limit), name="").distinct_bytes(Measure())
+    return Shares({kind: sums["tier_ratios"][f"{kind}.0"] for kind in tiers}, written["nvme.0"] / footprint)
+
+
+def simulated(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> Shares:
+    """What the simulator makes of it."""
+    sizes = [text for kind, size in tiers.items() for text in (f"--{kind}", size)]
+    (row,) = asked("simulate", str(trace), "--policy", policy, *sizes, *options)["rows"]
+    assert row["prefix_token_hit"] == pytest.approx(sum(row[f"{kind}_hit"] for kind in tiers))
+    return Shares({kind: row[f"{kind}_hit"] for kind in tiers}, row["nvme_writes_footprints"])
+
+
+def check_same(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> Shares:
+    """Replays and simulates; gives what both came to."""
+    found, wanted = replayed(trace, tiers, policy, *options), simulated(trace, tiers, policy, *options)
+    report("lockstep", trace=trace.name, policy=policy, **{k: round(v, 6) for k, v in wanted.hits.items()})
+    assert found == wanted
+    return found
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight conversations over a common beginning that take turns and grow, beyond what the narrowest tier holds."""
+    rng, ids, path = random.Random(11), iter(range(10**9)), tmp_path_factory.mktemp("trace") / "made-up"
+    held, lines = [[0, 1] for _ in range(8)], []
+    for number in range(count(test=32, nightly=300, weekly=1_000)):
+        blocks = held[rng.randrange(8)]
+        blocks += [next(ids) + 2 for _ in range(rng.randint(4, 16))]
+        short = {
+            "input_length": len(blocks) * TOKENS_PER_BLOCK + rng.randint(1, 512),
+            "hash_ids": [*blocks, next(ids) + 2],
+        }
+        lines.append({"timestamp": number * 9_000} | short)
+        if len(blocks) > 70:
+            del blocks[2:]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tiers", [NARROW, WIDE, THREE], ids=lambda tiers: "-".join(tiers.values()))
+def test_the_simulator_equals_the_daemon(made_up: Path, tiers: dict[str, str], policy: str) -> None:
+    """On a made-up trace hits of every tier and bytes written are the same; where there is little room every tier takes part."""
+    shares = check_same(made_up, tiers, policy)
+    assert all(shares.hits.values()) or tiers is not NARROW
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_simulator_equals_the_daemon_on_real_chat(shared: Path, policy: str) -> None:
+    """So they are on the first requests of a production trace."""
+    trace, limit = shared / "traces" / "conversation_a.jsonl.gz", count(test=40, nightly=600, weekly=3_000)
+    assert any(check_same(trace, NARROW, policy, "--limit", str(limit)).hits.values())
+
+
+@pytest.mark.timeout(1800)
+def test_the_simulator_equals_the_daemon_with_blocks_of_several_sizes(made_up: Path, tmp_path: Path) -> None:
+    """So they are for a recording of two namespaces, each with its own block size, whose ids mean other blocks in each."""
+    path, requests = tmp_path / "two", read_trace(made_up, limit=20)
+    lines = [
+        {
+            "timestamp": request.time_ms,
+            "input_length": request.tokens if number % 2 else -(-request.tokens // 32),
+            "hash_ids": request.blocks,
+            "namespace": number % 2,
+            "tokens_per_block": 512 if number % 2 else 16,
+            "block_bytes": 65536 if number % 2 else 32768,
+        }
+        for number, request in enumerate(requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found, wanted = replayed(path, NARROW, "default"), simulated(path, NARROW, "default")
+    assert found == wanted
+    assert found.hits["host"]
+
+
+@pytest.mark.timeout(1800)
+def test_the_nearest_tier_may_be_named(made_up: Path) -> None:
+    """`replay --tier device` is what is simulated where there is a device tier."""
+    options = ("--limit", "20")
+    found = replayed(made_up, THREE, "default", "--tier", "device", *options)
+    assert found == simulated(made_up, THREE, "default", *options)

@@ -1,0 +1,67 @@
+"""What a recording costs those who are recorded: acquires a second of a real daemon with one, against those without in the same run.
+
+Both take turns in short slices, in either order, so that a drifting machine colours both alike. The lock of the interpreter and the second core are
+what they share with the thread that writes; a machine with nothing else to do shows the least.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import Connection, connect
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
+from tierd.testing import Daemon, chain
+from tools.bench.rows import Row, row_of
+
+BLOCK_BYTES, CHAINS, REPEATS, SLICE_S = 4096, 16, 15, 1.0
+CONFIG = """\
+[[host]]
+capacity = "128 MiB"
+"""
+
+
+class Bench:
+    """A client that acquires and releases chains of so many blocks, all of them held."""
+
+    def __init__(self, client: Client, operator: Connection, *, blocks: int) -> None:
+        self._client, self._operator, self._blocks = client, operator, blocks
+        spec = NamespaceSpec(model=f"bench-{blocks}", tokens_per_block=16, block_bytes=BLOCK_BYTES)
+        self._space: OpenedNamespace = client.open_namespace(spec)
+        self._chains = [chain(number, blocks) for number in range(CHAINS)]
+        for hashes in self._chains:
+            client.put(self._space, hashes, [bytes(BLOCK_BYTES)] * blocks)
+
+    def rate(self) -> float:
+        """Acquires a second, each with its release, over one slice."""
+        begun, done = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - begun) < SLICE_S:
+            with self._client.acquire(self._space, self._chains[done % CHAINS]) as lease:
+                assert len(lease.handles) == self._blocks
+            done += 1
+        return done / elapsed
+
+    def recorded_rate(self) -> float:
+        """The same while everything is recorded, and nothing lost."""
+        self._operator.ask(pb.RecordStartRequest(name=f"bench-{time.monotonic_ns()}"))
+        rate = self.rate()
+        told = self._operator.ask(pb.RecordStopRequest())
+        assert (told.lost, told.reason) == (0, "stopped")
+        return rate
+
+
+def rows(repeats: int = REPEATS) -> list[Row]:
+    """`record_acquire_32` and `record_acquire_256`: acquires a second under recording, against those without."""
+    found = []
+    with Daemon(CONFIG) as daemon, Client(daemon.target) as client, connect(daemon.target) as operator:
+        for blocks in (32, 256):
+            bench = Bench(client, operator, blocks=blocks)
+            bench.rate()  # the first ones touch fresh memory
+            plain, recorded = list[float](), list[float]()
+            sides = ((plain, bench.rate), (recorded, bench.recorded_rate))
+            for number in range(repeats):
+                for rates, measure in sides[:: -1 if number % 2 else 1]:
+                    rates.append(measure())
+            meaning = f"acquires of {blocks} blocks under recording, against those without; at least 0.98 is promised"
+            found.append(row_of(f"record_acquire_{blocks}", recorded, unit="1/s", limits=plain, meaning=meaning))
+    return found
