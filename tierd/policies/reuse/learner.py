@@ -191,11 +191,15 @@ class Learner:
 
     def _close_used(self, parts: Ids, now: float) -> None:
         """A part is used again when at least half of its blocks are, whoever asks."""
-        ends = np.flatnonzero(np.append(parts[:-1] != parts[1:], True)) if len(parts) else parts
-        for part, blocks in zip(parts[ends].tolist(), np.diff(ends, prepend=-1).tolist(), strict=True):
-            at = self._slot(part // KINDS)
-            if at >= 0 and 2 * blocks >= self._rows.size[at, part % KINDS]:
-                self._close(at, part % KINDS, now)
+        if not len(parts):
+            return
+        ends, begin = [*(np.flatnonzero(parts[1:] != parts[:-1]) + 1).tolist(), len(parts)], 0
+        for end in ends:
+            row, kind = divmod(int(parts[begin]), KINDS)
+            at = self._slot(row)
+            if at >= 0 and 2 * (end - begin) >= int(self._rows.size[at, kind]):
+                self._close(at, kind, now)
+            begin = end
 
     def _close(self, at: int, kind: int, now: float) -> None:
         """Counts the ages since the last refit and the use; once."""
