@@ -30,6 +30,7 @@ from typing import Any, Self
 
 import numpy as np
 
+import tests.system.early
 import tierd.client.aio
 import tierd.client.rpc
 import tierd.client.rpc_aio
@@ -181,7 +182,8 @@ def main() -> None:
     function(Talk(), place["target"], **place["given"])
 
 
-# What is imported late is imported now, before the user changes.
+# What is imported late is imported now, before the user changes; what must be first in a child, before tierd.
+assert tests.system.early
 assert tierd.client.rpc and tierd.client.rpc_aio and tierd.client.aio
 assert len(content_of(bytes(32), 8)) == 8
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.system.blocks import await_true
+from tests.system.early import first_in_child
 from tests.system.elsewhere import Child, Elsewhere, Talk
 from tests.system.sdk import (
     BIG,
@@ -212,6 +213,10 @@ def test_child_cannot_touch_writable_memory(daemon: Daemon, what: str) -> None:
 def touching(talk: Talk, target: str, *, what: str) -> None:
     """A child writes to a reserved page, or reads a view in a segment that the parent writes; another does so after calls of its own."""
     mine = Holding(target)
+    taken: list[mmap.mmap] = []
+
+    def take() -> None:
+        taken.extend(mmap.mmap(-1, 4 * MIB) for _ in range(32))  # whatever is free near the old addresses
 
     def touch() -> int:
         if what == "reserved page":
@@ -220,9 +225,10 @@ def touching(talk: Talk, target: str, *, what: str) -> None:
 
     def touch_later() -> int:
         use_client(mine.client, 5)
-        taken = [mmap.mmap(-1, 4 * MIB) for _ in range(32)]  # whatever is free near the old addresses
-        return touch() + len(taken)
+        take()
+        return touch()
 
+    first_in_child.append(take)
     for work in (touch, touch_later):
         forked = Child(work)
         forked.result()

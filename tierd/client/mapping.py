@@ -1,8 +1,8 @@
 """Segments mapped into this process, for exactly as long as an array made from them is alive.
 
 Purpose: a descriptor to an array. Non-purpose: which segment. Invariants: no descriptor is kept; a mapping is read-only unless this
-session is the segment's writer; a writable one is not inherited by a forked child, where nothing else ever lies at its address, so that
-touching it ends the child and never reads other memory; nothing is unmapped twice or in the wrong process. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
+session is the segment's writer; a forked child has nothing but a fence where a writable one was, so that touching it ends the child and
+never reads other memory; nothing is unmapped twice or in the wrong process. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _writable: dict[int, int] = {}
 """Address to length of what this process has mapped for writing."""
 
 _FAILED = ctypes.c_void_p(-1).value
-_MAP_FIXED_NOREPLACE = 0x100000  # Linux 4.17; the module mmap has no names for these
+_MAP_FIXED = 0x10  # the module mmap has no name for it
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
 
 
@@ -101,7 +101,6 @@ def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
     _libc.madvise(address, length, mmap.MADV_DONTDUMP)
     if writable:
         _writable[address] = length
-        _libc.madvise(address, length, mmap.MADV_DONTFORK)
     view = memoryview(memory)
     return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
 
@@ -121,10 +120,14 @@ def _unmap(address: int, length: int, pid: int) -> None:
 
 
 def _fence_off() -> None:
-    """In a child: what was writable is not there. Nothing may take its place, for the parent's arrays still point to it."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    """In a child: a fence takes the place of what was writable, in one step.
+
+    MADV_DONTFORK would leave a hole until here, and what ran earlier in the child may have put memory of its own into it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for address, length in _writable.items():
-        _libc.mmap(address, length, 0, flags, -1, 0)
+        if _libc.mmap(address, length, 0, flags, -1, 0) == _FAILED:
+            os.abort()  # better no child than one that writes to its parent's pages
     _writable.clear()
 
 

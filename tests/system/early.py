@@ -1,0 +1,17 @@
+"""What runs in a forked child before any handler of tierd's; imported before tierd, therefore."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+first_in_child: list[Callable[[], object]] = []
+"""Called in every child of this process; empty but in the tests that fill it."""
+
+
+def _run() -> None:
+    for call in first_in_child:
+        call()
+
+
+os.register_at_fork(after_in_child=_run)
