@@ -63,7 +63,8 @@ class Audit:
         assert np.array_equal(family[: blocks.top], blocks.family[: blocks.top]), "family: not the number of children"
         places = np.zeros(blocks.top, np.int64)
         for tier in self._index.tiers:
-            owners = tier.block[tier.block >= 0]
+            owners = tier.block[: tier.top]
+            owners = owners[owners >= 0]
             np.add.at(places, owners, 1)
         assert np.array_equal(places, blocks.places[: blocks.top]), "places: not the number of pages"
         assert (blocks.places[known] + blocks.family[known] > 0).all(), "a block without page and family is still known"
@@ -72,12 +73,11 @@ class Audit:
         )
 
     def _check_states(self, tier: Pages) -> None:
-        live = np.flatnonzero(tier.place >= 0)
-        assert (tier.state[tier.place < 0] == PageState.FREE).all(), (
-            f"{tier.spec.name}: a page outside segments is in use"
-        )
+        place, states = tier.place[: tier.top], tier.state[: tier.top]
+        live = np.flatnonzero(place >= 0)
+        assert (states[place < 0] == PageState.FREE).all(), f"{tier.spec.name}: a page outside segments is in use"
         for state in PageState:
-            pages = live[tier.state[live] == state]
+            pages = live[states[live] == state]
             assert tier.counts[state] == len(pages), f"{tier.spec.name}: count of {state.name} pages"
             assert tier.bytes_in[state] == tier.class_bytes(pages).sum(), (
                 f"{tier.spec.name}: bytes of {state.name} pages"
@@ -85,7 +85,7 @@ class Audit:
         whole = sum(s.pages * s.key.class_bytes for s in tier.segments if s is not None)
         assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the states do not add up to the segments"
         assert tier.used_bytes <= tier.spec.capacity_bytes, f"{tier.spec.name}: more in use than its capacity"
-        free = tier.state == PageState.FREE
+        free = np.flatnonzero(states == PageState.FREE)
         for name in ("pins", "doom", "flags", "length"):
             assert not getattr(tier, name)[free].any(), f"{tier.spec.name}: a free page has {name}"
         assert (tier.block[free] == -1).all(), f"{tier.spec.name}: a free page has a block"
@@ -112,33 +112,35 @@ class Audit:
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans)), "page ids of two segments overlap"
         # A page that is quarantined has no handles, and one that was from a segment's beginning never had a generation.
-        used = tier.generation[~np.isin(tier.state, (PageState.FREE, PageState.QUARANTINED))]
+        used = tier.generation[: tier.top][~np.isin(tier.state[: tier.top], (PageState.FREE, PageState.QUARANTINED))]
         assert len(np.unique(used)) == len(used), f"{tier.spec.name}: a generation is used twice"
         assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation from the future"
 
     def _check_quarantine(self, tier: Pages) -> None:
-        pages = np.flatnonzero(tier.state == PageState.QUARANTINED)
+        pages = np.flatnonzero(tier.state[: tier.top] == PageState.QUARANTINED)
         assert sorted(tier.quarantine) == pages.tolist(), f"{tier.spec.name}: the list of the quarantined pages"
         assert (tier.block[pages] == -1).all(), f"{tier.spec.name}: a quarantined page has a block"
         for name in ("pins", "doom", "flags", "length"):
             assert not getattr(tier, name)[pages].any(), f"{tier.spec.name}: a quarantined page has {name}"
         assert tier.quarantined_bytes <= tier.quarantine_bytes, f"{tier.spec.name}: more in quarantine than its bound"
-        faulty = np.flatnonzero(tier.fault)
+        faulty = np.flatnonzero(tier.fault[: tier.top])
         assert (tier.doom[faulty] == Reason.CORRUPTED).all(), f"{tier.spec.name}: a fault that condemned nothing"
 
     def _check_pins(self, tier: Pages) -> None:
-        pins = np.zeros(len(tier.state), np.int64)
+        pins = np.zeros(tier.top, np.int64)
         for tiers, pages in self._flights.pages():
             np.add.at(pins, pages[tiers == tier.position], 1)
         for lease in self._sessions.leases.values():
             np.add.at(pins, lease.pages_in(tier.position), 1)
-        assert np.array_equal(pins, tier.pins), f"{tier.spec.name}: pins are not those of leases and flights"
-        reserved = np.zeros(len(tier.state), bool)
+        assert np.array_equal(pins, tier.pins[: tier.top]), (
+            f"{tier.spec.name}: pins are not those of leases and flights"
+        )
+        reserved = np.zeros(tier.top, bool)
         reserved[self._reserved(tier.position)] = True
         for tiers, pages in self._flights.pages()[1:]:
             reserved[pages[tiers == tier.position]] = True
-        late = tier.doom > 0
-        assert (reserved | late | (tier.state != PageState.RESERVED)).all(), (
+        late = tier.doom[: tier.top] > 0
+        assert (reserved | late | (tier.state[: tier.top] != PageState.RESERVED)).all(), (
             f"{tier.spec.name}: a reserved page is nobody's"
         )
 
@@ -155,12 +157,12 @@ class Audit:
         return pages
 
     def _check_attachments(self, tier: Pages) -> None:
-        table = self._index.page[tier.position]
+        table = self._index.page[tier.position][: self._index.blocks.top]
         blocks = np.flatnonzero(table >= 0)
         pages = table[blocks]
         assert (tier.block[pages] == blocks).all(), f"{tier.spec.name}: a block points to a page of another"
         assert not tier.doom[pages].any(), f"{tier.spec.name}: a doomed page is attached"
-        owned = np.flatnonzero((tier.block >= 0) & (tier.doom == 0))
+        owned = np.flatnonzero((tier.block[: tier.top] >= 0) & (tier.doom[: tier.top] == 0))
         assert np.array_equal(np.sort(pages), owned), f"{tier.spec.name}: a page has a block that does not know it"
         assert (tier.pins[tier.doom > 0] > 0)[tier.block[tier.doom > 0] >= 0].all(), "a doomed page that nothing pins"
         visible = self._index.blocks.named[blocks]
@@ -170,8 +172,8 @@ class Audit:
         assert (fillers > 0)[filling].all() and not fillers[~filling].any(), "filler of a page"
 
     def _check_policy(self, tier: Pages) -> None:
-        index, t = self._index, tier.position
-        table = index.page[t]
+        index, t, top = self._index, tier.position, self._index.blocks.top
+        table = index.page[t][:top]
         state = np.zeros(len(table), np.uint8)
         state[table >= 0] = tier.state[table[table >= 0]]
         tracked = (table >= 0) & (state < PageState.RETIRING)
@@ -180,13 +182,13 @@ class Audit:
         )
         pins = np.zeros(len(table), np.int64)
         pins[table >= 0] = tier.pins[table[table >= 0]]
-        free = tracked & (pins == 0) & ~index.blocks.pinned
-        assert np.array_equal(index.held[t], ~free), f"{tier.spec.name}: held"
-        parents = index.blocks.parent[tracked]
+        free = tracked & (pins == 0) & ~index.blocks.pinned[:top]
+        assert np.array_equal(index.held[t][:top], ~free), f"{tier.spec.name}: held"
+        parents = index.blocks.parent[:top][tracked]
         children = np.bincount(parents[parents >= 0], minlength=len(table))
-        assert np.array_equal(children, index.children[t]), f"{tier.spec.name}: counts of children"
-        barred = ~free | ((children > 0) & ~index.blocks.lax)
-        assert np.array_equal(index.barred[t], barred), f"{tier.spec.name}: barred"
+        assert np.array_equal(children, index.children[t][:top]), f"{tier.spec.name}: counts of children"
+        barred = ~free | ((children > 0) & ~index.blocks.lax[:top])
+        assert np.array_equal(index.barred[t][:top], barred), f"{tier.spec.name}: barred"
         assert index.going[t] == np.count_nonzero(free), f"{tier.spec.name}: going"
         assert index.tips[t] == np.count_nonzero(~barred), f"{tier.spec.name}: tips"
 

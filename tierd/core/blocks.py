@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.columns import lengthen, rows_for
+from tierd.core.columns import MOST_ROWS, Columns, lengthen, rows_for
 from tierd.core.draft import no_ids
 from tierd.core.meta import new_meta
 from tierd.core.model import HASH_BYTES, StructArray
@@ -33,9 +33,6 @@ Words = NDArray[np.uint64]
 
 ID_LIMIT = (1 << 31) - 1
 """Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
-HASH_ROWS = 1 << 24
-"""Hashes, which every lookup reads at random, have room for so many at once where there may be as many blocks: memory that nothing was written to
-takes none, and what the kernel gives in huge pages costs a lookup less than half. Beyond it they grow as other columns do."""
 _FOUR_TRUE = np.frombuffer(bytes([1] * 4), np.uint32)[0]
 """What four comparisons look like, seen as one word."""
 _META_COLUMNS = {
@@ -90,8 +87,10 @@ class Blocks:
     def __init__(self, *, seed: int = 0, most: int = 0) -> None:
         """seed: of the keys; no answer depends on it. most: blocks that there is room for."""
         self._factors = np.random.SeedSequence(seed).generate_state(2 * HASH_BYTES // 8 + 1, np.uint64)
-        self._columns: list[tuple[Column, int]] = []
-        self.hash: Column = np.zeros((min(most, HASH_ROWS), 4), np.uint64)
+        self._columns = Columns(most)
+        self.column = self._columns.column
+        # Hashes, which every lookup reads at random, come in huge pages: that costs a lookup less than half.
+        self.hash: Column = np.zeros((min(most, MOST_ROWS), 4), np.uint64)
         self.digest: Column = self.column(np.uint64, width=2)
         self.time_ms: Column = self.column(np.uint64)
         self.last_used: Column = self.column(np.float64)
@@ -116,14 +115,6 @@ class Blocks:
         self._lax_namespaces: set[int] = set()
         self._lengthen(1)
         self.table = Table()
-
-    def column(self, dtype: Any, *, width: int = 0, fill: int = 0) -> Column:
-        """A new column that grows with the others."""
-        array: Column = np.zeros((0, width) if width else 0, dtype)
-        self._columns.append((array, fill))
-        if self._columns[0][0] is not array:
-            lengthen(array, len(self._columns[0][0]), fill)
-        return array
 
     @property
     def top(self) -> int:
@@ -274,14 +265,10 @@ class Blocks:
         self._free_count += len(ids)
 
     def _lengthen(self, wanted: int) -> None:
-        have = len(self._columns[0][0])
-        if wanted <= have:
-            return
-        rows = rows_for(have, wanted)
-        for array, fill in self._columns:
-            lengthen(array, rows, fill)
-        if rows > len(self.hash):
-            lengthen(self.hash, rows)
+        if wanted > self._columns.rows:
+            self._columns.lengthen(rows_for(self._columns.rows, wanted))
+        if self._columns.rows > len(self.hash):
+            lengthen(self.hash, self._columns.rows)
 
 
 def _raw(values: Words) -> Bytes:

@@ -114,8 +114,8 @@ class Listing:
     def pages_held(self, tier: int, *, after: int, limit_bytes: int) -> PagesHeld:
         """The next readable pages of a tier, by id."""
         pages_of, pages = self._index.tiers[tier], no_ids()
-        for start in range(after + 1, len(pages_of.state), LOOK_PAGES):
-            span = slice(start, start + LOOK_PAGES)
+        for start in range(after + 1, pages_of.top, LOOK_PAGES):
+            span = slice(start, min(start + LOOK_PAGES, pages_of.top))
             readable = np.isin(pages_of.state[span], (PageState.READY, PageState.RETIRING))
             pages = np.flatnonzero(readable & (pages_of.doom[span] == 0)) + start
             if len(pages):
@@ -162,7 +162,7 @@ class Listing:
             pages_reserved=counts[PageState.RESERVED],
             pages_ready=counts[PageState.READY],
             pages_retiring=counts[PageState.RETIRING],
-            pages_pinned=int(np.count_nonzero(pages_of.pins)),
+            pages_pinned=int(np.count_nonzero(pages_of.pins[: pages_of.top])),
             evictions=self._index.evictions[pages_of.position],
             serving=pages_of.serving,
             classes=_classes(pages_of),

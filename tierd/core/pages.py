@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.block import size_class
-from tierd.core.columns import lengthen
-from tierd.core.model import EXTENT, NOBODY, PageState, SegmentAssignment, StructArray, TierSpec
+from tierd.core.columns import Columns
+from tierd.core.model import EXTENT, NOBODY, PAGE_ALIGN_BYTES, PageState, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Bools, Ids
 from tierd.errors import ConfigError
 
@@ -85,15 +85,17 @@ class Pages:
                 "make the segments smaller or the tier larger"
             )
         self.spec, self.position, self.serving, self.writable = spec, position, True, True
-        self.state: Column = np.zeros(0, np.uint8)
-        self.place: Column = np.zeros(0, np.int32)
-        self.pins: Column = np.zeros(0, np.uint32)
-        self.block: Column = np.zeros(0, np.int32)
-        self.length: Column = np.zeros(0, np.uint32)
-        self.flags: Column = np.zeros(0, np.uint8)
-        self.doom: Column = np.zeros(0, np.uint8)
-        self.generation: Column = np.zeros(0, np.uint64)
-        self.fault: Column = np.zeros(0, np.uint8)
+        self._columns = Columns(spec.capacity_bytes // PAGE_ALIGN_BYTES)
+        column = self._columns.column
+        self.state: Column = column(np.uint8)
+        self.place: Column = column(np.int32, fill=-1)
+        self.pins: Column = column(np.uint32)
+        self.block: Column = column(np.int32, fill=-1)
+        self.length: Column = column(np.uint32)
+        self.flags: Column = column(np.uint8)
+        self.doom: Column = column(np.uint8)
+        self.generation: Column = column(np.uint64)
+        self.fault: Column = column(np.uint8)
         self.counts = [0] * len(PageState)
         self.bytes_in = [0] * len(PageState)
         self.quarantine: dict[int, Found] = {}
@@ -112,6 +114,11 @@ class Pages:
         self._place_table = np.zeros((places, 3), np.int64)
         self._retiring = np.zeros(places, np.int64)
         self._bad = np.zeros(places, np.int64)  # quarantined pages
+
+    @property
+    def top(self) -> int:
+        """No page id is as great."""
+        return self._columns.rows
 
     # -- pages
 
@@ -275,7 +282,7 @@ class Pages:
     def has_ids(self, class_bytes: int) -> bool:
         """Whether a segment of the class could have page ids: those of an ended one, or new ones."""
         count = self.spec.segment_bytes // class_bytes
-        return bool(self._runs.get(count)) or len(self.state) + count <= PAGE_LIMIT
+        return bool(self._runs.get(count)) or self.top + count <= PAGE_LIMIT
 
     def fits(self, class_bytes: int) -> bool:
         """Whether a segment can hold a page of the class at all."""
@@ -416,11 +423,8 @@ class Pages:
         free = self._runs.get(count)
         if free:
             return heappop(free)
-        first = len(self.state)
-        for column in (self.state, self.pins, self.length, self.flags, self.doom, self.fault, self.generation):
-            lengthen(column, first + count)
-        lengthen(self.block, first + count, -1)
-        lengthen(self.place, first + count, -1)
+        first = self.top
+        self._columns.lengthen(first + count)
         return first
 
     def _take_from(self, place: int, count: int) -> Ids:

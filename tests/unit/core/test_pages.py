@@ -49,7 +49,7 @@ def test_page_ids_of_a_run_are_used_again() -> None:
     for life in range(50):
         pages.begin(KEY, life + 1, {})
         pages.give_back(pages.take(KEY, 4, 4 * life + 1))
-    assert len(pages.state) == 4
+    assert pages.top == 4
 
 
 def test_extents_say_where_a_page_lies() -> None:
