@@ -1,70 +1,113 @@
-"""`make bench`: every suite of this folder, a table, and build/bench.json.
+"""`make bench`: the suites of this folder, a table, build/bench.json and a picture of it.
 
-    python -m tools.bench [NAME ...]
+    python -m tools.bench [NAME ...] [--output build/bench.json] [--tiny] [--list]
 
-Rows are {name, value, unit, limit, ratio, ...}; `limit` is the physical or promised bound, measured or set in the same run.
+Rows are {name, value, unit, limit, ratio, bar, goal, ...}; `limit` is the physical or promised bound, measured or set in the same run. A suite that fails
+is said in the end, and the others' rows stand.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from tools.bench import daemon_start, data_plane, index_scale, recording
+from tierd.errors import Unsupported
+from tools.bench import calls, daemon_start, data_plane, index_scale, one_block, plot, recording
+from tools.bench.measure import FULL, TINY, Effort
 from tools.bench.rows import Row
+from tools.bench.table import WIDE, counts_of, table_of
 
-SUITES = {
-    "daemon_start": daemon_start.rows,
+SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "data_plane": data_plane.rows,
+    "one_block": one_block.rows,
+    "calls": calls.rows,
+    "daemon_start": daemon_start.rows,
     "recording": recording.rows,
-    "index_scale": index_scale.rows,
 }
+ON_REQUEST: dict[str, Callable[[Effort], list[Row]]] = {
+    "index_scale": lambda effort: index_scale.rows(effort.pick(index_scale.BLOCKS, 1 << 14)),
+}
+"""Suites that take minutes: run when they are named."""
 RESULT = Path("build/bench.json")
 
 
-def table_of(rows: list[Row]) -> Table:
-    """For a terminal."""
-    table = Table(title="tierd bench: medians, each against a limit of the same run")
-    for column in ("row", "value", "limit", "unit"):
-        table.add_column(column, justify="left" if column in ("row", "unit") else "right")
-    table.add_column("ratio", justify="right", style="bold")
-    table.add_column("spread", justify="right")
-    table.add_column("what it is", overflow="fold")
-    for row in rows:
-        table.add_row(
-            row.name,
-            f"{row.value:.3g}",
-            f"{row.limit:.3g}",
-            row.unit,
-            f"{row.ratio:.2f}",
-            f"{row.spread:.0%}",
-            row.meaning,
-        )
-    return table
+def machine() -> dict[str, object]:
+    """What the rows were measured on."""
+    told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+    return {
+        "machine": platform.machine(),
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+        "at": round(time.time()),
+    }
 
 
-def main(names: list[str]) -> None:
-    """Runs the suites named, or all."""
-    unknown = set(names) - set(SUITES)
-    if unknown:
-        raise SystemExit(f"bench: no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
-    console, rows = Console(), []
-    for name in names or SUITES:
-        with console.status(f"{name} ..."):
-            rows += SUITES[name]()
-    console.print(table_of(rows))
-    RESULT.parent.mkdir(exist_ok=True)
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()}
-    RESULT.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    console.print(f"written to {RESULT}")
+def measure(names: Sequence[str], effort: Effort, console: Console) -> tuple[list[Row], list[str]]:
+    """The rows of these suites, and which suites failed."""
+    rows, failed = list[Row](), list[str]()
+    for name in names:
+        begun = time.perf_counter()
+        try:
+            with console.status(f"{name} ..."):
+                rows += (SUITES | ON_REQUEST)[name](effort)
+        except Exception:  # noqa: BLE001 -- told here, and again in the end
+            console.print(f"[red]{name} failed[/]\n{traceback.format_exc()}", highlight=False)
+            failed.append(name)
+        console.print(f"{name}: {time.perf_counter() - begun:.0f} s", style="dim", highlight=False)
+    return rows, failed
+
+
+def write(rows: Sequence[Row], path: Path) -> list[Path]:
+    """The rows as JSON, and a picture beside it where matplotlib is installed; what was written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = [asdict(row) | {"verdict": row.verdict.value} for row in rows]
+    path.write_text(json.dumps({"machine": machine(), "rows": told}, indent=1) + "\n", encoding="utf-8")
+    picture = path.with_suffix(".png")
+    try:
+        plot.draw(rows, picture, title=title())
+    except Unsupported:
+        return [path]
+    return [path, picture]
+
+
+def title() -> str:
+    """The machine in a line."""
+    told = machine()
+    return f"{told['cores']} x {told['processor']}, {told['memory_gib']:g} GiB, Linux {told['kernel']}, load {told['load']}"
+
+
+def main() -> None:
+    """Runs the suites named, or all that take seconds."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description="tierd against the machine's own limits")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*SUITES, *ON_REQUEST])}")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--tiny", action="store_true", help="only to see that the suites work")
+    asked = parser.parse_args()
+    if unknown := set(asked.names) - set(SUITES) - set(ON_REQUEST):
+        parser.error(f"no suite {', '.join(sorted(unknown))}; there are {', '.join([*SUITES, *ON_REQUEST])}")
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    rows, failed = measure(asked.names or list(SUITES), TINY if asked.tiny else FULL, console)
+    if rows:
+        console.print(table_of(rows, title=title(), is_wide=console.width >= WIDE))
+        console.print(counts_of(rows), highlight=False)
+        console.print(f"written to {' and '.join(map(str, write(rows, asked.output)))}")
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -8,10 +8,10 @@ from pathlib import Path
 from tierd.client import Client, NamespaceSpec
 from tierd.testing import Daemon
 from tools.bench import nvme_start
+from tools.bench.measure import FULL, Effort
 from tools.bench.rows import Row, row_of
 
 BLOCKS = 100_000
-REPEATS = 7
 PROMISE_S = 0.5
 CONFIG = """\
 [[host]]
@@ -23,20 +23,20 @@ segment = {segment}
 """
 
 
-def _config() -> str:
-    spec = nvme_start.spec_for(BLOCKS)
+def _config(blocks: int) -> str:
+    spec = nvme_start.spec_for(blocks)
     return CONFIG.format(capacity=spec.capacity_bytes, segment=spec.segment_bytes)
 
 
-def _fill(daemon: Daemon) -> None:
-    """Puts 100,000 blocks of a namespace that the daemon knows into its store's snapshot."""
+def _fill(daemon: Daemon, blocks: int) -> None:
+    """Puts so many blocks of a namespace that the daemon knows into its store's snapshot."""
     daemon.start()
     with Client(daemon.target) as client:
         namespace = client.open_namespace(NamespaceSpec(model="bench", tokens_per_block=16, block_bytes=4096))
     daemon.stop()
-    spec, directory = nvme_start.spec_for(BLOCKS), Path(daemon.root) / "state" / "nvme-0"
+    spec, directory = nvme_start.spec_for(blocks), Path(daemon.root) / "state" / "nvme-0"
     store = nvme_start.prepare(spec, directory, None)
-    records = nvme_start.records_of(BLOCKS, store, namespace=namespace.id)
+    records = nvme_start.records_of(blocks, store, namespace=namespace.id)
     nvme_start.prepare(spec, directory, records)
 
 
@@ -48,26 +48,19 @@ def _start_s(daemon: Daemon) -> float:
     return elapsed
 
 
-def rows() -> list[Row]:
+def rows(effort: Effort = FULL) -> list[Row]:
     """The row `daemon_start_100k`: full minus empty, pair by pair, against the promise of 0.5 s."""
-    with Daemon(_config()) as full, Daemon(_config()) as empty:
+    blocks, config = effort.pick(BLOCKS, 1000), _config(effort.pick(BLOCKS, 1000))
+    with Daemon(config) as full, Daemon(config) as empty:
         full.stop()
         empty.stop()
-        _fill(full)
+        _fill(full, blocks)
         added = []
-        for _ in range(REPEATS):
+        for _ in range(effort.pick(7, 1)):
             empty_s = _start_s(empty)
             added.append(max(0.0, _start_s(full) - empty_s))
         log = full.log
-        found = f"blocks={BLOCKS}" in log
-    if not found:
-        raise RuntimeError(f"daemon_start: the daemon did not take in {BLOCKS} blocks; its log:\n{log[-2000:]}")
-    return [
-        row_of(
-            "daemon_start_100k",
-            added,
-            unit="s",
-            limits=[PROMISE_S] * REPEATS,
-            meaning=f"what {BLOCKS:,} blocks on NVMe add to the start of an empty daemon",
-        )
-    ]
+    if f"blocks={blocks}" not in log:
+        raise RuntimeError(f"daemon_start: the daemon did not take in {blocks} blocks; its log:\n{log[-2000:]}")
+    meaning = f"what {blocks:,} blocks on NVMe add to the start of an empty daemon"
+    return [row_of("daemon_start_100k", added, unit="s", limits=[PROMISE_S] * len(added), meaning=meaning)]

@@ -1,61 +1,112 @@
-"""Puts and gets of a local client on a real daemon, against the memory copy limit of the same run.
+"""Puts and gets of batches by a local client, against a memory copy of as many bytes.
 
-Every repetition copies, puts and gets in turn, each with a source that no cache still holds, so that ratios survive a noisy machine.
+The tier is full before what is promised counts: a put displaces the coldest, as it does all day. Fresh memory costs several times as much on any system,
+and so does a first get, which verifies: they are rows of their own. LRU, so that it is known what is there. What is copied was not touched for so long that no cache holds it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
-from tierd.client import Client, NamespaceSpec
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.testing import Daemon, chain
+from tools.bench.measure import FULL, KIB, MIB, Cold, Cost, Effort, Work, cpus, interleaved, rates
 from tools.bench.rows import Row, row_of
 
-MIB = 1 << 20
-BLOCK_BYTES, BATCH, REPEATS = 2 * MIB, 16, 9
-COLD_BYTES = 384 * MIB
 CONFIG = """\
+nvme = []
 [[host]]
-capacity = "1 GiB"
-segment = "64 MiB"
+capacity = "{capacity} MiB"
+segment = "{segment} MiB"
+eviction = "lru"
 """
+WARM = 2
+SHAPES = {"2MiB_x16": (16, 2 * MIB), "128KiB_x64": (64, 128 * KIB)}
+VERBS = {
+    "put": "in place, hashed by the daemon, displacing the coldest",
+    "get_copy": "into the caller's buffers",
+    "put_fresh": "put into memory that nobody has touched yet",
+    "get_first": "first get of a batch: verified, and new in the client's mapping",
+}
 
 
-def _timed(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
+class Bench:
+    """A client that moves batches of so many blocks; batch number n is a sequence of its own."""
+
+    def __init__(self, client: Client, cold: Cold, *, count: int, block_bytes: int) -> None:
+        self._client, self._cold, self._count, self._block_bytes = client, cold, count, block_bytes
+        spec = NamespaceSpec(model=f"bench-{block_bytes}", tokens_per_block=16, block_bytes=block_bytes)
+        self._space: OpenedNamespace = client.open_namespace(spec)
+        self._target = np.ones((count, block_bytes), dtype=np.uint8)
+        self.size = count * block_bytes
+
+    def copy(self, number: int) -> Callable[[], object]:
+        """The limit."""
+        source, target = self._cold.blocks(self._count, self._block_bytes), self._target
+        return lambda: np.copyto(target, source)
+
+    def put(self, number: int) -> Callable[[], object]:
+        """In place, hashed by the daemon."""
+        hashes, blocks = chain(number, self._count), list(self._cold.blocks(self._count, self._block_bytes))
+
+        def work() -> None:
+            assert self._client.put(self._space, hashes, blocks).stored == self._count
+
+        return work
+
+    def get(self, number: int) -> Callable[[], object]:
+        """Into the caller's buffers."""
+        hashes, out = chain(number, self._count), list(self._target)
+
+        def work() -> None:
+            assert self._client.get(self._space, hashes, out=out).blocks == self._count
+
+        return work
+
+    def check(self, number: int) -> None:
+        """A put and a get of its bytes, compared."""
+        source = self._cold.blocks(self._count, self._block_bytes)
+        self._client.put(self._space, chain(number, self._count), list(source))
+        self.get(number)()
+        if not np.array_equal(self._target, source):
+            raise RuntimeError(f"data_plane: batch {number} came back with other bytes")
 
 
-def rows() -> list[Row]:
-    """`put_2MiB_x16` and `get_copy_2MiB_x16`, GB/s."""
-    noise = np.random.default_rng(0)
-    cold = noise.integers(0, 256, COLD_BYTES, dtype=np.uint8)
-    target = np.ones(BATCH * BLOCK_BYTES, dtype=np.uint8)
-    size = BATCH * BLOCK_BYTES
-    copies, puts, gets = [], [], []
-    with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
-        namespace = client.open_namespace(NamespaceSpec(model="bench", tokens_per_block=16, block_bytes=BLOCK_BYTES))
-        for number in range(REPEATS + 2):
-            at = number * size % (COLD_BYTES - size)
-            source = cold[at : at + size]
-            hashes, out = chain(number, BATCH), list(target.reshape(BATCH, BLOCK_BYTES))
-            copy_s = _timed(lambda: np.copyto(target, source))  # noqa: B023  # called at once
-            put_s = _timed(lambda: client.put(namespace, hashes, list(source.reshape(BATCH, BLOCK_BYTES))))  # noqa: B023
-            get_s = _timed(lambda: client.get(namespace, hashes, out=out))  # noqa: B023
-            assert np.array_equal(target, source)
-            if number >= 2:  # the first ones touch fresh memory
-                copies.append(size / copy_s / 1e9)
-                puts.append(size / put_s / 1e9)
-                gets.append(size / get_s / 1e9)
-    return [
-        row_of(
-            "put_2MiB_x16", puts, unit="GB/s", limits=copies, meaning="in place, hashed by the daemon, against memcpy"
-        ),
-        row_of(
-            "get_copy_2MiB_x16", gets, unit="GB/s", limits=copies, meaning="into the caller's buffers, against memcpy"
-        ),
-    ]
+def rows(effort: Effort = FULL) -> list[Row]:
+    """`put_2MiB_x16` and `get_copy_2MiB_x16`, the same of 128 KiB x 64, and beside each what a first time costs, GB/s."""
+    cold = Cold(effort.pick(384 * MIB, 8 * MIB))
+    out: list[Row] = []
+    for name, (count, block_bytes) in SHAPES.items():
+        config = CONFIG.format(capacity=effort.pick(768, 16), segment=effort.pick(32, 1))
+        with Daemon(config) as daemon, Client(daemon.target) as client:
+            bench = Bench(client, cold, count=count, block_bytes=effort.pick(block_bytes, 4 * KIB))
+            costs = _costs(bench, daemon.pid, batches=effort.pick(768, 4) * MIB // bench.size, effort=effort)
+            bench.check(1 << 20)
+        out += [row for verb in VERBS if (row := _row_of(verb, name, costs, bench.size / 1e9))]
+    return out
+
+
+def _costs(bench: Bench, pid: int, *, batches: int, effort: Effort) -> dict[str, list[Cost]]:
+    """Fills the tier, then goes on: a batch is put, one is read first that has left the caches meanwhile, and so is one that was read before."""
+    fresh = interleaved({"copy": bench.copy, "put": bench.put}, runs=batches - WARM, warm=WARM, pid=pid)
+    lag = batches // 6
+    known = range(batches - 2 * lag, batches - lag)
+    for number in known:
+        bench.get(number)()
+    works: dict[str, Work] = {
+        "copy": bench.copy,
+        "put": lambda n: bench.put(batches + n),
+        "get_first": lambda n: bench.get(batches - lag + n),
+        "get_copy": lambda n: bench.get(known[n % lag]),
+    }
+    costs = interleaved(works, runs=effort.at_least(21), warm=WARM, pid=pid)
+    return costs | {"put_fresh": fresh["put"], "copy_fresh": fresh["copy"]}
+
+
+def _row_of(verb: str, name: str, costs: dict[str, list[Cost]], gigabytes: float) -> Row:
+    limits = rates(costs["copy_fresh" if verb == "put_fresh" else "copy"], gigabytes)
+    values = rates(costs[verb], gigabytes)
+    row = row_of(f"{verb}_{name}", values, unit="GB/s", limits=limits, meaning=f"{VERBS[verb]}, against memcpy")
+    return row.with_cpu(cpus(costs[verb]), gigabytes=gigabytes)

@@ -1,0 +1,98 @@
+"""The arithmetic of the benchmarks' rows: medians, ratios run by run, and what is promised of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.bench.measure import Cost, cost_of, cpus, interleaved, medians, rates
+from tools.bench.promises import PROMISES, Verdict
+from tools.bench.rows import Row, quartiles, row_of
+from tools.bench.table import cells_of, counts_of
+
+
+def row(name: str, ratio: float) -> Row:
+    return row_of(name, [ratio], unit="x", limits=[1.0], meaning="")
+
+
+def test_a_ratio_is_the_median_of_the_runs_ratios() -> None:
+    """A machine that halves its speed between two runs changes value and limit, and not the ratio."""
+    found = row_of("a", [8.0, 4.0, 2.0], unit="GB/s", limits=[10.0, 5.0, 2.5], meaning="")
+    assert (found.value, found.limit, found.ratio, found.runs) == (4.0, 5.0, pytest.approx(0.8), 3)
+    assert (found.low, found.high) == (pytest.approx(0.8), pytest.approx(0.8))
+
+
+def test_the_spread_is_between_quartiles() -> None:
+    """One run out of nine that went astray is not the spread."""
+    found = row_of("a", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 1000.0], unit="s", limits=[1.0] * 9, meaning="")
+    assert found.spread == pytest.approx((7.0 - 3.0) / 5.0)
+    assert (found.low, found.high) == (3.0, 7.0)
+    assert quartiles([4.0]) == (4.0, 4.0)
+
+
+def test_every_value_has_its_limit() -> None:
+    """Values without as many limits are an error, not a shorter row."""
+    with pytest.raises(ValueError, match="shorter"):
+        row_of("a", [1.0, 2.0], unit="s", limits=[1.0], meaning="")
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "verdict"),
+    [
+        ("put_2MiB_x16", 0.819, Verdict.BELOW_BAR),
+        ("put_2MiB_x16", 0.82, Verdict.BELOW_GOAL),
+        ("put_2MiB_x16", 0.90, Verdict.GOAL),
+        ("lookup_empty", 1.31, Verdict.BELOW_BAR),
+        ("lookup_empty", 1.30, Verdict.BELOW_GOAL),
+        ("lookup_empty", 1.10, Verdict.GOAL),
+        ("clients_4", 0.99, Verdict.BELOW_BAR),
+        ("clients_4", 1.0, Verdict.GOAL),
+        ("of which nothing is promised", 0.0, Verdict.NOTHING_PROMISED),
+    ],
+)
+def test_a_verdict_is_bar_then_goal(name: str, ratio: float, verdict: Verdict) -> None:
+    """A share must reach its bar and a price must not pass it; the goal lies beyond."""
+    assert row(name, ratio).verdict is verdict
+
+
+def test_a_goal_lies_beyond_its_bar() -> None:
+    """No promise has a goal that is easier than its bar."""
+    for name, promise in PROMISES.items():
+        if promise.goal is not None:
+            assert (promise.goal < promise.bar) == promise.at_most, name
+
+
+def test_processor_seconds_are_per_gigabyte() -> None:
+    """The median of the runs' seconds, over what one run moved."""
+    found = row("put_2MiB_x16", 1.0).with_cpu([0.1, 0.2, 9.0], gigabytes=0.5)
+    assert found.cpu_s_per_gb == pytest.approx(0.4)
+    assert cells_of(found)[5] == "0.40"
+
+
+def test_costs_become_rates() -> None:
+    """Amount over wall time, run by run; medians of a few runs each."""
+    costs = [Cost(wall_s=0.5, cpu_s=0.1), Cost(wall_s=0.25, cpu_s=0.3)]
+    assert (rates(costs, 2.0), cpus(costs)) == ([4.0, 8.0], [0.1, 0.3])
+    assert medians([1.0, 5.0, 2.0, 7.0, 9.0, 8.0], of=3) == [2.0, 8.0]
+
+
+def test_works_take_turns() -> None:
+    """Each run begins with the next work, every work sees every run's number, and the first runs do not count."""
+    seen: list[tuple[str, int]] = []
+    works = {name: lambda n, name=name: lambda: seen.append((name, n)) for name in "ab"}
+    costs = interleaved(works, runs=2, warm=1)
+    assert seen == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert [len(each) for each in costs.values()] == [2, 2]
+
+
+def test_processor_time_of_both_processes_counts() -> None:
+    """What a work costs the processor is there, and is not what it waits."""
+    cost = cost_of(lambda: sum(range(1_000_000)))
+    assert 0 < cost.cpu_s <= 10 * cost.wall_s
+
+
+def test_a_line_tells_ratio_bar_and_goal() -> None:
+    """What is promised stands beside the ratio, with the direction; of nothing nothing."""
+    assert cells_of(row("lookup_empty", 1.2))[4] == "≤ 1.30, 1.10"
+    assert "yellow" in cells_of(row("lookup_empty", 1.2))[3]
+    assert cells_of(row("anything", 1.2))[4] == ""
+    assert counts_of([row("put_2MiB_x16", 0.5), row("anything", 1.0)]) == "1 reported, 1 below its bar"

@@ -1,0 +1,139 @@
+"""Raw gRPC in a process of its own: the limit of a call, without anything that tierd does.
+
+    python -m tools.bench.echo ADDRESS
+
+Bytes in, bytes out: no message is encoded. The server is grpc.aio, as the daemon's; the caller's side is synchronous, as the SDK's. A request begins with the
+length of the reply that it wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from tierd.client.rpc import OPTIONS
+
+FLAVOUR = "unary"
+"""How the SDK's calls are made today, and so what they are measured against: "unary", or "stream" for one open bidirectional stream."""
+HEAD = struct.Struct("<II")
+"""Bytes of a reply, and how many replies a pull gets."""
+START_S, CALL_S = 30.0, 30.0
+SERVICE = "bench.Echo"
+_REPLIES: dict[int, bytes] = {}
+
+
+def request_of(length: int, *, reply: int, count: int = 1) -> bytes:
+    """A request of so many bytes (8 at least) for a reply of so many, or for `count` of them from a pull."""
+    return HEAD.pack(reply, count).ljust(length, b"x")
+
+
+def _reply(request: bytes) -> bytes:
+    length = HEAD.unpack_from(request)[0]
+    if length not in _REPLIES:
+        _REPLIES[length] = bytes(length)
+    return _REPLIES[length]
+
+
+async def _unary(request: bytes, _context: Any) -> bytes:
+    return _reply(request)
+
+
+async def _stream(requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield _reply(request)
+
+
+async def _push(requests: AsyncIterator[bytes], _context: Any) -> bytes:
+    total = 0
+    async for request in requests:
+        total += len(request)
+    return struct.pack("<Q", total)
+
+
+async def _pull(request: bytes, _context: Any) -> AsyncIterator[bytes]:
+    for _ in range(HEAD.unpack_from(request)[1]):
+        yield _reply(request)
+
+
+async def serve(address: str) -> None:
+    """Serves until its standard input ends."""
+    server = grpc.aio.server(options=OPTIONS)
+    methods = {
+        "unary": grpc.unary_unary_rpc_method_handler(_unary),
+        "stream": grpc.stream_stream_rpc_method_handler(_stream),
+        "push": grpc.stream_unary_rpc_method_handler(_push),
+        "pull": grpc.unary_stream_rpc_method_handler(_pull),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    port = server.add_insecure_port(address)
+    await server.start()
+    print(port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+class Echo:
+    """A server in a process of its own, and the caller's side of it. address: `unix:PATH`, or `127.0.0.1:0` for a free port."""
+
+    def __init__(self, address: str) -> None:
+        command = [sys.executable, "-m", "tools.bench.echo", address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        port = self._process.stdout.readline().strip()
+        self._channel = grpc.insecure_channel(address.replace(":0", f":{port}"), options=OPTIONS)
+        grpc.channel_ready_future(self._channel).result(START_S)
+        self._unary = self._channel.unary_unary(f"/{SERVICE}/unary")
+        self._push = self._channel.stream_unary(f"/{SERVICE}/push")
+        self._pull = self._channel.unary_stream(f"/{SERVICE}/pull")
+        self._asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._answers = self._channel.stream_stream(f"/{SERVICE}/stream")(iter(self._asked.get, None))
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._process.pid
+
+    def unary(self, request: bytes) -> bytes:
+        """One call."""
+        answer: bytes = self._unary(request, timeout=CALL_S)
+        return answer
+
+    def stream(self, request: bytes) -> bytes:
+        """One message to and fro on the stream that is open."""
+        self._asked.put(request)
+        answer: bytes = next(self._answers)
+        return answer
+
+    def call(self, request: bytes) -> bytes:
+        """As the SDK's calls are made."""
+        return self.stream(request) if FLAVOUR == "stream" else self.unary(request)
+
+    def push(self, messages: Iterator[bytes]) -> int:
+        """Sends a stream; the bytes that arrived."""
+        return int(struct.unpack("<Q", self._push(messages, timeout=CALL_S))[0])
+
+    def pull(self, length: int, count: int) -> int:
+        """Receives a stream of so many messages; the bytes that arrived."""
+        return sum(map(len, self._pull(request_of(HEAD.size, reply=length, count=count), timeout=CALL_S)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._asked.put(None)
+        self._channel.close()
+        self._process.communicate(timeout=START_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))

@@ -1,0 +1,107 @@
+"""How a suite measures: works that take turns within a run, their wall time and what the processor gave to both processes."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+KIB, MIB = 1 << 10, 1 << 20
+COLD_BYTES = 384 * MIB
+"""More than caches hold: what was read this long ago has left them."""
+_SCHED = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h
+
+Work = Callable[[int], Callable[[], object]]
+"""Prepares run number n and gives what is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much a suite does. runs: at least so many of each work. is_tiny: only to see that it works."""
+
+    runs: int = 9
+    is_tiny: bool = False
+
+    def pick(self, full: T, tiny: T) -> T:
+        """One of two sizes."""
+        return tiny if self.is_tiny else full
+
+    def at_least(self, runs: int) -> int:
+        """Runs of a work so short that it takes more of them."""
+        return self.runs if self.is_tiny else max(self.runs, runs)
+
+
+FULL, TINY = Effort(), Effort(runs=2, is_tiny=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one work: by the clock, and by the processor, of this process and the daemon together."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that a process has had, all of its threads, to the nanosecond."""
+    return time.clock_gettime(~pid << 3 | _SCHED)
+
+
+def cost_of(work: Callable[[], object], *, pid: int | None = None) -> Cost:
+    """Of one call. pid: the daemon's, whose share is counted too."""
+    before = time.process_time() + (cpu_s(pid) if pid else 0.0)
+    begun = time.perf_counter()
+    work()
+    wall_s = time.perf_counter() - begun
+    return Cost(wall_s, time.process_time() + (cpu_s(pid) if pid else 0.0) - before)
+
+
+def interleaved(
+    works: Mapping[str, Work], *, runs: int, warm: int = 2, pid: int | None = None
+) -> dict[str, list[Cost]]:
+    """Costs of each work, run by run. Within a run the works take turns, each run begins with the next one, and the first runs do not count."""
+    costs: dict[str, list[Cost]] = {name: [] for name in works}
+    names = list(works)
+    for number in range(warm + runs):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            cost = cost_of(works[name](number), pid=pid)
+            if number >= warm:
+                costs[name].append(cost)
+    return costs
+
+
+def rates(costs: Sequence[Cost], amount: float) -> list[float]:
+    """Of an amount in each run: amount a second."""
+    return [amount / cost.wall_s for cost in costs]
+
+
+def cpus(costs: Sequence[Cost]) -> list[float]:
+    """Processor seconds of each run."""
+    return [cost.cpu_s for cost in costs]
+
+
+def medians(values: Sequence[float], *, of: int) -> list[float]:
+    """The median of each `of` values that follow one another."""
+    return [statistics.median(values[i : i + of]) for i in range(0, len(values), of)]
+
+
+class Cold:
+    """Random bytes, given out in pieces that were not touched for long."""
+
+    def __init__(self, length_bytes: int = COLD_BYTES) -> None:
+        self._bytes = np.random.default_rng(0).integers(0, 256, length_bytes, dtype=np.uint8)
+        self._at = itertools.count()
+
+    def blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
+        """uint8 [count, block_bytes], the next ones."""
+        size = count * block_bytes
+        at = next(self._at) % (len(self._bytes) // size) * size
+        return self._bytes[at : at + size].reshape(count, block_bytes)

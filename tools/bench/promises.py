@@ -1,0 +1,70 @@
+"""What is promised of each row: a bar that holds, and a goal beyond it. Both are of the row's ratio to its limit."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Verdict(enum.Enum):
+    """Where a row stands."""
+
+    NOTHING_PROMISED = "reported"
+    BELOW_BAR = "below its bar"
+    BELOW_GOAL = "below its goal"
+    GOAL = "at its goal"
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """at_most: the ratio is a price, and less is better. goal None: the bar is all that is asked."""
+
+    bar: float
+    goal: float | None
+    at_most: bool = False
+
+
+def _at_least(bar: float, goal: float | None = None) -> Promise:
+    return Promise(bar, goal)
+
+
+def _at_most(bar: float, goal: float | None = None) -> Promise:
+    return Promise(bar, goal, at_most=True)
+
+
+PROMISES = {
+    # Of a memory copy.
+    "put_2MiB_x16": _at_least(0.82, 0.90),
+    "get_copy_2MiB_x16": _at_least(0.86, 0.93),
+    "put_128KiB_x64": _at_least(0.60, 0.72),
+    "get_copy_128KiB_x64": _at_least(0.70, 0.80),
+    # Of raw echoes: what one block takes beyond its copy, a call, calls a second.
+    "put_2MiB_beyond_copy": _at_most(1.5, 1.15),
+    "get_2MiB_beyond_copy": _at_most(1.5, 1.15),
+    "get_view_256": _at_most(2.0, 1.4),
+    "lookup_empty": _at_most(1.3, 1.1),
+    "lookup_256": _at_least(0.60, 0.80),
+    # Of raw O_DIRECT at the best depth.
+    "nvme_read_2MiB": _at_least(0.90, 0.97),
+    "nvme_write_2MiB": _at_least(0.90, 0.97),
+    "nvme_durable_2MiB_x16": _at_least(0.90, 0.97),
+    "nvme_read_128KiB": _at_least(0.75, 0.90),
+    "nvme_write_128KiB": _at_least(0.75, 0.90),
+    # Of raw grpc streams.
+    "remote_get_2MiB": _at_least(0.80, 0.95),
+    "remote_put_2MiB": _at_least(0.80, 0.95),
+    # Of the same under other circumstances.
+    "get_while_demoting": _at_least(0.90, 0.95),
+    "put_at_100K": _at_most(1.3, 1.1),
+    "get_at_100K": _at_most(1.3, 1.1),
+    "lookup_at_100K": _at_most(1.3, 1.1),
+    "clients_4": _at_least(1.0),
+    "clients_16": _at_least(1.0),
+    "clients_64": _at_least(1.0),
+    "record_acquire_32": _at_least(0.98),
+    "record_acquire_256": _at_least(0.98),
+    # Of what stands in the row's limit.
+    "idle_cpu": _at_most(1.0),
+    "idle_memory": _at_most(1.0, 100 / 150),
+    "daemon_start_100k": _at_most(1.0),
+}
