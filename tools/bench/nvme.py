@@ -1,0 +1,176 @@
+"""The store: blocks written and read by the daemon, verified, against raw O_DIRECT I/O of as many pieces at the best depth on the same disk.
+
+A batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already), dropped from memory, and read back by a get
+of views. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import Connection, connect
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
+from tierd.testing import Daemon, chain
+from tools.bench.measure import FULL, KIB, MIB, Cost, Effort, Work, cost_of, cpus, rates
+from tools.bench.raw_disk import RawFile
+from tools.bench.rows import Row, row_of
+
+CONFIG = """\
+[scrub]
+period = "0 s"
+[[host]]
+capacity = "{host} MiB"
+segment = "{segment} MiB"
+high_watermark = 1.0
+low_watermark = 0.99
+[[nvme]]
+path = "{{root}}/store"
+capacity = "{nvme} MiB"
+segment = "{segment} MiB"
+high_watermark = 1.0
+low_watermark = 0.99
+admission = "all"
+"""
+SHAPES = {"2MiB": (32, 2 * MIB), "128KiB": (256, 128 * KIB)}
+DURABLE_COUNT = 16
+
+
+class Bench:
+    """A client that fills and empties the tiers of a daemon, batch by batch."""
+
+    def __init__(self, client: Client, operator: Connection, *, count: int, block_bytes: int) -> None:
+        self._client, self._operator, self.count, self.block_bytes = client, operator, count, block_bytes
+        spec = NamespaceSpec(model=f"bench-{block_bytes}", tokens_per_block=16, block_bytes=block_bytes)
+        self._space: OpenedNamespace = client.open_namespace(spec)
+        self._noise = np.random.default_rng(0)
+        self.size = count * block_bytes
+
+    def clear(self) -> None:
+        """Nothing is held anywhere."""
+        self._operator.ask(pb.EvictRequest())
+
+    def put(self, number: int, *, count: int) -> None:
+        """Into memory only."""
+        blocks = self._noise.integers(0, 256, (count, self.block_bytes), dtype=np.uint8)
+        assert self._client.put(self._space, chain(number, count), list(blocks)).stored == count
+
+    def write(self, number: int) -> Callable[[], object]:
+        """All that is in memory goes to the store, synced."""
+        self.put(number, count=self.count)
+
+        def work() -> None:
+            assert self._operator.ask(pb.FlushRequest(deadline_s=30.0)).left == 0
+
+        return work
+
+    def durable(self, number: int) -> Callable[[], object]:
+        """A put of blocks that are in memory already: it only makes them durable."""
+        hashes = chain(number, DURABLE_COUNT)
+        self.put(number, count=DURABLE_COUNT)
+        same = [bytes(self.block_bytes)] * DURABLE_COUNT
+
+        def work() -> None:
+            assert self._client.put(self._space, hashes, same, durable=True).stored == DURABLE_COUNT
+
+        return work
+
+    def read(self, number: int) -> Callable[[], object]:
+        """A get of what only the store holds."""
+        self._operator.ask(pb.EvictRequest(tier="host.0"))
+        hashes = chain(number, self.count)
+
+        def work() -> None:
+            assert self._client.get(self._space, hashes).blocks == self.count
+
+        return work
+
+
+class Beside:
+    """A daemon's store and a raw file on the same disk, batch by batch. costs: of each work, run by run."""
+
+    def __init__(self, bench: Bench, raw: RawFile, pid: int) -> None:
+        self._bench, self._pid = bench, pid
+        self.costs: dict[str, list[Cost]] = defaultdict(list)
+        self._works: dict[str, Work] = {
+            "raw_write": lambda _: raw.write,
+            "write": bench.write,
+            "raw_synced": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
+            "durable": lambda n: bench.durable(-n - 1),
+            "raw_read": lambda _: raw.read,
+            "read": bench.read,
+        }
+
+    def run(self, number: int, names: Iterable[str], *, under: str = "") -> None:
+        """Each of these works once, in order: what is read must have been written. under: begins the names that they are kept by."""
+        for name in names:
+            self.costs[under + name].append(cost_of(self._works[name](number), pid=self._pid))
+
+    def first(self, batches: int) -> None:
+        """Writes to slots that nobody has written yet: nothing leaves the store meanwhile."""
+        for number in range(batches):
+            self.run(number, ("raw_write", "write"), under="first_")
+        self._bench.clear()
+
+    def again(self, runs: int, *, first: int) -> None:
+        """Everything, into slots that were written before."""
+        for number in range(first, first + runs):
+            self.run(number, self._works)
+            self._bench.clear()
+
+    def row(self, name: str, verb: str, limit: str, *, size: int, meaning: str) -> Row:
+        """GB/s of a verb against those of its limit."""
+        costs, gigabytes = self.costs[verb], size / 1e9
+        limits = rates(self.costs[limit], gigabytes)
+        row = row_of(name, rates(costs, gigabytes), unit="GB/s", limits=limits, meaning=meaning)
+        return row.with_cpu(cpus(costs), gigabytes=gigabytes)
+
+
+def rows(effort: Effort = FULL) -> list[Row]:
+    """`nvme_write_...`, `nvme_read_...` and `nvme_write_first_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`; GB/s."""
+    out: list[Row] = []
+    for name, (count, block_bytes) in SHAPES.items():
+        config = CONFIG.format(host=effort.pick(256, 32), nvme=effort.pick(512, 32), segment=effort.pick(16, 2))
+        with (
+            Daemon(config) as daemon,
+            Client(daemon.target, timeout_s=60) as client,
+            connect(daemon.target) as operator,
+        ):
+            bench = Bench(
+                client, operator, count=effort.pick(count, 16), block_bytes=effort.pick(block_bytes, 16 * KIB)
+            )
+            out += _rows_of(bench, daemon, name, effort)
+    return out
+
+
+def _rows_of(bench: Bench, daemon: Daemon, name: str, effort: Effort) -> list[Row]:
+    length, batches = effort.pick(256 * MIB, 4 * bench.size), effort.pick(384 * MIB, 2 * bench.size) // bench.size
+    with RawFile(Path(daemon.root), length_bytes=length, piece_bytes=bench.block_bytes, count=bench.count) as raw:
+        raw.prepare()
+        beside = Beside(bench, raw, daemon.pid)
+        beside.first(batches)
+        beside.again(effort.runs, first=batches)
+        reads, writes = (f"raw O_DIRECT {verb}s at depth {raw.depths[verb]}" for verb in ("read", "write"))
+    size = bench.size
+    out = [
+        beside.row(f"nvme_read_{name}", "read", "raw_read", size=size, meaning=f"verified, against {reads}"),
+        beside.row(
+            f"nvme_write_{name}", "write", "raw_write", size=size, meaning=f"synced, against {writes}, unsynced"
+        ),
+        beside.row(
+            f"nvme_write_first_{name}",
+            "first_write",
+            "first_raw_write",
+            size=size,
+            meaning=f"into slots that were never written, against {writes} into written ones",
+        ),
+    ]
+    if name == "2MiB":
+        meaning = "batches of 16 become durable, against raw O_DIRECT writes with one fdatasync a batch"
+        size = DURABLE_COUNT * bench.block_bytes
+        out.append(beside.row("nvme_durable_2MiB_x16", "durable", "raw_synced", size=size, meaning=meaning))
+    return out
