@@ -22,7 +22,21 @@ from pathlib import Path
 from rich.console import Console
 
 from tierd.errors import Unsupported
-from tools.bench import calls, daemon_start, data_plane, index_scale, one_block, plot, recording
+from tools.bench import (
+    calls,
+    clients,
+    daemon_start,
+    data_plane,
+    demotion,
+    idle,
+    index_scale,
+    nvme,
+    one_block,
+    plot,
+    recording,
+    remote,
+    size,
+)
 from tools.bench.measure import FULL, TINY, Effort
 from tools.bench.rows import Row
 from tools.bench.table import WIDE, counts_of, table_of
@@ -31,6 +45,12 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "data_plane": data_plane.rows,
     "one_block": one_block.rows,
     "calls": calls.rows,
+    "nvme": nvme.rows,
+    "remote": remote.rows,
+    "demotion": demotion.rows,
+    "size": size.rows,
+    "clients": clients.rows,
+    "idle": idle.rows,
     "daemon_start": daemon_start.rows,
     "recording": recording.rows,
 }

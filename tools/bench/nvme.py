@@ -150,7 +150,8 @@ def rows(effort: Effort = FULL) -> list[Row]:
 def _rows_of(bench: Bench, daemon: Daemon, name: str, effort: Effort) -> list[Row]:
     length, batches = effort.pick(256 * MIB, 4 * bench.size), effort.pick(384 * MIB, 2 * bench.size) // bench.size
     with RawFile(Path(daemon.root), length_bytes=length, piece_bytes=bench.block_bytes, count=bench.count) as raw:
-        raw.prepare()
+        raw.allocate()
+        raw.calibrate()
         beside = Beside(bench, raw, daemon.pid)
         beside.first(batches)
         beside.again(effort.runs, first=batches)

@@ -39,13 +39,16 @@ class RawFile:
         self._at = 0
         self.depths = {"read": 1, "write": 4}
 
-    def prepare(self) -> None:
-        """Sets the file aside, writes zeros over it once, and finds the best depths, of reads and of writes of random bytes."""
+    def allocate(self) -> None:
+        """Sets the file aside and writes zeros over it once; batches are random bytes from here on."""
         os.posix_fallocate(self._fd, 0, self._length)
         for _ in range(self._length // (self._count * self._piece_bytes)):
             self.write()
         noise = np.random.default_rng(0).integers(0, 256, len(self._memory), dtype=np.uint8)
         self._memory[:] = noise.tobytes()
+
+    def calibrate(self) -> None:
+        """Finds the best depths."""
         for name, move in (("write", os.pwritev), ("read", os.preadv)):
             self.depths[name] = min(DEPTHS, key=partial(self._median_s, move))
 

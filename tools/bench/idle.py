@@ -1,0 +1,46 @@
+"""A daemon with nothing to do, as it is configured by default, one client connected: its share of a core, and its memory without the arena."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tierd.client import Client, NamespaceSpec
+from tierd.testing import Daemon
+from tools.bench.measure import FULL, MIB, Effort, cpu_s
+from tools.bench.rows import Row, row_of
+
+CPU_PERCENT, MEMORY_MIB = 0.5, 150.0
+"""What the two may be at most."""
+CONFIG = """\
+[[host]]
+capacity = "512 MiB"
+[[nvme]]
+path = "{root}/store"
+capacity = "1 GiB"
+"""
+
+
+def memory_mib(pid: int) -> float:
+    """Resident memory but for shared pages, which are the arena's."""
+    told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(told[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024 / MIB
+
+
+def rows(effort: Effort = FULL) -> list[Row]:
+    """`idle_cpu`, percent of a core; `idle_memory`, MiB."""
+    slice_s, shares, sizes = effort.pick(1.5, 0.05), list[float](), list[float]()
+    with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
+        client.open_namespace(NamespaceSpec(model="bench-idle", tokens_per_block=16, block_bytes=4096))
+        time.sleep(slice_s)  # what a start leaves to be done
+        for _ in range(effort.runs):
+            before, begun = cpu_s(daemon.pid), time.perf_counter()
+            time.sleep(slice_s)
+            shares.append(100 * (cpu_s(daemon.pid) - before) / (time.perf_counter() - begun))
+            sizes.append(memory_mib(daemon.pid))
+    cpu = "share of a core, a client connected, against what it may take"
+    memory = "resident without the arena, against what it may take"
+    return [
+        row_of("idle_cpu", shares, unit="%", limits=[CPU_PERCENT] * len(shares), meaning=cpu),
+        row_of("idle_memory", sizes, unit="MiB", limits=[MEMORY_MIB] * len(sizes), meaning=memory),
+    ]

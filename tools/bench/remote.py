@@ -1,0 +1,82 @@
+"""Put and get over loopback TCP, against raw gRPC streams of 2 MiB messages between two processes.
+
+The streams carry as many bytes, with no checksums, no pages, nothing to find; the server is grpc.aio, as the daemon's.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tierd.client import Client, NamespaceSpec
+from tierd.testing import Daemon, chain
+from tools.bench.echo import Echo
+from tools.bench.measure import FULL, KIB, MIB, Effort, Work, cpus, interleaved, rates
+from tools.bench.rows import Row, row_of
+
+COUNT = 16
+CONFIG = """\
+nvme = []
+[server]
+tcp_listen = "127.0.0.1:{port}"
+tcp_credential_file = "{secret}"
+[[host]]
+capacity = "{capacity} MiB"
+eviction = "lru"
+"""
+
+
+def _works(client: Client, echo: Echo, *, block_bytes: int) -> dict[str, Work]:
+    """Puts of new batches, gets of the one before, and streams of as many bytes."""
+    space = client.open_namespace(NamespaceSpec(model="bench-remote", tokens_per_block=16, block_bytes=block_bytes))
+    blocks = np.random.default_rng(0).integers(0, 256, (COUNT, block_bytes), dtype=np.uint8)
+    message, target = bytes(blocks[0]), np.zeros_like(blocks)
+
+    def put(number: int) -> None:
+        assert client.put(space, chain(number, COUNT), list(blocks)).stored == COUNT
+
+    def get() -> None:
+        assert client.get(space, chain(0, COUNT), out=list(target)).blocks == COUNT
+
+    def push() -> None:
+        assert echo.push(iter([message] * COUNT)) == COUNT * block_bytes
+
+    def pull() -> None:
+        assert echo.pull(block_bytes, COUNT) == COUNT * block_bytes
+
+    put(0)
+    return {
+        "push": lambda _: push,
+        "put": lambda n: lambda: put(n + 1),
+        "pull": lambda _: pull,
+        "get": lambda _: get,
+    }
+
+
+def rows(effort: Effort = FULL) -> list[Row]:
+    """`remote_put_2MiB` and `remote_get_2MiB`, GB/s."""
+    block_bytes = effort.pick(2 * MIB, 4 * KIB)
+    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as probe:
+        port, secret = probe.getsockname()[1], Path(directory) / "secret"
+        probe.close()
+        secret.touch(mode=0o600)
+        secret.write_text("a-secret-of-this-bench\n")
+        config = CONFIG.format(port=port, secret=secret, capacity=effort.pick(512, 16))
+        with Daemon(config) as daemon, Echo("127.0.0.1:0") as echo:
+            target = f"127.0.0.1:{port}"
+            with Client(target, credential_file=str(secret), timeout_s=60) as client:
+                costs = interleaved(_works(client, echo, block_bytes=block_bytes), runs=effort.runs, pid=daemon.pid)
+    gigabytes, out = COUNT * block_bytes / 1e9, []
+    for verb, raw, meaning in (("get", "pull", "received"), ("put", "push", "sent")):
+        row = row_of(
+            f"remote_{verb}_2MiB",
+            rates(costs[verb], gigabytes),
+            unit="GB/s",
+            limits=rates(costs[raw], gigabytes),
+            meaning=f"{COUNT} blocks of 2 MiB {meaning} over loopback TCP, against a raw gRPC stream of 2 MiB messages",
+        )
+        out.append(row.with_cpu(cpus(costs[verb]), gigabytes=gigabytes))
+    return out
