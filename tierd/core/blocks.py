@@ -25,6 +25,7 @@ from tierd.core.draft import no_ids
 from tierd.core.meta import new_meta
 from tierd.core.model import HASH_BYTES, StructArray
 from tierd.core.plan import Bytes, Ids
+from tierd.core.sets import among, distinct
 from tierd.core.table import Table
 
 Column = NDArray[Any]
@@ -176,7 +177,7 @@ class Blocks:
         self.parent[ids] = -1
         parents = parents[parents >= 0]
         np.subtract.at(self.family, parents, 1)
-        idle = np.union1d(ids, parents)
+        idle = distinct(np.concatenate((ids, parents)))
         self._erase(idle[(self.places[idle] == 0) & (self.family[idle] == 0)])
 
     def unname(self, ids: Ids) -> None:
@@ -197,7 +198,7 @@ class Blocks:
             return np.zeros(0, np.int64)
         self._lax_namespaces |= new
         ids = self.known()
-        ids = ids[np.isin(self.namespace[ids], list(new))]
+        ids = ids[among(self.namespace[ids], list(new))]
         self.lax[ids] = True
         return ids
 
@@ -245,7 +246,7 @@ class Blocks:
         self.group[ids] = 0
         self.declined[ids] = 0
         self.last_used[ids] = now
-        self.lax[ids] = bool(self._lax_namespaces) and np.isin(metas["namespace"], list(self._lax_namespaces))
+        self.lax[ids] = among(metas["namespace"], list(self._lax_namespaces))
 
     def _new_ids(self, count: int) -> Ids:
         reused = min(count, self._free_count)

@@ -49,10 +49,11 @@ from tierd.core.plan import (
     TierStats,
     TransferIds,
 )
-from tierd.core.planner import Planner, distinct
+from tierd.core.planner import Planner
 from tierd.core.policies import Policies
 from tierd.core.puts import Puts
 from tierd.core.room import Room
+from tierd.core.sets import in_order
 from tierd.core.upkeep import Upkeep
 from tierd.errors import InvalidArgument, NotFound
 
@@ -155,7 +156,7 @@ class Core:
             )
         np.add.at(self._index.blocks.attention, blocks, mass)
         for tier in self._index.serving():
-            self._index.touch(tier, distinct(blocks)[::-1], now)
+            self._index.touch(tier, in_order(blocks)[::-1], now)
 
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS

@@ -29,6 +29,7 @@ from tierd.core.pages import Key, Usage
 from tierd.core.plan import Bools, Ids
 from tierd.core.planner import Planner, Where
 from tierd.core.room import MOST_REACH
+from tierd.core.sets import kinds
 
 WHOLE = Key(-1, -1, -1)
 """The measure of a tier as a whole."""
@@ -186,7 +187,7 @@ class Demotion:
         if not farther:
             return np.full(len(blocks), -1, np.int64)
         to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))
-        for target in np.unique(to).tolist():
+        for target in kinds(to):
             pages_of = self._index.tiers[target]
             unfit = pages_of.class_of(self._index.blocks.length[blocks]) > pages_of.spec.segment_bytes
             to[(to == target) & unfit] = -1

@@ -10,6 +10,7 @@ import numpy as np
 
 from tierd.core.model import EXTENT, FREED, TRANSFER, SegmentAssignment, StructArray
 from tierd.core.plan import Ids, Plan, TransferIds
+from tierd.core.sets import among, distinct
 
 
 class Draft:
@@ -46,14 +47,15 @@ class Draft:
     def plan(self) -> Plan:
         """What was collected."""
         reserved, freed = _joined(self._reserved, EXTENT), _joined(self._freed, FREED)
-        if len(reserved) and len(freed):
-            unseen = np.intersect1d(reserved["generation"], freed["extent"]["generation"])
-            reserved = reserved[~np.isin(reserved["generation"], unseen)]
-            freed = freed[~np.isin(freed["extent"]["generation"], unseen)]
+        if len(reserved) and len(freed):  # what was both, nobody ever saw
+            seen = ~among(freed["extent"]["generation"], reserved["generation"])
+            if not seen.all():
+                reserved = reserved[~among(reserved["generation"], freed["extent"]["generation"])]
+                freed = freed[seen]
         transfers = _joined(self._transfers, TRANSFER)
         waits = _joined(self._waits, np.dtype(np.uint64))
         if len(waits):
-            waits = np.setdiff1d(waits, transfers["id"])
+            waits = distinct(waits[~among(waits, transfers["id"])])
         return Plan(freed, self._segments, reserved, transfers, waits)
 
 

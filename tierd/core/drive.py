@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tierd.core.core import Core
 from tierd.core.model import EXTENT, PUT_BLOCK, ROOT, BlockStatus, StructArray, TierKind
 from tierd.core.plan import GroupQuery, Plan, PutQuery
+from tierd.core.sets import kinds
 
 DIGEST_BYTES = 16
 
@@ -126,5 +127,5 @@ class InstantDriver:
 
     def _count(self, targets: StructArray) -> None:
         assert targets.dtype == EXTENT, "a transfer's target is an extent"
-        for tier in np.unique(targets["tier"]).tolist():
+        for tier in kinds(targets["tier"]):
             self.copied_bytes[tier] += int(targets["length"][targets["tier"] == tier].sum())

@@ -23,7 +23,8 @@ from tierd.core.groups import Span, block_tokens, check_groups, ends, longest, n
 from tierd.core.leases import Held, Lease, Session, Sessions
 from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
 from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Served, ServedGroup
-from tierd.core.planner import Planner, Where, distinct
+from tierd.core.planner import Planner, Where
+from tierd.core.sets import among, in_order, kinds
 from tierd.errors import InvalidArgument
 
 Tiers = frozenset[int]
@@ -48,7 +49,7 @@ class Sight:
         for ids in self.ids:
             have = ids >= 0
             if but is not None and len(but):
-                have &= ~np.isin(ids, but)
+                have &= ~among(ids, but)
             out.append(np.asarray(have.all(axis=0), bool))
         return out
 
@@ -64,7 +65,7 @@ class Sight:
             parts.append(part.ravel())
             keys.append(np.broadcast_to(ends(group)[first:stop], part.shape).ravel())
         order = np.argsort(np.concatenate(keys), kind="stable")
-        return distinct(np.concatenate(parts)[order])
+        return in_order(np.concatenate(parts)[order])
 
 
 class Gets:
@@ -90,7 +91,7 @@ class Gets:
         most = longest(groups, sight.there())
         tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
         tier_tokens = self._tier_tokens(sight, tokens)
-        lies_shut = tokens < most and any(np.isin(tier, list(shut)).any() for tier in sight.tier)
+        lies_shut = tokens < most and any(among(tier, list(shut)).any() for tier in sight.tier)
         if tokens == 0:
             return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut)
         lease = Lease(self._sessions.next_id(), session, kind, tuple(groups), self._held(sight, tokens, kind), tokens)
@@ -133,7 +134,7 @@ class Gets:
 
     def hold(self, holder: Session, *, kind: Wanted, where: Where, blocks: Ids, within_share: bool = True) -> int:
         """A lease on readable pages (of a commit, or from before a restart). 0 if that is beyond the session's share and must not be."""
-        for tier in np.unique(where.tiers).tolist() if within_share else ():
+        for tier in kinds(where.tiers) if within_share else ():
             if not self._sessions.room_for_pins(holder, tier, where.pages[where.tiers == tier]).all():
                 return 0
         held = Held(0, where.tiers[None], where.pages[None], blocks[None])
@@ -211,7 +212,7 @@ class Gets:
         near = self._planner.attached(blocks, serving)
         over, away = self._over_share(blocks, near, serving, holder), near.pages < 0
         if shut:
-            over |= away & np.isin(self._planner.sources(blocks, kind).tiers, list(shut))
+            over |= away & among(self._planner.sources(blocks, kind).tiers, list(shut))
         return blocks[over], blocks[away]
 
     def _bring(self, blocks: Ids, away: Ids, *, kind: Wanted, reason: Reason, draft: Draft) -> Ids:
@@ -227,7 +228,7 @@ class Gets:
         if holder is None or len(blocks) == 0:
             return over
         tiers = np.where(near.tiers >= 0, near.tiers, self._index.targets(blocks, serving))
-        for tier in np.unique(tiers).tolist():
+        for tier in kinds(tiers):
             rows = np.flatnonzero(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
             cost = pages_of.class_of(self._index.blocks.length[blocks[rows]])
@@ -240,7 +241,7 @@ class Gets:
         """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
         serving = self._index.serving(kind)
         if demand:
-            arrived = np.isin(blocks, brought)
+            arrived = among(blocks, brought)
             self._index.blocks.touch(
                 blocks, now
             )  # first, so that policies can tell uses by requests from other touches

@@ -40,6 +40,7 @@ from tierd.core.model import (
 from tierd.core.pages import GENERATION_LIMIT, Key, Pages
 from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
+from tierd.core.sets import distinct
 
 Column = NDArray[Any]
 
@@ -165,14 +166,14 @@ class Index:
     def pin(self, tier: int, pages: Ids) -> None:
         """One pin more on each; pages may repeat."""
         np.add.at(self.tiers[tier].pins, pages, 1)
-        self._weigh_pages(tier, np.unique(pages))
+        self._weigh_pages(tier, distinct(pages))
 
     def unpin(self, tier: int, pages: Ids, draft: Draft) -> None:
         """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
         pages_of = self.tiers[tier]
         assert (pages_of.pins[pages] > 0).all(), "a page is unpinned more often than pinned"
         np.subtract.at(pages_of.pins, pages, 1)
-        pages = np.unique(pages)
+        pages = distinct(pages)
         self._weigh_pages(tier, pages)
         self._sweep(tier, pages[pages_of.doom[pages] > 0], draft)
 
@@ -237,7 +238,7 @@ class Index:
         parents = parents[parents >= 0].astype(np.int64)
         if len(parents):
             np.add.at(self.children[tier], parents, step)
-            self._bar(tier, np.unique(parents))
+            self._bar(tier, distinct(parents))
 
     def _bar(self, tier: int, blocks: Ids) -> None:
         barred = self.barred[tier]
@@ -259,7 +260,7 @@ class Index:
 
     def _weigh_pages(self, tier: int, pages: Ids) -> None:
         blocks = self.tiers[tier].block[pages]
-        self._weigh(tier, np.unique(blocks[blocks >= 0]))
+        self._weigh(tier, distinct(blocks[blocks >= 0]))
 
     def _sweep(self, tier: int, pages: Ids, draft: Draft) -> None:
         """Frees those doomed pages that nothing pins."""
@@ -277,7 +278,7 @@ class Index:
         pages_of.give_back(pages[~bad])
         blocks = blocks[blocks >= 0]
         np.subtract.at(self.blocks.places, blocks, 1)
-        blocks = np.unique(blocks)
+        blocks = distinct(blocks)
         self.blocks.fade(blocks[self.blocks.places[blocks] == 0])
 
     def _freed(self, tier: int, pages: Ids, reasons: Column) -> StructArray:

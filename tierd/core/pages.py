@@ -26,6 +26,7 @@ from tierd.core.block import size_class
 from tierd.core.columns import Columns
 from tierd.core.model import EXTENT, NOBODY, PAGE_ALIGN_BYTES, PageState, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Bools, Ids
+from tierd.core.sets import among, kinds, starts
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
@@ -124,9 +125,9 @@ class Pages:
 
     def class_of(self, lengths: Column) -> Ids:
         """Bytes of the page that a block of each length takes, slot overhead included."""
-        values, where = np.unique(lengths, return_inverse=True)
-        sizes = [size_class(int(value)) + self.spec.slot_overhead_bytes for value in values]
-        return np.asarray(sizes, np.int64)[where]
+        values = np.asarray(kinds(lengths), np.int64)
+        sizes = [size_class(value) + self.spec.slot_overhead_bytes for value in values.tolist()]
+        return np.asarray(sizes, np.int64)[np.searchsorted(values, lengths)]
 
     def class_bytes(self, pages: Ids) -> Ids:
         """Bytes of each page."""
@@ -166,10 +167,11 @@ class Pages:
         for state in (PageState.RESERVED, PageState.RETIRING, PageState.QUARANTINED):
             self.move(pages[self.state[pages] == state], state, PageState.FREE)
         self._clear(pages)
-        order = np.argsort(self.place[pages], kind="stable")
-        places, starts, counts = np.unique(self.place[pages[order]], return_index=True, return_counts=True)
-        lows = np.minimum.reduceat(pages[order], starts)
-        for place, low, count in zip(places.tolist(), lows.tolist(), counts.tolist(), strict=True):
+        pages = pages[np.argsort(self.place[pages], kind="stable")]
+        places = self.place[pages]
+        begins = starts(places)
+        lows, counts = np.minimum.reduceat(pages, begins), np.diff(begins, append=len(pages))
+        for place, low, count in zip(places[begins].tolist(), lows.tolist(), counts.tolist(), strict=True):
             self._returned(place, low, count)
 
     def withhold(self, pages: Ids, now: float) -> None:
@@ -339,7 +341,7 @@ class Pages:
     def is_nobodys(self, pages: Ids) -> Bools:
         """Which pages lie in segments that nobody may write: who else holds pages there is not known."""
         places = [place for place, s in enumerate(self.segments) if s is not None and s.key.writer == NOBODY]
-        return np.asarray(np.isin(self.place[pages], places), bool)
+        return np.asarray(among(self.place[pages], places), bool)
 
     def pages_of(self, place: int) -> slice:
         """The page ids of a segment in use."""

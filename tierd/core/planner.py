@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierd.core.columns import runs
-from tierd.core.draft import Draft, no_ids
+from tierd.core.draft import Draft
 from tierd.core.flights import FLIGHT, Flights
 from tierd.core.index import Index
 from tierd.core.model import (
@@ -33,6 +33,7 @@ from tierd.core.model import (
 from tierd.core.pages import DAEMON, Key
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.room import Room
+from tierd.core.sets import distinct, kinds
 
 
 class Where(NamedTuple):
@@ -143,7 +144,7 @@ class Planner:
 
     def wait_for(self, where: Where, draft: Draft) -> None:
         """The plan waits for the flights that fill these pages."""
-        for tier in np.unique(where.tiers[where.tiers >= 0]).tolist():
+        for tier in kinds(where.tiers[where.tiers >= 0]):
             fillers = self.flights.fillers(tier, where.pages[where.tiers == tier])
             draft.wait(fillers[fillers > 0])
 
@@ -169,7 +170,7 @@ class Planner:
     def _end_sources(self, flights: StructArray, statuses: Codes, *, draft: Draft) -> None:
         tier, pages = int(flights["source_tier"][0]), flights["source_page"]
         pages_of = self.index.tiers[tier]
-        corrupt = np.unique(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
+        corrupt = distinct(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
         if len(corrupt):
             self.index.condemn(tier, corrupt, Fault.READ, draft)
         self.index.unpin(tier, pages, draft)
@@ -216,11 +217,3 @@ class Planner:
             out["after"][rows] = self.flights.fillers(tier, pages)
         draft.wait(out["after"][out["after"] > 0])
         return out
-
-
-def distinct(blocks: Ids) -> Ids:
-    """The ids that are not negative, each once, in the order of their first place."""
-    values, first = np.unique(blocks, return_index=True)
-    order = np.argsort(first)
-    values = values[order]
-    return values[values >= 0] if len(values) else no_ids()

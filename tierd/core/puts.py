@@ -33,7 +33,8 @@ from tierd.core.model import (
 )
 from tierd.core.pages import DAEMON, Key
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, PutQuery, Reserved
-from tierd.core.planner import Planner, Where, distinct
+from tierd.core.planner import Planner, Where
+from tierd.core.sets import among, distinct, in_order, kinds
 from tierd.errors import InvalidArgument, NotFound
 
 UNKNOWN_NAMESPACE = 0xFFFF_FFFF
@@ -54,12 +55,12 @@ class Puts:
         holder, draft = self._sessions.get(session), Draft(now)
         wish = _wish(groups, session=session, domain=holder.domain)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
-        statuses[np.isin(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
+        statuses[among(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
         ids = self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
         where = self._nearest(ids)
         statuses[where.pages >= 0] = BlockStatus.EXISTS
         query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
-        guarded = self._planner.guard(distinct(np.concatenate((ids, self._parents(groups)))))
+        guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
         self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
@@ -82,7 +83,7 @@ class Puts:
         classes = np.zeros(len(tiers), np.int64)
         free = statuses == BlockStatus.NO_ROOM
         fits = free.copy()
-        for tier in np.unique(tiers).tolist():
+        for tier in kinds(tiers):
             rows = np.flatnonzero((tiers == tier) & free)
             classes[rows] = self._index.tiers[tier].class_of(wish.lengths[rows])
             fits[rows] = self._sessions.room_for_bytes(holder, tier, classes[rows])
@@ -98,7 +99,7 @@ class Puts:
             self._index.tiers[tier].length[pages] = wish.lengths[at[: len(pages)]]
             draft.reserve(self._index.tiers[tier].extents(pages))
         self._take_back(wish, _after_first(free & (wish.pages < 0), query), Reason.ABORTED, draft)
-        for tier in np.unique(tiers).tolist():
+        for tier in kinds(tiers):
             self._sessions.reserve(holder, tier, wish.pages[(wish.pages >= 0) & (wish.tiers == tier)], step=1)
 
     def _keep(self, holder: Session, wish: Reservation) -> int:
@@ -131,9 +132,9 @@ class Puts:
             held.positions[rows], held.tokens[rows] = blocks["position"], blocks["tokens"]
             self._shorten(held, rows, blocks["length"])
         held.state[rows] = BUSY
-        commit = Commit(self._sessions.next_id(), held, rows, self._metas(held, rows))
-        self._sessions.commits[commit.id] = commit
         extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
+        commit = Commit(self._sessions.next_id(), held, rows, _metas(held, rows, extents))
+        self._sessions.commits[commit.id] = commit
         return Committing(
             commit.id, session, reservation, extents, commit.metas, held.lengths[rows].copy(), rows.astype(np.uint32)
         )
@@ -227,7 +228,7 @@ class Puts:
         holder = self._sessions.open.get(held.session)
         if holder is None or (where.pages < 0).any():
             return 0
-        tiers = np.unique(where.tiers).tolist()
+        tiers = kinds(where.tiers)
         if not all(self._index.tiers[tier].spec.writer_owned for tier in tiers):
             return 0  # a block existed on a store alone, which nobody can map
         kind = self._index.tiers[int(where.tiers[0])].spec.kind
@@ -247,7 +248,7 @@ class Puts:
         wish = _blank(len(lengths), session=holder.id, domain=holder.domain)
         wish.tiers[:], wish.pages[:], wish.lengths[:], wish.state[:] = where.tiers, where.pages, lengths, OPEN
         wish.namespaces[:] = UNKNOWN_NAMESPACE
-        for tier in np.unique(where.tiers).tolist():
+        for tier in kinds(where.tiers):
             self._sessions.reserve(holder, tier, where.pages[where.tiers == tier], step=1)
         return self._keep(holder, wish)
 
@@ -266,21 +267,24 @@ class Puts:
         holder = self._sessions.open.get(held.session)
         if holder is None or held.id == 0:
             return
-        for tier in np.unique(held.tiers[rows]).tolist():
+        for tier in kinds(held.tiers[rows]):
             self._sessions.reserve(holder, tier, held.pages[rows[held.tiers[rows] == tier]], step=-1)
 
     def _nearest(self, ids: Ids) -> Where:
         """The nearest readable page of each block in any tier in service."""
         tiers = self._index.nearest(ids, self._index.serving()).astype(np.int64)
         pages = np.full(len(ids), NO_PAGE, np.int64)
-        for tier in np.unique(tiers[tiers >= 0]).tolist():
+        for tier in kinds(tiers[tiers >= 0]):
             pages[tiers == tier] = self._index.attached(tier, ids[tiers == tier])
         return Where(tiers, pages)
 
     def _extents(self, where: Where) -> StructArray:
+        tiers = kinds(where.tiers[where.pages >= 0])
+        if len(tiers) == 1:
+            return self._index.tiers[tiers[0]].extents(where.pages)
         out = np.zeros(len(where.pages), EXTENT)
         out["page"] = NO_PAGE
-        for tier in np.unique(where.tiers[where.pages >= 0]).tolist():
+        for tier in tiers:
             here = (where.tiers == tier) & (where.pages >= 0)
             out[here] = self._index.tiers[tier].extents(where.pages[here])
         return out
@@ -290,16 +294,16 @@ class Puts:
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             self._index.tiers[held.tiers[row]].length[held.pages[row]] = length
 
-    def _metas(self, held: Reservation, rows: Ids) -> StructArray:
-        metas = new_meta(len(rows))
-        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
-        metas["namespace"], metas["domain"] = held.namespaces[rows], held.domain
-        metas["hash"], metas["parent"] = held.hash[rows], held.parent[rows]
-        metas["position"], metas["tokens"] = held.positions[rows], held.tokens[rows]
-        metas["logical_length"] = metas["stored_length"] = held.lengths[rows]
-        for name in ("generation", "segment", "offset"):
-            metas[name] = extents[name]
-        return metas
+
+def _metas(held: Reservation, rows: Ids, extents: StructArray) -> StructArray:
+    metas = new_meta(len(rows))
+    metas["namespace"], metas["domain"] = held.namespaces[rows], held.domain
+    metas["hash"], metas["parent"] = held.hash[rows], held.parent[rows]
+    metas["position"], metas["tokens"] = held.positions[rows], held.tokens[rows]
+    metas["logical_length"] = metas["stored_length"] = held.lengths[rows]
+    for name in ("generation", "segment", "offset"):
+        metas[name] = extents[name]
+    return metas
 
 
 def _after_first(wrong: Bools, query: Ids) -> Bools:
@@ -361,7 +365,7 @@ def _named_rows(held: Reservation, blocks: StructArray) -> Ids:
     if blocks.dtype != COMMIT_BLOCK:
         raise InvalidArgument(f"commit: dtype {blocks.dtype}; give COMMIT_BLOCK")
     rows = blocks["index"].astype(np.int64)
-    if (rows >= len(held.state)).any() or len(np.unique(rows)) != len(rows):
+    if (rows >= len(held.state)).any() or len(distinct(rows)) != len(rows):
         raise InvalidArgument(f"commit: an index twice or beyond the {len(held.state)} blocks of reservation {held.id}")
     if (held.state[rows] != OPEN).any():
         raise InvalidArgument(

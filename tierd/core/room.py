@@ -25,6 +25,7 @@ from tierd.core.index import Index
 from tierd.core.model import PageState, Reason
 from tierd.core.pages import SEGMENT_LIMIT, Key
 from tierd.core.plan import Bools, Ids
+from tierd.core.sets import among, distinct
 
 MOST_REACH = 4096
 """How many of the coldest are looked at, at first, for blocks of the right key before a whole segment of another is given up."""
@@ -129,8 +130,9 @@ class Room:
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
         places = self._places(tier, victims)
-        right = [place for place in np.unique(places).tolist() if self._index.tiers[tier].key_of(place) == key]
-        return np.asarray(np.isin(places, right), bool)
+        used = distinct(places)
+        right = np.asarray([self._index.tiers[tier].key_of(place) == key for place in used.tolist()], bool)
+        return right[np.searchsorted(used, places)]
 
     def is_beside(self, tier: int, victims: Ids, block: int) -> Bools:
         """Which of the victims lie in the same segment as the block."""
@@ -225,7 +227,7 @@ class Room:
         """Drops all blocks of a segment. False, and nothing changed: something in it is held, or most of it is quarantined."""
         pages_of = self._index.tiers[tier]
         span = pages_of.pages_of(place)
-        used = np.flatnonzero(~np.isin(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start
+        used = np.flatnonzero(~among(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start
         blocks = pages_of.block[used].astype(np.int64)
         is_held = (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any()
         if is_held or pages_of.is_mostly_bad(place):

@@ -18,8 +18,9 @@ from tierd.core.leases import Session, Sessions
 from tierd.core.model import NOBODY, UNVERIFIED, Fault, PageState, Reason, SegmentAssignment, StructArray, TierKind
 from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Ids, Restored
-from tierd.core.planner import Planner, Where, distinct
+from tierd.core.planner import Planner, Where
 from tierd.core.puts import Puts
+from tierd.core.sets import in_order
 from tierd.errors import InvalidArgument
 
 
@@ -142,7 +143,7 @@ class Upkeep:
 
     def live(self, blocks: Ids) -> Ids:
         """Those of the ids that are blocks with a readable page, each once."""
-        blocks = distinct(np.asarray(blocks, np.int64))
+        blocks = in_order(np.asarray(blocks, np.int64))
         blocks = blocks[blocks < self._index.blocks.top]
         return blocks[self._index.nearest(blocks, range(len(self._index.tiers))) >= 0]
 

@@ -1,0 +1,64 @@
+"""Sets of whole numbers in numpy arrays of some hundred, as requests bring them.
+
+Purpose: few steps for such sizes. Non-purpose: anything else. `np.unique` hashes and `np.isin` prepares tables, which takes ten times as long as
+sorting a thousand numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[Any]
+FEW = 4
+"""Up to so many are compared one after another."""
+
+
+def distinct(values: Numbers) -> Numbers:
+    """Each once, ascending. It may be the array itself."""
+    if len(values) < 2 or (values[1:] > values[:-1]).all():
+        return values
+    values = np.sort(values)
+    return values[starts(values)]
+
+
+def kinds(values: Numbers) -> list[int]:
+    """Each once, ascending, where there are hardly any that differ: tiers, say."""
+    if len(values) == 0:
+        return []
+    if (values == values[0]).all():
+        return [int(values[0])]
+    return sorted(set(values.tolist()))
+
+
+def starts(values: Numbers) -> NDArray[np.int64]:
+    """Where in sorted values each new one begins."""
+    first = np.empty(len(values), bool)
+    first[:1] = True
+    np.not_equal(values[1:], values[:-1], out=first[1:])
+    return np.flatnonzero(first)
+
+
+def in_order(values: Numbers) -> Numbers:
+    """Each that is not negative once, in the order of the first places. It may be the array itself."""
+    ascending = distinct(values)
+    if len(ascending) == len(values) and (len(values) == 0 or ascending[0] >= 0):
+        return values
+    order = np.argsort(values, kind="stable")
+    firsts = values[np.sort(order[starts(values[order])])]
+    return firsts[firsts >= 0]
+
+
+def among(values: Numbers, pool: Numbers | Sequence[int]) -> NDArray[np.bool_]:
+    """Which of the values are in the pool."""
+    if len(pool) <= FEW:
+        out = np.zeros(values.shape, bool)
+        for one in pool:
+            out |= values == one
+        return out
+    ascending = np.sort(np.asarray(pool))
+    at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    return np.asarray(ascending[at] == values, bool)
