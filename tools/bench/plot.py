@@ -22,6 +22,8 @@ COLOURS = {
 }
 """Told apart by colour-blind people too (M. Okabe and K. Ito)."""
 ROW_INCHES, WIDTH_INCHES = 0.34, 11.0
+FARTHEST = 4.0
+"""Multiples of a limit that the axis reaches; what lies beyond is told by its number."""
 BAR, GOAL = "#444444", "#009e73"
 
 
@@ -38,7 +40,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
     for each, (label, shown) in zip(axes, panels, strict=True):
         _draw_panel(each, shown, label)
     figure.suptitle(f"tierd bench: medians against limits of the same run\n{title}", x=0.01, ha="left", fontsize=10)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
 
 
@@ -47,7 +49,8 @@ def _draw_panel(axes: Any, rows: Sequence[Row], label: str) -> None:
         _draw_row(axes, y, row)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, 1.08 * max(1.05, *(max(row.high, row.goal or 0, row.bar or 0) for row in rows)))
+    farthest = max(1.05, *(max(row.high, row.goal or 0, row.bar or 0) for row in rows), 0.0)
+    axes.set_xlim(0, 1.08 * min(farthest, FARTHEST))
     axes.axvline(1.0, color="#bbbbbb", linewidth=1.0, zorder=0)
     axes.set_xlabel(label, fontsize=9)
     axes.grid(axis="x", color="#eeeeee", linewidth=0.7)
@@ -81,6 +84,7 @@ def _legend() -> list[Any]:
     from matplotlib.lines import Line2D
 
     dots = [Line2D([], [], marker="o", linestyle="", color=COLOURS[v], label=v.value) for v in COLOURS]
+    dots.append(Line2D([], [], linewidth=2.2, color=COLOURS[Verdict.NOTHING_PROMISED], label="quartiles"))
     ticks = [Line2D([], [], marker="|", markersize=11, markeredgewidth=2.4, linestyle="", color=c) for c in (BAR, GOAL)]
     for tick, word in zip(ticks, ("bar", "goal"), strict=True):
         tick.set_label(word)

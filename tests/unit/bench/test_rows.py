@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tools.bench.measure import Cost, cost_of, cpus, interleaved, medians, rates
+from tools.bench.plot import draw
 from tools.bench.promises import PROMISES, Verdict
 from tools.bench.rows import Row, quartiles, row_of
 from tools.bench.table import cells_of, counts_of
@@ -46,6 +49,7 @@ def test_every_value_has_its_limit() -> None:
         ("lookup_empty", 1.10, Verdict.GOAL),
         ("clients_4", 0.99, Verdict.BELOW_BAR),
         ("clients_4", 1.0, Verdict.GOAL),
+        ("put_2MiB_p50", 20.0, Verdict.NOTHING_PROMISED),
         ("of which nothing is promised", 0.0, Verdict.NOTHING_PROMISED),
     ],
 )
@@ -57,7 +61,7 @@ def test_a_verdict_is_bar_then_goal(name: str, ratio: float, verdict: Verdict) -
 def test_a_goal_lies_beyond_its_bar() -> None:
     """No promise has a goal that is easier than its bar."""
     for name, promise in PROMISES.items():
-        if promise.goal is not None:
+        if promise.goal is not None and promise.bar is not None:
             assert (promise.goal < promise.bar) == promise.at_most, name
 
 
@@ -88,6 +92,15 @@ def test_processor_time_of_both_processes_counts() -> None:
     """What a work costs the processor is there, and is not what it waits."""
     cost = cost_of(lambda: sum(range(1_000_000)))
     assert 0 < cost.cpu_s <= 10 * cost.wall_s
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_drawn_of_any_rows(suffix: str, tmp_path: Path) -> None:
+    """Shares, prices, rows without a promise and ratios far beyond the axis make a picture of the kind that its ending says."""
+    rows = [row("put_2MiB_x16", 0.5), row("lookup_empty", 400.0), row("anything", 3.0)]
+    draw(rows, tmp_path / f"picture.{suffix}", title="here")
+    head = (tmp_path / f"picture.{suffix}").read_bytes()[:5]
+    assert head == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]
 
 
 def test_a_line_tells_ratio_bar_and_goal() -> None:

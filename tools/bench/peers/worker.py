@@ -1,0 +1,80 @@
+"""A peer's client, in the peer's own environment: does what a line of its input says, and answers with what it cost.
+
+    python -m tools.bench.peers.worker NAME COUNT BLOCK_BYTES
+
+Lines are `put N`, `get N` and `check N`; answers are JSON, one a line: {"wall_s", "cpu_s"}, the peer's server counted in, or {"error"}. An end of the
+input ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tools.bench.measure import MIB, Cold, Cost, cost_of, cpu_s
+from tools.bench.peers.known import KNOWN
+from tools.bench.peers.peer import Peer
+
+COLD_BYTES = 192 * MIB
+
+
+class Worker:
+    """Batches of so many blocks, put and got."""
+
+    def __init__(self, peer: Peer, *, count: int, block_bytes: int) -> None:
+        self._peer, self._count, self._block_bytes = peer, count, block_bytes
+        self._cold = Cold(max(COLD_BYTES, count * block_bytes))
+        self._target = np.ones((count, block_bytes), dtype=np.uint8)
+
+    def answer(self, verb: str, number: int) -> Cost:
+        """Of one verb."""
+        if verb == "get":
+            return self._cost(lambda: self._peer.get(str(number), self._target))
+        blocks = self._cold.blocks(self._count, self._block_bytes)
+        cost = self._cost(lambda: self._peer.put(str(number), blocks))
+        if verb == "check":
+            self._peer.get(str(number), self._target)
+            if not np.array_equal(self._target, blocks):
+                raise RuntimeError(f"batch {number} came back with other bytes")
+        return cost
+
+    def _cost(self, work: Callable[[], object]) -> Cost:
+        """All of the peer's processes count."""
+        before = sum(map(cpu_s, self._peer.pids))
+        cost = cost_of(work)
+        return Cost(cost.wall_s, cost.cpu_s + sum(map(cpu_s, self._peer.pids)) - before)
+
+
+def main() -> None:
+    """Serves its input."""
+    name, count, block_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a peer's libraries may print what they like
+    with tempfile.TemporaryDirectory(prefix="peer-") as directory:
+        try:
+            peer = KNOWN[name].make(Path(directory))
+        except Exception as error:  # noqa: BLE001 -- the reason is the answer
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=out, flush=True)
+            return
+        with contextlib.closing(peer):
+            worker = Worker(peer, count=count, block_bytes=block_bytes)
+            print(json.dumps({"ready": True}), file=out, flush=True)
+            for line in sys.stdin:
+                verb, number = line.split()
+                try:
+                    cost = worker.answer(verb, int(number))
+                    told: dict[str, object] = {"wall_s": cost.wall_s, "cpu_s": cost.cpu_s}
+                except Exception as error:  # noqa: BLE001 -- as above
+                    told: dict[str, object] = {"error": f"{type(error).__name__}: {error}"}
+                print(json.dumps(told), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
