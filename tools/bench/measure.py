@@ -96,8 +96,10 @@ def medians(values: Sequence[float], *, of: int) -> list[float]:
 class Cold:
     """Random bytes, given out in pieces that were not touched for long."""
 
-    def __init__(self, length_bytes: int = COLD_BYTES) -> None:
-        self._bytes = np.random.default_rng(0).integers(0, 256, length_bytes, dtype=np.uint8)
+    def __init__(self, length_bytes: int = COLD_BYTES, *, memory: NDArray[np.uint8] | None = None) -> None:
+        """memory: to be filled with them, in place of new memory of so many bytes."""
+        self._bytes = np.empty(length_bytes, dtype=np.uint8) if memory is None else memory
+        self._bytes[:] = np.random.default_rng(0).integers(0, 256, len(self._bytes), dtype=np.uint8)
         self._at = itertools.count()
 
     def blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:

@@ -27,6 +27,10 @@ class Peer(Protocol):
 
     pids: list[int]
 
+    def memory(self, size: int) -> Blocks:
+        """Memory of the caller as this peer likes it best: uint8 [size]."""
+        ...
+
     def put(self, key: str, blocks: Blocks) -> None:
         """Takes uint8 [n, block_bytes] in."""
         ...
@@ -78,9 +82,9 @@ class Server:
             self._process.wait(END_S)
 
 
-def found(program: str) -> str:
-    """A program that a package of this environment has brought. Raises FileNotFoundError."""
-    paths = [path for path in Path(sys.prefix).rglob(program) if path.is_file()]
+def found(program: str, folder: str = "") -> str:
+    """A program that a package of this environment has brought, in a folder of that name. Raises FileNotFoundError."""
+    paths = [path for path in Path(sys.prefix).rglob(f"{folder}/{program}".lstrip("/")) if path.is_file()]
     if not paths:
         raise FileNotFoundError(f"{program}: not in {sys.prefix}; install the package that brings it")
     paths[0].chmod(paths[0].stat().st_mode | 0o100)

@@ -26,6 +26,9 @@ class RedisServer:
         self._server.connected(self._client.ping)
         self.pids = [self._server.pid]
 
+    def memory(self, size: int) -> Blocks:
+        return np.empty(size, dtype=np.uint8)
+
     def put(self, key: str, blocks: Blocks) -> None:
         pipeline = self._client.pipeline(transaction=False)
         for i, block in enumerate(blocks):

@@ -30,8 +30,9 @@ class Worker:
 
     def __init__(self, peer: Peer, *, count: int, block_bytes: int) -> None:
         self._peer, self._count, self._block_bytes = peer, count, block_bytes
-        self._cold = Cold(max(COLD_BYTES, count * block_bytes))
-        self._target = np.ones((count, block_bytes), dtype=np.uint8)
+        self._cold = Cold(memory=peer.memory(max(COLD_BYTES, count * block_bytes)))
+        self._target = peer.memory(count * block_bytes).reshape(count, block_bytes)
+        self._target[:] = 1
 
     def answer(self, verb: str, number: int) -> Cost:
         """Of one verb."""
