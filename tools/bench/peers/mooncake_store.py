@@ -42,7 +42,7 @@ class MooncakeStore:
     def memory(self, size: int) -> Blocks:
         """Of the pool: uint8 [size]."""
         address = self._store.alloc_from_mem_pool(size)
-        if not address:
+        if not address or self._store.register_buffer(address, size):
             raise MemoryError(f"mooncake: no {size} bytes left in its pool of {POOL_BYTES}")
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
 
