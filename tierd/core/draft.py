@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierd.core.model import EXTENT, FREED, TRANSFER, SegmentAssignment, StructArray
-from tierd.core.plan import Ids, Plan, TransferIds
+from tierd.core.model import SegmentAssignment, StructArray
+from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Plan, TransferIds
 from tierd.core.sets import among, distinct
 
 
@@ -46,21 +46,21 @@ class Draft:
 
     def plan(self) -> Plan:
         """What was collected."""
-        reserved, freed = _joined(self._reserved, EXTENT), _joined(self._freed, FREED)
+        reserved, freed = _joined(self._reserved, NO_EXTENTS), _joined(self._freed, NONE_FREED)
         if len(reserved) and len(freed):  # what was both, nobody ever saw
             seen = ~among(freed["extent"]["generation"], reserved["generation"])
             if not seen.all():
                 reserved = reserved[~among(reserved["generation"], freed["extent"]["generation"])]
                 freed = freed[seen]
-        transfers = _joined(self._transfers, TRANSFER)
-        waits = _joined(self._waits, np.dtype(np.uint64))
+        transfers = _joined(self._transfers, NO_TRANSFERS)
+        waits = _joined(self._waits, NO_WAITS)
         if len(waits):
             waits = distinct(waits[~among(waits, transfers["id"])])
         return Plan(freed, self._segments, reserved, transfers, waits)
 
 
-def _joined(parts: list[StructArray], dtype: np.dtype) -> StructArray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+def _joined(parts: list[StructArray], none: StructArray) -> StructArray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else none
 
 
 def no_ids() -> Ids:

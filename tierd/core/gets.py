@@ -50,7 +50,7 @@ class Sight:
             have = ids >= 0
             if but is not None and len(but):
                 have &= ~among(ids, but)
-            out.append(np.asarray(have.all(axis=0), bool))
+            out.append(have[0] if len(have) == 1 else np.asarray(have.all(axis=0), bool))
         return out
 
     def spans(self, tokens: int) -> list[Span]:
@@ -59,6 +59,8 @@ class Sight:
 
     def wanted(self, spans: Sequence[Span]) -> Ids:
         """Their distinct ids, those that end earlier in the sequence first."""
+        if len(self.ids) == 1 and len(self.ids[0]) == 1:
+            return in_order(self.ids[0][0, slice(*spans[0])])
         parts, keys = [], []
         for group, ids, (first, stop) in zip(self.groups, self.ids, spans, strict=True):
             part = ids[:, first:stop]
@@ -156,7 +158,7 @@ class Gets:
             names = Names(namespaces, hashes if shape[0] == 1 else np.tile(hashes, (shape[0], 1)))
             ids = self._index.blocks.find(names)
             if domain is not None:
-                ids[(ids >= 0) & (self._index.blocks.domain[ids] != domain)] = -1
+                ids[self._index.blocks.domain.take(ids) != domain] = -1
             tier = self._index.nearest(ids, serving)
             ids[tier < 0] = -1
             sight.ids.append(ids.reshape(shape))
@@ -164,9 +166,12 @@ class Gets:
         return sight
 
     def _tier_tokens(self, sight: Sight, tokens: int) -> list[int]:
-        rows = slice(*needed(sight.groups[0], tokens))
-        tier, weight = sight.tier[0][0, rows], block_tokens(sight.groups[0])[rows]
-        return [int(weight[tier == t].sum()) for t in range(len(self._index.tiers))]
+        group, (first, stop) = sight.groups[0], needed(sight.groups[0], tokens)
+        tier = sight.tier[0][0, first:stop]
+        out: list[int] = (np.bincount(tier, minlength=len(self._index.tiers)) * group.tokens_per_block).tolist()
+        if stop > first:  # the last block may be short
+            out[int(tier[-1])] -= max(0, stop * group.tokens_per_block - group.tokens)
+        return out
 
     def _relax(self, groups: Sequence[GroupQuery]) -> None:
         lax = {namespace for group in groups if group.need != Need.PREFIX for namespace in group.namespaces}
@@ -228,10 +233,11 @@ class Gets:
         if holder is None or len(blocks) == 0:
             return over
         tiers = np.where(near.tiers >= 0, near.tiers, self._index.targets(blocks, serving))
+        lengths = self._index.blocks.length[blocks]
         for tier in kinds(tiers):
             rows = np.flatnonzero(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
-            cost = pages_of.class_of(self._index.blocks.length[blocks[rows]])
+            cost = pages_of.class_of(lengths[rows])
             if mine:
                 cost[[page in mine for page in near.pages[rows].tolist()]] = 0
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
@@ -278,6 +284,8 @@ class Gets:
         """Whether its pages can be handed out. Once settled, only wrong bytes take anything away: a lease outlives its epoch."""
         for tier, pages_of in enumerate(self._index.tiers):
             pages = lease.pages_in(tier)
+            if len(pages) == 0:
+                continue
             doom = pages_of.doom[pages]
             lost = (doom == Reason.CORRUPTED) if lease.settled else (doom > 0)
             if lost.any() or (pages_of.state[pages] < PageState.READY).any():
@@ -292,21 +300,24 @@ class Gets:
         before = replace(lease)
         failed = no_ids()
         while True:
-            lease.tokens = longest(lease.queries, sight.there(failed))
-            blocks = sight.wanted(sight.spans(lease.tokens))
+            tokens = longest(lease.queries, sight.there(failed))
+            blocks = sight.wanted(sight.spans(tokens))
             over = self._over_share(blocks, self._planner.attached(blocks, near), near, holder)
             if not over.any():
                 break
             failed = np.concatenate((failed, blocks[over]))
-        lease.held = self._held(sight, lease.tokens, lease.kind)
+        lease.hold(self._held(sight, tokens, lease.kind), tokens)
         self._pin(lease, holder)
         self._unpin(before, holder, draft)
 
     def _served(self, group: GroupQuery, held: Held) -> ServedGroup:
-        shape = held.pages.shape
-        extents = np.zeros(shape, EXTENT)
-        for tier, pages_of in enumerate(self._index.tiers):
-            here = held.tiers == tier
-            extents[here] = pages_of.extents(held.pages[here])
+        shape, tiers = held.pages.shape, kinds(held.tiers.ravel())
+        if len(tiers) == 1:
+            extents = self._index.tiers[tiers[0]].extents(held.pages.ravel()).reshape(shape)
+        else:
+            extents = np.zeros(shape, EXTENT)
+            for tier in tiers:
+                here = held.tiers == tier
+                extents[here] = self._index.tiers[tier].extents(held.pages[here])
         tokens = block_tokens(group)[held.first : held.first + shape[1]].astype(np.uint32)
         return ServedGroup(held.first, shape[1], extents, tokens, held.blocks)

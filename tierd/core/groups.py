@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tierd.core.model import HASH_BYTES, Need
 from tierd.core.plan import Bools, GroupQuery, Ids
+from tierd.core.sets import among, distinct
 from tierd.errors import InvalidArgument
 
 
@@ -67,7 +68,9 @@ def block_tokens(group: GroupQuery) -> Ids:
 
 def longest(groups: Sequence[GroupQuery], there: Sequence[Bools]) -> int:
     """The greatest token count that every group can serve. there: per group, bool [blocks] (all ranks)."""
-    tried = ends(groups[0]) if len(groups) == 1 else np.unique(np.concatenate([ends(group) for group in groups]))
+    if len(groups) == 1 and groups[0].need == Need.PREFIX:
+        return _prefix(groups[0], there[0])
+    tried = ends(groups[0]) if len(groups) == 1 else distinct(np.concatenate([ends(group) for group in groups]))
     for group, have in zip(groups, there, strict=True):
         tried = tried[_serves(group, have, tried)]
     return int(tried[-1]) if len(tried) else 0
@@ -75,8 +78,15 @@ def longest(groups: Sequence[GroupQuery], there: Sequence[Bools]) -> int:
 
 def needed(group: GroupQuery, tokens: int) -> Span:
     """The blocks that serving so many tokens takes."""
+    if group.need == Need.PREFIX:
+        return Span(0, -(-tokens // group.tokens_per_block))
     first, last = _bounds(group, np.asarray([tokens]))
     return Span(int(first[0]), int(last[0]))
+
+
+def _prefix(group: GroupQuery, there: Bools) -> int:
+    held = len(there) if there.all() else int(np.argmin(there))
+    return min(held * group.tokens_per_block, group.tokens)
 
 
 def _bounds(group: GroupQuery, tokens: Ids) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -93,12 +103,11 @@ def _bounds(group: GroupQuery, tokens: Ids) -> tuple[NDArray[Any], NDArray[Any]]
 
 def _serves(group: GroupQuery, there: Bools, tokens: Ids) -> Bools:
     if group.need == Need.PREFIX:
-        held = len(there) if there.all() else int(np.argmin(there))
-        return np.asarray(tokens <= min(held * group.tokens_per_block, group.tokens), bool)
+        return np.asarray(tokens <= _prefix(group, there), bool)
     good = tokens <= group.tokens
     first, stop = _bounds(group, np.minimum(tokens, group.tokens))
     gaps = np.concatenate((np.zeros(1, np.int64), np.cumsum(~there)))
     good &= gaps[stop] == gaps[first]
     if group.need == Need.LAST_STATE:
-        good &= np.isin(tokens, ends(group))
+        good &= among(tokens, ends(group))
     return np.asarray(good, bool)

@@ -86,16 +86,20 @@ class Index:
 
     def readable(self, tier: int, blocks: Ids) -> Ids:
         """The block's page if it can be read, else -1."""
-        pages = self.attached(tier, blocks)
-        if len(self.tiers[tier].state):
-            pages[self.tiers[tier].state.take(pages) < PageState.READY] = NO_PAGE
-        return pages
+        return np.where(self.is_readable(tier, blocks), self.attached(tier, blocks), NO_PAGE)
+
+    def is_readable(self, tier: int, blocks: Ids) -> Bools:
+        """Which blocks have a page that can be read; not block -1."""
+        pages, state = self.page[tier].take(blocks), self.tiers[tier].state
+        if len(state) == 0:
+            return np.zeros(len(blocks), bool)
+        return np.asarray((pages >= 0) & (blocks >= 0) & (state.take(pages) >= PageState.READY), bool)
 
     def nearest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
         """Of these tiers, the first in which each block can be read; -1 for none."""
         out = np.full(len(blocks), -1, np.int8)
         for tier in reversed(tiers):
-            out[self.readable(tier, blocks) >= 0] = tier
+            out[self.is_readable(tier, blocks)] = tier
         return out
 
     def targets(self, blocks: Ids, tiers: Sequence[int]) -> Ids:
@@ -165,17 +169,26 @@ class Index:
 
     def pin(self, tier: int, pages: Ids) -> None:
         """One pin more on each; pages may repeat."""
-        np.add.at(self.tiers[tier].pins, pages, 1)
-        self._weigh_pages(tier, distinct(pages))
+        each, pins = distinct(pages), self.tiers[tier].pins
+        first = each[pins[each] == 0]
+        if len(each) == len(pages):
+            pins[each] += 1
+        else:
+            np.add.at(pins, pages, 1)
+        self._hold(tier, first)
 
     def unpin(self, tier: int, pages: Ids, draft: Draft) -> None:
         """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
         pages_of = self.tiers[tier]
-        assert (pages_of.pins[pages] > 0).all(), "a page is unpinned more often than pinned"
-        np.subtract.at(pages_of.pins, pages, 1)
-        pages = distinct(pages)
-        self._weigh_pages(tier, pages)
-        self._sweep(tier, pages[pages_of.doom[pages] > 0], draft)
+        each, pins = distinct(pages), pages_of.pins
+        assert (pins[each] > 0).all(), "a page is unpinned more often than pinned"
+        if len(each) == len(pages):
+            pins[each] -= 1
+        else:
+            np.subtract.at(pins, pages, 1)
+        each = each[pins[each] == 0]
+        self._weigh_pages(tier, each)
+        self._sweep(tier, each[pages_of.doom[each] > 0], draft)
 
     def link(self, blocks: Ids, parents: Bytes, now: float) -> None:
         """Gives blocks their parents: uint8 [n, 32]."""
@@ -257,6 +270,15 @@ class Index:
         self.going[tier] += int(np.count_nonzero(free)) - int(np.count_nonzero(~held[blocks]))
         held[blocks] = ~free
         self._bar(tier, blocks)
+
+    def _hold(self, tier: int, pages: Ids) -> None:
+        """Distinct pages have got their first pin: what is attached to them may not go."""
+        blocks = self.tiers[tier].block[pages]
+        blocks = blocks[(blocks >= 0) & (self.page[tier][blocks] == pages)]
+        held, barred = self.held[tier], self.barred[tier]
+        self.going[tier] -= len(blocks) - int(np.count_nonzero(held[blocks]))
+        self.tips[tier] -= len(blocks) - int(np.count_nonzero(barred[blocks]))
+        held[blocks] = barred[blocks] = True
 
     def _weigh_pages(self, tier: int, pages: Ids) -> None:
         blocks = self.tiers[tier].block[pages]

@@ -10,7 +10,6 @@ pin it; the bytes beside it are the sum over its keys.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +37,10 @@ class Held:
 
 @dataclass(slots=True)
 class Lease:
-    """queries: what was asked for; none for the lease of a commit. tokens: what the pins serve. settled: they are on readable pages."""
+    """queries: what was asked for; none for the lease of a commit. tokens: what the pins serve. settled: they are on readable pages.
+
+    held: replaced with `hold`, never changed.
+    """
 
     id: int
     session: int
@@ -47,11 +49,18 @@ class Lease:
     held: list[Held]
     tokens: int
     settled: bool = False
+    _pages: dict[int, Ids] = field(default_factory=dict)
+
+    def hold(self, held: list[Held], tokens: int) -> None:
+        """It is on other pages from now on."""
+        self.held, self.tokens, self._pages = held, tokens, {}
 
     def pages_in(self, tier: int) -> Ids:
         """Every pin of the lease in a tier; pages repeat if blocks do."""
-        parts = [held.pages[held.tiers == tier] for held in self.held]
-        return np.concatenate(parts) if parts else no_ids()
+        if tier not in self._pages:
+            parts = [held.pages[held.tiers == tier] for held in self.held]
+            self._pages[tier] = np.concatenate(parts) if parts else no_ids()
+        return self._pages[tier]
 
 
 @dataclass(slots=True)
@@ -97,7 +106,7 @@ class Session:
 
     id: int
     domain: int
-    pinned: list[Counter[int]]
+    pinned: list[dict[int, int]]
     pinned_bytes: list[int]
     reserved_bytes: list[int]
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -126,7 +135,7 @@ class Sessions:
     def begin(self, session: int, domain: int) -> None:
         """A session opens."""
         none = [0] * len(self._tiers)
-        self.open[session] = Session(session, domain, [Counter() for _ in none], list(none), list(none))
+        self.open[session] = Session(session, domain, [{} for _ in none], list(none), list(none))
         self.domains[session] = domain
 
     def get(self, session: int) -> Session:
@@ -158,19 +167,28 @@ class Sessions:
 
     def pin(self, session: Session, tier: int, pages: Ids) -> None:
         """Counts pins of the session; pages may repeat."""
-        mine = session.pinned[tier]
-        new = np.asarray([page for page in set(pages.tolist()) if page not in mine], np.int64)
-        mine.update(pages.tolist())
-        session.pinned_bytes[tier] += int(self._tiers[tier].class_bytes(new).sum())
+        mine, keys = session.pinned[tier], pages.tolist()
+        new = set(keys).difference(mine)
+        if len(new) == len(keys):
+            mine.update(dict.fromkeys(keys, 1))
+        else:
+            for key in keys:
+                mine[key] = mine.get(key, 0) + 1
+            pages = np.fromiter(new, np.int64, len(new))
+        session.pinned_bytes[tier] += int(self._tiers[tier].class_bytes(pages).sum())
 
     def unpin(self, session: Session, tier: int, pages: Ids) -> None:
         """Counts them off; call before the pages are freed."""
-        mine = session.pinned[tier]
-        mine.subtract(pages.tolist())
-        gone = np.asarray([page for page in set(pages.tolist()) if mine[page] == 0], np.int64)
-        for page in gone.tolist():
-            del mine[page]
-        session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(gone).sum())
+        mine, gone = session.pinned[tier], []
+        for key in pages.tolist():
+            if mine[key] == 1:
+                del mine[key]
+                gone.append(key)
+            else:
+                mine[key] -= 1
+        if len(gone) < len(pages):
+            pages = np.asarray(gone, np.int64)
+        session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(pages).sum())
 
     def reserve(self, session: Session, tier: int, pages: Ids, *, step: int) -> None:
         """Counts reserved pages: step 1 on, -1 off (before they are freed)."""

@@ -74,7 +74,7 @@ class Listing:
         out["hits"], out["last_used"] = blocks.hits[ids], blocks.last_used[ids]
         out["attention"], out["declined"] = blocks.attention[ids], blocks.declined[ids]
         for tier in range(len(self._index.tiers)):
-            out["tiers"] |= (self._index.readable(tier, ids) >= 0).astype(np.uint64) << np.uint64(tier)
+            out["tiers"] |= self._index.is_readable(tier, ids).astype(np.uint64) << np.uint64(tier)
         return out
 
     def pages(self, block: int) -> StructArray:

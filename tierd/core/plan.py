@@ -84,6 +84,9 @@ class PutQuery:
 
 # -- what must now happen outside
 
+NONE_FREED, NO_EXTENTS, NO_TRANSFERS = np.zeros(0, FREED), np.zeros(0, EXTENT), np.zeros(0, TRANSFER)
+NO_WAITS: TransferIds = np.zeros(0, np.uint64)
+
 
 @dataclass(slots=True)
 class Plan:
@@ -97,11 +100,11 @@ class Plan:
     A page may be in freed (old generation) and in reserved (new one) of the same plan.
     """
 
-    freed: StructArray = field(default_factory=lambda: np.zeros(0, FREED))
+    freed: StructArray = field(default_factory=lambda: NONE_FREED)
     segments: list[SegmentAssignment] = field(default_factory=list)
-    reserved: StructArray = field(default_factory=lambda: np.zeros(0, EXTENT))
-    transfers: StructArray = field(default_factory=lambda: np.zeros(0, TRANSFER))
-    waits: TransferIds = field(default_factory=lambda: np.zeros(0, np.uint64))
+    reserved: StructArray = field(default_factory=lambda: NO_EXTENTS)
+    transfers: StructArray = field(default_factory=lambda: NO_TRANSFERS)
+    waits: TransferIds = field(default_factory=lambda: NO_WAITS)
 
     @property
     def is_empty(self) -> bool:

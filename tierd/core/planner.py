@@ -57,6 +57,9 @@ class Planner:
 
     def attached(self, blocks: Ids, tiers: Sequence[int]) -> Where:
         """The first of the tiers in which each block has a page, filled or being filled."""
+        if len(tiers) == 1:
+            pages = self.index.attached(tiers[0], blocks)
+            return Where(np.where(pages >= 0, tiers[0], -1), pages)
         where = Where(np.full(len(blocks), -1, np.int64), np.full(len(blocks), NO_PAGE, np.int64))
         for tier in reversed(tiers):
             pages = self.index.attached(tier, blocks)
@@ -144,6 +147,8 @@ class Planner:
 
     def wait_for(self, where: Where, draft: Draft) -> None:
         """The plan waits for the flights that fill these pages."""
+        if len(self.flights) == 0:
+            return
         for tier in kinds(where.tiers[where.tiers >= 0]):
             fillers = self.flights.fillers(tier, where.pages[where.tiers == tier])
             draft.wait(fillers[fillers > 0])
