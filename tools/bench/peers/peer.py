@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-START_S, END_S, PAUSE_S = 30.0, 10.0, 0.05
+START_S, END_S, PAUSE_S = 90.0, 10.0, 0.05
 CAPACITY_BYTES = 768 << 20
 """Memory of each; the least recently used leave."""
 Blocks = NDArray[np.uint8]
