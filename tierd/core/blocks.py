@@ -34,6 +34,7 @@ Words = NDArray[np.uint64]
 
 ID_LIMIT = (1 << 31) - 1
 """Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
+_WORD = np.dtype("<u8")
 _FOUR_TRUE = np.frombuffer(bytes([1] * 4), np.uint32)[0]
 """What four comparisons look like, seen as one word."""
 _META_COLUMNS = {
@@ -53,7 +54,7 @@ _META_COLUMNS = {
 
 def words(raw: Bytes) -> Words:
     """uint8 [n, 32] as uint64 [n, 4]; [n, 16] as [n, 2]."""
-    return np.ascontiguousarray(raw).view("<u8").reshape(len(raw), raw.shape[-1] // 8)
+    return np.ascontiguousarray(raw).view(_WORD).reshape(len(raw), raw.shape[-1] // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,11 @@ class Blocks:
         """The id with each name, else -1. It may have no page at the moment."""
         return self.table.find(self.keys_of(names), lambda rows, ids: self._same(names, rows, ids))
 
-    def add(self, metas: StructArray, now: float) -> Ids:
+    def add(self, metas: StructArray, now: float, *, unknown: bool = False) -> Ids:
         """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
-        operator's pin, which is of the name."""
+        operator's pin, which is of the name. unknown: none had."""
         names = Names(metas["namespace"], words(metas["hash"]))
-        ids = self.find(names)
+        ids = np.full(len(metas), -1, np.int64) if unknown else self.find(names)
         new = np.flatnonzero(ids < 0)
         ids[new] = self._new_ids(len(new))
         self.pinned[ids[new]] = False
@@ -147,12 +148,12 @@ class Blocks:
         """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
         rows = np.flatnonzero((self.parent[ids] < 0) & parents.any(axis=1))
         ids, names = ids[rows], Names(self.namespace[ids[rows]], words(parents[rows]))
-        found = self.find(names)
+        found = self._before(ids, names)
         unknown = np.flatnonzero((found < 0) & names.firsts()) if (found < 0).any() else no_ids()
         if len(unknown):
             blank = new_meta(len(unknown))
             blank["namespace"], blank["hash"] = names.namespace[unknown], parents[rows[unknown]]
-            self.add(blank, now)
+            self.add(blank, now, unknown=True)
             found = self.find(names)
         kin = found != ids
         self.parent[ids[kin]] = found[kin]
@@ -162,9 +163,9 @@ class Blocks:
 
     def ancestors(self, ids: Ids) -> Ids:
         """The blocks before these, nearest first, each once and none of these."""
-        seen, out = set(ids.tolist()), []
-        for start in ids.tolist():
-            above = int(self.parent[start])
+        parents, seen, out = self.parent[ids], set(ids.tolist()), []
+        for start in dict.fromkeys(parents[parents >= 0].tolist()):
+            above = start
             while above >= 0 and above not in seen:
                 seen.add(above)
                 out.append(above)
@@ -229,6 +230,16 @@ class Blocks:
         halves = names.hash.view(np.uint32)
         keys = halves.astype(np.uint64) @ self._factors[1:] + names.namespace.astype(np.uint64) * self._factors[0]
         return np.asarray(keys, np.uint64)
+
+    def _before(self, ids: Ids, names: Names) -> Ids:
+        """The ids with the names of these blocks' parents: as a rule, each is the block before it."""
+        found = np.full(len(ids), -1, np.int64)
+        prior = ids[:-1]
+        is_prior = self._same(names, np.arange(1, len(ids)), prior) & self.named[prior]
+        found[1:][is_prior] = prior[is_prior]
+        rest = np.flatnonzero(found < 0)
+        found[rest] = self.find(names.at(rest))
+        return found
 
     def _same(self, names: Names, rows: Ids, ids: Ids) -> NDArray[np.bool_]:
         alike = self.hash.take(ids, axis=0) == names.hash.take(rows, axis=0)

@@ -232,12 +232,16 @@ class Gets:
         over = np.zeros(len(blocks), bool)
         if holder is None or len(blocks) == 0:
             return over
-        tiers = np.where(near.tiers >= 0, near.tiers, self._index.targets(blocks, serving))
+        tiers, is_near = near.tiers, near.tiers >= 0
+        if not is_near.all():
+            tiers = np.where(is_near, tiers, self._index.targets(blocks, serving))
         lengths = self._index.blocks.length[blocks]
         for tier in kinds(tiers):
             rows = np.flatnonzero(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
             cost = pages_of.class_of(lengths[rows])
+            if int(cost.sum()) <= self._sessions.room_bytes(holder, tier):
+                continue  # even if it pins none of them yet
             if mine:
                 cost[[page in mine for page in near.pages[rows].tolist()]] = 0
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)

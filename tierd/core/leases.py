@@ -162,8 +162,11 @@ class Sessions:
 
     def room_for_bytes(self, session: Session, tier: int, cost: Ids) -> Bools:
         """Up to which of the costs, in order, the session stays within its share."""
-        room = self.limits[tier] - session.pinned_bytes[tier] - session.reserved_bytes[tier]
-        return np.asarray(np.cumsum(cost) <= room, bool)
+        return np.asarray(np.cumsum(cost) <= self.room_bytes(session, tier), bool)
+
+    def room_bytes(self, session: Session, tier: int) -> int:
+        """What it may still pin and reserve in the tier."""
+        return self.limits[tier] - session.pinned_bytes[tier] - session.reserved_bytes[tier]
 
     def pin(self, session: Session, tier: int, pages: Ids) -> None:
         """Counts pins of the session; pages may repeat."""

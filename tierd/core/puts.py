@@ -172,10 +172,13 @@ class Puts:
         """
         names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
         known = self._index.blocks.find(names)
-        new = (self._nearest(known).pages < 0) & names.firsts()
+        new, is_known = names.firsts(), known >= 0
+        if is_known.any():
+            new &= self._nearest(known).pages < 0
         rows = np.flatnonzero(new)
         self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
-        known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now)
+        unknown = not is_known[rows].any()
+        known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, unknown=unknown)
         self._index.link(ids, commit.metas["parent"][rows], draft.now)
         if self._index.listener is not None:
             self._index.listener.stored(ids, draft.now)
@@ -193,7 +196,8 @@ class Puts:
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
         again = np.flatnonzero(known < 0)
-        known[again] = self._index.blocks.find(names.at(again))
+        if len(again):
+            known[again] = self._index.blocks.find(names.at(again))
         return known
 
     def _make_way(self, ids: Ids, where: Where, digests: Bytes, draft: Draft) -> None:

@@ -35,6 +35,7 @@ MADE_PER_CHANGE = 24
 """Slots moved with each id that comes or goes, and touched with each that comes: 1 / FULL / FULL and 2 / (FULL - AHEAD) = 16 would just do."""
 _ID_BITS = np.uint64(31)
 _ID = np.uint64((1 << 31) - 1)
+_TAG = ~_ID
 _REMOVED = np.uint64(1 << 63)
 
 
@@ -70,7 +71,7 @@ class _Slots:
     def find(self, keys: Keys, same: Same, out: Ids) -> None:
         """Writes the ids of those rows that have none yet."""
         rows = np.flatnonzero(out < 0)
-        tags = keys[rows] & ~_ID
+        tags = keys[rows] & _TAG
         at = self.homes(tags)
         step = 0
         while len(rows):
@@ -122,7 +123,7 @@ class Table:
         """The id with each key for which `same` holds, else -1. Candidates have the upper 33 bits of the key."""
         out = np.full(len(keys), -1, dtype=np.int64)
         self._slots.find(keys, same, out)
-        if self._old is not None:
+        if self._old is not None and (out < 0).any():
             self._old.find(keys, same, out)
         return out
 
@@ -185,7 +186,7 @@ class Table:
 
 def _marks(ids: Ids, keys: Keys) -> Keys:
     """The words that say so."""
-    return (keys & ~_ID) | (ids + 1).astype(np.uint64)
+    return (keys & _TAG) | (ids + 1).astype(np.uint64)
 
 
 def _words_for(slots: int) -> Keys:
