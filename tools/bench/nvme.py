@@ -1,7 +1,7 @@
 """The store: blocks written and read by the daemon, verified, against raw O_DIRECT I/O of as many pieces at the best depth on the same disk.
 
-A batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already), dropped from memory, and read back by a get
-of views. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet.
+A batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already); one that newer ones have displaced is
+read back by a get of views. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ capacity = "{host} MiB"
 segment = "{segment} MiB"
 high_watermark = 1.0
 low_watermark = 0.99
+eviction = "lru"
 [[nvme]]
 path = "{{root}}/store"
 capacity = "{nvme} MiB"
@@ -35,7 +36,10 @@ segment = "{segment} MiB"
 high_watermark = 1.0
 low_watermark = 0.99
 admission = "all"
+eviction = "lru"
 """
+HOST_BATCHES, NVME_BATCHES, LAG, WARM = 4, 12, 3, 2
+"""What the tiers hold, and how many runs later a batch is read: each run brings one and reads one, so by then it has left memory, and not the store."""
 SHAPES = {"2MiB": (32, 2 * MIB), "128KiB": (256, 128 * KIB)}
 DURABLE_COUNT = 16
 
@@ -49,10 +53,6 @@ class Bench:
         self._space: OpenedNamespace = client.open_namespace(spec)
         self._noise = np.random.default_rng(0)
         self.size = count * block_bytes
-
-    def clear(self) -> None:
-        """Nothing is held anywhere."""
-        self._operator.ask(pb.EvictRequest())
 
     def put(self, number: int, *, count: int) -> None:
         """Into memory only."""
@@ -81,8 +81,9 @@ class Bench:
 
     def read(self, number: int) -> Callable[[], object]:
         """A get of what only the store holds."""
-        self._operator.ask(pb.EvictRequest(tier="host.0"))
         hashes = chain(number, self.count)
+        if (tiers := set(self._client.lookup(self._space, hashes).tier_of[0].flat)) != {1}:
+            raise RuntimeError(f"nvme: batch {number} lies in tiers {tiers} and not in the store alone")
 
         def work() -> None:
             assert self._client.get(self._space, hashes).blocks == self.count
@@ -94,7 +95,7 @@ class Beside:
     """A daemon's store and a raw file on the same disk, batch by batch. costs: of each work, run by run."""
 
     def __init__(self, bench: Bench, raw: RawFile, pid: int) -> None:
-        self._bench, self._pid = bench, pid
+        self._pid = pid
         self.costs: dict[str, list[Cost]] = defaultdict(list)
         self._works: dict[str, Work] = {
             "raw_write": lambda _: raw.write,
@@ -102,7 +103,7 @@ class Beside:
             "raw_synced": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
             "durable": lambda n: bench.durable(-n - 1),
             "raw_read": lambda _: raw.read,
-            "read": bench.read,
+            "read": lambda n: bench.read(n - LAG),
         }
 
     def run(self, number: int, names: Iterable[str], *, under: str = "") -> None:
@@ -114,13 +115,11 @@ class Beside:
         """Writes to slots that nobody has written yet: nothing leaves the store meanwhile."""
         for number in range(batches):
             self.run(number, ("raw_write", "write"), under="first_")
-        self._bench.clear()
 
     def again(self, runs: int, *, first: int) -> None:
         """Everything, into slots that were written before."""
-        for number in range(first, first + runs):
-            self.run(number, self._works)
-            self._bench.clear()
+        for number in range(first, first + WARM + runs):
+            self.run(number, self._works, under="" if number >= first + WARM else "warm_")
 
     def row(self, name: str, verb: str, limit: str, *, size: int, meaning: str) -> Row:
         """GB/s of a verb against those of its limit."""
@@ -134,27 +133,27 @@ def rows(effort: Effort = FULL) -> list[Row]:
     """`nvme_write_...`, `nvme_read_...` and `nvme_write_first_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`; GB/s."""
     out: list[Row] = []
     for name, (count, block_bytes) in SHAPES.items():
-        config = CONFIG.format(host=effort.pick(256, 32), nvme=effort.pick(512, 32), segment=effort.pick(16, 2))
+        sizes = {"count": effort.pick(count, 16), "block_bytes": effort.pick(block_bytes, 64 * KIB)}
+        batch = sizes["count"] * sizes["block_bytes"] // MIB
+        config = CONFIG.format(host=HOST_BATCHES * batch, nvme=NVME_BATCHES * batch, segment=effort.pick(16, 1))
         with (
             Daemon(config) as daemon,
             Client(daemon.target, timeout_s=60) as client,
             connect(daemon.target) as operator,
         ):
-            bench = Bench(
-                client, operator, count=effort.pick(count, 16), block_bytes=effort.pick(block_bytes, 16 * KIB)
-            )
-            out += _rows_of(bench, daemon, name, effort)
+            out += _rows_of(Bench(client, operator, **sizes), daemon, name, effort)
     return out
 
 
 def _rows_of(bench: Bench, daemon: Daemon, name: str, effort: Effort) -> list[Row]:
-    length, batches = effort.pick(256 * MIB, 4 * bench.size), effort.pick(384 * MIB, 2 * bench.size) // bench.size
-    with RawFile(Path(daemon.root), length_bytes=length, piece_bytes=bench.block_bytes, count=bench.count) as raw:
+    with RawFile(
+        Path(daemon.root), length_bytes=4 * bench.size, piece_bytes=bench.block_bytes, count=bench.count
+    ) as raw:
         raw.allocate()
         raw.calibrate()
         beside = Beside(bench, raw, daemon.pid)
-        beside.first(batches)
-        beside.again(effort.runs, first=batches)
+        beside.first(NVME_BATCHES - 1)
+        beside.again(effort.runs, first=NVME_BATCHES - 1)
         reads, writes = (f"raw O_DIRECT {verb}s at depth {raw.depths[verb]}" for verb in ("read", "write"))
     size = bench.size
     out = [
