@@ -38,7 +38,7 @@ low_watermark = 0.99
 admission = "all"
 eviction = "lru"
 """
-HOST_BATCHES, NVME_BATCHES, LAG, WARM = 4, 12, 3, 2
+HOST_BATCHES, NVME_BATCHES, LAG, WARM = 4, 16, 5, 2
 """What the tiers hold, and how many runs later a batch is read: each run brings one and reads one, so by then it has left memory, and not the store."""
 SHAPES = {"2MiB": (32, 2 * MIB), "128KiB": (256, 128 * KIB)}
 DURABLE_COUNT = 16
