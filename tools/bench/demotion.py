@@ -32,7 +32,7 @@ from tools.bench.rows import Row, row_of
 HOT, COUNT = 8, 16
 LIMIT_S = 20.0
 """The longest that one burst may take to be written."""
-LOOK_S = 0.05
+LOOK_S = 0.1
 CONFIG = """\
 [scrub]
 period = "0 s"
@@ -92,7 +92,7 @@ class Bench:
         earlier = self.written()
         self.put_burst()
         before, begun, quiet = self.written(), time.perf_counter(), threading.Event()
-        watcher = threading.Thread(target=self._await_quiet, args=(quiet,))
+        watcher = threading.Thread(target=self._await_quiet, args=(quiet, earlier))
         watcher.start()
         rate = self.rate(quiet.is_set)
         seconds = time.perf_counter() - begun
@@ -102,10 +102,10 @@ class Bench:
             raise RuntimeError(f"demotion: nothing was written within {LIMIT_S:g} s of a burst above the watermark")
         return Demoted(rate, written - before, seconds)
 
-    def _await_quiet(self, quiet: threading.Event) -> None:
-        """Until two looks find that as much was written, at most so long."""
-        seen, deadline = -1, time.monotonic() + LIMIT_S
-        while (now := self.written()) != seen and time.monotonic() < deadline:
+    def _await_quiet(self, quiet: threading.Event, earlier: int) -> None:
+        """Until something was written since, and two looks find that it is no more; at most so long."""
+        seen, deadline = earlier, time.monotonic() + LIMIT_S
+        while ((now := self.written()) == earlier or now != seen) and time.monotonic() < deadline:
             seen = now
             quiet.wait(LOOK_S)
         quiet.set()
