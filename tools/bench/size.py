@@ -40,6 +40,7 @@ class Bench:
         self._noise = np.random.default_rng(1)
         for number in range(self._chains):
             self.put(number)()
+            client.get(self._space, chain(number, batch))  # verified and mapped, as what is held for long has been
 
     def put(self, number: int) -> Callable[[], object]:
         """A new chain."""
