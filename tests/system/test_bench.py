@@ -1,0 +1,68 @@
+"""The benchmarks: each suite runs against real daemons at a tiny size and gives the rows that are promised, so that none can rot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.repo.source import ROOT
+from tools.bench.promises import PROMISES
+
+ROWS = {
+    "data_plane": {
+        *("put_2MiB_x16", "get_copy_2MiB_x16", "put_fresh_2MiB_x16", "get_first_2MiB_x16"),
+        *("put_128KiB_x64", "get_copy_128KiB_x64", "put_fresh_128KiB_x64", "get_first_128KiB_x64"),
+    },
+    "one_block": {"put_2MiB_p50", "put_2MiB_beyond_copy", "get_2MiB_p50", "get_2MiB_beyond_copy"},
+    "calls": {"lookup_empty", "lookup_256", "get_view_256"},
+    "nvme": {
+        *("nvme_read_2MiB", "nvme_write_2MiB", "nvme_write_first_2MiB", "nvme_durable_2MiB_x16"),
+        *("nvme_read_128KiB", "nvme_write_128KiB", "nvme_write_first_128KiB"),
+    },
+    "remote": {"remote_get_2MiB", "remote_put_2MiB"},
+    "demotion": {"get_while_demoting"},
+    "size": {"put_at_100K", "get_at_100K", "lookup_at_100K"},
+    "clients": {"clients_4"},  # sixteen and sixty-four only at full size
+    "idle": {"idle_cpu", "idle_memory"},
+    "daemon_start": {"daemon_start_100k"},
+    "recording": {"record_acquire_32", "record_acquire_256"},
+}
+LIMIT_S = 600
+"""A suite takes seconds; a machine that does much else may take long."""
+FULL_ONLY = {"clients_16", "clients_64"}
+
+
+def bench(*names: str, output: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.bench", "--tiny", "--output", str(output), *names]
+    env = os.environ | {"TMPDIR": str(output.parent)}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_suite_gives_its_rows(name: str, tmp_path: Path) -> None:
+    """A suite gives exactly the rows named here, in numbers above zero where they are times and rates, and leaves no file behind but what it writes."""
+    done = bench(name, output=tmp_path / "bench.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == ROWS[name]
+    assert [row["name"] for row in rows if row["runs"] < 1 or row["limit"] <= 0] == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"bench.json", "bench.png"}
+
+
+def test_every_promise_has_a_row() -> None:
+    """What the benchmarks promise of a row is of one that a suite gives."""
+    assert set(PROMISES) - FULL_ONLY <= set.union(*ROWS.values())
+
+
+def test_an_unknown_suite_is_refused(tmp_path: Path) -> None:
+    """A name that is no suite is refused before anything runs, with those that there are."""
+    done = bench("data_plan", output=tmp_path / "bench.json")
+    assert done.returncode == 2
+    assert "data_plane" in done.stderr
+    assert list(tmp_path.iterdir()) == []
