@@ -18,6 +18,7 @@ import structlog
 
 from tierd.cache.admission import Limits
 from tierd.cache.background import Background
+from tierd.cache.counting import count_served
 from tierd.cache.events import Event, EventLog
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
@@ -52,7 +53,6 @@ from tierd.tiers.tier import SliceTable, Tier, is_mapped, is_shared
 log = structlog.get_logger(__name__)
 
 NOTHING = Served(0, [], Plan())
-NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,31 +211,48 @@ class Cache:
     async def acquire(self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float) -> Lease:
         """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises Overloaded for none, and a full queue."""
         self._check_groups(session, groups)
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        got, served = await self._bring(session, groups, kind=kind, timeout_s=timeout_s)
+        if (
+            served.tokens < got.tokens and now() < deadline
+        ):  # a page went bad on the way: there may be a good one farther off
+            self._give_back(session, [got.lease])
+            again, served = await self._bring(session, groups, kind=kind, timeout_s=deadline - now())
+            got = replace(again, tokens=max(again.tokens, got.tokens))
+        count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
+        if not got.lease:
+            return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
+        self.background.wake()
+        if not served.tokens:
+            self._give_back(session, [got.lease])
+            return Lease(0, NOTHING, got.tier_tokens, whole=False)
+        return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
+
+    async def _bring(
+        self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float
+    ) -> tuple[Acquisition, Served]:
+        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
         got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
         if not got.lease:
-            self._count_served(groups, got, NOTHING)
             if got.shut:
+                count_served(self.metrics, self.tiers, groups=groups, got=got, served=NOTHING)
                 raise self.flights.admission.refusal(shut)
-            return Lease(0, NOTHING, got.tier_tokens, whole=got.whole)
+            return got, NOTHING
         try:
             failpoint("cache.acquire.before_landing")
             await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
             served = await self._settle(got.lease)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
-                self._hold((session, HoldKind.LEASE, got.lease), _flat(served))
+                self._hold((session, HoldKind.LEASE, got.lease), served.extents)
         except BaseException:
             self._give_back(session, [got.lease])
             raise
-        self.background.wake()
-        self._count_served(groups, got, served)
-        if not served.tokens:
-            self._give_back(session, [got.lease])
-            return Lease(0, NOTHING, got.tier_tokens, whole=False)
-        return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
+        return got, served
 
     def release(self, session: int, leases: Sequence[int]) -> None:
         """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has ended."""
@@ -360,8 +377,7 @@ class Cache:
         while True:
             served = self.core.settle(lease, now=self.clock.now())
             self.flights.start(served.plan)
-            ids = np.concatenate([NO_IDS, *(g.blocks.reshape(-1) for g in served.groups)])
-            bad = await self._verification.find_bad(_flat(served), ids)
+            bad = await self._verification.find_bad(served.extents, served.blocks)
             if bad is None:
                 return NOTHING
             if not len(bad):
@@ -474,26 +490,7 @@ class Cache:
     def _layers_of(self, namespaces: StructArray) -> StructArray:
         return np.array([self.registry.get(n).spec.geometry.layers for n in namespaces.tolist()], dtype=np.uint32)
 
-    def _count_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
-        """Hits by the tier that held them; what was asked for beyond is missed, each token for one reason."""
-        self.metrics.lookups.inc()
-        if served.tokens:
-            for tier, tokens in zip(self.tiers, got.tier_tokens, strict=True):
-                if tokens:
-                    self.metrics.tokens_hit.labels(tier=tier.spec.name).inc(tokens)
-        failed, asked = got.tokens - served.tokens, max(g.tokens for g in groups)
-        rest = "absent" if got.whole else "busy" if got.shut else "no_room"
-        for reason, tokens in ((rest, asked - got.tokens), ("failed", failed)):
-            if tokens:
-                self.metrics.tokens_missed.labels(reason=reason).inc(tokens)
-
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
         """The last look before the core, which knows no tenants. Raises NotFound, NotPermitted, StaleHandle."""
         for namespace in {n for group in groups for n in group.namespaces}:
             self.namespace_for(session, namespace)
-
-
-def _flat(served: Served) -> StructArray:
-    """All extents of a lease, one after another."""
-    parts = [group.extents.reshape(-1) for group in served.groups]
-    return np.concatenate(parts) if parts else NOTHING.plan.reserved

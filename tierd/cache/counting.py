@@ -1,0 +1,25 @@
+"""What a get adds to the counters: hits by the tier that held them, misses by their reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierd.core.plan import Acquisition, GroupQuery, Served
+from tierd.metrics import Metrics
+from tierd.tiers.tier import Tier
+
+
+def count_served(
+    metrics: Metrics, tiers: Sequence[Tier], *, groups: Sequence[GroupQuery], got: Acquisition, served: Served
+) -> None:
+    """Hits by the tier that held them; what was asked for beyond is missed, each token for one reason."""
+    metrics.lookups.inc()
+    if served.tokens:
+        for tier, tokens in zip(tiers, got.tier_tokens, strict=True):
+            if tokens:
+                metrics.tokens_hit.labels(tier=tier.spec.name).inc(tokens)
+    failed, asked = got.tokens - served.tokens, max(g.tokens for g in groups)
+    rest = "absent" if got.whole else "busy" if got.shut else "no_room"
+    for reason, tokens in ((rest, asked - got.tokens), ("failed", failed)):
+        if tokens:
+            metrics.tokens_missed.labels(reason=reason).inc(tokens)
