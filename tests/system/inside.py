@@ -59,9 +59,17 @@ class Context:
 
     timeout_s: float
     replies: list[Any] = field(default_factory=list)
+    metadata: tuple[tuple[str, str], ...] = ()
+    asks: list[bytes] = field(default_factory=list)
 
     def time_remaining(self) -> float:
         return self.timeout_s
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self.metadata
+
+    async def read(self) -> Any:
+        return self.asks.pop(0) if self.asks else grpc.aio.EOF
 
     async def write(self, reply: Any) -> None:
         self.replies.append(reply)
@@ -98,10 +106,12 @@ class Inside:
         self, method: str, raw: Sequence[bytes], *, metadata: dict[str, str], timeout_s: float
     ) -> list[bytes]:
         """The replies of `/tierd.v1.Cache/Get` and the like to these requests. Raises Refused."""
-        context = Context(timeout_s)
-        details = SimpleNamespace(method=method, invocation_metadata=tuple(metadata.items()))
+        context = Context(timeout_s, metadata=tuple(metadata.items()), asks=list(raw))
+        details = SimpleNamespace(method=method, invocation_metadata=context.metadata)
         handler = await self.listeners._rpc.guard.intercept_service(self._handler, details)
-        if handler.response_streaming:
+        if handler.request_streaming and handler.response_streaming:
+            await handler.stream_stream(None, context)
+        elif handler.response_streaming:
             with contextlib.suppress(TimeoutError):  # the reader of a stream without an end has gone
                 async with asyncio.timeout(timeout_s):
                     await handler.unary_stream(raw[0], context)
@@ -115,7 +125,7 @@ class Inside:
         return self.handlers[details.method]
 
     def _counting(self, name: str, handler: Any) -> Any:
-        kind = next(k for k in ("unary_unary", "unary_stream", "stream_unary") if getattr(handler, k))
+        kind = next(k for k in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if getattr(handler, k))
         inner: Callable[..., Any] = getattr(handler, kind)
 
         def reached(request: Any, context: Any) -> Any:

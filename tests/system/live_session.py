@@ -76,9 +76,9 @@ class LiveSession:
         """Calls to be made first, each with its reply given to `learn`, so that there is something to name."""
         if len(self.namespaces) < len(SPECS):
             yield from (("OpenNamespace", [spec]) for spec in SPECS)
-        if method in ("Release", "ReportAttention") and len(self.leases) < 2:
+        if method in ("Release", "ReportAttention", "Converse") and len(self.leases) < 2:
             yield from self._leased()
-        if method in ("Commit", "Abort") and len(self.reservations) < 2:
+        if method in ("Commit", "Abort", "Converse") and len(self.reservations) < 2:
             yield "Reserve", [self._reserve()]
         if not self.stored or self.chance(0.02):
             yield "Put", self.chunks()
@@ -89,6 +89,9 @@ class LiveSession:
 
     def learn(self, method: str, request: Any, reply: Any) -> None:
         """What a call that went well has changed."""
+        if method == "Converse":
+            self._learn_answer(request, reply)
+            return
         if method == "OpenNamespace" and request in SPECS and reply.namespace not in self.namespaces:
             self.namespaces.append(reply.namespace)
         elif method in ("Acquire", "Commit") and reply.lease:
@@ -106,6 +109,13 @@ class LiveSession:
             self.gone.append(request.reservation)
             self.reservations = [held for held in self.reservations if held.number != request.reservation]
         del self.gone[:-20]
+
+    def _learn_answer(self, ask: pb.Ask, answer: pb.Answer) -> None:
+        found = next((each for each in METHODS if each.name == ask.method and each.input_type.name in dir(pb)), None)
+        if found is None or answer.status:
+            return
+        asked, told = found.input_type._concrete_class, found.output_type._concrete_class
+        self.learn(found.name, asked.FromString(ask.message), told.FromString(answer.message))
 
     def failed(self, method: str, request: Any) -> None:
         """What a refused call may mean: a number that is known no more, a namespace whose epoch has ended."""
@@ -141,6 +151,18 @@ class LiveSession:
         return made
 
     # -- one maker per message that is more than its fields' names
+
+    def _Ask(self) -> Message:  # noqa: N802
+        alone = [
+            each
+            for each in pb.DESCRIPTOR.services_by_name["Cache"].methods
+            if not (each.client_streaming or each.server_streaming)
+        ]
+        method = self.mutator.random.choice(alone)
+        message = self.request(method)[0].SerializeToString()
+        return pb.Ask(
+            method=method.name, message=message, timeout_us=self.mutator.random.choice((0, 100_000)), request="r"
+        )
 
     def _LookupRequest(self) -> Message:  # noqa: N802  # the message's name
         return pb.LookupRequest(groups=self._groups())

@@ -302,6 +302,8 @@ class Over:
         """The replies. Raises grpc.RpcError."""
         path, channel = path_of(method), self.client._channel
         given = {"metadata": metadata or self.client.metadata, "timeout": timeout_s}
+        if method.server_streaming and method.client_streaming:
+            return list(channel.stream_stream(path)(iter(raw), **given))
         if method.server_streaming:
             return list(channel.unary_stream(path)(raw[0], **given))
         if method.client_streaming:

@@ -339,6 +339,32 @@ class ReportAttentionReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Ask(_message.Message):
+    __slots__ = ("method", "message", "timeout_us", "request")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    message: bytes
+    timeout_us: int
+    request: str
+    def __init__(self, method: _Optional[str] = ..., message: _Optional[bytes] = ..., timeout_us: _Optional[int] = ..., request: _Optional[str] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("message", "status", "error", "details", "retry_ms")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    message: bytes
+    status: str
+    error: str
+    details: str
+    retry_ms: int
+    def __init__(self, message: _Optional[bytes] = ..., status: _Optional[str] = ..., error: _Optional[str] = ..., details: _Optional[str] = ..., retry_ms: _Optional[int] = ...) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ("after",)
     AFTER_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,7 @@ class Session:
         }
         """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
         self.credits = int(hello.get("credits", 0))
+        self.conversations = min(int(hello.get("conversations", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
         self._connection = connection
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.

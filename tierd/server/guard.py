@@ -36,13 +36,16 @@ from tierd.errors import (
     Unsupported,
 )
 from tierd.metrics import Metrics
-from tierd.server.credits import ENDLESS, Credits, Place
+from tierd.server.credits import CONVERSE, ENDLESS, Credits, Place
 
 log = structlog.get_logger(__name__)
 
 LONGEST_S = 3600.0
 """For a call, whatever its client asks for."""
-LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention")}
+LOCAL = {
+    f"/tierd.v1.Cache/{verb}"
+    for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention", "Converse")
+}
 """What a session of its own is needed for: the daemon's session for TCP never ends, and what is held in it would never come back."""
 DETAILS_LIMIT_CHARS = 500
 """Of an error's text, which may quote what the client sent: a longer one would not fit gRPC's metadata, and the error would lose its name."""
@@ -153,6 +156,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         if arrival.refusal is not None:
             # As if it were a stream: so its message is not waited for, nor read.
             make, call = grpc.stream_unary_rpc_method_handler, self._unary(_nothing, parse, arrival)
+        elif handler.response_streaming and handler.request_streaming:
+            make, call = grpc.stream_stream_rpc_method_handler, self._conversation(handler.stream_stream, arrival)
         elif handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
             call = self._stream(handler.unary_stream, parse, arrival)
@@ -161,7 +166,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             call = self._unary(handler.stream_unary, lambda raw: _each_parsed(parse, raw), arrival)
         else:
             make = grpc.unary_unary_rpc_method_handler
-            call = self._unary(handler.unary_unary, lambda raw: _parsed(parse, raw), arrival)
+            call = self._unary(handler.unary_unary, lambda raw: parsed(parse, raw), arrival)
         # The bytes are parsed in here: grpc itself would answer a malformed message with UNKNOWN and a traceback.
         return make(call, None, handler.response_serializer)
 
@@ -189,13 +194,37 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             async with (
                 self._guarded(arrival, context) as caller,
                 asyncio.timeout_at(caller.deadline),
-                contextlib.aclosing(inner(_parsed(parse, raw), context)) as replies,
+                contextlib.aclosing(inner(parsed(parse, raw), context)) as replies,
             ):
                 async for reply in replies:
-                    with _unless_over():
+                    with unless_over():
                         await context.write(reply)
 
         return call
+
+    def _conversation(self, inner: Callable[..., Awaitable[None]], arrival: Arrival) -> Any:
+        async def call(raw: Any, context: Any) -> None:
+            async with self._guarded(arrival, context):
+                await inner(raw, context)
+
+        return call
+
+    def caller(self, method: str, metadata: dict[str, str], request: str, *, timeout_s: float) -> Caller:
+        """Who makes a call within a conversation, and until when. Raises SessionLost."""
+        session, tenant, is_admin = self._identify(metadata)
+        if math.isinf(timeout_s):
+            timeout_s = self._call_timeout_s
+        deadline = asyncio.get_running_loop().time() + min(timeout_s, LONGEST_S)
+        return Caller(session, tenant, is_admin, request, deadline)
+
+    def place(self, method: str, session: int) -> Place:
+        """For a call within a conversation. Raises Overloaded."""
+        return self._credits.place(method, session)
+
+    def count(self, method: str, outcome: str, *, seconds: float) -> None:
+        """A call has ended."""
+        self._metrics.calls.labels(method=method, outcome=outcome).inc()
+        self._metrics.call_seconds.labels(method=method).observe(seconds)
 
     @contextlib.asynccontextmanager
     async def _guarded(self, arrival: Arrival, context: Any) -> AsyncIterator[Caller]:
@@ -216,7 +245,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             except Exception as error:
                 outcome.name = type(error).__name__
                 log.exception("call failed")
-                with _unless_over():
+                with unless_over():
                     await context.abort(
                         grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log"
                     )
@@ -227,8 +256,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         try:
             yield outcome
         finally:
-            self._metrics.calls.labels(method=method, outcome=outcome.name).inc()
-            self._metrics.call_seconds.labels(method=method).observe(time.perf_counter() - begun)
+            self.count(method, outcome.name, seconds=time.perf_counter() - begun)
 
     def _admit(self, method: str, metadata: dict[str, str], context: Any, request: str) -> Caller:
         session, tenant, is_admin = self._identify(metadata)
@@ -241,7 +269,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def _deadline(self, method: str, context: Any) -> float:
         """In the loop's time: the client's own, an hour at most, or the daemon's."""
-        if method in ENDLESS:
+        if method in ENDLESS or method == CONVERSE:
             return math.inf
         left = context.time_remaining()
         return asyncio.get_running_loop().time() + min(self._call_timeout_s if left is None else left, LONGEST_S)
@@ -278,7 +306,8 @@ def _leave(place: weakref.ref[Place]) -> None:
         found.leave()
 
 
-def _parsed(parse: Parse, raw: bytes) -> Any:
+def parsed(parse: Parse, raw: bytes) -> Any:
+    """The message of these bytes. Raises InvalidArgument."""
     try:
         return parse(raw)
     except DecodeError as error:
@@ -289,22 +318,28 @@ def _parsed(parse: Parse, raw: bytes) -> Any:
 
 async def _each_parsed(parse: Parse, stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
     async for raw in stream:
-        yield _parsed(parse, raw)
+        yield parsed(parse, raw)
 
 
-async def _abort(context: Any, error: TierdError | TimeoutError) -> None:
-    if isinstance(error, TimeoutError):
-        error = DeadlineExceeded("call: its deadline passed; allow more time, or take it as a miss")
+def said_of(error: TierdError | TimeoutError) -> TierdError:
+    """The error that a client is told."""
+    if isinstance(error, TierdError):
+        return error
+    return DeadlineExceeded("call: its deadline passed; allow more time, or take it as a miss")
+
+
+async def _abort(context: Any, raised: TierdError | TimeoutError) -> None:
+    error = said_of(raised)
     trailing = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, Overloaded) and error.retry_after_s:
         trailing.append((RETRY_KEY, str(math.ceil(error.retry_after_s * 1000))))
     status = getattr(grpc.StatusCode, GRPC_STATUS[type(error)])
-    with _unless_over():
+    with unless_over():
         await context.abort(status, str(error)[:DETAILS_LIMIT_CHARS], trailing_metadata=tuple(trailing))
 
 
 @contextlib.contextmanager
-def _unless_over() -> Iterator[None]:
+def unless_over() -> Iterator[None]:
     """What is sent to a client that has gone is lost, and the call ends as cancelled: gRPC's own timer may end it at the same moment as the daemon.
 
     grpc.aio would log a traceback: it hears of the end of a call only after what is sent for it has failed. Raises CancelledError.

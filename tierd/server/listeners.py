@@ -25,7 +25,7 @@ from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.told import Names
 from tierd.server.admin import About, AdminService, SessionRow
 from tierd.server.assembly import Assembly
-from tierd.server.credits import Credits
+from tierd.server.credits import CONVERSATIONS, Credits
 from tierd.server.gauges import Gauges
 from tierd.server.guard import Guard
 from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
@@ -92,6 +92,7 @@ class Listeners:
                 "instance": daemon.instance,
                 "tiers": [_described(tier) for tier in daemon.tiers],
                 "credits": self._credits.share,
+                "conversations": CONVERSATIONS,
                 "events": daemon.config.events.enabled,
             },
         )

@@ -24,8 +24,9 @@ from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import BlockStatus
 from tierd.errors import ERROR_KEY
+from tierd.server.conversation import Conversations
 from tierd.server.credits import PATIENCE
-from tierd.server.guard import Guard, _unless_over
+from tierd.server.guard import Guard, unless_over
 from tierd.server.listeners import Listeners
 from tierd.server.rpc import GRPC_LOG
 from tierd.testing import chain
@@ -45,6 +46,7 @@ class Rig:
     target: Path
     port: int
     guard: Guard
+    conversations: Conversations
     faults: list[dict[str, Any]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
 
@@ -94,7 +96,7 @@ async def rigged(**server: object) -> AsyncIterator[Rig]:
         config = CONFIG.replace("[server]", f'[identity]\ncredential_file = "{{root}}/tenants"\n[server]\n{lines}')
         async with opened(config, places=places) as world, Listeners(world.daemon) as listeners:
             await listeners.open()
-            rig = Rig(world, Path(places["root"]) / "run", port, listeners._rpc.guard)
+            rig = Rig(world, Path(places["root"]) / "run", port, listeners._rpc.guard, listeners._rpc._conversations)
             asyncio.get_running_loop().set_exception_handler(lambda _, context: rig.faults.append(context))
             yield rig
             for client in rig.sockets:
@@ -327,7 +329,7 @@ async def test_a_deadline_in_the_midst_of_an_answer(caplog: pytest.LogCaptureFix
 
 def test_a_call_that_is_used_wrongly_is_no_end() -> None:
     """Only what was sent too late is let go: any other error of grpc.aio goes on to who logs it."""
-    with pytest.raises(grpc.aio.InternalError), _unless_over():
+    with pytest.raises(grpc.aio.InternalError), unless_over():
         raise grpc.aio.InternalError(
             "Failed grpc_call_start_batch: 10 with grpc_call_error value: 'GRPC_CALL_ERROR_INVALID_METADATA'"
         )
