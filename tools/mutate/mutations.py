@@ -246,7 +246,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "holds-before-handles",
         "who holds which pages is recorded before the handles leave, so that a restart keeps them",
         "tierd/cache/cache.py",
-        "self._hold((session, HoldKind.LEASE, got.lease), _flat(served))",
+        "self._hold((session, HoldKind.LEASE, got.lease), served.extents)",
         "pass",
         ("tests/system/test_handles.py", "-k", "restart"),
     ),
