@@ -66,3 +66,19 @@ def test_an_unknown_suite_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "data_plane" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_that_cannot_be_measured_is_told_with_the_reason(tmp_path: Path) -> None:
+    """A peer whose environment lacks its package is a line and an entry with the reason, not a gap and no failure."""
+    python = tmp_path / "redis" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    (tmp_path / "redis" / ".made").touch()
+    command = [sys.executable, "-m", "tools.bench.peers", "redis", "--tiny"]
+    command += ["--environments", str(tmp_path), "--output", str(tmp_path / "peers.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    refused = json.loads((tmp_path / "peers.json").read_text())["refused"]
+    assert "No module named 'redis'" in refused["redis"]
+    assert "No module named 'redis'" in done.stdout
