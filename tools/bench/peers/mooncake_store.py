@@ -7,6 +7,7 @@ import ctypes
 import importlib
 import os
 import socket
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tools.bench.peers.peer import CAPACITY_BYTES, Blocks, Server, found
 POOL_BYTES = 512 << 20
 """What the thin client shares with the one that owns the memory: the caller's buffers lie here."""
 ROOM = 5 / 4
-"""Of the memory over what is to be kept, since eviction begins below its end."""
+"""Of the memory over what is kept, since eviction begins below its end."""
 HERE = "127.0.0.1"
 
 
@@ -37,6 +38,8 @@ class MooncakeStore:
         self._servers.append(Server([found("mooncake_client", "mooncake"), *owns], directory, env=environment))
         self._store = store.MooncakeDistributedStore()
         self._servers[1].connected(lambda: self._connect(f"{HERE}:{owner}"))
+        self._batches: OrderedDict[str, list[str]] = OrderedDict()
+        self._used = 0
         self.pids = [server.pid for server in self._servers]
 
     def memory(self, size: int) -> Blocks:
@@ -47,9 +50,12 @@ class MooncakeStore:
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
 
     def put(self, key: str, blocks: Blocks) -> None:
-        done = self._store.batch_put_from(*_named(key, blocks))
+        self._make_room(blocks.nbytes)
+        names, addresses, sizes = _named(key, blocks)
+        done = self._store.batch_put_from(names, addresses, sizes)
         if any(done):
             raise RuntimeError(f"mooncake: put of {key} gave {set(done)}")
+        self._batches[key] = names
 
     def get(self, key: str, out: Blocks) -> None:
         done = self._store.batch_get_into(*_named(key, out))
@@ -60,6 +66,14 @@ class MooncakeStore:
         self._store.close()
         for server in reversed(self._servers):
             server.close()
+
+    def _make_room(self, size: int) -> None:
+        """The oldest batch is removed by name: its own eviction takes what nobody has read yet, which is to be read here."""
+        self._used += size
+        while self._used > CAPACITY_BYTES:
+            _, names = self._batches.popitem(last=False)
+            self._used -= size
+            self._store.batch_remove(names, True)
 
     def _connect(self, owner: str) -> None:
         if self._store.setup_dummy(POOL_BYTES, 0, owner):
