@@ -4,7 +4,8 @@
 
 One batch in eight comes as requests do (acquire, reserve, commit, release), the others as a restart brings them (adopt), both 256 blocks at a time. Every
 policy fills a process of its own, so that its memory is what the process grew by. Times are those of the processor: what else runs beside it lengthens
-no call. `limit` of a time is a plain lookup in the same table and run, per block; what is promised stands in the row's meaning.
+no call. `limit` of a time is a plain lookup in the same table and run, per block; what is promised stands in the row's meaning. Policies are asked by chains of
+one request, by 256 blocks from anywhere, and by one at a time; what is told of 1 is the mean of 256 such calls.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from tierd.policies.named import NamedPolicies
 from tools.bench.rows import Row, row_of
 
 BLOCKS, BATCH, ASKED, TOKENS = 10_000_000, 256, 1000, 16
-PUT_EVERY, SEGMENT_PAGES, REPEATS = 8, 1 << 14, 200
+PUT_EVERY, SEGMENT_PAGES, REPEATS = 8, 1 << 14, 100
 POLICIES = {"lru": 0.5, "reuse-index": 2.0}
-"""What each may take for a block in batches of 256, in microseconds."""
+"""What a use, a choice and an arrival may take together for a block, in batches of 256, in microseconds."""
+ONE_US = 10.0
+"""The same, one block at a time."""
+MEANINGS = {"lookup": "a question to the core", "use": "touch", "leave": "victims, forget, track", "turn": "all four"}
 Ids = NDArray[np.int64]
 _HIGH = 1 << 40
 
@@ -119,10 +123,13 @@ class Filled:
         return (1 << 30) + self._place
 
 
-def times_us(count: int, given: Sequence[object], work: Callable[[Any], object]) -> list[float]:
-    """Processor time of work on each of what is given, per block of `count`, in microseconds."""
+def times_us(
+    count: int, given: Sequence[Any], work: Callable[[Any], object], *, before: Callable[[Any], object] = id
+) -> list[float]:
+    """Processor time of work on each of what is given, per block of `count`, in microseconds; not that of what has to be done before it."""
     out = []
     for one in given:
+        before(one)
         begun = time.thread_time()
         work(one)
         out.append((time.thread_time() - begun) / count * 1e6)
@@ -144,27 +151,46 @@ class Full:
         for name, beyond in (("hit", 0), ("miss", _HIGH)):
             asked = [question(ids + beyond) for ids in self._ids(ASKED)]
             out[f"lookup_{name}_{ASKED}"] = times_us(ASKED, asked, lambda group: core.lookup([group], now=0.0))
-        chains = [first // BATCH * BATCH + np.arange(BATCH) for first in self._ids(1)]
-        out["use_chain"] = times_us(BATCH, chains, self._use)
-        for count in (BATCH, 1):
-            out[f"use_{count}"] = times_us(count, list(self._ids(count)), self._use)
-            out[f"leave_{count}"] = times_us(count, [count] * REPEATS, self._leave)
+        for name, count in (("chain", BATCH), (str(BATCH), BATCH), ("1", 1)):
+            for what, work in (("use", self._use), ("leave", self._leave), ("turn", self._turn)):
+                given = [self._parts(name, count) for _ in range(REPEATS)]
+                out[f"{what}_{name}"] = times_us(BATCH, given, work, before=self._tell)
         return out
 
     def _ids(self, count: int) -> Iterator[Ids]:
         for _ in range(REPEATS):
             yield self._noise.choice(self._filled.count, count, replace=False)
 
-    def _use(self, ids: Ids) -> None:
-        self._filled.now += 0.001
-        self._policy.touch(ids, self._filled.now)
+    def _parts(self, name: str, count: int) -> list[Ids]:
+        """BATCH blocks, `count` to each call: of one request, or from anywhere."""
+        ids = self._noise.choice(self._filled.count, BATCH, replace=False)
+        ids = ids[0] // BATCH * BATCH + np.arange(BATCH)[::-1] if name == "chain" else ids
+        return [ids[start : start + count] for start in range(0, BATCH, count)]
 
-    def _leave(self, count: int) -> None:
+    def _tell(self, parts: Sequence[Ids]) -> None:
+        """The core notes a use before a policy hears of it."""
+        self._filled.now += 0.05
+        for ids in parts:
+            self._index.blocks.touch(ids, self._filled.now)
+
+    def _use(self, parts: Sequence[Ids]) -> None:
+        for ids in parts:
+            self._policy.touch(ids, self._filled.now)
+
+    def _leave(self, parts: Sequence[Ids]) -> None:
         """The coldest are named and go; others come."""
-        gone = self._policy.victims(count, self._held)
-        assert gone is not None
-        self._policy.forget(gone)
-        self._policy.track(gone, self._filled.now)
+        for ids in parts:
+            gone = self._policy.victims(len(ids), self._held)
+            assert gone is not None
+            self._policy.forget(gone)
+            self._index.blocks.last_used[gone] = self._filled.now
+            self._policy.track(gone, self._filled.now)
+
+    def _turn(self, parts: Sequence[Ids]) -> None:
+        """Both, by turns: what is used, what goes for it, what comes."""
+        for ids in parts:
+            self._use([ids])
+            self._leave([ids])
 
 
 def question(numbers: Ids) -> GroupQuery:
@@ -196,13 +222,7 @@ def rows(blocks: int = BLOCKS) -> list[Row]:
 
 def rows_of(policy: str, found: dict[str, Any]) -> list[Row]:
     """The figures of one policy as rows."""
-    bounds = {
-        "use_chain": POLICIES[policy],
-        f"use_{BATCH}": POLICIES[policy],
-        f"leave_{BATCH}": POLICIES[policy],
-        "use_1": 10.0,
-        "leave_1": 10.0,
-    }
+    bounds = {"turn_chain": POLICIES[policy], f"turn_{BATCH}": POLICIES[policy], "turn_1": ONE_US}
     memory = "resident memory, columns and policy together; promised 256, goal 128"
     out = [
         row_of(f"index_{policy}_bytes", [found["bytes"]], unit="B/block", limits=[256], meaning=memory),
@@ -211,8 +231,8 @@ def rows_of(policy: str, found: dict[str, Any]) -> list[Row]:
     ]
     plain = found["times"].pop("plain")
     for name, values in found["times"].items():
-        most = f"promised {bounds.get(name, 0.6):g}"
-        meaning = f"a block, against a plain lookup in the table; {most}"
+        most = f"; promised {bounds[name]:g}" if name in bounds else ""
+        meaning = f"{MEANINGS[name.split('_')[0]]}, a block, against a plain lookup in the table{most}"
         out.append(row_of(f"index_{policy}_{name}", values, unit="us/block", limits=plain, meaning=meaning))
     return out
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from array import array
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ STEP_BYTES = 16 << 20
 
 
 def arrays_of(thing: Any, seen: set[int]) -> int:
-    """Bytes of every numpy array that an object of ours leads to, each once."""
+    """Bytes of every array that an object of ours leads to, each once."""
     if id(thing) in seen:
         return 0
     seen.add(id(thing))
     if isinstance(thing, np.ndarray):
         return thing.nbytes if thing.base is None else arrays_of(thing.base, seen)
+    if isinstance(thing, array):
+        return sys.getsizeof(thing)
     if isinstance(thing, dict | list | tuple):
         return sum(arrays_of(one, seen) for one in (thing.values() if isinstance(thing, dict) else thing))
     if not type(thing).__module__.startswith("tierd."):

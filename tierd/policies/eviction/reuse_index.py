@@ -6,51 +6,40 @@ tier by demotion is no use. The table of worths is learned by
 the Royal Statistical Society B 41(2), 1979; for a cache, the hit density of N. Beckmann, H. Chen, A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit
 Density", NSDI 2018, section 3, with the best horizon in place of one that the whole cache shares.
 
-Blocks of one group that were used in the same tick, and came so, form a run, and are worth the same; so what is sorted is runs, some thousand, and not blocks. The order is
-that at the last tick: within a tick nothing but new runs is put into it. In a run, and between runs worth the same, what was used
-longest ago leaves first. Runs that have lost most of their blocks are packed when they are met.
+Blocks of one group that were used in the same tick, and came so, form a run (`runs.py`), and are worth the same; so what is sorted (`ranking.py`) is runs, some
+thousand, and not blocks. The order is that at the last tick: within a tick nothing but new runs is put into it. In a run, and between runs worth the same, what
+was used longest ago leaves first. A run's worth is looked up when it could have changed: when its age comes to the next step of the table, or the table is new.
+Nothing is ranked before somebody asks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+import math
+import struct
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierd.core.blocks import Blocks
-from tierd.core.columns import lengthen, rows_for
 from tierd.core.eviction import Ids, Mask
+from tierd.policies.eviction.ranking import Ranking
+from tierd.policies.eviction.runs import FEW, NOWHERE, SOON, Runs
 from tierd.policies.reuse import Traffic
 
 TICK_S = 1.0
 """How old an order of runs may become."""
 _GROUPS = 1 << 16
-_FIRST_MEMBERS = 16
-_FIRST_RUNS = 64
 _SCANNED_RUNS = 16
 """Least number of runs looked at in one numpy step."""
-NOWHERE = -1
-Column = NDArray[Any]
-
-
-@dataclass(slots=True)
-class Members:
-    """Blocks in the order of their use, int32; some may have gone since."""
-
-    blocks: NDArray[np.int32] = field(default_factory=lambda: np.zeros(_FIRST_MEMBERS, np.int32))
-    size: int = 0
-
-    def append(self, blocks: Ids) -> Ids:
-        """Adds them; their places."""
-        stop = self.size + len(blocks)
-        if stop > len(self.blocks):
-            self.blocks = np.resize(self.blocks, max(stop, 2 * len(self.blocks)))
-        self.blocks[self.size : stop] = blocks
-        places = np.arange(self.size, stop)
-        self.size = stop
-        return places
+_SORTED_RUNS = 2048
+"""So many are sorted faster than some are put between the others."""
+_STEPS = 16
+"""Members looked at one by one, before numpy looks at many."""
+SERIAL_BITS = 33
+"""Of a key; those above are a worth's, as float32, which compare as it does, since none is negative."""
+_EARLY_S = 1e-3
+"""A worth is looked up so much before it changes, so that no rounding makes it too late."""
+_FLOAT, _BITS = struct.Struct("=f"), struct.Struct("=I")
 
 
 class ReuseIndex:
@@ -60,19 +49,8 @@ class ReuseIndex:
         """traffic: the learner that has put every block into a group, `blocks.group`."""
         self._blocks, self._traffic = blocks, traffic
         self._count = 0
-        self._run: Column = np.zeros(0, np.int32)  # by block id: its run, and its place among the members
-        self._place: Column = np.zeros(0, np.int32)
-        self._members: list[Members | None] = [None] * _FIRST_RUNS
-        self._kin = np.zeros(_FIRST_RUNS, np.int64)  # by run: when its blocks were used, in ticks, and their group
-        self._serial = np.zeros(_FIRST_RUNS, np.int64)
-        self._alive = np.zeros(_FIRST_RUNS, np.int64)
-        self._free = list(range(_FIRST_RUNS))[::-1]
-        self._next_serial = 1
-        self._open: dict[int, int] = {}  # kin -> the run that takes such blocks in this tick
-        self._tick_s = -np.inf
-        self._order: NDArray[np.int64] | None = None
-        self._serials: Ids = np.zeros(0, np.int64)  # of the runs in order: a row may have begun anew since
-        self._worths: NDArray[np.float32] = np.zeros(0, np.float32)
+        self._runs, self._ranking = Runs(), Ranking()
+        self._tick_s, self._ranked_s = -np.inf, -np.inf
         self._version = -1
 
     def __len__(self) -> int:
@@ -81,138 +59,113 @@ class ReuseIndex:
 
     def track(self, blocks: Ids, now: float) -> None:
         """The blocks have come; a use."""
-        if not len(blocks):
-            return
-        size = int(blocks.max()) + 1
-        if size > len(self._run):
-            rows = rows_for(len(self._run), size)
-            lengthen(self._run, rows, NOWHERE)
-            lengthen(self._place, rows)
-        self._count += len(blocks)
-        self._join(blocks, now)
+        if len(blocks):
+            self._runs.make_room(1 + (blocks.item() if len(blocks) == 1 else int(blocks.max())))
+            self._count += len(blocks)
+            self._join(blocks, now)
 
     def touch(self, blocks: Ids, now: float) -> None:
         """The blocks were used."""
         if len(blocks):
-            self._leave(blocks)
+            self._runs.leave(blocks)
             self._join(blocks, now)
 
     def forget(self, blocks: Ids) -> None:
         """The blocks have left."""
         if len(blocks):
-            self._leave(blocks)
-            self._run[blocks] = NOWHERE
+            self._runs.forget(blocks)
             self._count -= len(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
         """The `count` worth least that are not pinned, least first, or None."""
         if count > self._count:
             return None
-        found, missing = [np.zeros(0, np.int64)], count
-        order, at, step = self._sorted(), 0, _SCANNED_RUNS
-        while missing and at < len(order):
-            rows = order[at : at + step]
-            live = np.flatnonzero((self._alive[rows] > 0) & (self._serial[rows] == self._serials[at : at + step]))
-            enough = int(np.searchsorted(np.cumsum(self._alive[rows[live]]), missing)) + 1
+        self._rank()
+        found = self._first(count, pinned) if count <= FEW else []
+        return np.array(found, np.int64) if len(found) == count else self._search(count, pinned)
+
+    # -- inside
+
+    def _join(self, blocks: Ids, now: float) -> None:
+        if now >= self._tick_s + TICK_S:
+            self._tick_s = now
+            if self._runs.close() >> (SERIAL_BITS - 1):
+                self._runs.renumber()
+                self._version = -1
+        last_used, group = self._blocks.last_used, self._blocks.group
+        if len(blocks) <= FEW:
+            for block in blocks.tolist():
+                kin = math.floor(last_used.item(block) / TICK_S) * _GROUPS + group.item(block)
+                self._runs.join_one(block, kin)
+        else:
+            self._runs.join(blocks, np.floor(last_used[blocks] / TICK_S).astype(np.int64) * _GROUPS + group[blocks])
+
+    def _first(self, count: int, pinned: Mask) -> list[int]:
+        """The first of the order, if it takes few steps."""
+        if count == 1:
+            row = self._ranking.first(self._runs.key)
+            if row is not None and not pinned.item(block := self._runs.first(row)):
+                return [block]
+        found: list[int] = []
+        walk = itertools.chain.from_iterable(map(self._runs.walk, self._ranking.walk(self._runs.key)))
+        for block in itertools.islice(walk, _STEPS if count else 0):
+            if block != NOWHERE and not pinned.item(block):
+                found.append(block)
+                if len(found) == count:
+                    break
+        return found
+
+    def _search(self, count: int, pinned: Mask) -> Ids | None:
+        runs, found, missing = self._runs, [np.zeros(0, np.int64)], count
+        self._ranking.settle(runs.key)
+        rows, keys, at, step = self._ranking.rows, self._ranking.keys, 0, _SCANNED_RUNS
+        while missing and at < len(rows):
+            those = rows[at : at + step]
+            live = np.flatnonzero(runs.key[those] == keys[at : at + step])
+            enough = int(np.searchsorted(np.cumsum(runs.alive[those[live]]), missing)) + 1
             at, step = at + (int(live[enough - 1]) + 1 if enough <= len(live) else step), 2 * step
-            blocks = self._alive_in(rows[live[:enough]])
+            blocks = runs.alive_in(those[live[:enough]])
             found.append(blocks[~pinned[blocks]][:missing])
             missing -= len(found[-1])
         return None if missing else np.concatenate(found)
 
-    # -- runs
+    def _rank(self) -> None:
+        """Brings the order up to date."""
+        runs, ranking = self._runs, self._ranking
+        if self._version != self._traffic.version:
+            self._price(rows := np.flatnonzero(runs.alive))
+            ranking.renew(rows, runs.key)
+        elif self._ranked_s != self._tick_s:
+            changed = self._price(np.flatnonzero(runs.due_s <= self._tick_s))
+            if len(ranking.rows) > _SORTED_RUNS:
+                ranking.insert(changed, runs.key)
+            else:
+                ranking.renew(np.flatnonzero(runs.alive), runs.key)
+        elif len(runs.begun) > FEW:
+            ranking.insert(self._price(np.flatnonzero(runs.due_s == SOON)), runs.key)
+        else:
+            for row in runs.begun:
+                if runs.due_s.item(row) == SOON:
+                    self._price_one(row)
+                    ranking.insert_one(row, runs.key)
+        runs.begun.clear()
+        self._version, self._ranked_s = self._traffic.version, self._tick_s
 
-    def _leave(self, blocks: Ids) -> None:
-        runs = self._run[blocks]
-        rows, counts = (runs[:1], len(runs)) if (runs == runs[0]).all() else np.unique(runs, return_counts=True)
-        self._alive[rows] -= counts
-        for row in rows[self._alive[rows] == 0].tolist():
-            self._end(row)
+    def _price(self, rows: Ids) -> Ids:
+        """Writes the keys of runs; those whose key has changed."""
+        runs, (ticks, groups) = self._runs, np.divmod(self._runs.kin[rows], _GROUPS)
+        used_s = ticks * TICK_S
+        ages_s = np.maximum(self._tick_s - used_s, 0.0)
+        worths = self._traffic.worth(groups, ages_s).view(np.uint32).astype(np.uint64)
+        keys = (worths << np.uint64(SERIAL_BITS)) + runs.serial[rows].astype(np.uint64)
+        changed: Ids = rows[keys != runs.key[rows]]
+        runs.key[rows], runs.due_s[rows] = keys, used_s + self._traffic.changes_s(ages_s) - _EARLY_S
+        return changed
 
-    def _end(self, row: int) -> None:
-        self._members[row] = None
-        self._free.append(row)
-        if self._open.get(int(self._kin[row])) == row:
-            del self._open[int(self._kin[row])]
-
-    def _join(self, blocks: Ids, now: float) -> None:
-        if now >= self._tick_s + TICK_S:
-            self._tick_s, self._order = now, None
-            self._open.clear()
-        kins = (self._blocks.last_used[blocks] // TICK_S).astype(np.int64) * _GROUPS + self._blocks.group[blocks]
-        alike = bool((kins == kins[0]).all())
-        for kin in kins[:1].tolist() if alike else dict.fromkeys(kins.tolist()):
-            mine = blocks if alike else blocks[kins == kin]
-            row = self._open.get(kin)
-            row = self._begin(kin) if row is None else row
-            members = self._members[row]
-            assert members is not None
-            self._place[mine] = members.append(mine)
-            self._run[mine] = row
-            self._alive[row] += len(mine)
-
-    def _begin(self, kin: int) -> int:
-        if not self._free:
-            self._lengthen()
-        row = self._free.pop()
-        self._members[row] = Members()
-        self._kin[row], self._serial[row], self._alive[row] = kin, self._next_serial, 0
-        self._next_serial += 1
-        self._open[kin] = row
-        self._insert(row)
-        return row
-
-    def _lengthen(self) -> None:
-        old = len(self._kin)
-        self._kin, self._serial = np.resize(self._kin, 2 * old), np.resize(self._serial, 2 * old)
-        self._alive = np.resize(self._alive, 2 * old)
-        self._alive[old:] = 0
-        self._members += [None] * old
-        self._free = list(range(old, 2 * old))[::-1]
-
-    # -- order
-
-    def _sorted(self) -> NDArray[np.int64]:
-        """Runs from the least worth to the most, at the last tick."""
-        if self._order is None or self._version != self._traffic.version:
-            rows = np.flatnonzero(self._alive)
-            worths = self._worth(rows)
-            by_worth = np.lexsort((self._serial[rows], worths))
-            self._order, self._worths = rows[by_worth], worths[by_worth]
-            self._serials = self._serial[self._order]
-            self._version = self._traffic.version
-        return self._order
-
-    def _insert(self, row: int) -> None:
-        """Puts a run that has begun in this tick into the order, after those worth as much."""
-        if self._order is not None and self._version == self._traffic.version:
-            worth = self._worth(np.array([row]))[0]
-            at = int(np.searchsorted(self._worths, worth, side="right"))
-            self._order, self._worths = np.insert(self._order, at, row), np.insert(self._worths, at, worth)
-            self._serials = np.insert(self._serials, at, self._serial[row])
-
-    def _worth(self, rows: Ids) -> NDArray[np.float32]:
-        ticks, groups = np.divmod(self._kin[rows], _GROUPS)
-        return self._traffic.worth(groups, np.maximum(self._tick_s - ticks * TICK_S, 0.0))
-
-    def _alive_in(self, rows: NDArray[np.int64]) -> Ids:
-        """The blocks of these runs, run by run."""
-        parts = [self._members[row] for row in rows.tolist()]
-        if not parts:
-            return np.zeros(0, np.int64)
-        blocks = np.concatenate([p.blocks[: p.size] for p in parts if p]).astype(np.int64)
-        sizes = np.array([p.size for p in parts if p])
-        places = np.arange(len(blocks)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        alive = (self._run[blocks] == np.repeat(rows, sizes)) & (self._place[blocks] == places)
-        for row in rows[2 * self._alive[rows] < sizes].tolist():
-            self._pack(row)
-        return np.asarray(blocks[alive], np.int64)
-
-    def _pack(self, row: int) -> None:
-        """Drops the members that have gone; the order of the others stays."""
-        members = self._members[row]
-        assert members is not None
-        blocks = members.blocks[: members.size]
-        blocks = blocks[(self._run[blocks] == row) & (self._place[blocks] == np.arange(members.size))]
-        members.blocks, members.size = blocks.copy(), len(blocks)
-        self._place[blocks] = np.arange(len(blocks))
+    def _price_one(self, row: int) -> None:
+        tick, group = divmod(self._runs.kin.item(row), _GROUPS)
+        used_s = tick * TICK_S
+        worth, changes_s = self._traffic.price(group, max(self._tick_s - used_s, 0.0))
+        bits: int = _BITS.unpack(_FLOAT.pack(worth))[0]
+        self._runs.key[row] = (bits << SERIAL_BITS) + self._runs.serial.item(row)
+        self._runs.due_s[row] = used_s + changes_s - _EARLY_S

@@ -9,6 +9,8 @@ Names are the blocks' keys of 8 bytes (blocks.py): two that meet there share the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +27,15 @@ GHOST = np.dtype(
         ("part", "<i4"),  # of the request that used it last, as the learner numbers them; -1 none
     ]
 )
+_UNKNOWN = np.array((0, 0, -1), GHOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What is remembered of some names: numbers, GHOST [n], and the rows in which the young half has them, -1 for none."""
+
+    numbers: NDArray[np.void]
+    rows: Rows
 
 
 class _Half:
@@ -68,19 +79,24 @@ class Ghosts:
         """Names in memory; one that was asked for again lately may count twice."""
         return self._young.count + self._old.count
 
-    def recall(self, keys: Keys) -> NDArray[np.void]:
+    def recall(self, keys: Keys) -> Recalled:
         """GHOST [n] of distinct names: all zero, part -1, of one that is not known."""
-        found = np.zeros(len(keys), GHOST)
-        found["part"] = -1
-        for half in (self._old, self._young):
-            rows = half.find(keys)
-            found[rows >= 0] = half.numbers[rows[rows >= 0]]
-        return found
-
-    def note(self, keys: Keys, numbers: NDArray[np.void]) -> None:
-        """Remembers GHOST [n] of distinct names."""
-        if self._young.count + len(keys) > self._half_limit and self._young.count:
-            self._old, self._young = self._young, _Half()
         rows = self._young.find(keys)
-        rows[rows < 0] = self._young.add(keys[rows < 0])
+        found = np.full(len(keys), _UNKNOWN)
+        young = rows >= 0
+        found[young] = self._young.numbers[rows[young]]
+        if self._old.count and not young.all():
+            missing = np.flatnonzero(~young)
+            at = self._old.find(keys[missing])
+            found[missing[at >= 0]] = self._old.numbers[at[at >= 0]]
+        return Recalled(found, rows)
+
+    def note(self, keys: Keys, numbers: NDArray[np.void], rows: Rows | None = None) -> None:
+        """Remembers GHOST [n] of distinct names. rows: where they were recalled from, if nothing was noted since."""
+        if self._young.count + len(keys) > self._half_limit and self._young.count:
+            self._old, self._young, rows = self._young, _Half(), np.full(len(keys), -1, np.int64)
+        rows = self._young.find(keys) if rows is None else rows
+        new = rows < 0
+        if new.any():
+            rows[new] = self._young.add(keys[new])
         self._young.numbers[rows] = numbers

@@ -105,12 +105,14 @@ def worth(hazard: Floats) -> NDArray[np.float32]:
     horizon at an object's whole life it is the hit density of Beckmann and Sanchez, "LHD", NSDI 2018.
     """
     used = np.ascontiguousarray(hazard.T)  # [ages, groups], so that all horizons from an age on lie in one piece
-    gain, cost, best = np.zeros_like(used), np.zeros_like(used), np.zeros_like(used)
+    gain, cost, ratio, best = (np.zeros_like(used) for _ in range(4))
     for age in reversed(range(AGES)):
         spared = 1 - used[age]
-        gain[age:] = used[age] + spared * gain[age:]
-        cost[age:] = (1 - used[age] / 2) * _WIDTHS_S[age] + spared * cost[age:]
-        best[age] = (gain[age:] / cost[age:]).max(axis=0)
+        gain[age:] *= spared
+        gain[age:] += used[age]
+        cost[age:] *= spared
+        cost[age:] += (1 - used[age] / 2) * _WIDTHS_S[age]
+        best[age] = np.divide(gain[age:], cost[age:], out=ratio[age:]).max(axis=0)
     return np.ascontiguousarray(best.T, dtype=np.float32)
 
 

@@ -246,15 +246,15 @@ class Learner:
         return private + list(features.SHARED)
 
     def _advance(self, now: float) -> None:
-        """Waiting parts are seen at the ages that they have gone through since."""
+        """Waiting parts are seen at the ages that they have gone through since. Few have come to another age; of a clock that went back none."""
         rows = self._rows
-        at, kind = np.nonzero(rows.waiting < AGES)
-        counted, age = rows.waiting[at, kind].astype(np.int64), np.clip(age_of(now - rows.at_s[at]), 0, AGES)
-        age = np.maximum(age, counted)  # a clock that went back
-        group, shape = rows.group[at, kind].astype(np.int64), (features.GROUPS, AGES + 1)
-        passing = tallied(group, counted, shape) - tallied(group, age, shape)
+        ages = np.clip(age_of(now - rows.at_s), 0, AGES)
+        at, kind = np.nonzero(rows.waiting < ages.astype(np.int8)[:, None])
+        group, counted = rows.group[at, kind].astype(np.int64), rows.waiting[at, kind].astype(np.int64)
+        shape = (features.GROUPS, AGES + 1)
+        passing = tallied(group, counted, shape) - tallied(group, ages[at], shape)
         self._seen += np.cumsum(passing, axis=1)[:, :AGES]
-        rows.waiting[at, kind] = age
+        rows.waiting[at, kind] = ages[at]
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """All that was learnt and is remembered, as copies."""

@@ -9,6 +9,8 @@ Invariants: memory is bounded by the ghosts and the learner; a block's group say
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +18,7 @@ from tierd.core.blocks import Blocks
 from tierd.core.eviction import Asked, Ids
 from tierd.policies.reuse.features import NOTHING, first_group
 from tierd.policies.reuse.ghosts import GHOST, Ghosts
-from tierd.policies.reuse.hazard import age_of
+from tierd.policies.reuse.hazard import EDGES_S, age_of
 from tierd.policies.reuse.learner import REFIT_EVERY, Groups, Learner, Request
 
 GHOST_LIMIT = 1 << 20
@@ -25,6 +27,9 @@ UNKNOWN_BLOCKS = 12
 """A block that nothing is known of is taken for one of a first request with so many."""
 _ASKED_LIMIT = np.iinfo(GHOST["asked"]).max
 _NOTHING = NOTHING + 1
+_UNKNOWN = first_group(UNKNOWN_BLOCKS)
+_EDGES_S = EDGES_S.tolist()
+_CHANGES_S = np.append(EDGES_S[1:-1], [np.inf, np.inf])
 
 
 class Traffic:
@@ -43,6 +48,16 @@ class Traffic:
         ages = np.minimum(age_of(ages_s), self.learner.worth.shape[1] - 1)
         return np.asarray(self.learner.worth[self._learners(groups), ages], np.float32)
 
+    def changes_s(self, ages_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The ages from which on blocks of these ages may be worth something else, if the version stays."""
+        return _CHANGES_S[age_of(ages_s)]
+
+    def price(self, group: int, age_s: float) -> tuple[float, float]:
+        """`worth` and `changes_s` of one."""
+        learner, age = self.learner, bisect_right(_EDGES_S, age_s) - 1
+        of_learner = group - 1 if group else _UNKNOWN
+        return learner.worth.item(of_learner, min(age, learner.worth.shape[1] - 1)), _CHANGES_S.item(age)
+
     def chance(self, blocks: Ids, now: float) -> NDArray[np.float64]:
         """How likely each block is used again at all."""
         ages = np.maximum(now - self._blocks.last_used[blocks], 0.0)
@@ -52,20 +67,21 @@ class Traffic:
         """Learns from the request, and puts its blocks into groups, those too that are held nowhere."""
         whole = request.tokens // request.tokens_per_block[0]
         keys = request.keys[:whole]
-        ghosts = self._ghosts.recall(keys)
+        recalled = self._ghosts.recall(keys)
+        ghosts = recalled.numbers
         known = int(np.argmin(np.append(ghosts["asked"] > 0, False)))
         groups = self._learner_hears(ghosts[:known], whole, now)
         ghosts["asked"][groups.start :] += ghosts["asked"][groups.start :] < _ASKED_LIMIT
         ghosts["part"], ghosts["group"] = groups.parts, groups.groups + 1
-        self._ghosts.note(keys, ghosts)
+        self._ghosts.note(keys, ghosts, recalled.rows)
         self._place(request, ghosts["group"])
 
     def stored(self, blocks: Ids, now: float) -> None:
         """What was asked for has its group; what was not (an answer) goes on as the block before it."""
-        groups = self._ghosts.recall(self._blocks.keys(blocks))["group"]
+        groups = self._ghosts.recall(self._blocks.keys(blocks)).numbers["group"]
         self._blocks.group[blocks] = groups
-        for block in blocks[groups == 0].tolist():
-            self._follow(block)
+        if not groups.all():
+            self._follow(blocks[groups == 0])
 
     def _learner_hears(self, known: NDArray[np.void], whole: int, now: float) -> Groups:
         sessions, parts = known["asked"].astype(np.int64), known["part"].astype(np.int64)
@@ -85,16 +101,28 @@ class Traffic:
             placed = np.broadcast_to(padded[rows], ids.shape)
             self._blocks.group[ids[ids >= 0]] = placed[ids >= 0]
 
-    def _follow(self, block: int) -> None:
-        parent = int(self._blocks.parent[block])
-        if self._blocks.tokens[block] < self._blocks.tokens[parent] or parent < 0:
-            self._blocks.group[block] = _NOTHING if parent >= 0 else 0
+    def _follow(self, blocks: Ids) -> None:
+        """Each block goes on as the one before it, if that is a whole one; those that come before others stand before them."""
+        tokens, parents = self._blocks.tokens, self._blocks.parent[blocks].astype(np.int64)
+        outer = np.unique(parents[parents >= 0])
+        group = dict(zip(outer.tolist(), self._blocks.group[outer].tolist(), strict=True))
+        origin = {parent: row for row, parent in enumerate(outer.tolist())}
+        is_whole = (tokens[blocks] >= tokens[parents]).tolist()
+        for block, parent, whole in zip(blocks.tolist(), parents.tolist(), is_whole, strict=True):
+            group[block] = 0 if parent < 0 else group[parent] if whole else _NOTHING
+            if whole and parent >= 0:
+                origin[block] = origin[parent]
+        self._blocks.group[blocks] = [group[block] for block in blocks.tolist()]
+        self._note_origins(blocks, np.array([origin.get(block, -1) for block in blocks.tolist()], np.int64), outer)
+
+    def _note_origins(self, blocks: Ids, rows: Ids, origins: Ids) -> None:
+        """What is remembered of the origins, which the rows say, is so of the blocks."""
+        if (rows < 0).all():
             return
-        self._blocks.group[block] = self._blocks.group[parent]
-        before = self._ghosts.recall(self._blocks.keys(np.array([parent])))
-        if before["asked"][0]:
-            self._ghosts.note(self._blocks.keys(np.array([block])), before)
+        numbers = self._ghosts.recall(self._blocks.keys(origins)).numbers
+        known = np.flatnonzero((rows >= 0) & (numbers["asked"][rows] > 0))
+        if len(known):
+            self._ghosts.note(self._blocks.keys(blocks[known]), numbers[rows[known]])
 
     def _learners(self, groups: Ids) -> Ids:
-        unknown = first_group(UNKNOWN_BLOCKS)
-        return np.where(groups == 0, unknown, groups.astype(np.int64) - 1)
+        return np.where(groups == 0, _UNKNOWN, groups.astype(np.int64) - 1)

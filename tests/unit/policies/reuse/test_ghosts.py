@@ -21,7 +21,7 @@ def numbers(names: np.ndarray, turn: int) -> np.ndarray:
 
 def test_what_is_not_known_is_nothing() -> None:
     """A name that was never noted has zeros, and no part."""
-    found = Ghosts(8).recall(keys(1, 2))
+    found = Ghosts(8).recall(keys(1, 2)).numbers
     assert found["asked"].tolist() == [0, 0] and found["part"].tolist() == [-1, -1]
 
 
@@ -36,6 +36,6 @@ def test_the_latest_are_remembered_and_no_more_than_the_limit(turns, limit):
             last[name] = turn
         assert len(ghosts) <= limit
     fresh = list(last)[-(limit // 2 - 8) :] if limit // 2 > 8 else []
-    found = ghosts.recall(keys(*fresh))
+    found = ghosts.recall(keys(*fresh)).numbers
     assert found["asked"].tolist() == [last[name] + 1 for name in fresh]
     assert found["part"].tolist() == fresh
