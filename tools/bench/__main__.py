@@ -92,11 +92,11 @@ def measure(names: Sequence[str], effort: Effort, console: Console) -> tuple[lis
     return rows, failed
 
 
-def write(rows: Sequence[Row], path: Path) -> list[Path]:
-    """The rows as JSON, and a picture beside it where matplotlib is installed; what was written."""
+def write(rows: Sequence[Row], path: Path, **more: object) -> list[Path]:
+    """The rows and what more there is as JSON, and a picture beside it where matplotlib is installed; what was written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     told = [asdict(row) | {"verdict": row.verdict.value} for row in rows]
-    path.write_text(json.dumps({"machine": machine(), "rows": told}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"machine": machine(), **more, "rows": told}, indent=1) + "\n", encoding="utf-8")
     picture = path.with_suffix(".png")
     try:
         plot.draw(rows, picture, title=title())

@@ -34,6 +34,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
         ("multiple of the limit (less is better)", [row for row in rows if row.at_most]),
     ]
     panels = [(label, shown) for label, shown in panels if shown]
+    panels = panels or [("nothing was measured", [])]
     heights = [len(shown) + 1.6 for _, shown in panels]
     figure = require_matplotlib()(figsize=(WIDTH_INCHES, ROW_INCHES * sum(heights) + 1.2), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -49,7 +50,7 @@ def _draw_panel(axes: Any, rows: Sequence[Row], label: str) -> None:
         _draw_row(axes, y, row)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    farthest = max(1.05, *(max(row.high, row.goal or 0, row.bar or 0) for row in rows), 0.0)
+    farthest = max([1.05, *(max(row.high, row.goal or 0, row.bar or 0) for row in rows)])
     axes.set_xlim(0, 1.08 * min(farthest, FARTHEST))
     axes.axvline(1.0, color="#bbbbbb", linewidth=1.0, zorder=0)
     axes.set_xlabel(label, fontsize=9)

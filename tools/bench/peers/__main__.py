@@ -13,14 +13,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from tierd.client import Client
 from tierd.testing import Daemon
-from tools.bench.__main__ import machine, title
+from tools.bench.__main__ import title, write
 from tools.bench.data_plane import CONFIG, SHAPES, Bench
 from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, rates
 from tools.bench.peers.known import KNOWN
@@ -148,12 +147,11 @@ def main(names: Sequence[str] | None = None) -> None:
             rows += compare(name, asked.environments, TINY if asked.tiny else FULL)
         except Refused as error:
             refused[name] = str(error)
-    console.print(table_of(rows, title=title()))
+    if rows:
+        console.print(table_of(rows, title=title()))
     for name, reason in refused.items():
         console.print(f"[red]{name}[/]: {reason}", highlight=False)
-    told = {"machine": machine(), "refused": refused, "rows": [asdict(row) for row in rows]}
-    asked.output.parent.mkdir(parents=True, exist_ok=True)
-    asked.output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {' and '.join(map(str, write(rows, asked.output, refused=refused)))}")
 
 
 if __name__ == "__main__":
