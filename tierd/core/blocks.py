@@ -25,7 +25,7 @@ from tierd.core.draft import no_ids
 from tierd.core.meta import new_meta
 from tierd.core.model import HASH_BYTES, StructArray
 from tierd.core.plan import Bytes, Ids
-from tierd.core.sets import among, distinct
+from tierd.core.sets import among, distinct, true_rows
 from tierd.core.table import Table
 
 Column = NDArray[Any]
@@ -73,7 +73,7 @@ class Names:
         out = np.ones(len(self.hash), bool)
         keys = self.hash[:, 0]
         order = np.argsort(keys)
-        again = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+        again = true_rows(keys[order][1:] == keys[order][:-1])
         rows = np.unique(order[np.concatenate((again, again + 1))])
         seen: set[bytes] = set()
         for row in rows.tolist():
@@ -137,7 +137,7 @@ class Blocks:
         operator's pin, which is of the name. unknown: none had."""
         names = Names(metas["namespace"], words(metas["hash"]))
         ids = np.full(len(metas), -1, np.int64) if unknown else self.find(names)
-        new = np.flatnonzero(ids < 0)
+        new = true_rows(ids < 0)
         ids[new] = self._new_ids(len(new))
         self.pinned[ids[new]] = False
         self._write(ids, metas, now)
@@ -146,10 +146,10 @@ class Blocks:
 
     def link(self, ids: Ids, parents: Bytes, now: float) -> Ids:
         """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
-        rows = np.flatnonzero((self.parent[ids] < 0) & parents.any(axis=1))
+        rows = true_rows((self.parent[ids] < 0) & parents.any(axis=1))
         ids, names = ids[rows], Names(self.namespace[ids[rows]], words(parents[rows]))
         found = self._before(ids, names)
-        unknown = np.flatnonzero((found < 0) & names.firsts()) if (found < 0).any() else no_ids()
+        unknown = true_rows((found < 0) & names.firsts()) if (found < 0).any() else no_ids()
         if len(unknown):
             blank = new_meta(len(unknown))
             blank["namespace"], blank["hash"] = names.namespace[unknown], parents[rows[unknown]]
@@ -207,7 +207,7 @@ class Blocks:
         """Every id in use, ascending, with or without pages."""
         free = np.zeros(self._rows, bool)
         free[self._free[: self._free_count]] = True
-        return np.flatnonzero(~free)
+        return true_rows(~free)
 
     def metas(self, ids: Ids) -> StructArray:
         """META [n] of what belongs to a block, not to a page."""
@@ -237,7 +237,7 @@ class Blocks:
         prior = ids[:-1]
         is_prior = self._same(names, np.arange(1, len(ids)), prior) & self.named[prior]
         found[1:][is_prior] = prior[is_prior]
-        rest = np.flatnonzero(found < 0)
+        rest = true_rows(found < 0)
         found[rest] = self.find(names.at(rest))
         return found
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.sets import true_rows
+
 LEAST_STEP_ROWS = 256
 MOST_STEP_ROWS = 1 << 14
 MOST_ROWS = 1 << 24
@@ -92,5 +94,5 @@ def runs(*keys: NDArray[Any]) -> list[NDArray[np.int64]]:
     edge = np.zeros(len(order), dtype=bool)
     for key in keys:
         edge[1:] |= key[order][1:] != key[order][:-1]
-    parts = np.split(order, np.flatnonzero(edge))
+    parts = np.split(order, true_rows(edge))
     return sorted(parts, key=lambda part: int(part[0]))

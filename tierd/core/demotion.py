@@ -29,7 +29,7 @@ from tierd.core.pages import Key, Usage
 from tierd.core.plan import Bools, Ids
 from tierd.core.planner import Planner, Where
 from tierd.core.room import MOST_REACH
-from tierd.core.sets import kinds
+from tierd.core.sets import kinds, true_rows
 
 WHOLE = Key(-1, -1, -1)
 """The measure of a tier as a whole."""
@@ -97,7 +97,7 @@ class Demotion:
         dirty = self._is_dirty(tier, victims)
         wanted = np.zeros(len(victims), bool)
         for key, over in excess.items():
-            rows = np.arange(len(victims)) if key == WHOLE else np.flatnonzero(self._room.is_right(tier, victims, key))
+            rows = np.arange(len(victims)) if key == WHOLE else true_rows(self._room.is_right(tier, victims, key))
             wanted[rows] |= self._is_due(tier, key, over, sizes=sizes[rows], dirty=dirty[rows])
         return victims[wanted]
 

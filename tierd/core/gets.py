@@ -24,7 +24,7 @@ from tierd.core.leases import Held, Lease, Session, Sessions
 from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
 from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Served, ServedGroup
 from tierd.core.planner import Planner, Where
-from tierd.core.sets import among, in_order, kinds
+from tierd.core.sets import among, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument
 
 Tiers = frozenset[int]
@@ -237,7 +237,7 @@ class Gets:
             tiers = np.where(is_near, tiers, self._index.targets(blocks, serving))
         lengths = self._index.blocks.length[blocks]
         for tier in kinds(tiers):
-            rows = np.flatnonzero(tiers == tier)
+            rows = true_rows(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
             cost = pages_of.class_of(lengths[rows])
             if int(cost.sum()) <= self._sessions.room_bytes(holder, tier):

@@ -40,7 +40,7 @@ from tierd.core.model import (
 from tierd.core.pages import GENERATION_LIMIT, Key, Pages
 from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
-from tierd.core.sets import distinct
+from tierd.core.sets import distinct, true_rows
 
 Column = NDArray[Any]
 
@@ -310,7 +310,7 @@ class Index:
         out["reason"] = reasons
         out["was_ready"] = pages_of.state[pages] >= PageState.READY
         blocks = pages_of.block[pages]
-        known = np.flatnonzero(blocks >= 0)
+        known = true_rows(blocks >= 0)
         out["namespace"][known] = self.blocks.namespace[blocks[known]]
         out["hash"][known] = np.ascontiguousarray(self.blocks.hash[blocks[known]]).view(np.uint8).reshape(-1, 32)
         return out

@@ -19,6 +19,7 @@ from tierd.core.draft import no_ids
 from tierd.core.model import StructArray, Wanted
 from tierd.core.pages import Pages
 from tierd.core.plan import ID_LIMIT, Bools, Bytes, GroupQuery, Ids, Lengths
+from tierd.core.sets import true_rows
 from tierd.errors import InvalidArgument, NotFound
 
 OPEN, BUSY, GONE = 0, 1, 2
@@ -87,7 +88,7 @@ class Reservation:
 
     def rows(self, state: int) -> Ids:
         """Indices in that state."""
-        return np.flatnonzero(self.state == state)
+        return true_rows(self.state == state)
 
 
 @dataclass(slots=True)

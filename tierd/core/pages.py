@@ -26,7 +26,7 @@ from tierd.core.block import size_class
 from tierd.core.columns import Columns
 from tierd.core.model import EXTENT, NOBODY, PAGE_ALIGN_BYTES, PageState, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Bools, Ids
-from tierd.core.sets import among, kinds, starts
+from tierd.core.sets import among, kinds, starts, true_rows
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
@@ -36,6 +36,8 @@ GENERATION_LIMIT = (1 << 64) - (1 << 32)
 """No page is given with a generation as great: tiers' marks run ahead of what is used, and must fit their words too."""
 SEGMENT_LIMIT = (1 << 32) - (1 << 20)
 """No segment begins with an id as great, for the same reason."""
+NEAR_PAGES = 256
+"""A segment's next free pages are looked for among so many at first: as a rule they lie in a row."""
 PAGE_LIMIT = (1 << 31) - 1
 """Page ids of one tier: they lie in int32 columns."""
 
@@ -231,7 +233,7 @@ class Pages:
         out = np.zeros(len(pages), EXTENT)
         out["tier"] = self.position
         out["page"] = -1
-        at = np.flatnonzero(pages >= 0)
+        at = true_rows(pages >= 0)
         real = pages[at]
         rows = self._place_table[self.place[real]]
         slots = real - rows[:, 1]
@@ -432,8 +434,11 @@ class Pages:
     def _take_from(self, place: int, count: int) -> Ids:
         segment = self.segments[place]
         assert segment is not None
-        state = self.state[segment.first + segment.low : segment.first + segment.pages]
-        pages = np.flatnonzero(state == PageState.FREE)[:count] + (segment.first + segment.low)
+        begin, stop = segment.first + segment.low, segment.first + segment.pages
+        near = min(stop, begin + NEAR_PAGES + count)
+        pages = true_rows(self.state[begin:near] == PageState.FREE)[:count] + begin
+        if len(pages) < count and near < stop:
+            pages = true_rows(self.state[begin:stop] == PageState.FREE)[:count] + begin
         self._claim(place, pages)
         segment.low = int(pages[-1]) + 1 - segment.first
         return pages

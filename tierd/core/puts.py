@@ -10,6 +10,7 @@ several reservations of one name the first commit wins; a busy page is freed by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from tierd.core.model import (
 from tierd.core.pages import DAEMON, Key
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, PutQuery, Reserved
 from tierd.core.planner import Planner, Where
-from tierd.core.sets import among, distinct, in_order, kinds
+from tierd.core.sets import among, distinct, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
 UNKNOWN_NAMESPACE = 0xFFFF_FFFF
@@ -69,9 +70,9 @@ class Puts:
         extents = self._extents(
             Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.pages, where.pages))
         )
-        cuts = np.cumsum([len(group.blocks) for group in groups])[:-1]
         number = self._keep(holder, wish) if given.any() else 0
-        return Reserved(number, np.split(statuses, cuts), np.split(extents, cuts), draft.plan())
+        spans = _spans([len(group.blocks) for group in groups])
+        return Reserved(number, [statuses[span] for span in spans], [extents[span] for span in spans], draft.plan())
 
     def _give(self, wish: Reservation, *, statuses: Codes, query: Ids, kind: Wanted, draft: Draft) -> None:
         """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more."""
@@ -84,10 +85,10 @@ class Puts:
         free = statuses == BlockStatus.NO_ROOM
         fits = free.copy()
         for tier in kinds(tiers):
-            rows = np.flatnonzero((tiers == tier) & free)
+            rows = true_rows((tiers == tier) & free)
             classes[rows] = self._index.tiers[tier].class_of(wish.lengths[rows])
             fits[rows] = self._sessions.room_for_bytes(holder, tier, classes[rows])
-        rows = np.flatnonzero(free & ~_after_first(free & ~fits, query))
+        rows = true_rows(free & ~_after_first(free & ~fits, query))
         for part in runs(tiers[rows], classes[rows]):
             at = rows[part]
             tier = int(tiers[at[0]])
@@ -175,7 +176,7 @@ class Puts:
         new, is_known = names.firsts(), known >= 0
         if is_known.any():
             new &= self._nearest(known).pages < 0
-        rows = np.flatnonzero(new)
+        rows = true_rows(new)
         self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
         unknown = not is_known[rows].any()
         known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, unknown=unknown)
@@ -195,7 +196,7 @@ class Puts:
         self._count_off(commit.reservation, commit.rows[rows])
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
-        again = np.flatnonzero(known < 0)
+        again = true_rows(known < 0)
         if len(again):
             known[again] = self._index.blocks.find(names.at(again))
         return known
@@ -260,7 +261,7 @@ class Puts:
 
     def _take_back(self, held: Reservation, rows: Bools, reason: Reason, draft: Draft) -> None:
         """reserved -> free for rows that have a page."""
-        at = np.flatnonzero(rows & (held.pages >= 0))
+        at = true_rows(rows & (held.pages >= 0))
         self._count_off(held, at)
         for part in runs(held.tiers[at]):
             self._index.discard(int(held.tiers[at[part[0]]]), held.pages[at[part]], reason, draft)
@@ -297,6 +298,12 @@ class Puts:
         held.lengths[rows] = lengths
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             self._index.tiers[held.tiers[row]].length[held.pages[row]] = length
+
+
+def _spans(lengths: Sequence[int]) -> list[slice]:
+    """Stretches of so many rows, one after another."""
+    stops = list(accumulate(lengths))
+    return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
 
 
 def _metas(held: Reservation, rows: Ids, extents: StructArray) -> StructArray:

@@ -25,7 +25,7 @@ from tierd.core.index import Index
 from tierd.core.model import PageState, Reason
 from tierd.core.pages import SEGMENT_LIMIT, Key
 from tierd.core.plan import Bools, Ids
-from tierd.core.sets import among, distinct
+from tierd.core.sets import among, distinct, true_rows
 
 MOST_REACH = 4096
 """How many of the coldest are looked at, at first, for blocks of the right key before a whole segment of another is given up."""
@@ -227,7 +227,7 @@ class Room:
         """Drops all blocks of a segment. False, and nothing changed: something in it is held, or most of it is quarantined."""
         pages_of = self._index.tiers[tier]
         span = pages_of.pages_of(place)
-        used = np.flatnonzero(~among(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start
+        used = true_rows(~among(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start
         blocks = pages_of.block[used].astype(np.int64)
         is_held = (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any()
         if is_held or pages_of.is_mostly_bad(place):

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.sets import true_rows
+
 Ids = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 Same = Callable[[Ids, Ids], NDArray[np.bool_]]
@@ -70,7 +72,7 @@ class _Slots:
 
     def find(self, keys: Keys, same: Same, out: Ids) -> None:
         """Writes the ids of those rows that have none yet."""
-        rows = np.flatnonzero(out < 0)
+        rows = true_rows(out < 0)
         tags = keys[rows] & _TAG
         at = self.homes(tags)
         step = 0
@@ -81,7 +83,7 @@ class _Slots:
             there ^= tags[:, None]
             there -= np.uint64(1)  # what has the tag is its id now, all else is greater
             flat = there.ravel()
-            likely = np.flatnonzero(flat < _ID)
+            likely = true_rows(flat < _ID)
             if len(likely):
                 ids, which = flat[likely].astype(np.int64), likely // WIDTH
                 hit = same(rows[which], ids)
@@ -97,7 +99,7 @@ class _Slots:
         while len(rows):
             step += 1
             there = self.words.take(at, axis=0)
-            hits = np.flatnonzero((there == marks[rows, None]).ravel())
+            hits = true_rows((there == marks[rows, None]).ravel())
             which = hits // WIDTH
             self.words[at[which], hits % WIDTH] = _REMOVED
             found[rows[which]] = True
