@@ -68,6 +68,8 @@ class Flights:
 
     def start(self, plan: Plan, *, session: int = 0) -> None:
         """Applies a plan to the tiers and sets its transfers off. session: who has asked for them; 0: nobody."""
+        if plan.is_empty:
+            return
         for tier in self._tiers:
             tier.apply(plan)
         for segment in plan.segments:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from tierd.client import buffers
 from tierd.client.pins import Bytes, Hold
-from tierd.client.protocol import Leased, LeasedGroup, leading_tokens, valid_blocks
-from tierd.client.session import Place
+from tierd.client.protocol import Leased, LeasedGroup, joined, leading_tokens, valid_blocks
+from tierd.client.session import Place, only_place
 from tierd.client.work import pauses
-from tierd.core.model import HANDLE, StructArray
+from tierd.core.model import StructArray
 from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError, ViewsAlive
 
@@ -41,7 +41,7 @@ class Lease:
         self.whole = leased.whole
         self.groups: tuple[LeasedGroup, ...] = leased.groups
         parts = [group.handles.reshape(-1) for group in leased.groups]
-        self.handles: StructArray = np.concatenate([np.zeros(0, dtype=HANDLE), *parts])
+        self.handles: StructArray = joined(parts)
         self.hold = hold
         self._is_acknowledged = is_acknowledged
         self._work: tuple[Any, ...] = ()
@@ -166,20 +166,20 @@ def copy_out(page: Any, target: Bytes) -> None:
 
 def cut_pages(hold: Hold, handles: StructArray, *, writable: bool = False) -> list[Bytes]:
     """The bytes of HANDLE [n], uint8 each, under one pin. Raises StaleHandle."""
-    pin = hold.pin()
-    wholes: dict[Place, Any] = {}
-    pages = []
-    columns = (handles[name].tolist() for name in ("tier", "segment", "offset", "length"))
-    for tier, segment, offset, length in zip(*columns, strict=True):
-        place = (tier, segment)
-        whole = wholes.get(place)
-        if whole is None:
-            whole = wholes[place] = hold.expose(place, pin, writable=writable)
-        pages.append(whole[offset : offset + length])
-    return pages
+    pin, only = hold.pin(), only_place(handles)
+    starts, ends = handles["offset"].tolist(), (handles["offset"] + handles["length"]).tolist()
+    if only is not None:
+        whole = hold.expose(only, pin, writable=writable)
+        return [whole[start:end] for start, end in zip(starts, ends, strict=True)]
+    places = list(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
+    wholes = {place: hold.expose(place, pin, writable=writable) for place in dict.fromkeys(places)}
+    return [wholes[place][start:end] for place, start, end in zip(places, starts, ends, strict=True)]
 
 
-def _by_place(handles: StructArray) -> list[tuple[Place, NDArray[np.intp]]]:
+def _by_place(handles: StructArray) -> list[tuple[Place, NDArray[np.intp] | slice]]:
+    only = only_place(handles)
+    if only is not None:
+        return [(only, slice(None))]
     keys = handles["tier"].astype(np.uint64) << np.uint64(32) | handles["segment"]
     return [((int(key) >> 32, int(key) & 0xFFFFFFFF), np.flatnonzero(keys == key)) for key in np.unique(keys)]
 

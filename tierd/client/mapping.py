@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ class Segment:
     is_writable: bool
     present: set[int] = field(default_factory=set)
 
-    @property
+    @cached_property
     def address(self) -> int:
         """Where the data begins in this process."""
         return int(self.data.ctypes.data)

@@ -310,6 +310,12 @@ def handles_of(data: bytes, *, count: int | None = None) -> StructArray:
     return np.frombuffer(data, dtype=HANDLE)
 
 
+def joined(parts: Sequence[StructArray]) -> StructArray:
+    """HANDLE [n] of several groups, in order, the caller's own."""
+    # Joining records takes numpy ten times as long as copying them.
+    return parts[0].copy() if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=HANDLE), *parts])
+
+
 def statuses_of(data: bytes, *, count: int) -> NDArray[np.uint16]:
     """u2 [count] of BlockStatus. Raises OperatorError."""
     if len(data) != 2 * count:

@@ -135,7 +135,8 @@ class Session:
 
     def unmapped(self, handles: StructArray) -> set[Place]:
         """Segments of HANDLE [n] that are not mapped yet."""
-        places = places_of(handles)
+        only = only_place(handles)
+        places = places_of(handles) if only is None else (only,)
         return {place for place in places if place not in self._segments}
 
     def segment(self, place: Place) -> Segment | DeviceSegment | None:
@@ -271,6 +272,16 @@ def _device() -> Any:
 def places_of(handles: StructArray) -> set[Place]:
     """The segments that HANDLE [n] point into."""
     return set(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
+
+
+def only_place(handles: StructArray) -> Place | None:
+    """The segment of HANDLE [n] where it is one; None: several, or no handles."""
+    if not len(handles):
+        return None
+    tiers, segments = handles["tier"], handles["segment"]
+    if len(handles) > 1 and not ((tiers == tiers[0]).all() and (segments == segments[0]).all()):
+        return None
+    return int(tiers[0]), int(segments[0])
 
 
 def _say_goodbye(connection: socket.socket, glance: socket.socket, pid: int) -> None:

@@ -174,7 +174,7 @@ class Verbs:
         return lease
 
     def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> Steps[GetResult]:
-        yield from self._opened([namespace], deadline)
+        yield from self._named(namespace, deadline)
         group = protocol.sequence_group(namespace, what)
         if not len(group.hashes):
             return GetResult()
@@ -206,7 +206,7 @@ class Verbs:
             protocol.handles_of(data, count=len(group.hashes))
             for data, group in zip(reply.handles, groups, strict=False)
         ]
-        handles = np.concatenate([np.zeros(0, dtype=HANDLE), *given])
+        handles = protocol.joined(given)
         hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
         pages = self._pages(hold, handles)
         yield from self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
@@ -216,7 +216,7 @@ class Verbs:
         self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool
     ) -> Steps[PutResult]:
         sources = [buffers.flat(block) for block in blocks]
-        yield from self._opened([namespace], deadline)
+        yield from self._named(namespace, deadline)
         group = protocol.sequence_put(namespace, what, lengths=[len(source) for source in sources])
         lengths = protocol.put_lengths(group)
         sources = buffers.pieces(sources, lengths.tolist())
@@ -298,6 +298,11 @@ class Verbs:
 
     def _opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Steps[None]:
         yield from self._ask(None, namespaces, deadline)
+
+    def _named(self, namespace: OpenedNamespace, deadline: float) -> Steps[None]:
+        """A namespace that can hash. The call that follows opens it again where a new daemon is to know it."""
+        if not namespace.is_open or isinstance(self.connector.target, RemoteTarget):
+            yield from self._opened([namespace], deadline)
 
     def _ask_holder(self, hold: Hold, method: str, request: Any, deadline: float) -> Steps[Any]:
         """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""

@@ -52,11 +52,11 @@ class Conversations:
         self._verbs = {verb.name: verb for verb in _verbs_of(service)}
         self._numbers = itertools.count(1)
         self._resting: set[asyncio.Task[Any]] = set()
-        self._is_ending = False
+        self._ending = asyncio.Event()
 
     def end(self) -> None:
         """Those that rest end now, the others after the call that they are in."""
-        self._is_ending = True
+        self._ending.set()
         for task in list(self._resting):
             task.cancel()
 
@@ -69,19 +69,19 @@ class Conversations:
             answer = await self._answer(raw, metadata)
             with unless_over():
                 await context.write(answer)
-        if self._is_ending:
+        if self._ending.is_set():
             with unless_over():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "daemon: it is ending; try another one, or later")
 
     async def _next(self, context: Any, task: asyncio.Task[Any]) -> bytes | None:
         """The next message; None at the end, whose ever it is."""
-        if self._is_ending:
+        if self._ending.is_set():
             return None
         self._resting.add(task)
         try:
             raw = await context.read()
         except asyncio.CancelledError:
-            if not self._is_ending:
+            if not self._ending.is_set():
                 raise
             return None
         finally:
@@ -107,12 +107,6 @@ class Conversations:
             return pb.Answer(status="INTERNAL", details=f"internal fault, request {ask.request}: see the daemon's log")
         finally:
             self._guard.count(verb.name if verb else "Converse", outcome, seconds=time.perf_counter() - begun)
-
-    def _verb(self, name: str) -> Verb:
-        verb = self._verbs.get(name)
-        if verb is None:
-            raise InvalidArgument(f"ask.method: {name!r:.80} is none that a conversation takes; call it by itself")
-        return verb
 
     def _verb(self, name: str) -> Verb:
         verb = self._verbs.get(name)

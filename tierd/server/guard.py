@@ -140,6 +140,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._call_timeout_s = call_timeout_s
         self._credential = credential
         self._remote = remote
+        self._counted: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     @property
     def running(self) -> int:
@@ -223,8 +224,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def count(self, method: str, outcome: str, *, seconds: float) -> None:
         """A call has ended."""
-        self._metrics.calls.labels(method=method, outcome=outcome).inc()
-        self._metrics.call_seconds.labels(method=method).observe(seconds)
+        found = self._counted.get((method, outcome))
+        if found is None:  # looked up once: labels are words, and few
+            calls = self._metrics.calls.labels(method=method, outcome=outcome)
+            found = self._counted[method, outcome] = calls, self._metrics.call_seconds.labels(method=method)
+        found[0].inc()
+        found[1].observe(seconds)
 
     @contextlib.asynccontextmanager
     async def _guarded(self, arrival: Arrival, context: Any) -> AsyncIterator[Caller]:

@@ -19,6 +19,7 @@ from tierd.errors import InvalidArgument
 NamespaceOf = Callable[[int], Namespace]
 """Gives the namespace of rank 0 with this id, if the caller may use it."""
 
+_NEEDS = frozenset(map(int, Need))
 GROUP_LIMIT = 64
 """Attention groups in one call."""
 
@@ -75,7 +76,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         raise InvalidArgument(
             f"group.tokens: {tokens} need {-(-tokens // size)} blocks of {size}, {len(hashes)} hashes were sent; send one each"
         )
-    if int(group.need) not in list(Need):
+    if group.need not in _NEEDS:
         raise InvalidArgument(f"group.need: {group.need} is unknown; the values are in cache.proto")
     if len(group.ranks) > namespace.spec.rank_count:
         raise InvalidArgument(f"group.ranks: {len(group.ranks)} of {namespace.spec.rank_count}; name each rank once")
