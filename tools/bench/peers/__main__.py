@@ -27,8 +27,8 @@ from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
 INSTALL_S, ANSWER_S = 1800, 60
-WARM_RUNS, LAG = 2, 4
-"""LAG: batches between a put and its get, so that no cache holds it."""
+WARM_RUNS, LAG, CHECKED = 2, 4, 1_000_000
+"""LAG: batches between a put and its get, so that no cache holds it. CHECKED: number of the batch whose bytes are compared."""
 
 
 class Refused(Exception):
@@ -104,7 +104,7 @@ def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, 
         bench.get(number)()
         remote.cost("put", number)
         remote.cost("get", number)
-    remote.cost("check", 1 << 20)
+    remote.cost("check", CHECKED)
     costs: dict[str, list[Cost]] = {name: [] for name in ("copy", "tierd put", "tierd get", "put", "get")}
     for number in range(touched, touched + WARM_RUNS + effort.at_least(15)):
         run = {

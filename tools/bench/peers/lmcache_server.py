@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import numpy as np
 from tools.bench.peers.peer import CAPACITY_BYTES, Blocks, Server
 
 CHUNK_TOKENS, INSTANCE, MODEL, HERE = 16, 1, "bench", "127.0.0.1"
+SEQUENCE_TOKENS = 4096  # at most, of a batch: ids of tokens are told apart by them, and must stay below 2^32
 WAIT_S = 10.0
+ROOM = 5 / 4
 _MULTIPROCESS = "lmcache.v1.multiprocess"
 
 
@@ -28,7 +31,7 @@ class LMCacheServer:
         name = f"bench-{secrets.token_hex(4)}"
         command = [str(Path(sys.executable).parent / "lmcache"), "server", "--host", HERE, "--port", str(port)]
         command += ["--transport", "zmq", "--shm-name", name, "--supported-transfer-mode", "engine_driven"]
-        command += ["--l1-size-gb", str(CAPACITY_BYTES / 2**30), "--eviction-policy", "LRU"]
+        command += ["--l1-size-gb", str(ROOM * CAPACITY_BYTES / 2**30), "--eviction-policy", "LRU"]
         command += ["--chunk-size", str(CHUNK_TOKENS), "--http-host", HERE, "--http-port", str(http)]
         quiet = os.environ | {"LMCACHE_LOG_LEVEL": "WARNING"}
         self._server = Server(command, directory, env=quiet)
@@ -37,11 +40,17 @@ class LMCacheServer:
         self._client = factory.create(f"tcp://{HERE}:{port}")
         self._server.connected(lambda: self._client.get_chunk_size().result(timeout=1.0))
         self._memory: shared_memory.SharedMemory | None = None
-        self._calls = 0
+        self._calls = self._used = 0
         self.pids = [self._server.pid]
 
     def memory(self, size: int) -> Blocks:
         return np.empty(size, dtype=np.uint8)
+
+    def make_room(self, size: int) -> None:
+        """Its eviction looks once a second whether a watermark is passed, and takes a fifth then: puts come no faster than that."""
+        self._used += size
+        if self._used > CAPACITY_BYTES / 2:
+            time.sleep(size / (CAPACITY_BYTES / 8))
 
     def put(self, key: str, blocks: Blocks) -> None:
         self._register(blocks.shape[1])
@@ -89,7 +98,7 @@ class LMCacheServer:
 
     def _key(self, key: str, blocks: int) -> Any:
         self._calls += 1
-        first, count = int(key) << 20, blocks * CHUNK_TOKENS
+        first, count = int(key) * SEQUENCE_TOKENS, blocks * CHUNK_TOKENS
         return self._types.IPCCacheServerKey.from_token_ids(
             MODEL, 1, 0, list(range(first, first + count)), 0, count, f"request-{self._calls}"
         )

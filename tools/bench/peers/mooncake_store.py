@@ -49,8 +49,15 @@ class MooncakeStore:
             raise MemoryError(f"mooncake: no {size} bytes left in its pool of {POOL_BYTES}")
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
 
+    def make_room(self, size: int) -> None:
+        """The oldest batch is removed by name: its own eviction takes what nobody has read yet, which is to be read here."""
+        self._used += size
+        while self._used > CAPACITY_BYTES:
+            _, names = self._batches.popitem(last=False)
+            self._used -= size
+            self._store.batch_remove(names, True)
+
     def put(self, key: str, blocks: Blocks) -> None:
-        self._make_room(blocks.nbytes)
         names, addresses, sizes = _named(key, blocks)
         done = self._store.batch_put_from(names, addresses, sizes)
         if any(done):
@@ -66,14 +73,6 @@ class MooncakeStore:
         self._store.close()
         for server in reversed(self._servers):
             server.close()
-
-    def _make_room(self, size: int) -> None:
-        """The oldest batch is removed by name: its own eviction takes what nobody has read yet, which is to be read here."""
-        self._used += size
-        while self._used > CAPACITY_BYTES:
-            _, names = self._batches.popitem(last=False)
-            self._used -= size
-            self._store.batch_remove(names, True)
 
     def _connect(self, owner: str) -> None:
         if self._store.setup_dummy(POOL_BYTES, 0, owner):

@@ -31,6 +31,10 @@ class Peer(Protocol):
         """Memory of the caller as this peer likes it best: uint8 [size]."""
         ...
 
+    def make_room(self, size: int) -> None:
+        """Before a put of so many bytes, and not timed: whatever this peer needs in order to have room for them."""
+        ...
+
     def put(self, key: str, blocks: Blocks) -> None:
         """Takes uint8 [n, block_bytes] in."""
         ...

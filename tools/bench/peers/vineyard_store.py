@@ -33,8 +33,14 @@ class VineyardStore:
     def memory(self, size: int) -> Blocks:
         return np.empty(size, dtype=np.uint8)
 
+    def make_room(self, size: int) -> None:
+        self._used += size
+        while self._used > CAPACITY_BYTES:
+            _, ids = self._batches.popitem(last=False)
+            self._used -= size
+            self._client.delete(ids)
+
     def put(self, key: str, blocks: Blocks) -> None:
-        self._make_room(blocks.nbytes)
         builders = self._client.create_blob([blocks.shape[1]] * len(blocks))
         for builder, block in zip(builders, blocks, strict=True):
             np.copyto(np.frombuffer(memoryview(builder), dtype=np.uint8), block)
@@ -50,10 +56,3 @@ class VineyardStore:
     def close(self) -> None:
         self._client.close()
         self._server.close()
-
-    def _make_room(self, size: int) -> None:
-        self._used += size
-        while self._used > CAPACITY_BYTES:
-            _, ids = self._batches.popitem(last=False)
-            self._used -= size
-            self._client.delete(ids)

@@ -39,6 +39,7 @@ class Worker:
         if verb == "get":
             return self._cost(lambda: self._peer.get(str(number), self._target))
         blocks = self._cold.blocks(self._count, self._block_bytes)
+        self._peer.make_room(blocks.nbytes)
         cost = self._cost(lambda: self._peer.put(str(number), blocks))
         if verb == "check":
             self._peer.get(str(number), self._target)
