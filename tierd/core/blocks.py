@@ -88,6 +88,7 @@ class Blocks:
 
     def __init__(self, *, seed: int = 0, most: int = 0) -> None:
         """seed: of the keys; no answer depends on it. most: blocks that there is room for."""
+        self.most = most
         self._factors = np.random.SeedSequence(seed).generate_state(2 * HASH_BYTES // 8 + 1, np.uint64)
         self._columns = Columns(most)
         self.column = self._columns.column

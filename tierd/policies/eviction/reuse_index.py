@@ -49,7 +49,7 @@ class ReuseIndex:
         """traffic: the learner that has put every block into a group, `blocks.group`."""
         self._blocks, self._traffic = blocks, traffic
         self._count = 0
-        self._runs, self._ranking = Runs(), Ranking()
+        self._runs, self._ranking = Runs(blocks.most), Ranking()
         self._tick_s, self._ranked_s = -np.inf, -np.inf
         self._version = -1
 

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.columns import lengthen, rows_for
+from tierd.core.columns import Columns, rows_for
 from tierd.core.eviction import Ids
-
-Column = NDArray[Any]
 
 FEW = 8
 """So many blocks, or fewer, are treated one by one."""
@@ -40,7 +37,8 @@ _KIN_COST = 5
 class Runs:
     """See the module. By row: alive, size (members), kin, serial (ascending, over all that began), key, due_s (when to make the key anew). begun: rows without a key yet, all or more than FEW."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """most: ids of blocks that there may be, as far as is known."""
         self.begun: list[int] = []
         self.alive, self.size = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.kin, self.serial = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -51,18 +49,17 @@ class Runs:
         self._open: dict[int, int] = {}  # kin -> the run that takes such blocks
         self._next_serial = 1
         self._add_rows(_FIRST_RUNS)
-        self._run: Column = np.zeros(0, np.int32)  # by block id
-        self._place: Column = np.zeros(0, np.int32)
+        self._columns = Columns(most)  # by block id
+        self._run = self._columns.column(np.int32, fill=NOWHERE)
+        self._place = self._columns.column(np.int32)
         self._run_at, self._place_at = self._run.data, self._place.data
 
     def make_room(self, size: int) -> None:
         """Ids below `size` may come."""
-        if size > len(self._run):
+        if size > self._columns.rows:
             self._run_at.release()
             self._place_at.release()
-            rows = rows_for(len(self._run), size)
-            lengthen(self._run, rows, NOWHERE)
-            lengthen(self._place, rows)
+            self._columns.lengthen(rows_for(self._columns.rows, size))
             self._run_at, self._place_at = self._run.data, self._place.data
 
     def close(self) -> int:

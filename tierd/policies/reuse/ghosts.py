@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.columns import lengthen, rows_for
+from tierd.core.columns import Columns, rows_for
 from tierd.core.table import Table
 
 Keys = NDArray[np.uint64]
@@ -41,9 +41,10 @@ class Recalled:
 class _Half:
     """Names and their numbers, by row."""
 
-    def __init__(self) -> None:
-        self.keys: Keys = np.zeros(0, np.uint64)
-        self.numbers = np.zeros(0, GHOST)
+    def __init__(self, limit: int) -> None:
+        self._columns = Columns(limit)
+        self.keys: Keys = self._columns.column(np.uint64)
+        self.numbers = self._columns.column(GHOST)
         self.count = 0
         self._lengthen(1)
         self.table = Table()
@@ -61,10 +62,8 @@ class _Half:
         return rows
 
     def _lengthen(self, wanted: int) -> None:
-        if wanted > len(self.keys):
-            rows = rows_for(len(self.keys), wanted)
-            lengthen(self.keys, rows)
-            lengthen(self.numbers, rows)
+        if wanted > self._columns.rows:
+            self._columns.lengthen(rows_for(self._columns.rows, wanted))
 
 
 class Ghosts:
@@ -73,7 +72,7 @@ class Ghosts:
     def __init__(self, limit: int) -> None:
         """limit: names."""
         self._half_limit = max(1, limit // 2)
-        self._young, self._old = _Half(), _Half()
+        self._young, self._old = _Half(self._half_limit), _Half(self._half_limit)
 
     def __len__(self) -> int:
         """Names in memory; one that was asked for again lately may count twice."""
@@ -94,7 +93,7 @@ class Ghosts:
     def note(self, keys: Keys, numbers: NDArray[np.void], rows: Rows | None = None) -> None:
         """Remembers GHOST [n] of distinct names. rows: where they were recalled from, if nothing was noted since."""
         if self._young.count + len(keys) > self._half_limit and self._young.count:
-            self._old, self._young, rows = self._young, _Half(), np.full(len(keys), -1, np.int64)
+            self._old, self._young, rows = self._young, _Half(self._half_limit), np.full(len(keys), -1, np.int64)
         rows = self._young.find(keys) if rows is None else rows
         new = rows < 0
         if new.any():
