@@ -247,9 +247,9 @@ class Learner:
 
     def _advance(self, now: float) -> None:
         """Waiting parts are seen at the ages that they have gone through since. Few have come to another age; of a clock that went back none."""
-        rows = self._rows
-        ages = np.clip(age_of(now - rows.at_s), 0, AGES)
-        at, kind = np.nonzero(rows.waiting < ages.astype(np.int8)[:, None])
+        rows, heard = self._rows, min(self._heard, self._requests)
+        ages = np.clip(age_of(now - rows.at_s[:heard]), 0, AGES)
+        at, kind = np.nonzero(rows.waiting[:heard] < ages.astype(np.int8)[:, None])
         group, counted = rows.group[at, kind].astype(np.int64), rows.waiting[at, kind].astype(np.int64)
         shape = (features.GROUPS, AGES + 1)
         passing = tallied(group, counted, shape) - tallied(group, ages[at], shape)

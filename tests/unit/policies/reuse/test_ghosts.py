@@ -30,7 +30,8 @@ def test_the_latest_are_remembered_and_no_more_than_the_limit(turns, limit):
     """Each of the last names, half the limit of them, has the numbers that were noted last; memory never passes the limit."""
     ghosts, last = Ghosts(limit), {}
     for turn, names in enumerate(turns):
-        ghosts.note(keys(*names), numbers(keys(*names), turn))
+        rows = ghosts.recall(keys(*names)).rows if turn % 2 else None  # as it is told, or to be looked up
+        ghosts.note(keys(*names), numbers(keys(*names), turn), rows)
         for name in names:
             last.pop(name, None)
             last[name] = turn

@@ -99,6 +99,27 @@ def test_an_answer_goes_on_as_its_question(kit: Taught) -> None:
     assert len(set(kit.groups(a))) == 1 and set(kit.groups(a)).isdisjoint(SHARED)
 
 
+def test_a_short_end_of_an_answer_is_worth_nothing_and_what_precedes_it_goes_on(kit: Taught) -> None:
+    """Of a long answer whose last block is short, that one is in the group of worth 0, all others in that of the question, and known by name."""
+    a = chain("a", 9)
+    kit.serve(a[:3])
+    lease = kit.driver._store(sequence(a, 8 * TOKENS + 5), first=3, now=kit.now)
+    kit.core.release(1, leases=[lease], now=kit.now)
+    assert kit.groups(a) == [first_group(3)] * 8 + [NOTHING]
+    kit.core.evict(np.array([kit.core.find_block(1, name.tobytes()) for name in a], np.int64), tier=0, now=kit.now)
+    kit.serve(a[:8])
+    assert kit.groups(a[:8]) == [kit.groups(a[:1])[0]] * 8 and kit.groups(a[:1]) != [first_group(8)]
+
+
+def test_an_answer_to_what_nobody_asked_for_is_unknown(kit: Taught) -> None:
+    """Blocks that were put without any question, the first of a chain among them, are in no group; nor is what follows them."""
+    a = chain("a", 4)
+    kit.answer(a, 0)
+    assert kit.groups(a) == [-1] * 4
+    kit.answer(chain("a", 6), 4)
+    assert kit.groups(chain("a", 6)) == [-1] * 6
+
+
 def test_a_session_shares_nothing_with_itself(kit: Taught) -> None:
     """However often a session comes back with more, its blocks are its own."""
     for blocks in (6, 8, 10, 12):
