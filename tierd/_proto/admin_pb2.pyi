@@ -131,7 +131,7 @@ class BlocksRequest(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., namespace: _Optional[int] = ..., has_namespace: bool = ..., pinned: bool = ..., hash_prefix: _Optional[str] = ..., sort: _Optional[str] = ..., limit: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
-    __slots__ = ("hash", "parent", "namespace", "position", "tokens", "bytes", "pins", "hits", "idle_s", "tiers", "declined")
+    __slots__ = ("hash", "parent", "namespace", "position", "tokens", "bytes", "pins", "hits", "idle_s", "tiers", "declined", "priority", "retention_s")
     HASH_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,8 @@ class BlockInfo(_message.Message):
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_S_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     parent: bytes
     namespace: int
@@ -154,7 +156,9 @@ class BlockInfo(_message.Message):
     idle_s: float
     tiers: _containers.RepeatedScalarFieldContainer[str]
     declined: str
-    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ..., declined: _Optional[str] = ...) -> None: ...
+    priority: int
+    retention_s: float
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tiers: _Optional[_Iterable[str]] = ..., declined: _Optional[str] = ..., priority: _Optional[int] = ..., retention_s: _Optional[float] = ...) -> None: ...
 
 class BlocksReply(_message.Message):
     __slots__ = ("blocks", "total")

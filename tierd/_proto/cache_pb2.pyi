@@ -182,7 +182,7 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PutGroup(_message.Message):
-    __slots__ = ("namespace", "rank", "parent", "position", "blocks", "engine_hashes", "engine_per_block", "engine_parent", "token_ids")
+    __slots__ = ("namespace", "rank", "parent", "position", "blocks", "engine_hashes", "engine_per_block", "engine_parent", "token_ids", "priorities", "retention_s")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,8 @@ class PutGroup(_message.Message):
     ENGINE_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     ENGINE_PARENT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_S_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     rank: int
     parent: bytes
@@ -201,7 +203,9 @@ class PutGroup(_message.Message):
     engine_per_block: int
     engine_parent: bytes
     token_ids: bytes
-    def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    priorities: _containers.RepeatedScalarFieldContainer[int]
+    retention_s: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., priorities: _Optional[_Iterable[int]] = ..., retention_s: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("groups", "tier", "durability", "nth")

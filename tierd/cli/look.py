@@ -73,6 +73,7 @@ BLOCK_COLUMNS = (
     Column("hits", right=True),
     Column("idle", right=True),
     Column("tiers"),
+    Column("prio", right=True, spare=3),
     Column("parent", style="dim", spare=2),
 )
 PAGE_COLUMNS = (
@@ -280,8 +281,14 @@ def block_row(block: pb.BlockInfo) -> list[Cell]:
         human_count(block.hits),
         human_seconds(block.idle_s),
         " ".join(block.tiers),
+        priority_text(block),
         parent_text(block.parent),
     ]
+
+
+def priority_text(block: pb.BlockInfo) -> str:
+    """`90`, or `90 60 s` with what is left of its time."""
+    return f"{block.priority} {human_seconds(block.retention_s)}" if block.retention_s else str(block.priority)
 
 
 def parent_text(parent: bytes) -> str:
@@ -315,6 +322,7 @@ def draw_block(console: Console, reply: pb.InspectReply) -> None:
             (
                 ("hits", human_count(block.hits)),
                 ("idle", human_seconds(block.idle_s)),
+                ("priority", priority_text(block)),
                 ("digest", reply.digest.hex() or "-"),
             )
         )

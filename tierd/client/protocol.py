@@ -6,6 +6,7 @@ what the proto file promises is an OperatorError here, and never an index error 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,17 @@ from tierd import errors
 from tierd._proto import cache_pb2 as pb
 from tierd.client.values import About, Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
 from tierd.core.block import NamespaceSpec
-from tierd.core.model import HANDLE, HASH_BYTES, PUT_BLOCK, BlockStatus, Durability, StructArray, TierKind
+from tierd.core.model import (
+    HANDLE,
+    HASH_BYTES,
+    PRIORITY_LIMIT,
+    PUT_BLOCK,
+    RETENTION_LIMIT_S,
+    BlockStatus,
+    Durability,
+    StructArray,
+    TierKind,
+)
 from tierd.errors import InvalidArgument, OperatorError, StaleHandle, TierdError
 
 SESSION_KEY = "tierd-session"
@@ -217,9 +228,41 @@ def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
         position=group.position,
         blocks=blocks.tobytes(),
     )
+    if group.priority is not None or group.retention_s is not None:
+        _say(message, group)
     if tells and group.about is not None:
         _tell(message, group.about)
     return message
+
+
+def _say(message: pb.PutGroup, group: PutGroup) -> None:
+    """Priorities, and for how long. Raises InvalidArgument."""
+    if group.priority is None:
+        raise InvalidArgument(
+            f"retention_s: {group.retention_s} of no priority; give the priority that it limits, or neither"
+        )
+    for value in _of_each(group, "priority"):
+        if value is None or not 0 <= value <= PRIORITY_LIMIT or value != int(value):
+            raise InvalidArgument(
+                f"priority: {value} is no integer from 0 to {PRIORITY_LIMIT}; leave it out for the default"
+            )
+        message.priorities.append(int(value))
+    for value in _of_each(group, "retention_s") if group.retention_s is not None else ():
+        if value is not None and not 0 < value <= RETENTION_LIMIT_S:
+            raise InvalidArgument(
+                f"retention_s: {value} is not above 0 and at most {RETENTION_LIMIT_S}; give None for good"
+            )
+        message.retention_s.append(0 if value is None else math.ceil(value))
+
+
+def _of_each(group: PutGroup, name: str) -> Sequence[float | None]:
+    """The group's value for all blocks, or those for each."""
+    given = getattr(group, name)
+    if not isinstance(given, Sequence | np.ndarray):
+        return [given]
+    if len(given) != len(group.hashes):
+        raise InvalidArgument(f"{name}: {len(given)} for {len(group.hashes)} blocks; give one for all, or one for each")
+    return list(given)
 
 
 def _tell(message: pb.PutGroup, about: About) -> None:

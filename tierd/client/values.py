@@ -130,7 +130,10 @@ class About:
 @dataclass(frozen=True, slots=True)
 class PutGroup:
     """Consecutive blocks of one rank to be stored. tokens: covered by all (None: all are full); lengths: bytes of each (None: in
-    proportion to their tokens); parent, position: hash of the block before the first, and the first one's number; about: for routers."""
+    proportion to their tokens); parent, position: hash of the block before the first, and the first one's number; about: for routers.
+
+    priority: 0 to 100, the least leaves first, one for all or one for each (None: nothing is said, which counts as 35); retention_s: for how long from now on
+    (None: for good). Tiers with the eviction policy `priority` go by it; of a block that exists already what is more holds."""
 
     namespace: OpenedNamespace
     hashes: Hashes
@@ -140,6 +143,8 @@ class PutGroup:
     parent: bytes = ROOT
     position: int = 0
     about: About | None = None
+    priority: int | Sequence[int] | None = None
+    retention_s: float | Sequence[float | None] | None = None
 
     @classmethod
     def private(cls, namespace: OpenedNamespace, count: int) -> PutGroup:

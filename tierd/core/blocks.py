@@ -49,6 +49,8 @@ _META_COLUMNS = {
     "codec": "codec",
     "codec_version": "codec_version",
     "time_ms": "time_ms",
+    "priority": "priority",
+    "until_s": "until_s",
 }
 
 
@@ -86,9 +88,9 @@ class Names:
 class Blocks:
     """See the module. Columns are indexed by block id; `columns` are lengthened together (index.py adds its own)."""
 
-    def __init__(self, *, seed: int = 0, most: int = 0) -> None:
-        """seed: of the keys; no answer depends on it. most: blocks that there is room for."""
-        self.most = most
+    def __init__(self, *, seed: int = 0, most: int = 0, unix_s: float = 0.0) -> None:
+        """seed: of the keys; no answer depends on it. most: blocks that there is room for. unix_s: Unix time when `now` is 0."""
+        self.most, self.unix_s = most, unix_s
         self._factors = np.random.SeedSequence(seed).generate_state(2 * HASH_BYTES // 8 + 1, np.uint64)
         self._columns = Columns(most)
         self.column = self._columns.column
@@ -112,6 +114,8 @@ class Blocks:
         self.lax: Column = self.column(np.bool_)
         self.group: Column = self.column(np.uint16)
         self.declined: Column = self.column(np.uint8)
+        self.priority: Column = self.column(np.uint8)
+        self.until_s: Column = self.column(np.uint32)
         self._free: Column = np.zeros(0, np.int32)  # beside the columns: as long as there ever were free ids
         self._free_count = 0
         self._rows = 0

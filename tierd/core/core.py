@@ -298,6 +298,10 @@ class Core:
         """EXTENT [n] of the blocks' pages in a tier; page -1 where there is none."""
         return self._index.tiers[tier].extents(self._index.readable(tier, blocks))
 
+    def unix_s(self, now: float) -> float:
+        """Unix time by which what is said of blocks runs out."""
+        return self._index.blocks.unix_s + now
+
     def metas(self, blocks: Ids) -> StructArray:
         """META [n]: everything but place, generation, store and checksum, which are a page's."""
         return self._index.blocks.metas(blocks)

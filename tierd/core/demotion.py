@@ -51,6 +51,7 @@ class Demotion:
 
     def run(self, limit: int, draft: Draft) -> None:
         """At most `limit` transfers over all tiers, near to far."""
+        self._index.pass_time(draft.now)
         for tier in self._index.serving():
             if limit > 0 and self._farther(tier):
                 limit -= self._drain(tier, limit, draft)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,19 @@ class Eviction(Protocol):
         A question: it MUST change nothing that a later answer depends on, whatever it answers; the core forgets those that it
         takes. `pinned` covers every tracked id, is only read, and is only valid during the call.
         """
+        ...
+
+
+@runtime_checkable
+class Ranking(Protocol):
+    """An Eviction that goes by what puts say of blocks (`tierd.core.said`), and so hears of more than uses."""
+
+    def ranked(self, blocks: Ids, now: float) -> None:
+        """Something else is said of these tracked blocks; that counts as a use."""
+        ...
+
+    def pass_time(self, now: float) -> None:
+        """It is so late; what was said of blocks may have run out. Victims may be asked for next."""
         ...
 
 

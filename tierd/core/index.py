@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from tierd.core.admission import Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
+from tierd.core.eviction import Ranking
 from tierd.core.model import (
     FREED,
     NO_PAGE,
@@ -40,6 +41,7 @@ from tierd.core.model import (
 from tierd.core.pages import GENERATION_LIMIT, Key, Pages
 from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
+from tierd.core.said import Said, raise_before, raise_said
 from tierd.core.sets import distinct, true_rows
 
 Column = NDArray[Any]
@@ -50,8 +52,10 @@ class Index:
 
     def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start) -> None:
         self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
-        self.blocks = Blocks(seed=start.seed, most=sum(spec.capacity_bytes for spec in tiers) // PAGE_ALIGN_BYTES)
+        most = sum(spec.capacity_bytes for spec in tiers) // PAGE_ALIGN_BYTES
+        self.blocks = Blocks(seed=start.seed, most=most, unix_s=start.unix_s)
         self.policies = [policies.eviction(spec, self.blocks) for spec in tiers]
+        self._ranking = [(tier, policy) for tier, policy in enumerate(self.policies) if isinstance(policy, Ranking)]
         stores = [tier.position for tier in self.tiers if tier.spec.kind is TierKind.NVME]
         self.admissions = {store: policies.admission(tiers[store], self.blocks) for store in stores}
         self.listener = policies.listener(self.blocks)
@@ -218,6 +222,22 @@ class Index:
         self.blocks.declined[blocks] = verdicts
         self.declined[tier] += np.bincount(verdicts, minlength=len(Verdict))
         return np.asarray(verdicts == Verdict.WRITE, bool)
+
+    def say(self, blocks: Ids, said: Said, now: float) -> None:
+        """A put says so of blocks, which may repeat, last of the sequence first; it holds where nothing greater was said."""
+        self.say_before(raise_said(self.blocks, blocks, said, self.blocks.unix_s + now), now)
+
+    def say_before(self, blocks: Ids, now: float) -> None:
+        """What is said of these blocks is new: it is said of those before them too, and policies that go by it hear of all."""
+        lifted = raise_before(self.blocks, blocks, self.blocks.unix_s + now)
+        for tier, policy in self._ranking if len(blocks) else ():
+            for those in (blocks, lifted):
+                policy.ranked(those[self._tracked(tier, those)], now)
+
+    def pass_time(self, now: float) -> None:
+        """Before room is made."""
+        for _, policy in self._ranking:
+            policy.pass_time(now)
 
     def weigh(self, blocks: Ids) -> None:
         """Blocks whose operator's pin or laxness changed."""

@@ -19,6 +19,7 @@ from tierd.core.draft import no_ids
 from tierd.core.model import StructArray, Wanted
 from tierd.core.pages import Pages
 from tierd.core.plan import ID_LIMIT, Bools, Bytes, GroupQuery, Ids, Lengths
+from tierd.core.said import Said
 from tierd.core.sets import true_rows
 from tierd.errors import InvalidArgument, NotFound
 
@@ -68,8 +69,8 @@ class Lease:
 class Reservation:
     """Pages being written, by index over the whole reservation; a page is -1 where none was given.
 
-    hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. state: OPEN, BUSY or GONE. closing: it was
-    aborted, or its session ended; busy pages go on to their finish_commit.
+    hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. said: of each. state: OPEN, BUSY or GONE. closing:
+    it was aborted, or its session ended; busy pages go on to their finish_commit.
     """
 
     id: int
@@ -81,6 +82,7 @@ class Reservation:
     positions: Lengths
     tokens: Lengths
     lengths: Lengths
+    said: Said
     tiers: Ids
     pages: Ids
     state: Bytes

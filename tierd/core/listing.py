@@ -73,6 +73,7 @@ class Listing:
         out["block"], out["length"], out["pins"] = ids, metas["stored_length"], self._pins(ids)
         out["hits"], out["last_used"] = blocks.hits[ids], blocks.last_used[ids]
         out["attention"], out["declined"] = blocks.attention[ids], blocks.declined[ids]
+        out["priority"], out["until_s"] = blocks.priority[ids], blocks.until_s[ids]
         for tier in range(len(self._index.tiers)):
             out["tiers"] |= self._index.is_readable(tier, ids).astype(np.uint64) << np.uint64(tier)
         return out

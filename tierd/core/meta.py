@@ -46,7 +46,9 @@ META = np.dtype(
         ("nonce", "u1", (12,)),  # reserved, zero
         ("tag", "u1", (16,)),  # reserved, zero
         ("layers", "<u4"),  # that slices follow; 0: opaque
-        ("reserved", "u1", (40,)),
+        ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never
+        ("priority", "u1"),  # that a put said, + 1; 0: none was said
+        ("reserved", "u1", (35,)),
         ("checksum", "<u8"),  # xxh3-64 over all bytes before it
     ]
 )

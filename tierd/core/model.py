@@ -33,6 +33,14 @@ StructArray = NDArray[Any]
 """A numpy structured array whose dtype the docstring names."""
 
 
+PRIORITY_LIMIT = 100
+"""Of a block, the greatest that a put can say; 0 leaves first."""
+PRIORITY_DEFAULT = 35
+"""Where nothing was said, or what was said has run out; as TensorRT-LLM's KvCacheRetentionConfig has it, so that its values mean the same here."""
+RETENTION_LIMIT_S = 10 * 366 * 86400
+"""The longest that a put can say; for good is said by not limiting it."""
+
+
 class TierKind(enum.IntEnum):
     """A medium, near to far. A tier is (kind, index)."""
 

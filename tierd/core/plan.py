@@ -41,13 +41,14 @@ class Start:
 
     generation, segment: above every number that a surviving tier has used. id: of leases and reservations; far from those of former daemons,
     so that a release that comes late frees nothing of somebody else. seed: of the table of names; a secret one, so that no client can
-    make up names that slow it down. No answer depends on it.
+    make up names that slow it down. No answer depends on it. unix_s: Unix time when `now` is 0, by which what is said of blocks runs out.
     """
 
     generation: int = 1
     segment: int = 1
     id: int = 1
     seed: int = 0
+    unix_s: float = 0.0
 
 
 # -- questions
@@ -74,12 +75,15 @@ class PutQuery:
     """Consecutive blocks of one rank to be written. blocks: PUT_BLOCK [n]; a hash of zeros asks for a private page.
 
     parent: hash of the block before the first (ROOT at the start of a sequence). position: number of the first block.
+    priorities: uint8 [n], 0 to PRIORITY_LIMIT; None: nothing is said. retention_s: uint32 [n], for how long from now on, 0 for good.
     """
 
     namespace: int
     parent: bytes
     position: int
     blocks: StructArray
+    priorities: Bytes | None = None
+    retention_s: Lengths | None = None
 
 
 # -- what must now happen outside
@@ -341,6 +345,8 @@ BLOCK_INFO = np.dtype(
         ("last_used", "<f8"),  # the `now` of the last use
         ("attention", "<f4"),  # mass that workers reported
         ("declined", "<u2"),  # Verdict of the store that it would have been written to, since its last use; 0: none
+        ("priority", "u1"),  # that a put said, + 1; 0: none was said
+        ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never
         ("tiers", "<u8"),  # bit t: tier t holds it
     ]
 )

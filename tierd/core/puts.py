@@ -35,6 +35,7 @@ from tierd.core.model import (
 from tierd.core.pages import DAEMON, Key
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, PutQuery, Reserved
 from tierd.core.planner import Planner, Where
+from tierd.core.said import Said, keep_said, said_by
 from tierd.core.sets import among, distinct, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
@@ -54,12 +55,13 @@ class Puts:
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
         """Pages for what is not held yet."""
         holder, draft = self._sessions.get(session), Draft(now)
-        wish = _wish(groups, session=session, domain=holder.domain)
+        wish = _wish(groups, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
         statuses[among(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
         ids = self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
         where = self._nearest(ids)
         statuses[where.pages >= 0] = BlockStatus.EXISTS
+        self._say(np.where(where.pages >= 0, ids, -1), wish.said, now)
         query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
         self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
@@ -73,6 +75,12 @@ class Puts:
         number = self._keep(holder, wish) if given.any() else 0
         spans = _spans([len(group.blocks) for group in groups])
         return Reserved(number, [statuses[span] for span in spans], [extents[span] for span in spans], draft.plan())
+
+    def _say(self, ids: Ids, said: Said, now: float) -> None:
+        """What a put says of blocks that are held already (-1: are not), its first block first."""
+        rows = np.flatnonzero((said.codes > 0) & (ids >= 0))[::-1]
+        if len(rows):
+            self._index.say(ids[rows], said.at(rows), now)
 
     def _give(self, wish: Reservation, *, statuses: Codes, query: Ids, kind: Wanted, draft: Draft) -> None:
         """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more."""
@@ -178,9 +186,13 @@ class Puts:
             new &= self._nearest(known).pages < 0
         rows = true_rows(new)
         self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
+        if is_known.any():
+            self._say(known, Said.of_metas(commit.metas), draft.now)
+            keep_said(self._index.blocks, known, commit.metas, self._index.blocks.unix_s + draft.now)
         unknown = not is_known[rows].any()
         known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, unknown=unknown)
         self._index.link(ids, commit.metas["parent"][rows], draft.now)
+        self._index.say_before(ids, draft.now)
         if self._index.listener is not None:
             self._index.listener.stored(ids, draft.now)
         for part in runs(where.tiers[rows]):
@@ -312,6 +324,7 @@ def _metas(held: Reservation, rows: Ids, extents: StructArray) -> StructArray:
     metas["hash"], metas["parent"] = held.hash[rows], held.parent[rows]
     metas["position"], metas["tokens"] = held.positions[rows], held.tokens[rows]
     metas["logical_length"] = metas["stored_length"] = held.lengths[rows]
+    metas["priority"], metas["until_s"] = held.said.at(rows)
     for name in ("generation", "segment", "offset"):
         metas[name] = extents[name]
     return metas
@@ -335,14 +348,15 @@ def _blank(count: int, *, session: int, domain: int) -> Reservation:
         positions=np.zeros(count, np.uint32),
         tokens=np.zeros(count, np.uint32),
         lengths=np.zeros(count, np.uint32),
+        said=Said.nothing(count),
         tiers=np.full(count, -1, np.int64),
         pages=np.full(count, NO_PAGE, np.int64),
         state=np.full(count, GONE, np.uint8),
     )
 
 
-def _wish(groups: Sequence[PutQuery], *, session: int, domain: int) -> Reservation:
-    """The queries as one reservation without pages."""
+def _wish(groups: Sequence[PutQuery], *, session: int, domain: int, time_s: float) -> Reservation:
+    """The queries as one reservation without pages. time_s: Unix time."""
     if not groups:
         raise InvalidArgument("groups: none; reserve at least one")
     wish = _blank(sum(len(group.blocks) for group in groups), session=session, domain=domain)
@@ -357,6 +371,8 @@ def _wish(groups: Sequence[PutQuery], *, session: int, domain: int) -> Reservati
             wish.parent[rows] = np.concatenate((np.frombuffer(group.parent, np.uint8)[None], group.blocks["hash"][:-1]))
         wish.positions[rows] = np.arange(group.position, group.position + len(group.blocks))
         wish.tokens[rows], wish.lengths[rows] = group.blocks["tokens"], group.blocks["length"]
+        if group.priorities is not None:
+            wish.said.codes[rows], wish.said.until_s[rows] = said_by(group.priorities, group.retention_s, time_s=time_s)
     return wish
 
 

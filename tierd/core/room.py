@@ -41,6 +41,7 @@ class Room:
 
     def reserve(self, tier: int, key: Key, count: int, *, draft: Draft) -> Ids:
         """Up to `count` pages of the key, reserved."""
+        self._index.pass_time(draft.now)
         pages_of = self._index.tiers[tier]
         if not (pages_of.serving and pages_of.writable and pages_of.fits(key.class_bytes)):
             return no_ids()

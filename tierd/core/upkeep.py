@@ -20,6 +20,7 @@ from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where
 from tierd.core.puts import Puts
+from tierd.core.said import keep_said
 from tierd.core.sets import in_order
 from tierd.errors import InvalidArgument
 
@@ -70,13 +71,14 @@ class Upkeep:
         pages = pages_of.find(extents)
         good = self._is_sound(tier, extents, metas, pages)
         rows = np.flatnonzero(good)
-        ids = self._index.blocks.add(metas[rows], now)
+        ids = self._add(metas[rows], now)
         pages_of.adopt(pages[rows], extents["generation"][rows])
         pages_of.length[pages[rows]] = metas["stored_length"][rows]
         pages_of.flags[pages[rows]] = extents["flags"][rows] & UNVERIFIED
         self._index.attach(tier, pages[rows], ids, now)
         self._index.publish(tier, pages[rows])
         self._index.link(ids, metas["parent"][rows], now)
+        self._index.say_before(ids[self._index.blocks.priority[ids] > 0], now)
         self._index.generation = max(self._index.generation, 1 + int(extents["generation"].max(initial=0)))
         self._planner.room.next_segment = max(
             [self._planner.room.next_segment, *(given.segment + 1 for given in segments)]
@@ -177,6 +179,14 @@ class Upkeep:
         return self._set_pinned(blocks, pinned=False)
 
     # -- inside
+
+    def _add(self, metas: StructArray, now: float) -> Ids:
+        """Of what two tiers say of a block, what is more holds."""
+        blocks = self._index.blocks
+        if blocks.priority[: blocks.top].any():
+            known = blocks.find(Names(metas["namespace"], words(metas["hash"])))
+            keep_said(blocks, known, metas, blocks.unix_s + now)
+        return blocks.add(metas, now)
 
     def _set_pinned(self, blocks: Ids, *, pinned: bool) -> int:
         blocks = self.live(blocks)

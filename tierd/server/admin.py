@@ -20,7 +20,7 @@ from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
 from tierd.cache.scrub import Scrub
 from tierd.core.admission import Verdict
-from tierd.core.model import PageState, StructArray
+from tierd.core.model import PRIORITY_DEFAULT, PageState, StructArray
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
 from tierd.errors import InvalidArgument
@@ -205,6 +205,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return await self._about.wear.told()
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
+        priority, retention_s = self._said(row)
         return pb.BlockInfo(
             hash=row["hash"].tobytes(),
             parent=row["parent"].tobytes(),
@@ -217,7 +218,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             idle_s=max(0.0, self._cache.clock.now() - float(row["last_used"])),
             tiers=[t.spec.name for t in self._cache.tiers if int(row["tiers"]) >> t.position & 1],
             declined=Verdict(int(row["declined"])).name.lower() if row["declined"] else "",
+            priority=priority,
+            retention_s=retention_s,
         )
+
+    def _said(self, row: StructArray) -> tuple[int, float]:
+        """The block's priority, and for how long it still holds, 0 for good."""
+        left_s = float(row["until_s"]) - self._cache.core.unix_s(self._cache.clock.now())
+        if not row["priority"] or (row["until_s"] and left_s <= 0):
+            return PRIORITY_DEFAULT, 0.0
+        return int(row["priority"]) - 1, left_s if row["until_s"] else 0.0
 
     def _page_info(self, page: StructArray) -> pb.PageInfo:
         extent = page["extent"]

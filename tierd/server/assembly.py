@@ -198,6 +198,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             segment=max(found.next_segment for found in recovered),
             id=opened.draw(60) + 1,
             seed=opened.draw(128),
+            unix_s=clock.wall_ms() / 1000 - clock.now(),
         ),
     )
     for session in (f.holder for f in opened.former):

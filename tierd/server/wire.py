@@ -12,8 +12,20 @@ import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec
-from tierd.core.model import COMMIT_BLOCK, HANDLE, HASH_BYTES, PUT_BLOCK, ROOT, Durability, Need, StructArray, TierKind
-from tierd.core.plan import Bytes, Committed, GroupQuery, PutQuery, Served
+from tierd.core.model import (
+    COMMIT_BLOCK,
+    HANDLE,
+    HASH_BYTES,
+    PRIORITY_LIMIT,
+    PUT_BLOCK,
+    RETENTION_LIMIT_S,
+    ROOT,
+    Durability,
+    Need,
+    StructArray,
+    TierKind,
+)
+from tierd.core.plan import Bytes, Committed, GroupQuery, Lengths, PutQuery, Served
 from tierd.errors import InvalidArgument
 
 NamespaceOf = Callable[[int], Namespace]
@@ -120,7 +132,29 @@ def _put_query(group: pb.PutGroup, namespace: Namespace) -> PutQuery:
         parent=group.parent or ROOT,
         position=group.position,
         blocks=blocks,
+        priorities=_priorities(group, len(blocks)),
+        retention_s=_of_each(group.retention_s, "retention_s", len(blocks), limit=RETENTION_LIMIT_S),
     )
+
+
+def _priorities(group: pb.PutGroup, count: int) -> Bytes | None:
+    if group.retention_s and not group.priorities:
+        raise InvalidArgument(
+            f"group.retention_s: {group.retention_s[0]} s of no priority; send the priorities that it limits, or neither"
+        )
+    given = _of_each(group.priorities, "priorities", count, limit=PRIORITY_LIMIT)
+    return None if given is None else given.astype(np.uint8)
+
+
+def _of_each(values: Sequence[int], name: str, count: int, *, limit: int) -> Lengths | None:
+    """A value for each of so many blocks, uint32 [n]; None where none was sent."""
+    if not values:
+        return None
+    if len(values) not in (1, count):
+        raise InvalidArgument(f"group.{name}: {len(values)} for {count} blocks; send one for all, or one for each")
+    if max(values) > limit:
+        raise InvalidArgument(f"group.{name}: {max(values)} is outside 0 to {limit}; send a value within")
+    return np.full(count, values, np.uint32)
 
 
 def commit_blocks(message: pb.CommitRequest, *, batch_limit: int) -> StructArray | None:

@@ -10,6 +10,7 @@ from click.testing import Result
 from fake_admin import HASH, FakeAdmin
 
 from tierd._proto import admin_pb2 as pb
+from tierd.cli.figures import human_seconds
 from tierd.errors import NotFound, NotPermitted, Unavailable
 
 Run = Callable[..., Result]
@@ -66,6 +67,16 @@ def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
     assert (block["hash"], block["bytes"], block["tiers"]) == (HASH.hex(), 65536, ["host.0", "nvme.0"])
     assert json.loads(run("tiers", "--json").stdout)["tiers"][2]["kind"] == "nvme"
     assert json.loads(run("status", "--json").stdout)["counters"] == {"tierd_hits": 99, "tierd_idle": 0}
+
+
+def test_a_block_shows_its_priority(run: Run, admin: FakeAdmin) -> None:
+    """Its number, with what is left of its time if that ends."""
+    answer = admin.answers["Inspect"]
+    assert isinstance(answer, pb.InspectReply)
+    answer.block.priority = 90
+    assert "priority 90 " in run("inspect", HASH.hex()[:8]).stdout.replace("\n", " ")
+    answer.block.retention_s = 90
+    assert f"priority 90 {human_seconds(90)}" in run("inspect", HASH.hex()[:8]).stdout
 
 
 def test_calls_carry_the_session(run: Run, admin: FakeAdmin) -> None:

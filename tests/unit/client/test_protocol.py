@@ -103,6 +103,43 @@ def test_lengths_follow_tokens():
 
 
 @pytest.mark.parametrize(
+    ("said", "priorities", "retention_s"),
+    [
+        ({}, [], []),
+        ({"priority": 90}, [90], []),
+        ({"priority": 0, "retention_s": 0.25}, [0], [1]),
+        ({"priority": [1, 2, 3], "retention_s": 60}, [1, 2, 3], [60]),
+        ({"priority": np.array([7, 8, 9]), "retention_s": [None, 1.5, 60]}, [7, 8, 9], [0, 2, 60]),
+    ],
+)
+def test_what_is_said_of_blocks_travels(said, priorities, retention_s):
+    """A value for all or one for each; time is rounded up to seconds, None is for good."""
+    message = protocol.put_group_message(PutGroup(NS, np.zeros((3, 32), dtype=np.uint8), **said))
+    assert (list(message.priorities), list(message.retention_s)) == (priorities, retention_s)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"priority": 101}, "priority: 101 is no integer from 0 to 100"),
+        ({"priority": -1}, "priority: -1 is no integer"),
+        ({"priority": 1.5}, "priority: 1.5 is no integer"),
+        ({"priority": float("nan")}, "priority: nan is no integer"),
+        ({"priority": [1, 2]}, "priority: 2 for 3 blocks"),
+        ({"retention_s": 5}, "retention_s: 5 of no priority"),
+        ({"priority": 1, "retention_s": 0}, "retention_s: 0 is not above 0"),
+        ({"priority": 1, "retention_s": [1, 2, -3]}, "retention_s: -3 is not above 0"),
+        ({"priority": 1, "retention_s": 4e8}, "retention_s: 400000000.0 is not above 0 and at most 316224000"),
+        ({"priority": 1, "retention_s": [1]}, "retention_s: 1 for 3 blocks"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_by_name(said, told):
+    """The field, the value and the limit, before anything is sent."""
+    with pytest.raises(InvalidArgument, match=told):
+        protocol.put_group_message(PutGroup(NS, np.zeros((3, 32), dtype=np.uint8), **said))
+
+
+@pytest.mark.parametrize(
     ("good", "blocks"),
     [([1, 1, 1, 1, 1, 1], 3), ([1, 1, 1, 1, 0, 1], 1), ([0, 1, 1, 1, 1, 1], 0), ([1, 1, 0, 1, 1, 0], 2)],
 )

@@ -95,12 +95,29 @@ def test_put_group_becomes_query(namespace: Namespace) -> None:
         (np.concatenate([_blocks(1), _blocks(1, named=False)]), {}, "group.blocks"),
         (_blocks(9), {}, "batch"),
         (_blocks(1), {"parent": b"short"}, "group.parent"),
+        (_blocks(2), {"priorities": [101]}, r"group.priorities: 101 is outside 0 to 100"),
+        (_blocks(2), {"priorities": [0, 2**32 - 1]}, r"group.priorities: 4294967295 is outside 0 to 100"),
+        (_blocks(2), {"priorities": [1, 2, 3]}, r"group.priorities: 3 for 2 blocks"),
+        (_blocks(2), {"retention_s": [5]}, r"group.retention_s: 5 s of no priority"),
+        (_blocks(3), {"priorities": [1], "retention_s": [1, 2]}, r"group.retention_s: 2 for 3 blocks"),
+        (_blocks(1), {"priorities": [1], "retention_s": [316224001]}, r"group.retention_s: 316224001 is outside"),
     ],
 )
 def test_bad_put_is_named(namespace: Namespace, blocks: np.ndarray, fields: dict[str, object], thing: str) -> None:
     """A malformed put is InvalidArgument that begins with the field at fault."""
     with pytest.raises(InvalidArgument, match=f"^{thing}"):
         _put(namespace, blocks, **fields)
+
+
+def test_what_a_put_says_is_for_each_block(namespace: Namespace) -> None:
+    """One value stands for all blocks, several for one each, none for nothing said."""
+    (query,) = _put(namespace, _blocks(3))
+    assert (query.priorities, query.retention_s) == (None, None)
+    (query,) = _put(namespace, _blocks(3), priorities=[100], retention_s=[0, 1, 316224000])
+    assert (query.priorities.tolist(), query.retention_s.tolist()) == ([100] * 3, [0, 1, 316224000])
+    assert (query.priorities.dtype, query.retention_s.dtype) == (np.uint8, np.uint32)
+    (query,) = _put(namespace, _blocks(3), priorities=[0, 35, 1])
+    assert (query.priorities.tolist(), query.retention_s) == ([0, 35, 1], None)
 
 
 def test_commit_without_blocks_commits_all() -> None:

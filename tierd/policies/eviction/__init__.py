@@ -16,6 +16,7 @@ from tierd.policies.eviction.hyperbolic import Hyperbolic
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.prefix_separation import PrefixSeparation
+from tierd.policies.eviction.priority import Priority
 from tierd.policies.eviction.reuse_index import ReuseIndex
 from tierd.policies.eviction.s3_fifo import S3Fifo
 from tierd.policies.eviction.sieve import Sieve
@@ -32,6 +33,7 @@ EVICTION: dict[str, Callable[[Blocks], Eviction]] = {
     "lfu": AgedLfu,
     "lru": Lru,
     "prefix-separation": PrefixSeparation,
+    "priority": Priority,
     "reuse-index": lambda blocks: ReuseIndex(blocks, Traffic(blocks)),
     "s3-fifo": S3Fifo,
     "sieve": Sieve,

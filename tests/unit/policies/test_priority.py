@@ -1,0 +1,207 @@
+"""Priority against the plainest program that does the same: a sort by level and last use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.named import numbered
+from tierd.core.model import PRIORITY_DEFAULT
+from tierd.core.said import Said, raise_said, said_by
+from tierd.policies.eviction.late import Late, merged
+from tierd.policies.eviction.priority import Priority
+from tierd.policies.eviction.retention import Ends
+
+BLOCKS = 24
+UNIX_S = 1_700_000_000.5
+"""So that a `now` taken for Unix time shows."""
+NONE_PINNED = np.zeros(BLOCKS, bool)
+
+
+@dataclass
+class Plain:
+    """What is tracked: its last use, by number. said: of every block, its priority and when that runs out."""
+
+    uses: dict[int, int] = field(default_factory=dict)
+    said: dict[int, tuple[int, float]] = field(default_factory=dict)
+    count: int = 0
+
+    def use(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.count += 1
+            self.uses[block] = self.count
+
+    def order(self, now: float) -> list[int]:
+        def level(block: int) -> int:
+            priority, until = self.said.get(block, (PRIORITY_DEFAULT, np.inf))
+            return priority if until > now else PRIORITY_DEFAULT
+
+        return sorted(self.uses, key=lambda block: (level(block), self.uses[block]))
+
+
+class Played:
+    """The policy and the plain program, told the same."""
+
+    def __init__(self) -> None:
+        self.blocks, self.plain, self.now = numbered(BLOCKS), Plain(), 0.0
+        self.blocks.unix_s = UNIX_S
+        self.policy = Priority(self.blocks)
+
+    def use(self, blocks: list[int]) -> None:
+        held = [b for b in blocks if b in self.plain.uses]
+        new = [b for b in blocks if b not in self.plain.uses]
+        self.policy.touch(np.array(held, np.int64), self.now)
+        self.policy.track(np.array(new, np.int64), self.now)
+        self.plain.use([*held, *new])
+
+    def say(self, blocks: list[int], priority: int, retention_s: int) -> None:
+        """Of what is not tracked, as if it were put; of what is, as if it were put again."""
+        time_s = UNIX_S + self.now
+        words = said_by(np.array([priority], np.uint8), np.array([retention_s], np.uint32), time_s=time_s)
+        new = np.array([b for b in blocks if b not in self.plain.uses], np.int64)
+        self.blocks.priority[new], self.blocks.until_s[new] = words
+        held = np.array([b for b in blocks if b in self.plain.uses], np.int64)
+        changed = raise_said(self.blocks, held, words.at(np.zeros(len(held), np.int64)), time_s)
+        self.policy.ranked(changed, self.now)
+        until = np.ceil(time_s + retention_s) - UNIX_S if retention_s else np.inf
+        self.plain.said |= dict.fromkeys([*new.tolist(), *changed.tolist()], (priority, until))
+        self.plain.use(changed.tolist())
+
+    def forget(self, blocks: list[int]) -> None:
+        held = [b for b in blocks if b in self.plain.uses]
+        self.policy.forget(np.array(held, np.int64))
+        for block in held:
+            del self.plain.uses[block]
+
+    def order(self) -> list[int]:
+        self.policy.pass_time(self.now)
+        victims = self.policy.victims(len(self.policy), NONE_PINNED)
+        assert victims is not None
+        return victims.tolist()
+
+
+some = st.lists(st.integers(0, BLOCKS - 1), unique=True, min_size=1, max_size=8)
+events = st.one_of(
+    st.tuples(st.just("use"), some),
+    st.tuples(st.just("forget"), some),
+    st.tuples(st.just("say"), some, st.sampled_from([0, 20, 35, 36, 90, 100]), st.sampled_from([0, 1, 3, 10])),
+    st.tuples(st.just("wait"), st.sampled_from([0.25, 1.0, 4.0])),
+)
+
+
+@given(st.lists(events, min_size=20, max_size=60))
+def test_the_order_is_a_sort_by_level_and_last_use(history: list[tuple]) -> None:
+    """Whatever is used, said, forgotten and waited for: at every moment the lowest level comes first, and in it what was used longest ago."""
+    played = Played()
+    for verb, *what in history:
+        if verb == "wait":
+            played.now += what[0]
+        else:
+            getattr(played, verb)(*what)
+        assert played.order() == played.plain.order(played.now)
+        assert len(played.policy) == len(played.plain.uses)
+
+
+def test_what_was_said_holds_for_its_time_and_no_longer() -> None:
+    """A retained block is last until its second has come, then in its place by its last use, before what was used after it."""
+    played = Played()
+    played.say([3], 90, 10)
+    played.use([1, 3, 2])
+    played.now = 9.9
+    assert played.order() == [1, 2, 3]
+    played.now = 11.0
+    assert played.order() == [1, 3, 2]
+    played.use([3])
+    assert played.order() == [1, 2, 3]
+
+
+def test_a_low_priority_runs_out_too() -> None:
+    """What may leave first for a while is one of the others after it."""
+    played = Played()
+    played.say([2], 0, 10)
+    played.use([1, 2, 3])
+    assert played.order() == [2, 1, 3]
+    played.now = 11.0
+    assert played.order() == [1, 2, 3]
+
+
+def test_a_forgotten_block_takes_its_time_with_it() -> None:
+    """The id of a block that was retained, given to another, is not moved when the time of the first runs out."""
+    played = Played()
+    played.say([2], 90, 5)
+    played.use([1, 2])
+    played.forget([2])
+    played.blocks.priority[2], played.blocks.until_s[2] = 81, 0
+    played.use([2, 3])
+    played.now = 10.0
+    assert played.order() == [1, 3, 2]
+
+
+def test_notes_of_ends_are_bounded() -> None:
+    """However often retained blocks come and go, there are at most twice as many notes as blocks, and some thousand."""
+    played = Played()
+    played.say(list(range(BLOCKS)), 90, 10_000)
+    for _ in range(1000):
+        played.use(list(range(BLOCKS)))
+        played.forget(list(range(BLOCKS)))
+    assert len(played.policy._ends) <= 2 * BLOCKS + 4096
+    played.use(list(range(BLOCKS)))
+    played.now = 10_001.0
+    played.policy.pass_time(played.now)
+    assert len(played.policy._late) == BLOCKS
+
+
+def test_notes_that_are_right_are_kept() -> None:
+    """Dropping notes drops those of blocks that have left or have another end, and no other."""
+    ends = Ends()
+    for _ in range(2000):
+        ends.note(np.array([1, 2, 3]), np.array([50, 60, 60], np.uint32))
+    ends.trim(3, lambda ids, second: (ids != 3) & (second > 0))
+    assert len(ends) == 2
+    assert (ends.due(50.0).tolist(), ends.due(59.0).tolist(), ends.due(60.0).tolist()) == ([1], [], [2])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 63), unique=True, max_size=20)), max_size=20))
+def test_late_is_sorted_whatever_comes_and_goes(history: list[tuple[bool, list[int]]]) -> None:
+    """What is in it comes out by last use, and nothing else does."""
+    late, held = Late(), {}
+    for number, (comes, blocks) in enumerate(history):
+        if comes:
+            new = [b for b in blocks if b not in held]
+            stamps = {b: 1 + (b * 37 + number * 101) % 1009 * 64 + b for b in new}
+            late.add(np.array(new, np.int64), np.array(list(stamps.values()), np.int64))
+            held |= stamps
+        else:
+            gone = [b for b in blocks if b in held]
+            late.remove(np.array(gone, np.int64))
+            held = {b: s for b, s in held.items() if b not in gone}
+        assert [b for piece in late.walk() for b in piece.tolist()] == sorted(held, key=lambda b: held[b])
+        assert len(late) == len(held)
+
+
+pieces = st.lists(st.lists(st.integers(0, 40), max_size=5), max_size=6)
+
+
+@given(pieces, pieces)
+def test_two_orders_merge(one: list[list[int]], other: list[list[int]]) -> None:
+    """Two ascending orders in pieces, some of them empty, are one ascending order."""
+
+    def cut(parts: list[list[int]]) -> list[np.ndarray]:
+        flat = iter(sorted(n for part in parts for n in part))
+        return [np.array([next(flat) for _ in part], np.int64) for part in parts]
+
+    found = np.concatenate([np.zeros(0, np.int64), *merged(iter(cut(one)), iter(cut(other)), lambda ids: ids)])
+    assert found.tolist() == sorted(n for part in [*one, *other] for n in part)
+
+
+def test_words_are_compared_at_their_time() -> None:
+    """The greater priority holds, of equals the later end, and what has run out or was not said is the default for good."""
+    codes, ends = [0, 36, 36, 91, 91, 91, 1], [0, 0, 200, 0, 150, 90, 0]
+    words = Said(np.array(codes, np.uint8), np.array(ends, np.uint32))
+    ranks = words.ranks(100.0)
+    assert words.priorities(100.0).tolist() == [35, 35, 35, 90, 90, 35, 0]
+    assert ranks[0] == ranks[1] == ranks[5] > ranks[2] > ranks[6]
+    assert ranks[3] > ranks[4] > ranks[0]

@@ -1,0 +1,62 @@
+"""Ends: when the time of retained blocks runs out.
+
+Purpose: asked at a time, the blocks whose time may have run out since it was last asked. Non-purpose: whether it has: a block may have left or been given more time, so who asks looks.
+Invariant: a block's last end is noted. Ends are in whole seconds, of which each has the blocks that end in it, so noting is cheap and nothing is sorted but the seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.columns import runs
+from tierd.core.eviction import Ids, Mask
+
+_SPARE = 4096
+"""Notes above twice what there can be before those that are no longer right are dropped."""
+
+
+class Ends:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, list[NDArray[np.int32]]] = {}
+        self._seconds: list[int] = []  # a heap of what is in _at
+        self._size = 0
+
+    def __len__(self) -> int:
+        """Notes, right or not."""
+        return self._size
+
+    def note(self, blocks: Ids, until_s: NDArray[np.uint32]) -> None:
+        """The time of each block runs out then."""
+        for rows in runs(until_s):
+            second = int(until_s[rows[0]])
+            if second not in self._at:
+                heapq.heappush(self._seconds, second)
+            self._at.setdefault(second, []).append(blocks[rows].astype(np.int32))
+        self._size += len(blocks)
+
+    def due(self, time_s: float) -> Ids:
+        """The blocks noted for up to this time, which are forgotten here."""
+        found = [np.zeros(0, np.int32)]
+        while self._seconds and self._seconds[0] <= time_s:
+            found += self._at.pop(heapq.heappop(self._seconds))
+        self._size -= sum(len(part) for part in found)
+        return np.unique(np.concatenate(found)).astype(np.int64) if len(found) > 1 else found[0].astype(np.int64)
+
+    def trim(self, most: int, is_right: Callable[[Ids, int], Mask]) -> None:
+        """Drops notes that are not right, if there are too many for `most` blocks. is_right: which blocks end in that second."""
+        if self._size <= 2 * most + _SPARE:
+            return
+        for second in list(self._at):
+            blocks = np.unique(np.concatenate(self._at[second])).astype(np.int64)
+            blocks = blocks[is_right(blocks, second)]
+            self._at[second] = [blocks.astype(np.int32)]
+            if not len(blocks):
+                del self._at[second]
+        self._seconds = sorted(self._at)
+        self._size = sum(len(part) for parts in self._at.values() for part in parts)
