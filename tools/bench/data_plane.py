@@ -27,6 +27,7 @@ SHAPES = {"2MiB_x16": (16, 2 * MIB), "128KiB_x64": (64, 128 * KIB)}
 VERBS = {
     "put": "in place, hashed by the daemon, displacing the coldest",
     "get_copy": "into the caller's buffers",
+    "copy_each": "copied block by block in one process, nothing else",
     "put_fresh": "put into memory that nobody has touched yet",
     "get_first": "first get of a batch: verified, and new in the client's mapping",
 }
@@ -46,6 +47,16 @@ class Bench:
         """The limit."""
         source, target = self._cold.blocks(self._count, self._block_bytes), self._target
         return lambda: np.copyto(target, source)
+
+    def copy_each(self, number: int) -> Callable[[], object]:
+        """The same block by block, as a put or a get must: the processor goes past its caches only in long copies."""
+        source, target = self._cold.blocks(self._count, self._block_bytes), self._target
+
+        def work() -> None:
+            for to, block in zip(target, source, strict=True):
+                np.copyto(to, block)
+
+        return work
 
     def put(self, number: int) -> Callable[[], object]:
         """In place, hashed by the daemon."""
@@ -97,6 +108,7 @@ def _costs(bench: Bench, pid: int, *, batches: int, effort: Effort) -> dict[str,
         bench.get(number)()
     works: dict[str, Work] = {
         "copy": bench.copy,
+        "copy_each": bench.copy_each,
         "put": lambda n: bench.put(batches + n),
         "get_first": lambda n: bench.get(batches - lag + n),
         "get_copy": lambda n: bench.get(known[n % lag]),
