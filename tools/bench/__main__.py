@@ -92,17 +92,16 @@ def measure(names: Sequence[str], effort: Effort, console: Console) -> tuple[lis
     return rows, failed
 
 
-def write(rows: Sequence[Row], path: Path, **more: object) -> list[Path]:
+def write(rows: Sequence[Row], path: Path, *, picture: Callable[[Path], None], **more: object) -> list[Path]:
     """The rows and what more there is as JSON, and a picture beside it where matplotlib is installed; what was written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     told = [asdict(row) | {"verdict": row.verdict.value} for row in rows]
     path.write_text(json.dumps({"machine": machine(), **more, "rows": told}, indent=1) + "\n", encoding="utf-8")
-    picture = path.with_suffix(".png")
     try:
-        plot.draw(rows, picture, title=title())
+        picture(path.with_suffix(".png"))
     except Unsupported:
         return [path]
-    return [path, picture]
+    return [path, path.with_suffix(".png")]
 
 
 def title() -> str:
@@ -125,7 +124,8 @@ def main() -> None:
     if rows:
         console.print(table_of(rows, title=title(), is_wide=console.width >= WIDE))
         console.print(counts_of(rows), highlight=False)
-        console.print(f"written to {' and '.join(map(str, write(rows, asked.output)))}")
+        paths = write(rows, asked.output, picture=lambda path: plot.draw(rows, path, title=title()))
+        console.print(f"written to {' and '.join(map(str, paths))}")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -34,7 +34,6 @@ def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
         ("multiple of the limit (less is better)", [row for row in rows if row.at_most]),
     ]
     panels = [(label, shown) for label, shown in panels if shown]
-    panels = panels or [("nothing was measured", [])]
     heights = [len(shown) + 1.6 for _, shown in panels]
     figure = require_matplotlib()(figsize=(WIDTH_INCHES, ROW_INCHES * sum(heights) + 1.2), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]

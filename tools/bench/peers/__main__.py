@@ -23,6 +23,7 @@ from tools.bench.__main__ import title, write
 from tools.bench.data_plane import CONFIG, SHAPES, Bench
 from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, rates
 from tools.bench.peers.known import KNOWN
+from tools.bench.peers.picture import draw, runs_of
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
@@ -151,7 +152,8 @@ def main(names: Sequence[str] | None = None) -> None:
         console.print(table_of(rows, title=title()))
     for name, reason in refused.items():
         console.print(f"[red]{name}[/]: {reason}", highlight=False)
-    console.print(f"written to {' and '.join(map(str, write(rows, asked.output, refused=refused)))}")
+    paths = write(rows, asked.output, refused=refused, picture=lambda path: draw(runs_of(rows), path, title=title()))
+    console.print(f"written to {' and '.join(map(str, paths))}")
 
 
 if __name__ == "__main__":
