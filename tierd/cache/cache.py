@@ -23,6 +23,7 @@ from tierd.cache.events import Event, EventLog
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import Holdings, Key
+from tierd.cache.nearness import is_near
 from tierd.cache.persistence import Persistence
 from tierd.cache.verification import Verification
 from tierd.cache.watch import Watch
@@ -204,7 +205,8 @@ class Cache:
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         self.metrics.lookups.inc()
-        if self.parts.prefetch_on_lookup and not self.clock.is_replay and found.tokens:
+        is_wanted = self.parts.prefetch_on_lookup and not self.clock.is_replay and found.tokens
+        if is_wanted and not is_near(self.tiers, groups, found):
             self.prefetch(session, groups, TierKind.HOST)
         return found
 
@@ -266,7 +268,8 @@ class Cache:
         shut = self.flights.admission.shut(session, timeout_s=math.inf, is_demand=False)
         plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
         self.flights.start(plan, session=session)
-        self.background.wake()
+        if len(plan.transfers):
+            self.background.wake()
         return len(plan.transfers)
 
     # -- put

@@ -46,6 +46,8 @@ class Verification:
         None where a device cannot be asked now: it is the device that is in trouble, so its blocks stay, and nobody is served them.
         """
         suspect = self._suspect(extents)
+        if not suspect.any():
+            return extents[:0]
         bad = [extents[:0]]
         for position in np.unique(extents["tier"][suspect]).tolist():
             rows = suspect & (extents["tier"] == position)

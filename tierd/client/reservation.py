@@ -22,6 +22,7 @@ from tierd.client import mapping
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import commit_request
+from tierd.client.session import Place
 from tierd.client.steps import Pause
 from tierd.client.values import Committed
 from tierd.client.work import pauses
@@ -144,7 +145,9 @@ class ReservedPages:
 
     def _cut(self, wanted: Any) -> list[Bytes | None]:
         found: list[Bytes | None] = [None] * len(self)
-        rows = [i % len(self) for i in wanted if self.handles["status"][i] == BlockStatus.RESERVED]
+        asked, reserved = list(wanted), int(BlockStatus.RESERVED)
+        statuses = self.handles["status"][asked].tolist() if asked else []
+        rows = [i % len(self) for i, status in zip(asked, statuses, strict=True) if status == reserved]
         if not rows or self.hold is None:
             return found
         self.hold.check()
@@ -155,11 +158,14 @@ class ReservedPages:
         return found
 
     def _populate(self, hold: Hold, handles: StructArray) -> None:
+        pages: dict[Place, list[tuple[int, int]]] = {}
         columns = (handles[name].tolist() for name in ("tier", "segment", "offset", "length"))
         for tier, segment, offset, length in zip(*columns, strict=True):
-            mapped = hold.segment((tier, segment))
+            pages.setdefault((tier, segment), []).append((offset, length))
+        for place, its in pages.items():
+            mapped = hold.segment(place)
             if isinstance(mapped, mapping.Segment) and mapped.is_writable:
-                mapping.populate(mapped, offset, length)
+                mapping.populate(mapped, its)
 
 
 def _seal(page: Any) -> None:
