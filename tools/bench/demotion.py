@@ -25,7 +25,7 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.testing import Daemon, chain
-from tools.bench.measure import FULL, KIB, MIB, Effort
+from tools.bench.measure import FULL, KIB, MIB, Effort, line_of
 from tools.bench.raw_disk import RawFile
 from tools.bench.rows import Row, row_of
 
@@ -70,9 +70,9 @@ class Bench:
         assert self._client.get(self._space, hashes, out=list(self._target)).blocks == COUNT
 
     def rate(self, is_over: Callable[[], bool]) -> float:
-        """GB/s of gets until it is so, one at least."""
+        """GB/s of gets until it is so, one at least, at most for so long."""
         begun, done = time.perf_counter(), 0
-        while done == 0 or not is_over():
+        while done == 0 or not (is_over() or time.perf_counter() - begun > 2 * LIMIT_S):
             self.get(done)
             done += 1
         return done * self._target.nbytes / (time.perf_counter() - begun) / 1e9
@@ -126,7 +126,7 @@ class Writer:
     def __init__(self, directory: Path, *, piece_bytes: int) -> None:
         command = [sys.executable, "-m", "tools.bench.demotion", str(directory), str(piece_bytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._await_line()
+        line_of(self._process, timeout_s=2 * LIMIT_S)
 
     def write(self, demoted: Demoted) -> threading.Event:
         """As many bytes in as much time; the event is set when it is done."""
@@ -134,13 +134,15 @@ class Writer:
         self._process.stdin.write(f"{demoted.written_bytes} {demoted.seconds}\n")
         self._process.stdin.flush()
         done = threading.Event()
-        threading.Thread(target=lambda: (self._await_line(), done.set())).start()
-        return done
 
-    def _await_line(self) -> None:
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise RuntimeError("demotion: the writer beside the gets has ended; is the disk full?")
+        def wait() -> None:
+            try:
+                line_of(self._process, timeout_s=2 * LIMIT_S)
+            finally:
+                done.set()
+
+        threading.Thread(target=wait).start()
+        return done
 
     def __enter__(self) -> Self:
         return self

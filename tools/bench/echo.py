@@ -20,6 +20,7 @@ from typing import Any, Self
 import grpc
 
 from tierd.client.rpc import OPTIONS
+from tools.bench.measure import line_of
 
 FLAVOUR = "unary"
 """How the SDK's calls are made today, and so what they are measured against: "unary", or "stream" for one open bidirectional stream."""
@@ -86,8 +87,7 @@ class Echo:
     def __init__(self, address: str) -> None:
         command = [sys.executable, "-m", "tools.bench.echo", address]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        port = self._process.stdout.readline().strip()
+        port = line_of(self._process, timeout_s=START_S)
         self._channel = grpc.insecure_channel(address.replace(":0", f":{port}"), options=OPTIONS)
         grpc.channel_ready_future(self._channel).result(START_S)
         self._unary = self._channel.unary_unary(f"/{SERVICE}/unary")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import select
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +93,17 @@ def cpus(costs: Sequence[Cost]) -> list[float]:
 def medians(values: Sequence[float], *, of: int) -> list[float]:
     """The median of each `of` values that follow one another."""
     return [statistics.median(values[i : i + of]) for i in range(0, len(values), of)]
+
+
+def line_of(process: subprocess.Popen[str], *, timeout_s: float) -> str:
+    """The next line that a process prints, without its end. Raises TimeoutError after so long, EOFError when it has ended."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], timeout_s)[0]:
+        raise TimeoutError(f"process {process.pid}: no line within {timeout_s:g} s; is the machine busy?")
+    line = process.stdout.readline()
+    if not line:
+        raise EOFError(f"process {process.pid}: ended before it was asked to; run its module by hand to see why")
+    return line.rstrip("\n")
 
 
 class Cold:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,13 +23,13 @@ from tierd.client import Client
 from tierd.testing import Daemon
 from tools.bench.__main__ import title, write
 from tools.bench.data_plane import CONFIG, SHAPES, Bench
-from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, rates
+from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, line_of, rates
 from tools.bench.peers.known import KNOWN
 from tools.bench.peers.picture import draw, runs_of
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
-INSTALL_S, ANSWER_S = 1800, 60
+INSTALL_S, ANSWER_S = 1800, 120
 WARM_RUNS, LAG, CHECKED = 2, 4, 1_000_000
 """LAG: batches between a put and its get, so that no cache holds it. CHECKED: number of the batch whose bytes are compared."""
 
@@ -42,7 +44,9 @@ class Remote:
     def __init__(self, python: Path, name: str, *, count: int, block_bytes: int) -> None:
         command = [str(python), "-m", "tools.bench.peers.worker", name, str(count), str(block_bytes)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
         self._answer()
 
     def cost(self, verb: str, number: int) -> Cost:
@@ -54,13 +58,19 @@ class Remote:
         return Cost(float(told["wall_s"]), float(told["cpu_s"]))
 
     def close(self) -> None:
-        """Ends it, and with it what it started."""
-        self._process.communicate(timeout=ANSWER_S)
+        """Ends it, and with it what it started; if it hangs, all of its group are killed."""
+        try:
+            self._process.communicate(timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
 
     def _answer(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        told = json.loads(line) if line else {"error": "its process ended"}
+        try:
+            told = json.loads(line_of(self._process, timeout_s=ANSWER_S))
+        except (EOFError, TimeoutError) as error:
+            self.close()
+            raise Refused(str(error)) from error
         if "error" in told:
             raise Refused(str(told["error"]))
         return dict(told)

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -70,11 +71,11 @@ def main() -> None:
             print(json.dumps({"ready": True}), file=out, flush=True)
             for line in sys.stdin:
                 verb, number = line.split()
+                told: dict[str, object]
                 try:
-                    cost = worker.answer(verb, int(number))
-                    told: dict[str, object] = {"wall_s": cost.wall_s, "cpu_s": cost.cpu_s}
+                    told = asdict(worker.answer(verb, int(number)))
                 except Exception as error:  # noqa: BLE001 -- as above
-                    told: dict[str, object] = {"error": f"{type(error).__name__}: {error}"}
+                    told = {"error": f"{type(error).__name__}: {error}"}
                 print(json.dumps(told), file=out, flush=True)
 
 
