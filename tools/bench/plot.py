@@ -13,6 +13,7 @@ from typing import Any
 from tierd.simulator.plot import require_matplotlib
 from tools.bench.promises import Verdict
 from tools.bench.rows import Row
+from tools.bench.table import short
 
 COLOURS = {
     Verdict.BELOW_BAR: "#d55e00",
@@ -68,7 +69,7 @@ def _draw_row(axes: Any, y: float, row: Row) -> None:
     for place, tick in ((row.bar, BAR), (row.goal, GOAL)):
         if place is not None:
             axes.plot([place, place], [y - 0.36, y + 0.36], color=tick, linewidth=2.4, zorder=4)
-    text = f"{row.ratio:.2f}   ({row.value:.3g} of {row.limit:.3g} {row.unit})"
+    text = f"{row.ratio:.2f}   ({short(row.value)} of {short(row.limit)} {row.unit})"
     axes.annotate(
         text,
         (1.0, y),

@@ -39,13 +39,18 @@ def cells_of(row: Row) -> tuple[str, ...]:
     promised = [f"{each:.2f}" for each in (row.bar, row.goal) if each is not None]
     return (
         row.name,
-        f"{row.value:.3g} {row.unit}",
-        f"{row.limit:.3g}",
+        f"{short(row.value)} {row.unit}",
+        short(row.limit),
         f"[bold {COLOURS[row.verdict]}]{row.ratio:.2f}[/] [dim]({row.low:.2f} to {row.high:.2f})[/]",
         f"{'≤' if row.at_most else '≥'} {', '.join(promised)}" if promised else "",
         "" if row.cpu_s_per_gb is None else f"{row.cpu_s_per_gb:.2f}",
         f"{row.meaning}; {row.runs} runs",
     )
+
+
+def short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def counts_of(rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ from tools.bench.measure import Cost, cost_of, cpus, interleaved, medians, rates
 from tools.bench.plot import draw
 from tools.bench.promises import PROMISES, Verdict
 from tools.bench.rows import Row, quartiles, row_of
-from tools.bench.table import cells_of, counts_of
+from tools.bench.table import cells_of, counts_of, short
 
 
 def row(name: str, ratio: float) -> Row:
@@ -109,3 +109,10 @@ def test_a_line_tells_ratio_bar_and_goal() -> None:
     assert "yellow" in cells_of(row("lookup_empty", 1.2))[3]
     assert cells_of(row("anything", 1.2))[4] == ""
     assert counts_of([row("put_2MiB_x16", 0.5), row("anything", 1.0)]) == "1 reported, 1 below its bar"
+
+
+def test_numbers_are_short() -> None:
+    """Three digits, and no powers of ten where people read microseconds."""
+    assert [short(value) for value in (0.12345, 12.345, 999.4, 1234.5, 46_500.0)] == [
+        *("0.123", "12.3", "999", "1,234", "46,500")
+    ]
