@@ -189,8 +189,8 @@ class Full:
     def _turn(self, parts: Sequence[Ids]) -> None:
         """Both, by turns: what is used, what goes for it, what comes."""
         for ids in parts:
-            self._use([ids])
-            self._leave([ids])
+            self._policy.touch(ids, self._filled.now)
+            self._leave((ids,))
 
 
 def question(numbers: Ids) -> GroupQuery:

@@ -28,12 +28,12 @@ class Priced:
     def worth(self, groups: np.ndarray, ages_s: np.ndarray) -> np.ndarray:
         return self.table[groups, np.minimum(ages_s // 60, self.table.shape[1] - 1).astype(int)].astype(np.float32)
 
-    def changes_s(self, ages_s: np.ndarray) -> np.ndarray:
-        return (ages_s // 60 + 1) * 60
+    def prices(self, groups: np.ndarray, ages_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.worth(groups, ages_s), (ages_s // 60 + 1) * 60
 
     def price(self, group: int, age_s: float) -> tuple[float, float]:
-        ages_s = np.array([age_s])
-        return self.worth(np.array([group]), ages_s).item(0), self.changes_s(ages_s).item(0)
+        worths, changes_s = self.prices(np.array([group]), np.array([age_s]))
+        return worths.item(), changes_s.item()
 
 
 def numbered_metas(count: int) -> StructArray:

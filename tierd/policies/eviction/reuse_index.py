@@ -80,7 +80,8 @@ class ReuseIndex:
         """The `count` worth least that are not pinned, least first, or None."""
         if count > self._count:
             return None
-        self._rank()
+        if self._runs.begun or self._ranked_s != self._tick_s or self._version != self._traffic.version:
+            self._rank()
         found = self._first(count, pinned) if count <= FEW else []
         return np.array(found, np.int64) if len(found) == count else self._search(count, pinned)
 
@@ -155,11 +156,10 @@ class ReuseIndex:
         """Writes the keys of runs; those whose key has changed."""
         runs, (ticks, groups) = self._runs, np.divmod(self._runs.kin[rows], _GROUPS)
         used_s = ticks * TICK_S
-        ages_s = np.maximum(self._tick_s - used_s, 0.0)
-        worths = self._traffic.worth(groups, ages_s).view(np.uint32).astype(np.uint64)
-        keys = (worths << np.uint64(SERIAL_BITS)) + runs.serial[rows].astype(np.uint64)
+        worths, changes_s = self._traffic.prices(groups, np.maximum(self._tick_s - used_s, 0.0))
+        keys = (worths.view(np.uint32).astype(np.uint64) << np.uint64(SERIAL_BITS)) + runs.serial[rows].view(np.uint64)
         changed: Ids = rows[keys != runs.key[rows]]
-        runs.key[rows], runs.due_s[rows] = keys, used_s + self._traffic.changes_s(ages_s) - _EARLY_S
+        runs.key[rows], runs.due_s[rows] = keys, used_s + changes_s - _EARLY_S
         return changed
 
     def _price_one(self, row: int) -> None:

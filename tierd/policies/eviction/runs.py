@@ -89,10 +89,12 @@ class Runs:
 
     def forget(self, blocks: Ids) -> None:
         """The blocks leave, and are in no run."""
-        self.leave(blocks)
-        if len(blocks) == 1:
-            self._run_at[blocks.item()] = NOWHERE
+        if len(blocks) <= FEW:
+            for block in blocks.tolist():
+                self._leave_one(self._run_at[block])
+                self._run_at[block] = NOWHERE
         else:
+            self.leave(blocks)
             self._run[blocks] = NOWHERE
 
     def join(self, blocks: Ids, kins: NDArray[np.int64]) -> None:
@@ -133,6 +135,8 @@ class Runs:
         """The blocks of these runs, run by run."""
         sizes = self.size[rows]
         blocks = np.frombuffer(b"".join([self._members[row] for row in rows.tolist()]), np.int32)
+        if self.alive[rows].sum() == len(blocks):
+            return blocks.astype(np.int64)
         places = np.arange(len(blocks)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         alive = (self._run[blocks] == np.repeat(rows, sizes)) & (self._place[blocks] == places)
         return np.asarray(blocks[alive], np.int64)

@@ -43,17 +43,17 @@ class Traffic:
         self._ghosts = Ghosts(ghost_limit)
         self._heard = 0
 
-    def worth(self, groups: Ids, ages_s: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Of blocks in these groups, so long after their last use. Another `version`: it may have changed."""
-        ages = np.minimum(age_of(ages_s), self.learner.worth.shape[1] - 1)
-        return np.asarray(self.learner.worth[self._learners(groups), ages], np.float32)
+    def prices(self, groups: Ids, ages_s: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        """What blocks in these groups are worth, so long after their last use, and the ages from which on it may be something else.
 
-    def changes_s(self, ages_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The ages from which on blocks of these ages may be worth something else, if the version stays."""
-        return _CHANGES_S[age_of(ages_s)]
+        Another `version`: it may have changed.
+        """
+        ages = age_of(ages_s)
+        worths = self.learner.worth[self._learners(groups), np.minimum(ages, self.learner.worth.shape[1] - 1)]
+        return np.asarray(worths, np.float32), _CHANGES_S[ages]
 
     def price(self, group: int, age_s: float) -> tuple[float, float]:
-        """`worth` and `changes_s` of one."""
+        """The same of one."""
         learner, age = self.learner, bisect_right(_EDGES_S, age_s) - 1
         of_learner = group - 1 if group else _UNKNOWN
         return learner.worth.item(of_learner, min(age, learner.worth.shape[1] - 1)), _CHANGES_S.item(age)

@@ -11,7 +11,8 @@ from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.model import StructArray
 from tierd.policies.named import NamedPolicies
-from tierd.policies.reuse.features import NOTHING, SHARED, first_group
+from tierd.policies.reuse.features import GROUPS, NOTHING, SHARED, first_group
+from tierd.policies.reuse.hazard import EDGES_S
 from tierd.policies.reuse.traffic import UNKNOWN_BLOCKS
 
 TOKENS = 16
@@ -130,6 +131,18 @@ def test_a_session_shares_nothing_with_itself(kit: Taught) -> None:
 def test_what_nothing_is_known_of_is_worth_what_new_ones_are(kit: Taught) -> None:
     """A block in no group, as after a restart, is taken for one of a first request."""
     ages = np.array([0.0, 10.0, 100.0])
-    unknown = kit.traffic.worth(np.zeros(3, np.int64), ages)
-    new = kit.traffic.worth(np.full(3, first_group(UNKNOWN_BLOCKS) + 1), ages)
+    unknown = kit.traffic.prices(np.zeros(3, np.int64), ages)[0]
+    new = kit.traffic.prices(np.full(3, first_group(UNKNOWN_BLOCKS) + 1), ages)[0]
     assert unknown.tolist() == new.tolist() and (unknown > 0).all()
+
+
+def test_one_price_is_that_of_many(kit: Taught) -> None:
+    """One block's worth, and how long it lasts, is what a batch says of it, at every edge of an age too; and it lasts as long as is said, and no longer than it must."""
+    ages = np.concatenate((EDGES_S, np.nextafter(EDGES_S[1:], 0.0), [1e6]))
+    groups = np.arange(len(ages)) % (GROUPS + 1)
+    worths, changes_s = kit.traffic.prices(groups, ages)
+    one = [kit.traffic.price(*pair) for pair in zip(groups.tolist(), ages.tolist(), strict=True)]
+    assert one == list(zip(worths.tolist(), changes_s.tolist(), strict=True))
+    assert (changes_s > ages).all() and changes_s[0] == EDGES_S[1]
+    last = np.where(np.isinf(changes_s), 1e9, np.nextafter(changes_s, 0.0))
+    assert kit.traffic.prices(groups, last)[0].tolist() == worths.tolist()
