@@ -67,6 +67,8 @@ class Audit:
             owners = owners[owners >= 0]
             np.add.at(places, owners, 1)
         assert np.array_equal(places, blocks.places[: blocks.top]), "places: not the number of pages"
+        kept = [self._index.attached(store, known) >= 0 for store in self._index.admissions]
+        assert np.array_equal(blocks.kept[known], np.any([known < 0, *kept], axis=0)), "kept: not in a store that wears"
         assert (blocks.places[known] + blocks.family[known] > 0).all(), "a block without page and family is still known"
         assert (blocks.parent[known[blocks.places[known] == 0]] < 0).all(), (
             "a block without page holds on to its parent"

@@ -116,6 +116,7 @@ class Blocks:
         self.declined: Column = self.column(np.uint8)
         self.priority: Column = self.column(np.uint8)
         self.until_s: Column = self.column(np.uint32)
+        self.kept: Column = self.column(np.bool_)
         self._free: Column = np.zeros(0, np.int32)  # beside the columns: as long as there ever were free ids
         self._free_count = 0
         self._rows = 0

@@ -92,3 +92,7 @@ class Listener(Protocol):
     def stored(self, blocks: Ids, now: float) -> None:
         """New names have come, their parents linked; policies hear of them after this."""
         ...
+
+    def kept(self, blocks: Ids) -> None:
+        """A store that wears has these blocks from now on, or has them no longer, as `Blocks.kept` says."""
+        ...

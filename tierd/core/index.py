@@ -157,6 +157,7 @@ class Index:
         pages_of.block[pages] = blocks
         table[blocks] = pages
         self.blocks.places[blocks] += 1
+        self._note_kept(tier, blocks)
         self._enter(tier, blocks, now)
 
     def doom(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
@@ -167,6 +168,7 @@ class Index:
         ready = pages[pages_of.state[pages] == PageState.READY]
         pages_of.move(ready, PageState.READY, PageState.RETIRING)
         self.page[tier][blocks] = NO_PAGE
+        self._note_kept(tier, blocks)
         pages_of.doom[pages] = reason
         self._weigh(tier, blocks)
         self._sweep(tier, pages, draft)
@@ -248,6 +250,14 @@ class Index:
 
     def _tracked(self, tier: int, blocks: Ids) -> Bools:
         return np.asarray(self.page[tier][blocks] >= 0, bool)
+
+    def _note_kept(self, tier: int, blocks: Ids) -> None:
+        """After blocks have come to a store that wears, or left it: whether one has them."""
+        if tier not in self.admissions or len(blocks) == 0:
+            return
+        self.blocks.kept[blocks] = np.any([self._tracked(store, blocks) for store in self.admissions], axis=0)
+        if self.listener is not None:
+            self.listener.kept(blocks)
 
     def _enter(self, tier: int, blocks: Ids, now: float) -> None:
         if len(blocks) == 0:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from tierd.core.admission import Admission
 from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction, Listener
-from tierd.core.model import TierSpec
+from tierd.core.model import TierKind, TierSpec
 from tierd.policies.admission import ADMISSION
+from tierd.policies.admission.learned import Learned
 from tierd.policies.eviction import EVICTION
 from tierd.policies.eviction.reuse_index import ReuseIndex
 from tierd.policies.reuse import Traffic
@@ -27,13 +28,18 @@ class NamedPolicies:
     def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
         """By `spec.eviction`."""
         if spec.eviction == "reuse-index":
-            return ReuseIndex(blocks, self._shared(blocks))
+            return ReuseIndex(blocks, self._shared(blocks), is_above=spec.kind is TierKind.HOST)
         return EVICTION[spec.eviction](blocks)
 
     def admission(self, spec: TierSpec, blocks: Blocks) -> Admission:
         """By `spec.admission`."""
-        chance = self._shared(blocks).chance if spec.admission == "learned" else None
-        return ADMISSION[spec.admission](spec, blocks, chance)
+        if spec.admission != "learned":
+            return ADMISSION[spec.admission](spec, blocks, None)
+        traffic = self._shared(blocks)
+        policy = Learned(spec, blocks, traffic.chance)
+        if spec.wear_bytes_per_s > 0:
+            traffic.thresholds.append(policy.price)
+        return policy
 
     def listener(self, blocks: Blocks) -> Listener | None:
         """The Traffic, if anything goes by it."""

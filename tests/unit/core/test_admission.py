@@ -120,6 +120,20 @@ def test_a_use_makes_a_block_new() -> None:
     assert sorted(kit.demote().transfers["block"].tolist()) == sorted(ids[::2].tolist())
 
 
+def test_what_a_store_has_is_known() -> None:
+    """A block is kept from when it is being written to a store until it has left it."""
+    kit, hashes = asked(), chain("a", 6)
+    kit.put(hashes)
+    ids, kept = kit.ids(hashes), kit.core._index.blocks.kept
+    assert not kept[ids].any()
+    kit.demote()
+    assert kept[ids].tolist() == [True, False] * 3
+    kit.land()
+    kit.core.evict(ids[:1], tier=1, now=kit.now)
+    kit.core.check()
+    assert kept[ids].tolist() == [False, False, True, False, True, False]
+
+
 def test_what_is_declined_is_dropped_for_room() -> None:
     """When its page is wanted, a declined block leaves as EVICTED, without a write, and a clean one as DEMOTED."""
     kit = asked()

@@ -128,6 +128,20 @@ def test_a_budget_above_the_demand_lets_everything_through() -> None:
     assert written >= 0.98 * 20 * 1795 * SIZE
 
 
+def test_the_price_of_a_write_is_the_least_chance_that_passed() -> None:
+    """Of even chances and a budget for three tenths it is near 0.7; it is 0.0 with no budget, and where the budget covers all."""
+    for share, price in ((0.3, 0.7), (0.0, 0.0), (3.0, 0.0)):
+        rng, blocks = np.random.default_rng(SEED), Blocks()
+        policy = Learned(spec(rate=share * 20 * SIZE), blocks, lambda ids, now, rng=rng: rng.random(len(ids)))
+        policy.touch(NOBODY, 0.0)
+        for now in range(5, 3600, 5):
+            ids = known(blocks, list(range(1, 101)))
+            passed = policy.admit(ids, sizes(ids), float(now)) == Verdict.WRITE
+            policy.wrote(int(passed.sum()) * SIZE, float(now))
+            blocks.fade(ids)
+        assert policy.price() == pytest.approx(price, abs=0.05)
+
+
 def test_a_demand_that_grows_tenfold_is_met_at_once() -> None:
     """When ten times as much is asked for from one moment on, what is written stays within the budget and is still the better part."""
     rng, blocks = np.random.default_rng(SEED), Blocks()
@@ -173,3 +187,27 @@ def test_namespaces_that_passed_are_forgotten() -> None:
         blocks.namespace[ids] = np.arange(start, start + 2000)
         tails.are_short(ids)
     assert len(tails._most_tokens) <= NAMESPACE_LIMIT
+
+
+def test_a_chain_that_cannot_be_paid_whole_is_written_from_its_head() -> None:
+    """With a level of ten blocks the first ten of a chain of forty are written, though its tail is asked about first; and then nothing is saved for the rest."""
+    blocks = Blocks()
+    policy = Learned(spec(rate=1.0 * SIZE), blocks)
+    policy.touch(NOBODY, 0.0)
+    ids, written = chain(blocks, 1, 40), []
+    for part in (ids[:16], ids[16:32], ids[32:]):
+        yes = policy.admit(part, sizes(part), 10.0) == Verdict.WRITE
+        policy.wrote(int(yes.sum()) * SIZE, 10.0)
+        blocks.kept[part[yes]] = True
+        written += blocks.position[part[yes]].tolist()
+    assert sorted(written) == list(range(10))
+
+
+def test_what_a_store_has_need_not_be_paid_again() -> None:
+    """The tail of a chain of which the store has the head is written when only the tail can be paid."""
+    blocks = Blocks()
+    policy = Learned(spec(rate=1.0 * SIZE), blocks)
+    policy.touch(NOBODY, 0.0)
+    ids = chain(blocks, 1, 40)
+    blocks.kept[ids[4:]] = True
+    assert (policy.admit(ids[:4], sizes(ids[:4]), 5.0) == Verdict.WRITE).all()

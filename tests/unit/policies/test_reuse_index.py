@@ -15,6 +15,7 @@ from tierd.core.model import StructArray
 from tierd.policies.eviction import ranking, reuse_index, runs
 from tierd.policies.eviction.reuse_index import TICK_S, ReuseIndex
 from tierd.policies.eviction.runs import RUN_BLOCKS
+from tierd.policies.reuse.traffic import ABOVE, KEPT
 
 BLOCKS, GROUPS = 40, 4
 
@@ -24,9 +25,13 @@ class Priced:
 
     def __init__(self, table: np.ndarray) -> None:
         self.version, self.table = 0, table
+        self.thresholds: list[Callable[[], float]] = []
+        self.above: list[Callable[[np.ndarray], None]] = []
 
     def worth(self, groups: np.ndarray, ages_s: np.ndarray) -> np.ndarray:
-        return self.table[groups, np.minimum(ages_s // 60, self.table.shape[1] - 1).astype(int)].astype(np.float32)
+        shares = np.where(groups & KEPT, np.float32(0.25), np.float32(1.0))
+        ages = np.minimum(ages_s // 60, self.table.shape[1] - 1).astype(int)
+        return self.table[groups % ABOVE, ages].astype(np.float32) * shares
 
     def prices(self, groups: np.ndarray, ages_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.worth(groups, ages_s), (ages_s // 60 + 1) * 60
@@ -187,3 +192,41 @@ def test_a_block_at_a_time_costs_about_as_much_as_promised() -> None:
     took_us = (time.thread_time() - begun) / len(turns) * 1e6
     report("a block at a time", us=round(took_us, 2))
     assert took_us <= 100
+
+
+@pytest.mark.parametrize(("is_above", "thresholds"), [(True, [lambda: 0.5]), (True, []), (False, [lambda: 0.5])])
+def test_what_a_store_has_leaves_first_above_it(is_above: bool, thresholds: list[Callable[[], float]]) -> None:
+    """Above a store under a budget a block is worth less from when the store gets it until it loses it; elsewhere that makes no difference."""
+    traffic, blocks = Priced(np.array([[3.0], [2.0]])), Blocks()
+    traffic.thresholds = thresholds
+    ids = blocks.add(numbered_metas(6), 0.0)
+    policy = ReuseIndex(blocks, traffic, is_above=is_above)  # type: ignore[arg-type]
+    blocks.group[ids], blocks.last_used[ids] = [0, 0, 0, 1, 1, 1], 1.0
+    policy.track(ids, 1.0)
+    for kept in ([], [0, 4], [4], [], [5, 1, 0]):
+        changed = np.flatnonzero(blocks.kept[ids] != np.isin(ids, kept))
+        blocks.kept[ids] = np.isin(ids, kept)
+        for hear in traffic.above:
+            hear(ids[changed[::-1]])
+        if not (is_above and thresholds):
+            policy.touch(ids, 1.0)
+        victims = policy.victims(6, np.zeros(6, bool))
+        assert victims is not None
+        worths = np.array([3.0, 3, 3, 2, 2, 2]) * np.where(
+            blocks.kept[ids] & (is_above and bool(thresholds)), 0.25, 1.0
+        )
+        assert np.all(np.diff(worths[victims]) >= 0)
+        assert (is_above and thresholds) or victims.tolist() == [3, 4, 5, 0, 1, 2]
+
+
+def test_a_store_may_speak_of_blocks_that_are_not_here() -> None:
+    """What the tier does not track, or never heard of, is passed over."""
+    traffic, blocks = Priced(np.array([[1.0]])), Blocks()
+    traffic.thresholds = [lambda: 0.5]
+    ids = blocks.add(numbered_metas(6), 0.0)
+    policy = ReuseIndex(blocks, traffic, is_above=True)  # type: ignore[arg-type]
+    policy.track(ids[2:3], 0.0)
+    blocks.kept[ids] = True
+    traffic.above[0](np.array([0, 2, 1 << 24]))
+    assert len(policy) == 1
+    assert policy.victims(1, np.zeros(6, bool)).tolist() == [2]  # type: ignore[union-attr]

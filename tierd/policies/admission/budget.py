@@ -42,13 +42,16 @@ class Budget:
     def afforded(self, order: Ids, sizes_bytes: Sizes, now: float) -> Mask:
         """Which of the blocks can be paid for, as far as the level reaches in this order (rows of sizes_bytes)."""
         chosen = np.zeros(len(sizes_bytes), bool)
-        if len(order) and self:
-            # A burst below one block would keep that block out for ever.
-            self._burst_bytes = max(self._burst_bytes, float(sizes_bytes[order].max()))
+        self.allow(sizes_bytes[order])
         self.advance(now)
         within = np.cumsum(sizes_bytes[order]) <= self.level(now)
         chosen[order[within]] = True
         return chosen
+
+    def allow(self, sizes_bytes: Sizes) -> None:
+        """Blocks of these sizes are asked about: a burst below one block would keep that block out for ever."""
+        if len(sizes_bytes) and self:
+            self._burst_bytes = max(self._burst_bytes, float(sizes_bytes.max()))
 
     def spend(self, size_bytes: int, now: float) -> None:
         """So much is written."""

@@ -6,10 +6,13 @@ The aim is Flashield's (A. Eisenman et al., "Flashield: a Hybrid Key-value Cache
 is for what memory has shown to be worth it.
 
 A block is used whenever one after it is, so it is worth at least as much; but a learner need not say so, and a budget that ends in the middle
-of a chain could leave a tail without its head. So the parent of what passes is *promised*: when it is asked about, it passes too.
+of a chain could leave a tail without its head. So a block passes if all before it can be paid too, which is *due* for this moment, since heads
+are asked about after their tails; and the parent of what passes is *promised*: whenever it is asked about, it passes the threshold too.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -35,6 +38,12 @@ class Learned(Gate):
         self._steering = Steering(self._budget)
         self._promised: dict[int, None] = {}
         self._owed_bytes = 0.0
+        self._due_bytes: dict[int, int] = {}
+        self._left_bytes, self._moment = 0.0, -math.inf
+
+    def price(self) -> float:
+        """The least chance that passed when it was asked last; 0.0 where the budget covers all."""
+        return self._steering.price
 
     def worth(self, blocks: Ids, now: float) -> Worth:
         """The chance of each, 0 below the floor."""
@@ -44,13 +53,23 @@ class Learned(Gate):
         return np.where(chances >= FLOOR, chances, 0.0)
 
     def paid(self, blocks: Ids, worth: Worth, sizes_bytes: Sizes, now: float) -> Mask:
-        """What the threshold lets through, as far as the level reaches too."""
+        """What the threshold lets through, as far as the level pays for it and for all before it."""
         shares = self._steering.shares(worth, sizes_bytes, now)
+        if not self._budget:
+            return np.ones(len(blocks), bool)
+        self._open(sizes_bytes, now)
         passed = self._passed(blocks, sizes_bytes, shares)
         chosen = passed.copy()
         chosen[passed] = super().paid(blocks[passed], worth[passed], sizes_bytes[passed], now)
-        self._owed_bytes += float(sizes_bytes[passed & ~chosen & (shares < 1)].sum())
         return chosen
+
+    def _open(self, sizes_bytes: Sizes, now: float) -> None:
+        """What is left of the level, beside what is due for heads of this very moment."""
+        if now != self._moment:
+            self._due_bytes.clear()
+        self._moment = now
+        self._budget.allow(sizes_bytes)
+        self._left_bytes = self._budget.level(now) - sum(self._due_bytes.values())
 
     def _passed(self, blocks: Ids, sizes_bytes: Sizes, shares: Worth) -> Mask:
         """What is promised, what passes whole, and of what passes in part a run as long as is owed."""
@@ -61,10 +80,38 @@ class Learned(Gate):
                 self._owed_bytes = min(self._owed_bytes + share * size, size)
                 if name not in self._promised and not (share and self._owed_bytes > 0):
                     continue
-                self._owed_bytes -= size
+            if not self._pays(int(blocks[row]), name, size):
+                continue
+            self._owed_bytes -= size if share < 1 else 0.0
             passed[row] = True
             self._promised.pop(name, None)
             self._promised[parents[row]] = None
         while len(self._promised) > PROMISES:
             del self._promised[next(iter(self._promised))]
         return passed
+
+    def _pays(self, block: int, name: int, size_bytes: int) -> bool:
+        """Whether the block can be paid with what is before it; then that is due."""
+        if self._due_bytes.pop(name, 0):
+            return True
+        before = self._missing_before(block)
+        sizes = self._blocks.length[before].tolist()
+        bill = dict(zip(names_of(self._blocks, before).tolist(), sizes, strict=True))
+        bill = {name: size for name, size in bill.items() if name not in self._due_bytes}
+        cost = size_bytes + sum(bill.values())
+        if cost > self._left_bytes:
+            return False
+        self._left_bytes -= cost
+        self._due_bytes |= bill
+        return True
+
+    def _missing_before(self, block: int) -> Ids:
+        """What must be written before the block is of use: the blocks before it, up to one that a store has; or more than can be paid."""
+        parent, kept, length = self._blocks.parent, self._blocks.kept, self._blocks.length
+        above, found = int(parent[block]), []
+        left_bytes = self._left_bytes + sum(self._due_bytes.values())
+        while above >= 0 and not kept[above] and left_bytes >= 0:
+            found.append(above)
+            left_bytes -= int(length[above])
+            above = int(parent[above])
+        return np.asarray(found, np.int64)

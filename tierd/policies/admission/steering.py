@@ -48,6 +48,8 @@ class Steering:
         self._asked_bytes = np.zeros(BINS)
         self._span_s = 0.0
         self._at: float | None = None
+        self.price = 0.0
+        """The threshold when it was last asked."""
 
     def shares(self, chances: Chances, sizes_bytes: Sizes, now: float) -> Chances:
         """Of what is asked for just now: how much of blocks like each should be let through, 0 to 1. All of it without a budget."""
@@ -56,6 +58,7 @@ class Steering:
             bins = np.minimum((chances * BINS).astype(np.int64), BINS - 1)
             self._note(bins, sizes_bytes, now)
             edge, share = self._edge(now)
+            self.price = edge / BINS
             shares[bins < edge] = 0.0
             shares[bins == edge] = share
         return shares

@@ -25,6 +25,7 @@ from tierd.core.eviction import Ids, Mask
 from tierd.policies.eviction.ranking import Ranking
 from tierd.policies.eviction.runs import FEW, NOWHERE, SOON, Runs
 from tierd.policies.reuse import Traffic
+from tierd.policies.reuse.traffic import ABOVE, KEPT
 
 TICK_S = 1.0
 """How old an order of runs may become."""
@@ -45,9 +46,11 @@ _FLOAT, _BITS = struct.Struct("=f"), struct.Struct("=I")
 class ReuseIndex:
     """See the module. The clock is that of the last call that told one."""
 
-    def __init__(self, blocks: Blocks, traffic: Traffic) -> None:
-        """traffic: the learner that has put every block into a group, `blocks.group`."""
-        self._blocks, self._traffic = blocks, traffic
+    def __init__(self, blocks: Blocks, traffic: Traffic, *, is_above: bool = False) -> None:
+        """traffic: the learner that has put every block into a group, `blocks.group`. is_above: of a tier that is above the stores that wear."""
+        self._blocks, self._traffic, self._is_above = blocks, traffic, is_above
+        if is_above:
+            traffic.above.append(self._move)
         self._count = 0
         self._runs, self._ranking = Runs(blocks.most), Ranking()
         self._tick_s, self._ranked_s = -np.inf, -np.inf
@@ -94,12 +97,20 @@ class ReuseIndex:
                 self._runs.renumber()
                 self._version = -1
         last_used, group = self._blocks.last_used, self._blocks.group
-        if len(blocks) <= FEW:
+        if self._is_above and self._traffic.thresholds:
+            marked = group[blocks] + self._blocks.kept[blocks].astype(np.int64) * KEPT + ABOVE
+            self._runs.join(blocks, np.floor(last_used[blocks] / TICK_S).astype(np.int64) * _GROUPS + marked)
+        elif len(blocks) <= FEW:
             for block in blocks.tolist():
                 kin = math.floor(last_used.item(block) / TICK_S) * _GROUPS + group.item(block)
                 self._runs.join_one(block, kin)
         else:
             self._runs.join(blocks, np.floor(last_used[blocks] / TICK_S).astype(np.int64) * _GROUPS + group[blocks])
+
+    def _move(self, blocks: Ids) -> None:
+        """A store has them from now on, or no longer: they are worth less here, or more."""
+        if self._traffic.thresholds:
+            self.touch(blocks[self._runs.are_in(blocks)][::-1], self._tick_s)
 
     def _first(self, count: int, pinned: Mask) -> list[int]:
         """The first of the order, if it takes few steps."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.columns import Columns, rows_for
-from tierd.core.eviction import Ids
+from tierd.core.eviction import Ids, Mask
 
 FEW = 8
 """So many blocks, or fewer, are treated one by one."""
@@ -61,6 +61,12 @@ class Runs:
             self._place_at.release()
             self._columns.lengthen(rows_for(self._columns.rows, size))
             self._run_at, self._place_at = self._run.data, self._place.data
+
+    def are_in(self, blocks: Ids) -> Mask:
+        """Which of the blocks are in a run."""
+        known = blocks < self._columns.rows
+        known[known] = self._run[blocks[known]] != NOWHERE
+        return np.asarray(known, np.bool_)
 
     def close(self) -> int:
         """What comes from now on is in other runs. The next of them has this serial."""

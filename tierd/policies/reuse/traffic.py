@@ -4,12 +4,17 @@ Purpose: between names and the learner, which knows nothing of blocks. Non-purpo
 serves all tiers of a core, so that each learns from all, also from what was evicted or never held.
 Invariants: memory is bounded by the ghosts and the learner; a block's group says nothing of a former block with its id.
 
+Above a store that takes only some blocks, for its wear budget, what a use is worth is what would be lost if the tier let go of the block: of what the store has,
+only the read; of what it will not take, all. Else the tier would hold what the store has too, and what neither has room for would be lost. Who ranks blocks of
+such a tier marks their groups, ABOVE, and KEPT if a store has them.
+
 `Blocks.group` is 0 where nothing is known (found at start, before anybody asked for it), else the learner's group + 1.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +30,11 @@ GHOST_LIMIT = 1 << 20
 """Names that are remembered, about 30 bytes each."""
 UNKNOWN_BLOCKS = 12
 """A block that nothing is known of is taken for one of a first request with so many."""
+ABOVE, KEPT = 1 << 14, 1 << 15
+"""Marks beside a group."""
+READ_SHARE = 0.25
+"""What is gained by finding a block in memory and not in the store, of what is gained by finding it at all: about as long is a read, against computing it."""
+_LEAST_CHANCE = 1e-9
 _ASKED_LIMIT = np.iinfo(GHOST["asked"]).max
 _NOTHING = NOTHING + 1
 _UNKNOWN = first_group(UNKNOWN_BLOCKS)
@@ -42,6 +52,11 @@ class Traffic:
         self._blocks = blocks
         self._ghosts = Ghosts(ghost_limit)
         self._heard = 0
+        self.thresholds: list[Callable[[], float]] = []
+        """Of each store under a wear budget: the least chance of another use that it takes a block for."""
+        self.above: list[Callable[[Ids], None]] = []
+        """What is to hear that blocks have come to a store or left it."""
+        self._threshold = 0.0
 
     def prices(self, groups: Ids, ages_s: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
         """What blocks in these groups are worth, so long after their last use, and the ages from which on it may be something else.
@@ -50,10 +65,14 @@ class Traffic:
         """
         ages = age_of(ages_s)
         worths = self.learner.worth[self._learners(groups), np.minimum(ages, self.learner.worth.shape[1] - 1)]
-        return np.asarray(worths, np.float32), _CHANGES_S[ages]
+        worths = np.asarray(worths, np.float32)
+        return (worths * self._hanging(groups, ages_s) if self.thresholds else worths), _CHANGES_S[ages]
 
     def price(self, group: int, age_s: float) -> tuple[float, float]:
         """The same of one."""
+        if group >= ABOVE:
+            worths, changes_s = self.prices(np.array([group]), np.array([age_s]))
+            return worths.item(), changes_s.item()
         learner, age = self.learner, bisect_right(_EDGES_S, age_s) - 1
         of_learner = group - 1 if group else _UNKNOWN
         return learner.worth.item(of_learner, min(age, learner.worth.shape[1] - 1)), _CHANGES_S.item(age)
@@ -83,12 +102,24 @@ class Traffic:
         if not groups.all():
             self._follow(blocks[groups == 0])
 
+    def kept(self, blocks: Ids) -> None:
+        """Goes on to those that are to hear it."""
+        for hear in self.above:
+            hear(blocks)
+
+    def _hanging(self, groups: Ids, ages_s: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Which share of a use hangs on the tier's having the block: what a write of it costs is as many uses as the threshold says, and no more than it brings."""
+        chances = np.maximum(self.learner.chance(self._learners(groups), ages_s), _LEAST_CHANCE)
+        lost = np.where(groups & KEPT, 0.0, np.minimum(self._threshold / chances, 1.0))
+        return np.where(groups & ABOVE, READ_SHARE + (1 - READ_SHARE) * lost, 1.0).astype(np.float32)
+
     def _learner_hears(self, known: NDArray[np.void], whole: int, now: float) -> Groups:
         sessions, parts = known["asked"].astype(np.int64), known["part"].astype(np.int64)
         groups = self.learner.hear(Request(whole, sessions, parts), now)
         self._heard += 1
         if self._heard % REFIT_EVERY == 0:
             self.learner.refit(now)
+            self._threshold = min((threshold() for threshold in self.thresholds), default=0.0)
             self.version += 1
         return groups
 
@@ -125,4 +156,5 @@ class Traffic:
             self._ghosts.note(self._blocks.keys(blocks[known]), numbers[rows[known]])
 
     def _learners(self, groups: Ids) -> Ids:
-        return np.where(groups == 0, _UNKNOWN, groups.astype(np.int64) - 1)
+        plain = groups.astype(np.int64) % ABOVE
+        return np.where(plain == 0, _UNKNOWN, plain - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.core.kit import HOST, PAGE, chain, tier
+from tests.unit.core.kit import HOST, NVME, PAGE, chain, tier
 from tierd.core.blocks import Names, words
 from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
@@ -13,7 +13,8 @@ from tierd.core.model import StructArray
 from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.features import GROUPS, NOTHING, SHARED, first_group
 from tierd.policies.reuse.hazard import EDGES_S
-from tierd.policies.reuse.traffic import UNKNOWN_BLOCKS
+from tierd.policies.reuse.learner import REFIT_EVERY
+from tierd.policies.reuse.traffic import ABOVE, KEPT, READ_SHARE, UNKNOWN_BLOCKS
 
 TOKENS = 16
 
@@ -146,3 +147,35 @@ def test_one_price_is_that_of_many(kit: Taught) -> None:
     assert (changes_s > ages).all() and changes_s[0] == EDGES_S[1]
     last = np.where(np.isinf(changes_s), 1e9, np.nextafter(changes_s, 0.0))
     assert kit.traffic.prices(groups, last)[0].tolist() == worths.tolist()
+
+
+def test_above_a_store_worth_is_what_would_be_lost(kit: Taught) -> None:
+    """What the store has is worth the read that is spared, what it will not take is worth all, and what it will take lies between; the least price counts."""
+    groups, ages = np.arange(1, 40), np.full(39, 5.0)
+    worth, chance = kit.traffic.prices(groups, ages)[0], kit.traffic.learner.chance(groups - 1, ages)
+    price = float(np.median(chance))
+    kit.traffic.thresholds[:] = [lambda: price, lambda: 1.0]
+    for number in range(REFIT_EVERY):
+        kit.serve(chain(f"a{number}", 1))
+    worth, chance = kit.traffic.prices(groups, ages)[0], kit.traffic.learner.chance(groups - 1, ages)
+    kept, above = (kit.traffic.prices(groups + marks, ages)[0] for marks in (ABOVE + KEPT, ABOVE))
+    assert np.allclose(kept, READ_SHARE * worth)
+    taken = chance > price
+    assert taken.any() and not taken.all()
+    assert np.allclose(above[~taken], worth[~taken])
+    assert (above[taken] < worth[taken]).all() and (above[taken] > kept[taken]).all()
+    one = [kit.traffic.price(int(group), 5.0)[0] for group in groups + ABOVE]
+    assert np.allclose(one, above)
+
+
+def test_only_a_wear_budget_has_a_price() -> None:
+    """A store that may be written to as it likes changes nothing above it; and it is memory that hears what a store has, not the store."""
+    for rate, count in ((0.0, 0), (1.0, 1)):
+        policies = NamedPolicies()
+        tiers = [
+            tier(HOST, 8, eviction="reuse-index"),
+            tier(NVME, 8, eviction="reuse-index", admission="learned", wear_bytes_per_s=rate),
+        ]
+        Core(tiers, policies=policies, session_share=1.0)
+        assert policies.traffic is not None and len(policies.traffic.thresholds) == count
+        assert len(policies.traffic.above) == 1
