@@ -118,6 +118,17 @@ def test_what_was_said_holds_for_its_time_and_no_longer() -> None:
     assert played.order() == [1, 2, 3]
 
 
+def test_those_whose_time_has_run_out_are_among_the_rest() -> None:
+    """Whenever it did and whatever they were: each is where its last use was, between those that were used before and after it."""
+    played = Played()
+    for block, priority, retention_s in ((7, 90, 5), (3, 60, 10), (5, 20, 5)):
+        played.say([block], priority, retention_s)
+    played.use([1, 7, 2, 3, 5, 4])
+    for now, order in ((0.0, [5, 1, 2, 4, 3, 7]), (7.0, [1, 7, 2, 5, 4, 3]), (20.0, [1, 7, 2, 3, 5, 4])):
+        played.now = now
+        assert played.order() == order
+
+
 def test_a_low_priority_runs_out_too() -> None:
     """What may leave first for a while is one of the others after it."""
     played = Played()
