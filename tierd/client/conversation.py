@@ -24,10 +24,6 @@ CLOSE_WAIT_S = 0.5
 """For streams to end before a fork."""
 
 
-class Late(Exception):
-    """The answer did not come in time."""
-
-
 class Conversation:
     """One stream. One thread at a time asks."""
 
@@ -43,16 +39,11 @@ class Conversation:
         self.is_late = False
 
     def ask(self, ask: pb.Ask, *, deadline: float) -> pb.Answer:
-        """One call. Raises Late, grpc.RpcError; after any exception the stream is to be ended."""
+        """One call. Raises grpc.RpcError, `is_late` where it was the deadline; after any exception the stream is to be ended."""
         self.deadline = deadline
         _watch.add(self)
         self._asks.put(ask)
-        try:
-            answer: pb.Answer = next(self._stream)
-        except Exception:
-            if self.is_late:
-                raise Late from None
-            raise
+        answer: pb.Answer = next(self._stream)
         with self._turn:
             self.deadline = math.inf
         return answer

@@ -17,7 +17,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
 from tierd.client.connection import Link
-from tierd.client.conversation import Conversation, Conversations, Late
+from tierd.client.conversation import Conversation, Conversations
 from tierd.client.protocol import REQUEST_KEY, error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, DeadlineExceeded, Overloaded, TierdError, Unavailable
 
@@ -85,7 +85,7 @@ class SyncTransport:
             self._conversations.drop(stream)
             if name:
                 session.revoke(name)
-            raise _broken(error, self.link) from None
+            raise _broken(error, self.link, stream) from None
         finally:
             ended()
         self._conversations.rest(stream)
@@ -168,9 +168,12 @@ def _refused(answer: pb.Answer) -> TierdError:
     return raised
 
 
-def _broken(error: BaseException, link: Link) -> BaseException:
+def _broken(error: BaseException, link: Link, stream: Conversation) -> BaseException:
     """What it means that a conversation ended in the middle of a call."""
-    if isinstance(error, Late):
+    if isinstance(error, grpc.RpcError):
+        # It is the stream itself: a circle with its traceback, in which whatever the callers hold, views too, would live until it is collected.
+        error.__traceback__ = None
+    if stream.is_late:
         return DeadlineExceeded("daemon: Deadline Exceeded")
     if isinstance(error, grpc.RpcError):
         return translate(error, link)
