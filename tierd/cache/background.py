@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 STEP_TIMEOUT_S = 600.0
 """After which a demotion step is no longer waited for; its transfers stay under way."""
-GATHER_S = 0.005
+GATHER_S = 0.002
 """Between the first word of pages that were taken and a look at the watermarks: one look serves all calls of that time, and none waits for it. A put that
 finds no room before drops what is clean, as ever."""
 PAUSE_S = 1.0
