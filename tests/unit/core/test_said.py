@@ -212,9 +212,11 @@ def test_words_outlive_demotion_and_promotion() -> None:
 def test_words_outlive_a_restart() -> None:
     """What one tier's records say holds in the next life, by Unix time; of what two tiers say the greater; the blocks before it are raised again."""
     kept, start = chain("kept", 3), Start(unix_s=1e9)
-    old = Kit(tier(HOST, 8, eviction="priority"), start=start)
+    old = Kit(tier(HOST, 8, eviction="priority"), tier(NVME, 8, eviction="priority"), start=start)
     put(old, kept[:2])
     put(old, kept, [90], [1000], first=2)
+    old.took(old.core.persist(old.ids(kept), now=old.tick()))
+    old.land()
     metas = old.core.metas(old.ids(kept))
     metas["priority"][:2] = metas["until_s"][:2] = 0
     assert metas["until_s"].tolist() == [0, 0, 10**9 + 1000 + 4]
@@ -225,13 +227,17 @@ def test_words_outlive_a_restart() -> None:
     )
     segments, extents = old.core.segments(0), old.core.extents(old.ids(kept), tier=0)
     assert new.core.adopt(0, segments=segments, extents=extents, metas=metas, now=0.0).all()
+    metas["priority"] = metas["until_s"] = 0
+    segments, extents = old.core.segments(1), old.core.extents(old.ids(kept), tier=1)
+    assert new.core.adopt(1, segments=segments, extents=extents, metas=metas, now=0.0).all()
+    new.core.check()
     assert said(new, kept) == [91] * 3
     put(new, chain("plain", 5))
     put(new, chain("new", 5))
-    assert held(new, kept) == [True] * 3
+    assert new.tiers_of(kept) == [0] * 3
     new.now += 1000
     put(new, chain("newer", 5))
-    assert held(new, kept) == [False] * 3
+    assert new.tiers_of(kept) == [1] * 3
 
 
 @pytest.mark.parametrize("eviction", sorted(set(EVICTION) - {"priority"}))
