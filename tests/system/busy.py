@@ -129,8 +129,9 @@ class Busy:
             self._put(kind, count)
         self._read(self.durable[-4:])
         self._give_up()
-        # Below the watermark and above it: blocks leave for NVMe on their own, and come back.
-        self._client.put(self._spaces[1], *self._blocks(1, 60))
+        # Above the watermark: the coldest leave for NVMe on their own, and come back.
+        self._client.put(self._spaces[1], *self._blocks(1, 120))
+        self._read(self.durable[-4:])
         raw.call(raw.admin.Evict, apb.EvictRequest(tier="host.0"))
         self._read(self.durable[-2:])
         with self._client.acquire(self._spaces[1], self.durable[-2].hashes, tier="device"):

@@ -136,13 +136,14 @@ def die_often(points: list[str], *, seed: int, kind: type[Daemon] = Daemon) -> N
     begun = time.monotonic()
     with kind(CONFIG, faults=True) as daemon:
         run = Deaths(daemon, random.Random(seed))
+        point = ""
         try:
             for point in points:
                 run.die_at(point)
             daemon.restart()
             run.busy.check(run.busy.durable)
         except (AssertionError, subprocess.TimeoutExpired) as error:
-            raise AssertionError(f"seed {seed}: {error}\n{daemon.log[-6000:]}") from error
+            raise AssertionError(f"seed {seed}, {point}: {error}\n{daemon.log[-6000:]}") from error
         finally:
             run.busy.close()
             _report(run, seed=seed, points=len(set(points)), seconds=round(time.monotonic() - begun))
