@@ -53,11 +53,10 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "idle": idle.rows,
     "daemon_start": daemon_start.rows,
     "recording": recording.rows,
+    "index_scale": lambda effort: index_scale.rows(effort.pick(INDEX_BLOCKS, 1 << 14)),
 }
-ON_REQUEST: dict[str, Callable[[Effort], list[Row]]] = {
-    "index_scale": lambda effort: index_scale.rows(effort.pick(index_scale.BLOCKS, 1 << 14)),
-}
-"""Suites that take minutes: run when they are named."""
+INDEX_BLOCKS = 1_000_000
+"""Of the index; ten million take some minutes: `python -m tools.bench.index_scale`."""
 RESULT = Path("build/bench.json")
 
 
@@ -84,7 +83,7 @@ def measure(names: Sequence[str], effort: Effort, console: Console) -> tuple[lis
         begun = time.perf_counter()
         try:
             with console.status(f"{name} ..."):
-                rows += (SUITES | ON_REQUEST)[name](effort)
+                rows += SUITES[name](effort)
         except Exception:  # noqa: BLE001 -- told here, and again in the end
             console.print(f"[red]{name} failed[/]\n{traceback.format_exc()}", highlight=False)
             failed.append(name)
@@ -113,12 +112,12 @@ def title() -> str:
 def main() -> None:
     """Runs the suites named, or all that take seconds."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description="tierd against the machine's own limits")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*SUITES, *ON_REQUEST])}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--tiny", action="store_true", help="only to see that the suites work")
     asked = parser.parse_args()
-    if unknown := set(asked.names) - set(SUITES) - set(ON_REQUEST):
-        parser.error(f"no suite {', '.join(sorted(unknown))}; there are {', '.join([*SUITES, *ON_REQUEST])}")
+    if unknown := set(asked.names) - set(SUITES):
+        parser.error(f"no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     rows, failed = measure(asked.names or list(SUITES), TINY if asked.tiny else FULL, console)
     if rows:
