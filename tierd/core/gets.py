@@ -235,11 +235,13 @@ class Gets:
         tiers, is_near = near.tiers, near.tiers >= 0
         if not is_near.all():
             tiers = np.where(is_near, tiers, self._index.targets(blocks, serving))
-        lengths = self._index.blocks.length[blocks]
         for tier in kinds(tiers):
             rows = true_rows(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
-            cost = pages_of.class_of(lengths[rows])
+            cost = pages_of.class_bytes(near.pages[rows])  # more than the block takes, if it came shorter than reserved
+            if not is_near.all():
+                away = true_rows(~is_near[rows])
+                cost[away] = pages_of.class_of(self._index.blocks.length[blocks[rows[away]]])
             if int(cost.sum()) <= self._sessions.room_bytes(holder, tier):
                 continue  # even if it pins none of them yet
             if mine:

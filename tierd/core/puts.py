@@ -208,7 +208,7 @@ class Puts:
         self._count_off(commit.reservation, commit.rows[rows])
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
-        again = true_rows(known < 0)
+        again = true_rows(~new)  # names that came twice, of which what made way may have had another id
         if len(again):
             known[again] = self._index.blocks.find(names.at(again))
         return known

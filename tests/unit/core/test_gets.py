@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, TOKENS, Kit, chain, group, tier
+from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, TOKENS, Kit, chain, commit_blocks, group, tier
 from tierd.core.model import BlockStatus, Need, Reason
 from tierd.errors import InvalidArgument, NotFound
 
@@ -403,3 +403,14 @@ def test_a_settled_lease_gives_up_what_is_condemned() -> None:
     assert kit.settle(acquired).tokens == 32
     kit.release(acquired.lease)
     kit.core.check()
+
+
+def test_a_share_counts_the_page_and_not_the_block() -> None:
+    """Blocks that were committed shorter than reserved lie in pages of what was reserved, and that is what a session may pin of them."""
+    kit, a = Kit(tier(HOST, 32, segment=16), share=0.5), chain("a", 2)
+    reserved = kit.reserve(a, length=8 * PAGE)
+    blocks = commit_blocks(a, [0, 1], length=100)
+    kit.finish_commit(kit.core.begin_commit(1, reservation=reserved.reservation, blocks=blocks, now=1.0))
+    kit.core.open_session(2, domain=1)
+    kit.reserve(chain("b", 4), session=2)
+    assert kit.acquire(group(a), session=2).tokens == TOKENS

@@ -316,3 +316,16 @@ def test_a_tier_that_came_back_with_other_bytes() -> None:
         assert answer.plan.freed["reason"].tolist() == reasons
         kit.core.set_serving(1, True)
         assert [int(t).bit_count() for t in kit.core.describe(kit.ids(a))["tiers"]] == [1 if reasons else 2] * 2
+
+
+def test_a_name_that_comes_twice_in_a_commit_is_one_block() -> None:
+    """Its second row speaks of the block that its first row made, even where what made way for it had another id."""
+    kit, names = Kit(tier(HOST, 64), tier(NVME, 8)), chain("a", 2)
+    for row in (names[:1], names[1:]):
+        kit.put(row, kind=NVME)
+    kit.core.set_serving(1, serving=False)
+    twice = np.concatenate((names, names[:1]))
+    answer = kit.commit(kit.reserve(twice), digest=9)
+    assert answer.statuses.tolist() == [READY, READY, EXISTS]
+    assert answer.blocks.tolist() == kit.ids(twice).tolist()
+    assert answer.extents["generation"][2] == answer.extents["generation"][0]

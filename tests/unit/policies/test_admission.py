@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -211,3 +212,31 @@ def test_what_a_store_has_need_not_be_paid_again() -> None:
     ids = chain(blocks, 1, 40)
     blocks.kept[ids[4:]] = True
     assert (policy.admit(ids[:4], sizes(ids[:4]), 5.0) == Verdict.WRITE).all()
+
+
+def under_budget(blocks: Blocks, ids: np.ndarray, *, paid: int) -> Learned:
+    """A policy under a budget that can pay so many blocks at time 1."""
+    policy = Learned(spec(rate=float(paid * SIZE)), blocks, None)
+    policy.touch(ids, 0.0)
+    return policy
+
+
+def test_parents_that_go_round_are_paid_once() -> None:
+    """What clients say are parents may be a circle: each block of it is before the others, and is paid once."""
+    blocks = Blocks()
+    ids = known(blocks, [1, 2], parents=[2, 1])
+    assert under_budget(blocks, ids, paid=2).admit(ids, sizes(ids), 1.0).tolist() == [Verdict.WRITE] * 2
+    assert under_budget(blocks, ids, paid=1).admit(ids, sizes(ids), 1.0).tolist() == [Verdict.BUDGET] * 2
+
+
+def test_a_chain_that_cannot_be_paid_is_walked_once() -> None:
+    """The verdicts on many blocks at the end of a long chain take no more than some times as long as that on one."""
+    blocks = Blocks()
+    ids, took_s = chain(blocks, 1, 20_000), []
+    for asked in (ids[:1], ids[:200]):
+        policy = under_budget(blocks, ids, paid=15_000)
+        began = time.perf_counter()
+        assert set(policy.admit(asked, sizes(asked), 1.0).tolist()) == {Verdict.BUDGET}
+        took_s.append(time.perf_counter() - began)
+    report("verdicts at the end of a chain of 20,000", one_s=took_s[0], two_hundred_s=took_s[1])
+    assert took_s[1] < 20 * took_s[0]

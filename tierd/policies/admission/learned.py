@@ -13,6 +13,7 @@ are asked about after their tails; and the parent of what passes is *promised*: 
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class Learned(Gate):
         self._promised: dict[int, None] = {}
         self._owed_bytes = 0.0
         self._due_bytes: dict[int, int] = {}
+        self._costs: dict[int, int] = {}  # by block id, what it and all before it cost; of one call
         self._left_bytes, self._moment = 0.0, -math.inf
 
     def price(self) -> float:
@@ -68,6 +70,7 @@ class Learned(Gate):
         if now != self._moment:
             self._due_bytes.clear()
         self._moment = now
+        self._costs.clear()
         self._budget.allow(sizes_bytes)
         self._left_bytes = self._budget.level(now) - sum(self._due_bytes.values())
 
@@ -94,6 +97,8 @@ class Learned(Gate):
         """Whether the block can be paid with what is before it; then that is due."""
         if self._due_bytes.pop(name, 0):
             return True
+        if size_bytes + self._cost_before(block) > self._left_bytes:
+            return False
         before = self._missing_before(block)
         sizes = self._blocks.length[before].tolist()
         bill = dict(zip(names_of(self._blocks, before).tolist(), sizes, strict=True))
@@ -103,15 +108,29 @@ class Learned(Gate):
             return False
         self._left_bytes -= cost
         self._due_bytes |= bill
+        if bill:
+            self._costs.clear()
         return True
 
-    def _missing_before(self, block: int) -> Ids:
-        """What must be written before the block is of use: the blocks before it, up to one that a store has; or more than can be paid."""
-        parent, kept, length = self._blocks.parent, self._blocks.kept, self._blocks.length
-        above, found = int(parent[block]), []
-        left_bytes = self._left_bytes + sum(self._due_bytes.values())
-        while above >= 0 and not kept[above] and left_bytes >= 0:
-            found.append(above)
-            left_bytes -= int(length[above])
+    def _cost_before(self, block: int) -> int:
+        """Bytes to be paid for what is before the block. Known of every block on the way from then on: a chain that cannot be paid is walked once."""
+        before = self._missing_before(block, known=self._costs)
+        above = int(self._blocks.parent[before[-1] if len(before) else block])
+        cost = self._costs.get(above, 0)
+        rows = zip(
+            before.tolist(), names_of(self._blocks, before).tolist(), self._blocks.length[before].tolist(), strict=True
+        )
+        for one, name, size in reversed(list(rows)):
+            cost += 0 if name in self._due_bytes else size
+            self._costs[one] = cost
+        return cost
+
+    def _missing_before(self, block: int, known: Container[int] = ()) -> Ids:
+        """What must be written before the block is of use: the blocks before it, up to one that a store has, or is known. Each once: parents are
+        what clients say, and may go round."""
+        parent, kept = self._blocks.parent, self._blocks.kept
+        above, found = int(parent[block]), dict.fromkeys((block,))
+        while above >= 0 and not kept[above] and above not in found and above not in known:
+            found[above] = None
             above = int(parent[above])
-        return np.asarray(found, np.int64)
+        return np.fromiter(found, np.int64, len(found))[1:]
