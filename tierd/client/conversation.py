@@ -30,6 +30,8 @@ class Conversation:
     def __init__(self, stub: Any, metadata: Any) -> None:
         self._asks: queue.SimpleQueue[pb.Ask | None] = queue.SimpleQueue()
         self._stream = stub.Converse(iter(self._asks.get, None), metadata=metadata)
+        # gRPC's thread that waits for asks would wait for ever for those of a client that was collected without a word.
+        weakref.finalize(self, self._asks.put, None).atexit = False
         self._over = threading.Event()
         if not self._stream.add_callback(self._over.set):
             self._over.set()
@@ -88,12 +90,16 @@ class Conversations:
         try:
             return Conversation(self._stub, self._metadata)
         except BaseException:
-            self._open -= 1
+            with self._turn:
+                self._open -= 1
             raise
 
     def rest(self, stream: Conversation) -> None:
-        """The call has been answered."""
-        self._resting.append(stream)
+        """The call has been answered; perhaps in the moment in which its stream was cancelled."""
+        if stream.is_late:
+            self.drop(stream)
+        else:
+            self._resting.append(stream)
 
     def drop(self, stream: Conversation) -> None:
         """The call has not been answered."""
@@ -144,8 +150,8 @@ class Watch:
         with self._changed:
             self._streams.add(stream)
             if not self._next:
-                self._next = math.inf
                 threading.Thread(target=self._run, name="tierd-deadlines", daemon=True).start()
+                self._next = math.inf  # not before there is one: a process may have no more threads to give
             self._next = min(self._next, stream.deadline)
             self._changed.notify()
 
@@ -161,7 +167,8 @@ class Watch:
 
     def _look(self, now: float) -> None:
         # Apart from _run, whose frame would keep streams alive while it waits.
-        streams = list(self._streams)
+        with self._changed:
+            streams = list(self._streams)
         for stream in streams:
             stream.check(now)
         with self._changed:

@@ -63,11 +63,12 @@ class SyncTransport:
 
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
-        with self.link.credits.turn(method, timeout_s=timeout_s) as left_s:
+        # A fork waits from before a stream is taken until after it rests: else it would be open in the middle of one.
+        with self.link.credits.turn(method, timeout_s=timeout_s) as left_s, forks.calling():
             stream = self._conversations.take()
             if stream is not None:
                 return self._ask(stream, method, request, timeout_s=left_s)
-            with named(self.link, method) as metadata, translated(self.link), forks.calling():
+            with named(self.link, method) as metadata, translated(self.link):
                 return getattr(self.stub, method)(request, timeout=left_s, metadata=metadata)
 
     def _ask(self, stream: Conversation, method: str, request: Any, *, timeout_s: float) -> Any:
@@ -78,7 +79,6 @@ class SyncTransport:
         ask = pb.Ask(
             method=method, message=request.SerializeToString(), timeout_us=max(1, int(timeout_s * 1e6)), request=name
         )
-        ended = forks.begin_call()
         try:
             answer = stream.ask(ask, deadline=time.monotonic() + timeout_s)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words where it is gRPC's
@@ -86,8 +86,6 @@ class SyncTransport:
             if name:
                 session.revoke(name)
             raise _broken(error, self.link, stream) from None
-        finally:
-            ended()
         self._conversations.rest(stream)
         if answer.status:
             if name:
