@@ -228,7 +228,7 @@ def test_a_file_that_cannot_grow_ends_it_and_nothing_else(daemon: Daemon) -> Non
 
 
 def test_a_stop_in_the_middle_of_traffic(daemon: Daemon) -> None:
-    """While clients ask, recordings begin and end: each holds whole requests in order, and all but a few that a crowded machine loses."""
+    """While clients ask, recordings begin and end: each holds whole requests in order, and none is lost."""
     stop = threading.Event()
 
     def ask() -> None:
@@ -248,7 +248,7 @@ def test_a_stop_in_the_middle_of_traffic(daemon: Daemon) -> None:
             told = record(daemon, "stop")
             found = read_trace(path)
             assert (told["requests"], told["bytes"]) == (len(found), path.stat().st_size)
-            assert told["lost"] <= 1 + told["requests"] // 100
+            assert told["lost"] == 0
             assert sorted(set(found.ids)) == list(range(told["distinct"]))
     finally:
         stop.set()

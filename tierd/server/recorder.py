@@ -73,13 +73,15 @@ class Recorder:
                     f"; {named(self._recording.path)} has ended: {self._recording.reason}" if self._recording else ""
                 )
                 raise NotFound(f"recording: none goes on{ended}; `tierctl record status` tells of the last one")
-            await asyncio.to_thread(self._recording.stop, timeout_s=STOP_TIMEOUT_S)
+            self._recording.stop()
+            await asyncio.to_thread(self._recording.join, timeout_s=STOP_TIMEOUT_S)
         return self.status()
 
     async def close(self, *, timeout_s: float) -> None:
         """The daemon ends."""
         if self._recording is not None:
-            await asyncio.to_thread(self._recording.stop, timeout_s=timeout_s)
+            self._recording.stop()
+            await asyncio.to_thread(self._recording.join, timeout_s=timeout_s)
 
     def status(self) -> pb.RecordReply:
         """The recording that goes on, else the last one of this life."""

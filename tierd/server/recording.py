@@ -131,7 +131,7 @@ class Recording:
 
     def note(self, now: float, group: GroupQuery, *, is_lookup: bool) -> None:
         """A call has come. Never waits: beyond the queue's bound it is lost, and counted."""
-        if self.reason or not len(group.hashes):
+        if self._stop.is_set() or self.reason or not len(group.hashes):
             return
         asked = Asked(now, group, is_lookup)
         if self._noted - self._taken + asked.cost > QUEUE_BLOCKS:
@@ -140,9 +140,12 @@ class Recording:
         self._noted += asked.cost
         self._queue.append(asked)
 
-    def stop(self, *, timeout_s: float) -> None:
-        """Ends it: what was noted is written. Blocking, until it has ended or the time is over (a disk that hangs)."""
+    def stop(self) -> None:
+        """What was noted is still written; what comes from now on is not of it. Call it where calls are noted."""
         self._stop.set()
+
+    def join(self, *, timeout_s: float) -> None:
+        """After `stop`. Blocking, until it has ended or the time is over (a disk that hangs)."""
         self._thread.join(timeout_s)
 
     # -- in the thread

@@ -53,7 +53,8 @@ def begun(path: Path, bounds: Bounds = WIDE) -> Recording:
 
 def read(recorded: Recording) -> list[Request]:
     """What is in the file once it has ended."""
-    recorded.stop(timeout_s=SOON_S)
+    recorded.stop()
+    recorded.join(timeout_s=SOON_S)
     assert recorded.reason
     return list(read_trace(recorded.path)) if recorded.counts.requests else []
 
