@@ -6,7 +6,8 @@ the calls in progress, its deadline, its name in the metrics and logs, its error
 
 Purpose: a message in, a verb of the service, a message out. Non-purpose: what verbs do (service.py), opening and ending of streams (guard.py).
 Invariants: no verb runs without an open session and a place; a conversation holds a place only while a call of it runs; what
-interrupts the stream interrupts its call; in the end no conversation is cut off in the middle of a call that still has time.
+interrupts the stream interrupts its call; none rests after its session has ended, else a process that opens and closes sessions would
+take all the daemon's streams; in the end no conversation is cut off in the middle of a call that still has time.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Conversations:
         self._guard = guard
         self._verbs = {verb.name: verb for verb in _verbs_of(service)}
         self._numbers = itertools.count(1)
-        self._resting: set[asyncio.Task[Any]] = set()
+        self._resting: dict[asyncio.Task[Any], int] = {}
         self._ending = asyncio.Event()
 
     def end(self) -> None:
@@ -60,12 +61,17 @@ class Conversations:
         for task in list(self._resting):
             task.cancel()
 
+    def leave(self, session: int) -> None:
+        """The session has ended, and so do its conversations: those that rest now, the others after the call that they are in."""
+        for task in [task for task, its in self._resting.items() if its == session]:
+            task.cancel()
+
     async def hold(self, context: Any) -> None:
-        """One stream, to its end. Raises AbortError for one that the daemon ends."""
+        """One stream, to its end. Raises SessionLost with its session, AbortError for one that the daemon ends."""
         metadata = dict(context.invocation_metadata() or ())
         task = asyncio.current_task()
         assert task is not None
-        while (raw := await self._next(context, task)) is not None:
+        while (raw := await self._next(context, task, metadata)) is not None:
             answer = await self._answer(raw, metadata)
             with unless_over():
                 await context.write(answer)
@@ -73,19 +79,20 @@ class Conversations:
             with unless_over():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "daemon: it is ending; try another one, or later")
 
-    async def _next(self, context: Any, task: asyncio.Task[Any]) -> bytes | None:
-        """The next message; None at the end, whose ever it is."""
+    async def _next(self, context: Any, task: asyncio.Task[Any], metadata: dict[str, str]) -> bytes | None:
+        """The next message; None at the end, whose ever it is. Raises SessionLost."""
         if self._ending.is_set():
             return None
-        self._resting.add(task)
+        self._resting[task] = self._guard.session_of(metadata)
         try:
             raw = await context.read()
         except asyncio.CancelledError:
             if not self._ending.is_set():
+                self._guard.session_of(metadata)
                 raise
             return None
         finally:
-            self._resting.discard(task)
+            del self._resting[task]
         return raw if isinstance(raw, bytes) else None  # grpc.aio.EOF
 
     async def _answer(self, raw: bytes, metadata: dict[str, str]) -> pb.Answer:

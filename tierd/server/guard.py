@@ -218,6 +218,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         deadline = asyncio.get_running_loop().time() + min(timeout_s, LONGEST_S)
         return Caller(session, tenant, is_admin, request, deadline)
 
+    def session_of(self, metadata: dict[str, str]) -> int:
+        """Whose stream it is. Raises SessionLost."""
+        return self._identify(metadata)[0]
+
     def place(self, method: str, session: int) -> Place:
         """For a call within a conversation. Raises Overloaded."""
         return self._credits.place(method, session)

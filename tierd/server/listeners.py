@@ -234,6 +234,7 @@ class Listeners:
 
     def _stopped(self, session: int) -> None:
         self._daemon.cache.stop_session(session)
+        self._rpc.leave(session)
         self._credits.forget(session)
         self._service.grants.forget(session)
         self._service.openings.forget(session)

@@ -95,6 +95,10 @@ class Rpc:
         for name in ("", *SERVICES):
             await self.health.set(name, status)
 
+    def leave(self, session: int) -> None:
+        """The session has ended: so do the streams that it keeps open for calls."""
+        self._conversations.leave(session)
+
     async def stop(self, *, grace_s: float) -> None:
         """Refuses new calls, lets those in progress finish within the grace, cancels the rest."""
         self._conversations.end()

@@ -87,7 +87,7 @@ async def test_bytes_that_are_no_ask() -> None:
 
 
 async def test_every_message_needs_an_open_session() -> None:
-    """Nobody opens a conversation without a token or over TCP; once the session has ended, its conversation is refused by name."""
+    """Nobody opens a conversation without a token or over TCP; once the session has ended, its conversation ends too, by name."""
     async with rigged() as rig, rig.stubs() as (cache, _), rig.stubs(remote=True) as (far, _admin):
         assert await error_of(cache.Converse(metadata=(("tierd-session", "1.00"),)).read()) == "SessionLost"
         bearer = (("authorization", f"Bearer {SECRET}"),)
@@ -96,9 +96,27 @@ async def test_every_message_needs_an_open_session() -> None:
         assert (await talk.ask("Release", pb.ReleaseRequest())).status == ""
         rig.sockets[-1].close()
         async with asyncio.timeout(SOON_S):
-            while (answer := await talk.ask("Lookup", pb.LookupRequest())).error != "SessionLost":
-                assert answer.error == "InvalidArgument"
-        talk.stream.cancel()
+            assert await error_of(talk.stream.read()) == "SessionLost"
+        await rig.quiet()
+
+
+async def test_a_session_that_ends_in_the_middle_of_a_call() -> None:
+    """A conversation whose session ends while it is in a call ends after that call."""
+    async with rigged() as rig, rig.stubs() as (cache, _):
+        metadata, hang = await rig.session(), asyncio.Event()
+        talk, namespace = Talk(cache, metadata), await own_namespace(cache, metadata)
+        group = pb.PutGroup(namespace=namespace, blocks=rig.world.put_query(chain(2, 2)).blocks.tobytes())
+        rig.world.cache.flights.prepared = lambda _segments: hang.wait()  # type: ignore[method-assign,assignment]
+        asked = asyncio.create_task(talk.ask("Reserve", pb.ReserveRequest(groups=[group], tier=1)))
+        await until(lambda: rig.running == 1)
+        tenants = rig.world.cache._tenants
+        count = len(tenants)
+        rig.sockets[-1].close()
+        await until(lambda: len(tenants) < count)
+        hang.set()
+        assert (await asked).error == "SessionLost"
+        async with asyncio.timeout(SOON_S):
+            assert await error_of(talk.stream.read()) == "SessionLost"
         await rig.quiet()
 
 
