@@ -216,9 +216,8 @@ class Cache:
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
         got, served = await self._bring(session, groups, kind=kind, timeout_s=timeout_s)
-        if (
-            served.tokens < got.tokens and now() < deadline
-        ):  # a page went bad on the way: there may be a good one farther off
+        if served.tokens < got.tokens and now() < deadline:
+            # A page went bad on the way: there may be a good one farther off.
             self._give_back(session, [got.lease])
             again, served = await self._bring(session, groups, kind=kind, timeout_s=deadline - now())
             got = replace(again, tokens=max(again.tokens, got.tokens))

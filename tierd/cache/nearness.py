@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from tierd.core.model import Need, TierKind
 from tierd.core.plan import Found, GroupQuery
+from tierd.core.sets import among
 from tierd.tiers.tier import Tier
 
 
@@ -19,4 +18,4 @@ def is_near(tiers: Sequence[Tier], groups: Sequence[GroupQuery], found: Found) -
     if any(group.need is not Need.PREFIX for group in groups):
         return False
     far = [tier.position for tier in tiers if tier.spec.kind is not TierKind.HOST]
-    return not any(np.isin(tier_of, far).any() for tier_of in found.tier_of)
+    return not any(among(tier_of, far).any() for tier_of in found.tier_of)

@@ -34,18 +34,9 @@ OPTIONS = (
 _GIVING = frozenset({"Acquire", "Reserve", "Commit"})
 """Calls that leave something held, of which a client without their reply would not know."""
 _REPLIES = {
-    name: getattr(pb, f"{name}Reply").FromString
-    for name in (
-        "OpenNamespace",
-        "Lookup",
-        "Acquire",
-        "Release",
-        "Reserve",
-        "Commit",
-        "Abort",
-        "Prefetch",
-        "ReportAttention",
-    )
+    method.name: getattr(pb, method.output_type.name).FromString
+    for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
+    if not (method.client_streaming or method.server_streaming)
 }
 """Calls that a conversation takes."""
 _LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")

@@ -56,10 +56,10 @@ class Eviction(Protocol):
 
 
 @runtime_checkable
-class Ranking(Protocol):
+class Heeding(Protocol):
     """An Eviction that goes by what puts say of blocks (`tierd.core.said`), and so hears of more than uses."""
 
-    def ranked(self, blocks: Ids, now: float) -> None:
+    def said(self, blocks: Ids, now: float) -> None:
         """Something else is said of these tracked blocks; that counts as a use."""
         ...
 

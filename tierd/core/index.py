@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tierd.core.admission import Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
-from tierd.core.eviction import Ranking
+from tierd.core.eviction import Heeding
 from tierd.core.model import (
     FREED,
     NO_PAGE,
@@ -55,7 +55,7 @@ class Index:
         most = sum(spec.capacity_bytes for spec in tiers) // PAGE_ALIGN_BYTES
         self.blocks = Blocks(seed=start.seed, most=most, unix_s=start.unix_s)
         self.policies = [policies.eviction(spec, self.blocks) for spec in tiers]
-        self._ranking = [(tier, policy) for tier, policy in enumerate(self.policies) if isinstance(policy, Ranking)]
+        self._heeding = [(tier, policy) for tier, policy in enumerate(self.policies) if isinstance(policy, Heeding)]
         stores = [tier.position for tier in self.tiers if tier.spec.kind is TierKind.NVME]
         self.admissions = {store: policies.admission(tiers[store], self.blocks) for store in stores}
         self.listener = policies.listener(self.blocks)
@@ -232,13 +232,13 @@ class Index:
     def say_before(self, blocks: Ids, now: float) -> None:
         """What is said of these blocks is new: it is said of those before them too, and policies that go by it hear of all."""
         lifted = raise_before(self.blocks, blocks, self.blocks.unix_s + now)
-        for tier, policy in self._ranking if len(blocks) else ():
+        for tier, policy in self._heeding if len(blocks) else ():
             for those in (blocks, lifted):
-                policy.ranked(those[self._tracked(tier, those)], now)
+                policy.said(those[self._tracked(tier, those)], now)
 
     def pass_time(self, now: float) -> None:
         """Before room is made."""
-        for _, policy in self._ranking:
+        for _, policy in self._heeding:
             policy.pass_time(now)
 
     def weigh(self, blocks: Ids) -> None:

@@ -78,7 +78,7 @@ class Puts:
 
     def _say(self, ids: Ids, said: Said, now: float) -> None:
         """What a put says of blocks that are held already (-1: are not), its first block first."""
-        rows = np.flatnonzero((said.codes > 0) & (ids >= 0))[::-1]
+        rows = true_rows((said.codes > 0) & (ids >= 0))[::-1]
         if len(rows):
             self._index.say(ids[rows], said.at(rows), now)
 

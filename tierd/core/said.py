@@ -18,6 +18,7 @@ from tierd.core.blocks import Blocks
 from tierd.core.draft import no_ids
 from tierd.core.model import PRIORITY_DEFAULT, StructArray
 from tierd.core.plan import Bools, Bytes, Ids, Lengths
+from tierd.core.sets import in_order
 
 _LAST_S = (1 << 32) - 1
 _RANK_BITS = 32
@@ -82,8 +83,7 @@ def raise_said(blocks: Blocks, ids: Ids, said: Said, time_s: float) -> Ids:
     rows = np.flatnonzero((ranks > Said.of_blocks(blocks, ids).ranks(time_s)) & (said.codes > 0))
     rows = rows[np.argsort(ranks[rows], kind="stable")]  # of a block that comes twice the last written stays
     blocks.priority[ids[rows]], blocks.until_s[ids[rows]] = said.codes[rows], said.until_s[rows]
-    changed: Ids = ids[np.sort(rows)]
-    return changed[np.sort(np.unique(changed, return_index=True)[1])]
+    return in_order(ids[np.sort(rows)])
 
 
 def keep_said(blocks: Blocks, ids: Ids, metas: StructArray, time_s: float) -> None:

@@ -65,7 +65,7 @@ class Played:
         self.blocks.priority[new], self.blocks.until_s[new] = words
         held = np.array([b for b in blocks if b in self.plain.uses], np.int64)
         changed = raise_said(self.blocks, held, words.at(np.zeros(len(held), np.int64)), time_s)
-        self.policy.ranked(changed, self.now)
+        self.policy.said(changed, self.now)
         until = np.ceil(time_s + retention_s) - UNIX_S if retention_s else np.inf
         self.plain.said |= dict.fromkeys([*new.tolist(), *changed.tolist()], (priority, until))
         self.plain.use(changed.tolist())

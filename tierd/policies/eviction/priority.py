@@ -30,7 +30,7 @@ from tierd.policies.eviction.retention import Ends
 
 
 class Priority:
-    """See the module; keeps `tierd.core.eviction.Ranking` too."""
+    """See the module; keeps `tierd.core.eviction.Heeding` too."""
 
     def __init__(self, blocks: Blocks) -> None:
         """blocks: for what is said of them."""
@@ -56,7 +56,7 @@ class Priority:
         self._late.remove(blocks[self._late.has(blocks)])
         self._put(blocks)
 
-    def ranked(self, blocks: Ids, now: float) -> None:
+    def said(self, blocks: Ids, now: float) -> None:
         """Something else is said of the blocks; a use."""
         self.touch(blocks, now)
         self._note(blocks)
