@@ -2,14 +2,15 @@
 
 Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is
 cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
-run of page ids. An empty segment goes back to the common pool at once.
+run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives and has committed into it, as soon
+as somebody needs its place; until then the writer has memory that it has mapped already.
 
 A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back.
 Where its segment holds nothing else and the place is wanted (`reclaim`), the pages of the next life that lie on the same bytes are quarantined from its
 beginning, unless that life gets another file. The books of it are kept here; none outlives a restart.
 
-Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those that a writer holds
-after a restart; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
+Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living
+writer; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
 given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
@@ -68,7 +69,8 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free."""
+    """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free. is_proven: a block was in it,
+    so its memory can be had."""
 
     id: int
     key: Key
@@ -76,6 +78,7 @@ class Segment:
     pages: int
     spare: int
     low: int = 0
+    is_proven: bool = False
 
 
 class Pages:
@@ -111,6 +114,8 @@ class Pages:
         self._last_domain = [0] * places
         self._mapped_by: list[set[int]] = [set() for _ in range(places)]  # domains that ever mapped a place's file
         self.vacant = set(range(places))
+        self.idle: dict[int, None] = {}
+        """Places of empty segments whose writer lives, in the order in which they emptied."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
@@ -189,13 +194,18 @@ class Pages:
             self._acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
 
     def reclaim(self) -> bool:
-        """Vacates the place of a segment that holds nothing but quarantined pages, if they are no more than half of it. False: there is none."""
+        """Vacates the place of an idle segment, or of one that holds nothing but quarantined pages, if they are no more than half of it. False: there is none."""
+        if self.idle:
+            self._vacate(next(iter(self.idle)))
+            return True
         for place, segment in enumerate(self.segments):
             bad = int(self._bad[place])
             if segment is not None and bad and segment.spare + bad == segment.pages and not self.is_mostly_bad(place):
                 pages = [page for page in self.quarantine if self.place[page] == place]
                 self._spots[place] = [self.quarantine[page] for page in pages]
                 self._acquit(pages)
+                if place in self.idle:
+                    self._vacate(place)
                 return True
         return False
 
@@ -224,6 +234,8 @@ class Pages:
         self.counts[new] += len(pages)
         self.bytes_in[old] -= size
         self.bytes_in[new] += size
+        if new == PageState.READY:
+            self._prove(pages)
         for state, step in ((old, -1), (new, 1)):
             if state >= PageState.RETIRING:
                 np.add.at(self._retiring if state == PageState.RETIRING else self._bad, self.place[pages], step)
@@ -270,18 +282,18 @@ class Pages:
         return self.bytes_in[PageState.QUARANTINED]
 
     def usage(self) -> dict[Key, Usage]:
-        """Per key, how much it uses of what it could: its segments and the vacant places, less what is quarantined."""
+        """Per key, how much it uses of what it could: its segments and the places that anybody can have, less what is quarantined."""
         used: dict[Key, int] = {}
         whole: dict[Key, int] = {}
-        for segment, retiring, bad in zip(self.segments, self._retiring.tolist(), self._bad.tolist(), strict=True):
-            if segment is not None:
+        counts = zip(self.segments, self._retiring.tolist(), self._bad.tolist(), strict=True)
+        for place, (segment, retiring, bad) in enumerate(counts):
+            if segment is not None and place not in self.idle:
                 key, pages = segment.key, segment.pages - bad
                 used[key] = used.get(key, 0) + (pages - segment.spare - retiring) * key.class_bytes
                 whole[key] = whole.get(key, 0) + pages * key.class_bytes
-        vacant = {
-            key: len(self.vacant) * (self.spec.segment_bytes // key.class_bytes) * key.class_bytes for key in used
-        }
-        return {key: Usage(used[key], whole[key] + vacant[key]) for key in used}
+        places, segment_bytes = len(self.vacant) + len(self.idle), self.spec.segment_bytes
+        free = {key: places * (segment_bytes // key.class_bytes) * key.class_bytes for key in used}
+        return {key: Usage(used[key], whole[key] + free[key]) for key in used}
 
     def has_ids(self, class_bytes: int) -> bool:
         """Whether a segment of the class could have page ids: those of an ended one, or new ones."""
@@ -370,7 +382,7 @@ class Pages:
                 self._close(place)
                 segment.key = segment.key._replace(writer=to)
                 self._reopen(place)
-                if segment.spare == segment.pages:
+                if segment.spare == segment.pages and to == DAEMON:
                     self._vacate(place)
         if to != DAEMON:
             self._last_writer = [to if writer == session else writer for writer in self._last_writer]
@@ -451,6 +463,7 @@ class Pages:
         segment = self.segments[place]
         assert segment is not None and segment.spare >= count
         segment.spare -= count
+        self.idle.pop(place, None)
         if segment.spare == 0:
             self._close(place)
 
@@ -459,15 +472,25 @@ class Pages:
         assert segment is not None
         segment.spare += count
         segment.low = min(segment.low, page - segment.first)
-        if segment.spare == segment.pages:
-            self._vacate(place)
-        else:
+        if segment.spare < segment.pages:
             self._reopen(place)
+        elif segment.is_proven and segment.key.writer not in (DAEMON, NOBODY):
+            self._reopen(place)
+            self.idle[place] = None
+        else:
+            self._vacate(place)
+
+    def _prove(self, pages: Ids) -> None:
+        for place in kinds(self.place[pages]):
+            segment = self.segments[place]
+            assert segment is not None
+            segment.is_proven = True
 
     def _vacate(self, place: int) -> None:
         segment = self.segments[place]
         assert segment is not None
         self._close(place)
+        self.idle.pop(place, None)
         heappush(self._runs.setdefault(segment.pages, []), segment.first)
         self.place[segment.first : segment.first + segment.pages] = -1
         self.counts[PageState.FREE] -= segment.pages

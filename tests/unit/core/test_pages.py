@@ -43,6 +43,30 @@ def test_an_empty_segment_goes_to_the_pool() -> None:
     assert (begun.slot, begun.replaces, begun.pages, begun.writer) == (0, 1, 2, 5)
 
 
+def test_a_living_writer_keeps_the_memory_that_it_emptied() -> None:
+    """Who puts in place of what he put before gets the same segment, which he has mapped; whoever else needs the place gets it at once."""
+    kit = Kit(tier(HOST, 4))
+    kit.core.open_session(2, domain=1)
+    kit.put(chain("a", 4))
+    segment = kit.core.segments(0)[0].segment
+    again = kit.reserve(chain("b", 4))
+    assert again.plan.segments == []
+    assert set(again.pages["segment"].tolist()) == {segment}
+    kit.core.abort(1, reservation=again.reservation, now=kit.tick())
+    kit.core.check()
+    other = kit.reserve(chain("c", 4), session=2)
+    assert [s.replaces for s in other.plan.segments] == [segment]
+    kit.core.check()
+
+
+def test_a_segment_that_never_held_a_block_is_not_kept() -> None:
+    """Its memory may be what cannot be had: whoever asks again gets another one."""
+    kit = Kit(tier(HOST, 4))
+    first = kit.reserve(chain("a", 4))
+    kit.core.abort(1, reservation=first.reservation, now=kit.tick())
+    assert [s.replaces for s in kit.reserve(chain("a", 4)).plan.segments] == [1]
+
+
 def test_page_ids_of_a_run_are_used_again() -> None:
     """Columns grow with the greatest number of pages at one time, not with the number of lives."""
     pages = pages_with()
@@ -96,7 +120,7 @@ def test_descriptors_outlive_a_life() -> None:
     assert first is not None
     kit.core.note_attached(1, tier=0, segment=int(first.extents["segment"][0]))
     kit.core.evict(first.blocks, tier=None, now=1.0)
-    again = kit.reserve(chain("b", 1)).plan.segments[0]
+    again = kit.reserve(chain("b", 1), length=2 * PAGE).plan.segments[0]
     assert (again.replaces, again.fresh) == (1, False)
     kit.core.abort(1, reservation=2, now=2.0)
     kit.core.end_session(1, 3.0)
