@@ -76,9 +76,9 @@ class LiveSession:
         """Calls to be made first, each with its reply given to `learn`, so that there is something to name."""
         if len(self.namespaces) < len(SPECS):
             yield from (("OpenNamespace", [spec]) for spec in SPECS)
-        if method in ("Release", "ReportAttention", "Converse") and len(self.leases) < 2:
+        if method in ("Release", "ReportAttention", "Ask") and len(self.leases) < 2:
             yield from self._leased()
-        if method in ("Commit", "Abort", "Converse") and len(self.reservations) < 2:
+        if method in ("Commit", "Abort", "Ask") and len(self.reservations) < 2:
             yield "Reserve", [self._reserve()]
         if not self.stored or self.chance(0.02):
             yield "Put", self.chunks()
@@ -89,7 +89,7 @@ class LiveSession:
 
     def learn(self, method: str, request: Any, reply: Any) -> None:
         """What a call that went well has changed."""
-        if method == "Converse":
+        if method == "Ask":
             self._learn_answer(request, reply)
             return
         if method == "OpenNamespace" and request in SPECS and reply.namespace not in self.namespaces:

@@ -35,6 +35,7 @@ MESSAGE: dict[str, dict[str, Any]] = {
     "revoke": {"op": "revoke", "request": "abc"},
     "bye": {"op": "bye"},
     "ping": {"op": "ping"},
+    "line": {"op": "line"},
 }
 
 

@@ -169,7 +169,7 @@ def test_every_method_wants_the_credential(remote: Remote, given: str) -> None:
 
 def test_operators_are_local(remote: Remote) -> None:
     """The credential of TCP opens no method of the Admin service, and none that hands out memory."""
-    local = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "Converse")}
+    local = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort")}
     with grpc.insecure_channel(f"127.0.0.1:{remote.port}") as channel:
         for method in METHODS:
             if "Admin" in method[0] or method[0] in local:

@@ -94,11 +94,6 @@ class CacheStub(object):
                 request_serializer=tierd_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
                 response_deserializer=tierd_dot_v1_dot_cache__pb2.Events.FromString,
                 _registered_method=True)
-        self.Converse = channel.stream_stream(
-                '/tierd.v1.Cache/Converse',
-                request_serializer=tierd_dot_v1_dot_cache__pb2.Ask.SerializeToString,
-                response_deserializer=tierd_dot_v1_dot_cache__pb2.Answer.FromString,
-                _registered_method=True)
 
 
 class CacheServicer(object):
@@ -185,14 +180,6 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Converse(self, request_iterator, context):
-        """Calls of one request and one reply, one after another, over a stream that stays open: cheaper than a call of gRPC for each. Only where
-        the greeting of the session socket says `conversations`: how many of them a session may have open. A call is given up by cancelling the stream.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_CacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -255,11 +242,6 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=tierd_dot_v1_dot_cache__pb2.WatchRequest.FromString,
                     response_serializer=tierd_dot_v1_dot_cache__pb2.Events.SerializeToString,
-            ),
-            'Converse': grpc.stream_stream_rpc_method_handler(
-                    servicer.Converse,
-                    request_deserializer=tierd_dot_v1_dot_cache__pb2.Ask.FromString,
-                    response_serializer=tierd_dot_v1_dot_cache__pb2.Answer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -586,33 +568,6 @@ class Cache(object):
             '/tierd.v1.Cache/Watch',
             tierd_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
             tierd_dot_v1_dot_cache__pb2.Events.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Converse(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/tierd.v1.Cache/Converse',
-            tierd_dot_v1_dot_cache__pb2.Ask.SerializeToString,
-            tierd_dot_v1_dot_cache__pb2.Answer.FromString,
             options,
             channel_credentials,
             insecure,

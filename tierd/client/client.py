@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 from tierd.client import protocol
 from tierd.client.connection import Connector, Link, Options, Transport
 from tierd.client.lease import Lease
+from tierd.client.local import LocalTransport
 from tierd.client.reservation import Reservation
 from tierd.client.steps import Steps, run
 from tierd.client.target import resolve_target
@@ -194,7 +195,9 @@ class Client:
 
 
 def open_transport(link: Link, address: str) -> Transport:
-    """The synchronous transport; grpc is loaded here, not with the SDK."""
+    """The synchronous transport; grpc is loaded with it where it is far away, not with the SDK."""
+    if link.session is not None:
+        return LocalTransport(link, address)
     from tierd.client.rpc import SyncTransport  # noqa: PLC0415
 
     return SyncTransport(link, address)

@@ -87,9 +87,6 @@ def _before() -> None:
     with _gate.changed:
         _gate.is_forking = True
         _gate.changed.wait_for(lambda: _gate.calls == 0, timeout=max(0.0, deadline - time.monotonic()))
-    for forkable in list(_forkables):
-        if hasattr(forkable, "forking"):
-            forkable.forking()
 
 
 def _after_in_parent() -> None:

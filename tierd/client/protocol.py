@@ -35,6 +35,8 @@ from tierd.errors import InvalidArgument, OperatorError, StaleHandle, TierdError
 SESSION_KEY = "tierd-session"
 CREDENTIAL_KEY = "authorization"
 REQUEST_KEY = "tierd-request"
+GIVING = frozenset({"Acquire", "Reserve", "Commit"})
+"""Calls that leave something held, of which a client without their reply would not know."""
 CHUNK_BYTES = 1 << 20
 ABOUT_BYTES = 2 << 20
 """Of hashes, and of tokens, that an engine says of one group: with them a message stays below the 8 MiB that gRPC takes."""

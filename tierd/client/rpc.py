@@ -7,19 +7,16 @@ has a deadline; every failure leaves as a TierdError; a failure that did not com
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 
-from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
 from tierd.client.connection import Link
-from tierd.client.conversation import Conversation, Conversations
-from tierd.client.protocol import REQUEST_KEY, error_of
-from tierd.errors import ERROR_KEY, RETRY_KEY, DeadlineExceeded, Overloaded, TierdError, Unavailable
+from tierd.client.protocol import GIVING, REQUEST_KEY, error_of
+from tierd.errors import ERROR_KEY, RETRY_KEY, Overloaded, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
 OPTIONS = (
@@ -31,14 +28,6 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.default_authority", "tierd"),
 )
-_GIVING = frozenset({"Acquire", "Reserve", "Commit"})
-"""Calls that leave something held, of which a client without their reply would not know."""
-_REPLIES = {
-    method.name: getattr(pb, method.output_type.name).FromString
-    for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
-    if not (method.client_streaming or method.server_streaming)
-}
-"""Calls that a conversation takes."""
 _LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
 
 
@@ -49,40 +38,16 @@ class SyncTransport:
         self.link = link
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
-        most = link.session.conversations if link.session else 0
-        self._conversations = Conversations(self.stub, link.metadata, limit=most)
 
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """One request, one reply."""
-        # A fork waits from before a stream is taken until after it rests: else it would be open in the middle of one.
-        with self.link.credits.turn(method, timeout_s=timeout_s) as left_s, forks.calling():
-            stream = self._conversations.take()
-            if stream is not None:
-                return self._ask(stream, method, request, timeout_s=left_s)
-            with named(self.link, method) as metadata, translated(self.link):
-                return getattr(self.stub, method)(request, timeout=left_s, metadata=metadata)
+        with self.link.credits.turn(method, timeout_s=timeout_s) as left_s:
+            return self.ask(method, request, timeout_s=left_s)
 
-    def _ask(self, stream: Conversation, method: str, request: Any, *, timeout_s: float) -> Any:
-        """A call over a conversation."""
-        session = self.link.session
-        assert session is not None, "conversations are the session's"
-        name = session.next_request() if method in _GIVING else ""
-        ask = pb.Ask(
-            method=method, message=request.SerializeToString(), timeout_us=max(1, int(timeout_s * 1e6)), request=name
-        )
-        try:
-            answer = stream.ask(ask, deadline=time.monotonic() + timeout_s)
-        except BaseException as error:  # noqa: BLE001 - raised again, in our words where it is gRPC's
-            self._conversations.drop(stream)
-            if name:
-                session.revoke(name)
-            raise _broken(error, self.link, stream) from None
-        self._conversations.rest(stream)
-        if answer.status:
-            if name:
-                session.revoke(name)
-            raise _refused(answer)
-        return _REPLIES[method](answer.message)
+    def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """As `call`, of one that has had its turn."""
+        with named(self.link, method) as metadata, translated(self.link), forks.calling():
+            return getattr(self.stub, method)(request, timeout=timeout_s, metadata=metadata)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
@@ -106,7 +71,6 @@ class SyncTransport:
 
     def close(self) -> None:
         """Cancels what is in flight."""
-        self._conversations.close()
         self._channel.close()
 
 
@@ -114,7 +78,7 @@ class SyncTransport:
 def named(link: Link, method: str) -> Iterator[tuple[tuple[str, str], ...]]:
     """Around a call: its metadata. What a call gave whose reply did not come, however it was given up, is taken back."""
     session = link.session
-    if session is None or method not in _GIVING:
+    if session is None or method not in GIVING:
         yield link.metadata
         return
     request = session.next_request()
@@ -147,26 +111,3 @@ def translate(error: Any, link: Link) -> TierdError:
     if isinstance(raised, Overloaded) and trailing.get(RETRY_KEY, "").isdecimal():
         raised.retry_after_s = int(trailing[RETRY_KEY]) / 1000
     return raised
-
-
-def _refused(answer: pb.Answer) -> TierdError:
-    """The error that the daemon raised for a call of a conversation."""
-    raised = error_of(answer.error or None, answer.details, status=answer.status)
-    if isinstance(raised, Overloaded):
-        raised.retry_after_s = answer.retry_ms / 1000
-    return raised
-
-
-def _broken(error: BaseException, link: Link, stream: Conversation) -> BaseException:
-    """What it means that a conversation ended in the middle of a call."""
-    if isinstance(error, grpc.RpcError):
-        # It is the stream itself: a circle with its traceback, in which whatever the callers hold, views too, would live until it is collected.
-        error.__traceback__ = None
-    if stream.is_late:
-        return DeadlineExceeded("daemon: Deadline Exceeded")
-    if isinstance(error, grpc.RpcError):
-        return translate(error, link)
-    if isinstance(error, ValueError | StopIteration):
-        link.is_broken = True
-        return Unavailable(f"daemon: the connection was closed during the call ({error}); try again")
-    return error

@@ -64,7 +64,7 @@ class Session:
         }
         """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
         self.credits = int(hello.get("credits", 0))
-        self.conversations = min(int(hello.get("conversations", 0)), self.credits)
+        self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
         self._connection = connection
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
@@ -126,6 +126,18 @@ class Session:
                 if place not in self._segments:
                     self._sweep()
                     self._segments[place] = self._fetch(place, timeout_s=timeout_s)
+
+    def line(self, *, timeout_s: float) -> socket.socket:
+        """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded."""
+        with self._turn:
+            reply, fds = self._exchange({"op": "line"}, timeout_s=timeout_s)
+        try:
+            _checked(reply)
+            if len(fds) != 1:
+                raise OperatorError(f"daemon: {len(fds)} descriptors for a line instead of 1; versions differ?")
+            return socket.socket(fileno=fds.pop())
+        finally:
+            _close(fds)
 
     def check_gpus(self, wanted: str) -> None:
         """Whether this process can map the device tier that is wanted, or all of them. Raises Unsupported."""

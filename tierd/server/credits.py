@@ -21,11 +21,6 @@ ENDLESS = {"/tierd.v1.Cache/Watch", "/tierd.v1.Admin/Scrub"}
 """Streams that live as long as their reader."""
 ENDLESS_LIMIT = 8
 """Of them, for one session."""
-CONVERSE = "/tierd.v1.Cache/Converse"
-CONVERSATIONS = 8
-"""Streams of calls that one session may have open; each call on one takes a place like any other, so those that rest take none."""
-CONVERSATIONS_BORNE = 2 * CONVERSATIONS
-"""Of a client that keeps to it: those that it has cancelled may not have ended yet."""
 FREEING = {"/tierd.v1.Cache/Release", "/tierd.v1.Cache/Abort"}
 """They make room, at once; to refuse them would keep the room taken."""
 SLOW = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Reserve", "Commit", "Put", "Get")}
@@ -91,7 +86,6 @@ class Credits:
         self._running: Counter[int] = Counter()  # by session, without endless ones
         self._slow = 0
         self._endless: Counter[int] = Counter()
-        self._conversations: Counter[int] = Counter()
         self._excess: dict[int, Excess] = {}
 
     @property
@@ -120,15 +114,12 @@ class Credits:
         self._excess.pop(session, None)
 
     def _calls(self, method: str) -> Counter[int]:
-        if method == CONVERSE:
-            return self._conversations
         return self._endless if method in ENDLESS else self._running
 
     def _check(self, method: str, session: int, *, is_shared: bool) -> None:
-        if method in ENDLESS or method == CONVERSE:
-            limit = CONVERSATIONS_BORNE if method == CONVERSE else ENDLESS_LIMIT
-            if self._calls(method)[session] >= limit:
-                raise self._refusal(session, f"streams: {limit} of this session are open; let some of them end")
+        if method in ENDLESS:
+            if self._endless[session] >= ENDLESS_LIMIT:
+                raise self._refusal(session, f"streams: {ENDLESS_LIMIT} of this session are open; let some of them end")
             return
         share = self._half if is_shared else self.share
         if self._running[session] >= share:

@@ -36,16 +36,13 @@ from tierd.errors import (
     Unsupported,
 )
 from tierd.metrics import Metrics
-from tierd.server.credits import CONVERSE, ENDLESS, Credits, Place
+from tierd.server.credits import ENDLESS, Credits, Place
 
 log = structlog.get_logger(__name__)
 
 LONGEST_S = 3600.0
 """For a call, whatever its client asks for."""
-LOCAL = {
-    f"/tierd.v1.Cache/{verb}"
-    for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention", "Converse")
-}
+LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention")}
 """What a session of its own is needed for: the daemon's session for TCP never ends, and what is held in it would never come back."""
 DETAILS_LIMIT_CHARS = 500
 """Of an error's text, which may quote what the client sent: a longer one would not fit gRPC's metadata, and the error would lose its name."""
@@ -137,7 +134,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._clock = clock
         self._metrics = metrics
         self._credits = credits
-        self._call_timeout_s = call_timeout_s
+        self.call_timeout_s = call_timeout_s
         self._credential = credential
         self._remote = remote
         self._counted: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -157,8 +154,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         if arrival.refusal is not None:
             # As if it were a stream: so its message is not waited for, nor read.
             make, call = grpc.stream_unary_rpc_method_handler, self._unary(_nothing, parse, arrival)
-        elif handler.response_streaming and handler.request_streaming:
-            make, call = grpc.stream_stream_rpc_method_handler, self._conversation(handler.stream_stream, arrival)
         elif handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
             call = self._stream(handler.unary_stream, parse, arrival)
@@ -178,7 +173,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             session = self._identify(metadata)[0]
             is_shared = self._remote is not None and session == self._remote[0]
             place = self._credits.place(details.method, session, is_shared=is_shared)
-            return Arrival(details.method, metadata, place).awaited(self._call_timeout_s)
+            return Arrival(details.method, metadata, place).awaited(self.call_timeout_s)
         except TierdError as error:
             return Arrival(details.method, metadata, refusal=error)
 
@@ -203,27 +198,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
         return call
 
-    def _conversation(self, inner: Callable[..., Awaitable[None]], arrival: Arrival) -> Any:
-        async def call(raw: Any, context: Any) -> None:
-            async with self._guarded(arrival, context):
-                await inner(raw, context)
-
-        return call
-
-    def caller(self, method: str, metadata: dict[str, str], request: str, *, timeout_s: float) -> Caller:
-        """Who makes a call within a conversation, and until when. Raises SessionLost."""
-        session, tenant, is_admin = self._identify(metadata)
-        if math.isinf(timeout_s):
-            timeout_s = self._call_timeout_s
-        deadline = asyncio.get_running_loop().time() + min(timeout_s, LONGEST_S)
-        return Caller(session, tenant, is_admin, request, deadline)
-
-    def session_of(self, metadata: dict[str, str]) -> int:
-        """Whose stream it is. Raises SessionLost."""
-        return self._identify(metadata)[0]
+    def deadline(self, timeout_s: float) -> float:
+        """Of a call that has so long, in the loop's time; 0: as long as the daemon gives."""
+        return asyncio.get_running_loop().time() + min(timeout_s or self.call_timeout_s, LONGEST_S)
 
     def place(self, method: str, session: int) -> Place:
-        """For a call within a conversation. Raises Overloaded."""
+        """For a call on a line. Raises Overloaded."""
         return self._credits.place(method, session)
 
     def count(self, method: str, outcome: str, *, seconds: float) -> None:
@@ -278,10 +258,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def _deadline(self, method: str, context: Any) -> float:
         """In the loop's time: the client's own, an hour at most, or the daemon's."""
-        if method in ENDLESS or method == CONVERSE:
+        if method in ENDLESS:
             return math.inf
         left = context.time_remaining()
-        return asyncio.get_running_loop().time() + min(self._call_timeout_s if left is None else left, LONGEST_S)
+        return asyncio.get_running_loop().time() + min(self.call_timeout_s if left is None else left, LONGEST_S)
 
     def _identify(self, metadata: dict[str, str]) -> tuple[int, str, bool]:
         token = metadata.get("tierd-session")

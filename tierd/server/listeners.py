@@ -25,11 +25,12 @@ from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.told import Names
 from tierd.server.admin import About, AdminService, SessionRow
 from tierd.server.assembly import Assembly
-from tierd.server.credits import CONVERSATIONS, Credits
+from tierd.server.credits import Credits
 from tierd.server.gauges import Gauges
 from tierd.server.guard import Guard
 from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
 from tierd.server.learned import Learned
+from tierd.server.lines import LINES, Lines
 from tierd.server.recorder import Recorder
 from tierd.server.rpc import Rpc
 from tierd.server.service import CacheService
@@ -80,6 +81,8 @@ class Listeners:
             lambda session, into: cache.end_session(session, into=into),
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
+        guard = self._build_guard()
+        self._lines = Lines(self._service, guard=guard)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
             self.directory / places.SESSION_SOCKET_NAME,
@@ -87,16 +90,17 @@ class Listeners:
             identify=lambda peer, credential: identify(
                 peer, credential=credential, rules=self._rules, domain_of=daemon.cache.registry.domain_of
             ),
+            open_line=self._lines.open,
             greeting={
                 "daemon": tierd.__version__,
                 "instance": daemon.instance,
                 "tiers": [_described(tier) for tier in daemon.tiers],
                 "credits": self._credits.share,
-                "conversations": CONVERSATIONS,
+                "lines": LINES,
                 "events": daemon.config.events.enabled,
             },
         )
-        self._rpc = self._build_rpc()
+        self._rpc = self._build_rpc(guard)
         self._gauges = Gauges(daemon, sessions=self.sessions)
         self._metrics: metrics.Listener | None = None
 
@@ -108,7 +112,7 @@ class Listeners:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._socket.close()
-        await self._rpc.stop(grace_s=0)
+        await asyncio.gather(self._lines.finish(timeout_s=0), self._rpc.stop(grace_s=0))
         self._gauges.stop()
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
@@ -143,7 +147,7 @@ class Listeners:
 
     async def finish_calls(self, *, timeout_s: float) -> None:
         """Lets calls in progress finish, of which the recording is told; whatever is left then is cancelled."""
-        await self._rpc.stop(grace_s=timeout_s)
+        await asyncio.gather(self._lines.finish(timeout_s=timeout_s), self._rpc.stop(grace_s=timeout_s))
         await self._recorder.close(timeout_s=timeout_s)
 
     def rows(self) -> list[SessionRow]:
@@ -164,9 +168,9 @@ class Listeners:
             for s in self.sessions.list()
         ]
 
-    def _build_rpc(self) -> Rpc:
+    def _build_guard(self) -> Guard:
         daemon, server = self._daemon, self._daemon.config.server
-        guard = Guard(
+        return Guard(
             self._authenticate,
             clock=daemon.cache.clock,
             metrics=daemon.metrics,
@@ -175,6 +179,9 @@ class Listeners:
             credential=self._open_remote() if server.tcp_listen else "",
             remote=(REMOTE_SESSION, REMOTE_TENANT) if server.tcp_listen else None,
         )
+
+    def _build_rpc(self, guard: Guard) -> Rpc:
+        daemon = self._daemon
         about = About(
             version=tierd.__version__,
             instance=daemon.instance,
@@ -188,7 +195,7 @@ class Listeners:
             wear=self.wear,
             recorder=self._recorder,
         )
-        return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=server)
+        return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=daemon.config.server)
 
     def _open_remote(self) -> str:
         """The session behind TCP, and the credential that its callers must bring."""
@@ -234,7 +241,7 @@ class Listeners:
 
     def _stopped(self, session: int) -> None:
         self._daemon.cache.stop_session(session)
-        self._rpc.leave(session)
+        self._lines.leave(session)
         self._credits.forget(session)
         self._service.grants.forget(session)
         self._service.openings.forget(session)

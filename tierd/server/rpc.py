@@ -20,8 +20,6 @@ from tierd._proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 from tierd.config import ServerConfig
 from tierd.errors import ConfigError
 from tierd.server.admin import AdminService
-from tierd.server.conversation import Conversations
-from tierd.server.credits import CONVERSATIONS_BORNE
 from tierd.server.guard import OVER, Guard
 from tierd.server.service import CacheService
 
@@ -55,15 +53,13 @@ class Rpc:
     def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, limits: ServerConfig) -> None:
         logging.getLogger(GRPC_LOG).addFilter(is_news)
         self.guard = guard
-        self._conversations = Conversations(cache, guard=guard)
-        cache.converse = self._conversations.hold
         self.health = HealthServicer()
         options = (
             *OPTIONS,
-            ("grpc.max_concurrent_streams", STREAMS_FACTOR * limits.session_credits + CONVERSATIONS_BORNE),
+            ("grpc.max_concurrent_streams", STREAMS_FACTOR * limits.session_credits),
             ("grpc.max_allowed_incoming_connections", CONNECTIONS_FACTOR * limits.session_limit),
         )
-        most = limits.queue_limit * BACKLOG + limits.session_limit * CONVERSATIONS_BORNE + 1024
+        most = limits.queue_limit * BACKLOG + 1024
         self._server = grpc.aio.server(interceptors=[guard], options=options, maximum_concurrent_rpcs=most)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
@@ -95,13 +91,8 @@ class Rpc:
         for name in ("", *SERVICES):
             await self.health.set(name, status)
 
-    def leave(self, session: int) -> None:
-        """The session has ended: so do the streams that it keeps open for calls."""
-        self._conversations.leave(session)
-
     async def stop(self, *, grace_s: float) -> None:
         """Refuses new calls, lets those in progress finish within the grace, cancels the rest."""
-        self._conversations.end()
         await self._server.stop(grace_s)
 
     def _bind(self, address: str) -> int:

@@ -39,7 +39,6 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._batch_limit = batch_limit
         self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)
         self.openings = Openings()
-        self.converse: Callable[[Any], Awaitable[None]]
         """Serves a stream of calls; set before the first one."""
         self.note_asked: Callable[..., None] | None = None
         """Where traffic is recorded: the groups of a call, and whether it only looks."""
@@ -159,9 +158,6 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                     for e in events
                 ]
             )
-
-    async def Converse(self, asks: AsyncIterator[pb.Ask], context: Any) -> None:
-        await self.converse(context)
 
     def _asked(self, groups: Any, *, is_lookup: bool = False) -> list[GroupQuery]:
         """As _queries; what is recorded is the question, whatever the answer."""

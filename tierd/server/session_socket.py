@@ -5,6 +5,7 @@ AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask
     hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
            where hello's row of the tier has gpu: {ordinal, uuid}
+    line   {op} -> {ok} and one descriptor: a stream for calls, one after another (lines.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
     revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
@@ -55,7 +56,8 @@ Identify = Callable[[Peer, str | None], Identity]
 
 
 class SessionSocket:
-    """The listener. greeting: what every accepted hello is told (daemon, instance, tiers, ...); mode: of the socket's file."""
+    """The listener. greeting: what every accepted hello is told (daemon, instance, tiers, ...); mode: of the socket's file; open_line: makes the client's end of
+    a new line."""
 
     def __init__(
         self,
@@ -65,10 +67,12 @@ class SessionSocket:
         identify: Identify,
         greeting: Mapping[str, Any],
         mode: int = 0o660,
+        open_line: Callable[[Session], socket.socket] | None = None,
     ) -> None:
         self.path = str(path)
         self.sessions = sessions
         self.identify = identify
+        self.open_line = open_line
         self.greeting = greeting
         self._mode = mode
         self._listener: socket.socket | None = None
@@ -203,6 +207,8 @@ class Connection:
             self._hello(request)
         elif op == "map":
             self._map(self.session, tier=_field(request, "tier", int), segment=_field(request, "segment", int))
+        elif op == "line":
+            self._line(self.session)
         elif op == "release":
             self._release(self.session, request)
         elif op == "forget":
@@ -216,7 +222,7 @@ class Connection:
             self._send({"ok": True})
         else:
             raise InvalidArgument(
-                f"session socket: unknown op {op!r:.80}; known are hello, map, release, forget, revoke, bye, ping"
+                f"session socket: unknown op {op!r:.80}; known are hello, map, line, release, forget, revoke, bye, ping"
             )
 
     def _hello(self, request: dict[str, Any]) -> None:
@@ -267,6 +273,16 @@ class Connection:
             for fd in (files.data_fd, files.catalogue_fd):
                 with contextlib.suppress(OSError):  # it is closed all the same, and its client has one of its own
                     os.close(fd)
+
+    def _line(self, session: Session) -> None:
+        if self._owner.open_line is None:
+            raise Overloaded("line: this daemon gives none; call over gRPC")
+        try:
+            theirs = self._owner.open_line(session)
+        except OSError as error:  # the daemon is out of descriptors
+            raise Overloaded(f"line: none can be made now ({error}); call over gRPC, or try again later") from error
+        with theirs:
+            self._send({"ok": True}, fds=[theirs.fileno()])
 
     def _release(self, session: Session, request: dict[str, Any]) -> None:
         leases, reservations = _numbers(request, "leases"), _numbers(request, "reservations")

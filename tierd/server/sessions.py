@@ -75,6 +75,11 @@ class Session:
     ended_because: str = ""
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is served."""
+        return self.state is SessionState.OPEN
+
+    @property
     def token(self) -> str:
         """What the client's calls carry: the id, to find the session by, and 128 secret bits."""
         return f"{self.id:x}.{self.secret}"

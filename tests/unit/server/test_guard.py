@@ -24,9 +24,9 @@ from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import BlockStatus
 from tierd.errors import ERROR_KEY
-from tierd.server.conversation import Conversations
 from tierd.server.credits import PATIENCE
 from tierd.server.guard import Guard, unless_over
+from tierd.server.lines import Lines
 from tierd.server.listeners import Listeners
 from tierd.server.rpc import GRPC_LOG
 from tierd.testing import chain
@@ -46,7 +46,7 @@ class Rig:
     target: Path
     port: int
     guard: Guard
-    conversations: Conversations
+    lines: Lines
     faults: list[dict[str, Any]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ async def rigged(**server: object) -> AsyncIterator[Rig]:
         config = CONFIG.replace("[server]", f'[identity]\ncredential_file = "{{root}}/tenants"\n[server]\n{lines}')
         async with opened(config, places=places) as world, Listeners(world.daemon) as listeners:
             await listeners.open()
-            rig = Rig(world, Path(places["root"]) / "run", port, listeners._rpc.guard, listeners._rpc._conversations)
+            rig = Rig(world, Path(places["root"]) / "run", port, listeners._rpc.guard, listeners._lines)
             asyncio.get_running_loop().set_exception_handler(lambda _, context: rig.faults.append(context))
             yield rig
             for client in rig.sockets:

@@ -1,0 +1,156 @@
+"""Lines of a real daemon: noise on them, and what they leave behind in the client when a call fails, and in a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+
+import pytest
+
+from tests.depth import count
+from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.live_session import LiveSession
+from tests.system.mutation import Mutator
+from tierd._proto import cache_pb2 as pb
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
+from tierd.client.lines import Line
+from tierd.errors import DeadlineExceeded
+from tierd.testing import Daemon, chain, content_of
+
+SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096)
+FORKS = 50
+ASKS = count(test=600, nightly=20_000, weekly=100_000)
+SOON_S = 30.0
+
+
+class Thing:
+    """What a caller holds, such as a view."""
+
+
+def test_noise_on_lines() -> None:
+    """Asks that are almost right, and bytes that are none, are answered by name or end their line; the daemon serves on, and what it holds is whole."""
+    live = LiveSession(Mutator("lines"))
+    chance = live.mutator.random
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space, kept = client.open_namespace(SPEC), chain(78, 4)
+        data = [content_of(name, SPEC.block_bytes) for name in kept]
+        assert client.put(space, kept, data).stored == 4
+        link = client._connector.link
+        assert link is not None and link.session is not None
+        open_line, line = link.session.line, None
+        for _ in range(ASKS):
+            line = line or Line(open_line(timeout_s=SOON_S))
+            ask = live._Ask()
+            if chance.random() < 0.9:
+                live.mutator.message(ask)
+            raw = ask.SerializeToString()
+            if chance.random() < 0.05:
+                raw = live.mutator.data(raw)
+            if chance.random() < 0.02:
+                with contextlib.suppress(OSError):
+                    line._socket.send(chance.randbytes(chance.randrange(1, 64)))
+                line.close()
+                line = None
+                continue
+            answer = pb.Answer.FromString(line.ask(raw, deadline=time.monotonic() + SOON_S))
+            assert answer.status != "INTERNAL", (ask, answer)
+        assert client.lookup(space, kept).tokens == 4 * SPEC.tokens_per_block
+        views = client.get(space, kept).views
+        assert all((view == one).all() for view, one in zip(views, data, strict=True))
+
+
+def test_a_failed_call_keeps_nothing_alive() -> None:
+    """What the caller holds while a call fails goes when the caller lets go of it, not with the next collection: views are such things."""
+    with Daemon() as daemon, Client(daemon.target) as client:
+        namespace = client.open_namespace(SPEC)
+        os.kill(daemon.pid, signal.SIGSTOP)
+
+        def call() -> weakref.ref[Thing]:
+            thing = Thing()
+            try:
+                client.lookup(namespace, chain(1, 1), timeout_s=0.3)
+            except DeadlineExceeded:
+                return weakref.ref(thing)
+            raise AssertionError("a daemon that was stopped has answered")
+
+        gc.disable()
+        try:
+            assert call()() is None
+        finally:
+            gc.enable()
+            os.kill(daemon.pid, signal.SIGCONT)
+
+
+def test_forks_in_the_middle_of_calls() -> None:
+    """However forks and calls of other threads meet, calls go on and children call over lines of their own."""
+    with Daemon() as daemon, Elsewhere(forking, daemon.target) as other:
+        assert other.hear() == [0] * FORKS
+
+
+def forking(talk: Talk, target: str) -> None:
+    """Threads that call without a pause, and forks meanwhile; each child calls too."""
+    with Client(target) as client:
+        namespace, over = client.open_namespace(SPEC), threading.Event()
+        held = chain(1, 8)
+        client.put(namespace, held, [content_of(name, SPEC.block_bytes) for name in held])
+        threads = [threading.Thread(target=calling, args=(client, namespace, over)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        found = [calls_in_child(client, namespace) for _ in range(FORKS)]
+        over.set()
+        for thread in threads:
+            thread.join()
+    talk.say(found)
+
+
+def calling(client: Client, namespace: OpenedNamespace, over: threading.Event) -> None:
+    """Calls until it is over, each of which has its own answer."""
+    number = threading.get_ident() % 7 + 1
+    while not over.is_set():
+        if client.lookup(namespace, chain(1, number)).tokens != 16 * number:
+            os._exit(1)
+
+
+def calls_in_child(client: Client, namespace: OpenedNamespace) -> int:
+    """The exit status of a child that is forked now and calls."""
+    pid = os.fork()
+    if not pid:
+        found = client.lookup(namespace, chain(1, 8)).tokens
+        os._exit(0 if found == 16 * 8 else 2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("count_of_lines", [0, 1])
+def test_calls_without_a_line(count_of_lines: int) -> None:
+    """Where no line is to be had, all are in use, or a message is too long for one, calls go over gRPC, with the same answers."""
+    with Daemon() as daemon, Client(daemon.target) as client:
+        namespace = client.open_namespace(SPEC)
+        link = client._connector.link
+        assert link is not None and link.session is not None and link.transport is not None
+        lines = link.transport._lines  # type: ignore[attr-defined]
+        link.session.lines = count_of_lines
+        taken = [lines.take(timeout_s=SOON_S) for _ in range(count_of_lines)]
+        held = chain(1, 4)
+        assert client.put(namespace, held, [content_of(name, SPEC.block_bytes) for name in held]).stored == 4
+        assert client.lookup(namespace, held).tokens == 64
+        assert len(client.get(namespace, held).views) == 4
+        for line in taken:
+            lines.rest(line)
+
+
+def test_a_line_that_was_closed() -> None:
+    """A line that ended while it rested costs no call its answer: the client connects again."""
+    with Daemon() as daemon, Client(daemon.target) as client:
+        namespace = client.open_namespace(SPEC)
+        link = client._connector.link
+        assert link is not None and link.transport is not None
+        for line in link.transport._lines._resting:  # type: ignore[attr-defined]
+            line._socket.shutdown(socket.SHUT_RDWR)
+        assert client.lookup(namespace, chain(1, 1)).tokens == 0
+        assert client._connector.link is not link

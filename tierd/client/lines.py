@@ -1,0 +1,137 @@
+"""Lines: stream sockets of a session, each with one call at a time.
+
+    take ──▶ a resting line, or a new one ──▶ message, answer ──▶ the line rests
+
+Purpose: a message to the daemon and its answer, for a tenth of what a call of gRPC costs. Non-purpose: what messages say (local.py). Invariants: a
+call ends by its deadline; a line whose answer did not come, whatever the reason, is closed, since the next answer would be the wrong one, and
+closing it is what tells the daemon; a child of a fork closes its copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+import weakref
+
+from tierd.client import forks
+from tierd.client.session import Session
+from tierd.errors import OperatorError, Overloaded
+
+HEAD = struct.Struct("<I")
+"""The length before each message."""
+MESSAGE_MAX_BYTES = 8 << 20
+FIRST_BYTES = 64 << 10
+"""Read at once: as a rule that is the whole answer."""
+
+
+class Line:
+    """One line. One thread at a time asks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        weakref.finalize(self, connection.close).atexit = False
+
+    def ask(self, message: bytes, *, deadline: float) -> bytes:
+        """The answer. Raises TimeoutError, EOFError, OSError, OperatorError; after any exception the line is to be dropped."""
+        self._wait(deadline)
+        self._socket.sendall(HEAD.pack(len(message)) + message)
+        data = self._socket.recv(FIRST_BYTES)
+        while len(data) < HEAD.size:
+            data += self._more(HEAD.size - len(data), deadline)
+        end = HEAD.size + HEAD.unpack_from(data)[0]
+        if not len(data) <= end <= HEAD.size + MESSAGE_MAX_BYTES:
+            raise OperatorError(f"daemon: {len(data)} bytes of an answer that ends at {end}; versions differ?")
+        parts = [data[HEAD.size :]]
+        missing = end - len(data)
+        while missing:
+            parts.append(self._more(missing, deadline))
+            missing -= len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Ends the line, and whoever waits on it. Safe to call twice, and in other threads."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def abandon(self) -> None:
+        """Closes a child's copy; the parent's line goes on."""
+        self._socket.close()
+
+    def _more(self, count: int, deadline: float) -> bytes:
+        self._wait(deadline)
+        data = self._socket.recv(count)
+        if not data:
+            raise EOFError("the daemon closed it")
+        return data
+
+    def _wait(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left_s)
+
+
+class Lines:
+    """Those of one session: at most as many at one time as it was told. Threads may share it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._resting: list[Line] = []
+        self._busy: set[Line] = set()
+        self._turn = threading.Lock()
+        self._opening = 0
+        self._is_closed = False
+        forks.register(self)
+
+    def take(self, *, timeout_s: float) -> Line | None:
+        """A line to ask on; None: all are in use, or the daemon gives no more. Raises SessionLost, DeadlineExceeded."""
+        with self._turn:
+            if self._resting:
+                line = self._resting.pop()
+                self._busy.add(line)
+                return line
+            if self._is_closed or len(self._busy) + self._opening >= self._session.lines:
+                return None
+            self._opening += 1
+        try:
+            line = Line(self._session.line(timeout_s=timeout_s))
+        except Overloaded:
+            return None
+        finally:
+            self._opening -= 1
+        with self._turn:
+            self._busy.add(line)
+        return line
+
+    def rest(self, line: Line) -> None:
+        """The call has been answered."""
+        with self._turn:
+            self._busy.discard(line)
+            if not self._is_closed:
+                self._resting.append(line)
+                return
+        line.close()
+
+    def drop(self, line: Line) -> None:
+        """The call has not been answered."""
+        line.close()
+        with self._turn:
+            self._busy.discard(line)
+
+    def close(self) -> None:
+        """Ends all of them, and the calls in progress."""
+        with self._turn:
+            self._is_closed, lines = True, [*self._resting, *self._busy]
+            self._resting = []
+        for line in lines:
+            line.close()
+
+    def forked(self) -> None:
+        """In a child: they are the parent's."""
+        for line in [*self._resting, *self._busy]:
+            line.abandon()
+        self._resting, self._busy, self._turn, self._is_closed = [], set(), threading.Lock(), True

@@ -1,0 +1,116 @@
+"""The transport to a daemon on this machine: calls over lines, and over gRPC what lines do not carry. grpc is loaded when that is first needed.
+
+Purpose: which way a call goes, and errors in our words. Non-purpose: bytes of a line (lines.py), gRPC (rpc.py). Invariants: every call has a deadline;
+what a call gave whose reply did not come, however it was given up, is taken back; a failure that did not come from the daemon itself marks the link lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError
+
+from tierd._proto import cache_pb2 as pb
+from tierd.client.connection import Link
+from tierd.client.lines import MESSAGE_MAX_BYTES, Line, Lines
+from tierd.client.protocol import GIVING, error_of
+from tierd.errors import DeadlineExceeded, OperatorError, Overloaded, TierdError, Unavailable
+
+if TYPE_CHECKING:
+    from tierd.client.rpc import SyncTransport
+
+_REPLIES = {
+    method.name: getattr(pb, method.output_type.name).FromString
+    for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
+    if not (method.client_streaming or method.server_streaming)
+}
+"""Of the calls that lines carry."""
+
+
+class LocalTransport:
+    """Calls that wait."""
+
+    def __init__(self, link: Link, address: str) -> None:
+        assert link.session is not None, "lines are a session's"
+        self._link, self._session, self._address = link, link.session, address
+        self._lines = Lines(link.session)
+        self._opened: SyncTransport | None = None
+        self._turn = threading.Lock()
+
+    def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """One request, one reply."""
+        with self._link.credits.turn(method, timeout_s=timeout_s) as left_s:
+            deadline = time.monotonic() + left_s
+            name = self._session.next_request() if method in GIVING else ""
+            message = request.SerializeToString()
+            ask = pb.Ask(method=method, message=message, timeout_us=max(1, int(left_s * 1e6)), request=name)
+            raw = ask.SerializeToString()
+            line = self._lines.take(timeout_s=left_s) if len(raw) <= MESSAGE_MAX_BYTES else None
+            if line is None:
+                return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
+            return self._ask(line, raw, method=method, name=name, deadline=deadline)
+
+    def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
+        """One request; every reply goes to take."""
+        self._rpc.pull(method, request, timeout_s=timeout_s, take=take)
+
+    def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
+        """An iterator of requests, one reply."""
+        return self._rpc.push(method, requests, timeout_s=timeout_s)
+
+    def stream(self, method: str, request: Any) -> Iterator[Any]:
+        """Replies for as long as they are wanted."""
+        return self._rpc.stream(method, request)
+
+    def close(self) -> None:
+        """Ends what is in flight."""
+        self._lines.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _rpc(self) -> SyncTransport:
+        with self._turn:
+            if self._opened is None:
+                from tierd.client.rpc import SyncTransport  # noqa: PLC0415
+
+                self._opened = SyncTransport(self._link, self._address)
+            return self._opened
+
+    def _ask(self, line: Line, raw: bytes, *, method: str, name: str, deadline: float) -> Any:
+        try:
+            answer = pb.Answer.FromString(line.ask(raw, deadline=deadline))
+            reply = None if answer.status else _REPLIES[method](answer.message)
+        except BaseException as error:  # noqa: BLE001 - raised again, in our words
+            self._lines.drop(line)
+            if name:
+                self._session.revoke(name)
+            raise self._said(error, method) from None
+        self._lines.rest(line)
+        if reply is None:
+            if name:
+                self._session.revoke(name)
+            raise _refused(answer)
+        return reply
+
+    def _said(self, error: BaseException, method: str) -> BaseException:
+        """What it means that a line failed in the middle of a call."""
+        if isinstance(error, TimeoutError):
+            return DeadlineExceeded(f"daemon: no answer to {method} in time; allow more, or take it as a miss")
+        if isinstance(error, OSError | EOFError):
+            self._link.is_broken = True
+            return Unavailable(f"daemon: the connection was closed during the call ({error}); try again")
+        if isinstance(error, DecodeError):
+            return OperatorError(f"daemon: its answer to {method} is none ({error}); versions differ?")
+        return error
+
+
+def _refused(answer: pb.Answer) -> TierdError:
+    """The error that the daemon raised."""
+    raised = error_of(answer.error or None, answer.details, status=answer.status)
+    if isinstance(raised, Overloaded):
+        raised.retry_after_s = answer.retry_ms / 1000
+    return raised

@@ -1,0 +1,115 @@
+"""One line: a stream socket that carries messages, each after its length (u4, little endian), to and fro in turns.
+
+Purpose: bytes to messages and back on the event loop. Non-purpose: what a message says (lines.py). Invariants: nobody's message is begun to be read
+into memory beyond MESSAGE_MAX_BYTES; a client that sends ahead is not read from until what it sent first is taken; the other end's going is told at once,
+also in the middle of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import cast
+
+from tierd.errors import InvalidArgument
+
+HEAD = struct.Struct("<I")
+MESSAGE_MAX_BYTES = 8 << 20
+"""As of gRPC here."""
+
+
+class Line(asyncio.Protocol):
+    """The daemon's end. on_over: called once, when the other end has gone."""
+
+    def __init__(self, on_over: Callable[[], object]) -> None:
+        self._on_over = on_over
+        self._buffer = bytearray()
+        self._awaited: asyncio.Future[None] | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._is_over = False
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Whatever the other end does not take at once is waited for."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=0)
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a message, or more than one."""
+        self._buffer += data
+        if self._awaited is None:
+            self._transport.pause_reading()
+        else:
+            self._wake()
+
+    def eof_received(self) -> bool:
+        """The other end has gone: there are no halves of a line."""
+        self._end()
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """So it has."""
+        self._end()
+
+    def pause_writing(self) -> None:
+        """The other end does not read."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._writable.set()
+
+    async def read(self) -> bytes | None:
+        """The next message; None when the other end has gone. Raises InvalidArgument for one too long, after which nothing more can be read."""
+        while (end := self._whole()) is None:
+            if self._is_over:
+                return None
+            self._transport.resume_reading()
+            self._awaited = asyncio.get_running_loop().create_future()
+            try:
+                await self._awaited
+            finally:
+                self._awaited = None
+        raw = bytes(memoryview(self._buffer)[HEAD.size : end])
+        del self._buffer[:end]
+        return raw
+
+    def write(self, message: bytes) -> None:
+        """Gives a message away."""
+        self._transport.write(HEAD.pack(len(message)) + message)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the other end has taken what was written, or has gone."""
+        return self._writable.is_set()
+
+    async def taken(self) -> None:
+        """Waits until it is."""
+        await self._writable.wait()
+
+    def close(self) -> None:
+        """Ends the line; what was written and not taken is lost. Safe to call twice."""
+        self._is_over = True
+        self._transport.abort()
+
+    def _whole(self) -> int | None:
+        """Where the first message ends, if it is here."""
+        if len(self._buffer) < HEAD.size:
+            return None
+        length: int = HEAD.unpack_from(self._buffer)[0]
+        if length > MESSAGE_MAX_BYTES:
+            raise InvalidArgument(f"line: a message of {length} bytes is above the {MESSAGE_MAX_BYTES}; send less")
+        return HEAD.size + length if len(self._buffer) >= HEAD.size + length else None
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+    def _end(self) -> None:
+        self._writable.set()
+        if not self._is_over:
+            self._is_over = True
+            self._wake()
+            self._on_over()

@@ -1,0 +1,200 @@
+"""Lines: calls of one request and one reply, one after another, over a socket that a session has for itself.
+
+A call of gRPC passes five threads in two processes and costs ten times what a message on a socket does, before anything of ours runs. So clients of
+this machine ask the session socket for a few lines, each with one call at a time. The messages are those of the service `Cache`, in an `Ask` and an
+`Answer` (cache.proto); each passes here what a call passes in guard.py: its session, its place among the calls in progress, its deadline, its
+name in the metrics and logs, its error by name. gRPC takes the same calls from everybody else.
+
+Purpose: a message in, a verb of the service, a message out. Non-purpose: what verbs do (service.py), bytes of a line (line.py). Invariants: no
+verb runs without an open session and a place; a line holds a place only while a call of it runs; the end of a line is the end of its call; none
+rests after its session has ended, and no session has more than LINES_BORNE; in the end no line is cut off in the middle of a call that still has time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from structlog.contextvars import bind_contextvars
+
+from tierd._proto import cache_pb2 as pb
+from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError
+from tierd.server.guard import CALLER, DETAILS_LIMIT_CHARS, Caller, Guard, parsed, said_of
+from tierd.server.line import Line
+from tierd.server.sessions import Session
+
+log = structlog.get_logger(__name__)
+
+LINES = 8
+"""What a session is told that it may have; each call on one takes a place like any other, so those that rest take none."""
+LINES_BORNE = 2 * LINES
+"""What it may have: of those that it has closed the daemon may not have heard yet."""
+QUICK = frozenset({"Lookup", "Prefetch", "Release", "Abort", "ReportAttention"})
+"""They wait for nothing, so no deadline is set up for them."""
+REQUEST_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A call that may be made. path: as gRPC names it, for credits and rights; name: for metrics."""
+
+    name: str
+    path: str
+    parse: Callable[[bytes], Any]
+    handle: Callable[[Any, Any], Awaitable[Any]]
+
+
+class Lines:
+    """All of a daemon's. service: whose handlers are called; verbs are found by their descriptors."""
+
+    def __init__(self, service: Any, *, guard: Guard) -> None:
+        self._guard = guard
+        self._verbs = {verb.name: verb for verb in _verbs_of(service)}
+        self._numbers = itertools.count(1)
+        self._open: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._resting: dict[asyncio.Task[None], Session] = {}
+        self._is_ending = False
+
+    def open(self, session: Session) -> socket.socket:
+        """A new line: the client's end, which the caller gives away and closes. Raises Overloaded, OSError."""
+        if self._open[session.id] >= LINES_BORNE:
+            raise Overloaded(f"lines: {LINES_BORNE} of this session are open; close some of them")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        self._open[session.id] += 1
+        task = asyncio.get_running_loop().create_task(self._hold(ours, session))
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._ended(done, session.id))
+        return theirs
+
+    def leave(self, session: int) -> None:
+        """The session has ended, and so do its lines: those that rest now, the others after the call that they are in."""
+        for task in [task for task, its in self._resting.items() if its.id == session]:
+            task.cancel()
+
+    async def finish(self, *, timeout_s: float) -> None:
+        """Those that rest end now, the others after the call that they are in, or when the time is over."""
+        self._is_ending = True
+        for task in list(self._resting):
+            task.cancel()
+        if self._tasks and timeout_s > 0:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ended(self, task: asyncio.Task[None], session: int) -> None:
+        self._tasks.discard(task)
+        self._open[session] -= 1
+        if not self._open[session]:
+            del self._open[session]
+        if not task.cancelled() and task.exception() is not None:
+            log.error("line failed", session=session, exc_info=task.exception())
+
+    async def _hold(self, ours: socket.socket, session: Session) -> None:
+        """One line, to its end."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        try:
+            _, line = await loop.connect_accepted_socket(lambda: Line(on_over=task.cancel), ours)
+        except BaseException:
+            ours.close()
+            raise
+        try:
+            while (raw := await self._next(line, task, session)) is not None:
+                line.write((await self._answer(raw, session)).SerializeToString())
+                if not line.is_taken:
+                    async with asyncio.timeout(self._guard.call_timeout_s):  # who does not read keeps nothing for ever
+                        await line.taken()
+        except InvalidArgument as error:
+            log.info("line closed", session=session.id, reason=str(error))
+        except TimeoutError:
+            log.info("line closed", session=session.id, reason="the client does not read its answers")
+        finally:
+            line.close()
+
+    async def _next(self, line: Line, task: asyncio.Task[None], session: Session) -> bytes | None:
+        """The next message; None at the end, whose ever it is. Raises InvalidArgument for one that is too long."""
+        if self._is_ending or not session.is_open:
+            return None
+        self._resting[task] = session
+        try:
+            return await line.read()
+        finally:
+            del self._resting[task]
+
+    async def _answer(self, raw: bytes, session: Session) -> pb.Answer:
+        """The reply to one message, or why there is none."""
+        begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
+        try:
+            ask = parsed(pb.Ask.FromString, raw)
+            request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
+            verb = self._verb(ask.method)
+            return await self._made(verb, ask, session, request)
+        except (TierdError, TimeoutError) as error:
+            outcome = type(error).__name__
+            return _refusal(error)
+        except asyncio.CancelledError:
+            outcome = "Cancelled"
+            raise
+        except Exception as error:
+            outcome = type(error).__name__
+            log.exception("call failed")
+            return pb.Answer(status="INTERNAL", details=f"internal fault, request {request}: see the daemon's log")
+        finally:
+            self._guard.count(verb.name if verb else "Line", outcome, seconds=time.perf_counter() - begun)
+
+    def _verb(self, name: str) -> Verb:
+        verb = self._verbs.get(name)
+        if verb is None:
+            raise InvalidArgument(f"ask.method: {name!r:.80} is none that a line takes; call it over gRPC")
+        return verb
+
+    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str) -> pb.Answer:
+        bind_contextvars(request=request, call=verb.name)
+        who, deadline = session.identity, self._guard.deadline(ask.timeout_us / 1e6)
+        caller = Caller(session.id, who.tenant, who.is_admin, request, deadline)
+        with self._guard.place(verb.path, session.id):
+            CALLER.set(caller)
+            message = parsed(verb.parse, ask.message)
+            if verb.name in QUICK:
+                reply = await verb.handle(message, None)
+            else:
+                async with asyncio.timeout_at(caller.deadline):
+                    reply = await verb.handle(message, None)
+        return pb.Answer(message=reply.SerializeToString())
+
+
+def _verbs_of(service: Any) -> list[Verb]:
+    described = pb.DESCRIPTOR.services_by_name["Cache"]
+    return [
+        Verb(
+            method.name,
+            f"/{described.full_name}/{method.name}",
+            getattr(pb, method.input_type.name).FromString,
+            getattr(service, method.name),
+        )
+        for method in described.methods
+        if not (method.client_streaming or method.server_streaming)
+    ]
+
+
+def _refusal(error: TierdError | TimeoutError) -> pb.Answer:
+    said = said_of(error)
+    retry_ms = math.ceil(said.retry_after_s * 1000) if isinstance(said, Overloaded) and said.retry_after_s else 0
+    return pb.Answer(
+        status=GRPC_STATUS[type(said)],
+        error=type(said).__name__,
+        details=str(said)[:DETAILS_LIMIT_CHARS],
+        retry_ms=retry_ms,
+    )
