@@ -25,10 +25,10 @@ from tierd.core.admission import Verdict
 from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.model import Reason
-from tierd.core.pages import Key, Usage
 from tierd.core.plan import Bools, Ids
 from tierd.core.planner import Planner, Where
 from tierd.core.room import MOST_REACH
+from tierd.core.segment import Key, Usage
 from tierd.core.sets import kinds, true_rows
 
 WHOLE = Key(-1, -1, -1)

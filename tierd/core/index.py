@@ -38,10 +38,11 @@ from tierd.core.model import (
     TierSpec,
     Wanted,
 )
-from tierd.core.pages import GENERATION_LIMIT, Key, Pages
+from tierd.core.pages import GENERATION_LIMIT, Pages
 from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
 from tierd.core.said import Said, raise_before, raise_said
+from tierd.core.segment import Key
 from tierd.core.sets import distinct, true_rows
 
 Column = NDArray[Any]

@@ -15,7 +15,7 @@ from tierd.core.flights import Flights
 from tierd.core.index import Index
 from tierd.core.leases import Session, Sessions
 from tierd.core.model import HASH_BYTES, PageState, Reason, StructArray
-from tierd.core.pages import Key, Pages
+from tierd.core.pages import Pages
 from tierd.core.plan import (
     BLOCK_INFO,
     PAGE_INFO,
@@ -27,6 +27,7 @@ from tierd.core.plan import (
     SessionStats,
     TierStats,
 )
+from tierd.core.segment import Key
 from tierd.errors import InvalidArgument
 
 LOOK_PAGES = 4096

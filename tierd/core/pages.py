@@ -16,9 +16,8 @@ given. Which page is given does not depend on the order in which others came bac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from tierd.core.block import size_class
 from tierd.core.columns import Columns
 from tierd.core.model import EXTENT, NOBODY, PAGE_ALIGN_BYTES, PageState, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Bools, Ids
+from tierd.core.segment import Found, Key, Segment, Usage
 from tierd.core.sets import among, kinds, starts, true_rows
 from tierd.errors import ConfigError
 
@@ -41,44 +41,6 @@ NEAR_PAGES = 256
 """A segment's next free pages are looked for among so many at first: as a rule they lie in a row."""
 PAGE_LIMIT = (1 << 31) - 1
 """Page ids of one tier: they lie in int32 columns."""
-
-
-class Key(NamedTuple):
-    """What the pages of one segment have in common. class_bytes includes the slot overhead."""
-
-    domain: int
-    class_bytes: int
-    writer: int
-
-
-class Usage(NamedTuple):
-    """Bytes in pages that are not free and not retiring, of so many that could be."""
-
-    used_bytes: int
-    whole_bytes: int
-
-
-class Found(NamedTuple):
-    """Why a page is quarantined (Fault), since when, and which bytes of its place it is about."""
-
-    fault: int
-    since: float
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class Segment:
-    """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free. is_proven: a block was in it,
-    so its memory can be had."""
-
-    id: int
-    key: Key
-    first: int
-    pages: int
-    spare: int
-    low: int = 0
-    is_proven: bool = False
 
 
 class Pages:

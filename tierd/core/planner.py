@@ -30,9 +30,10 @@ from tierd.core.model import (
     Wanted,
     kind_of,
 )
-from tierd.core.pages import DAEMON, Key
+from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.room import Room
+from tierd.core.segment import Key
 from tierd.core.sets import distinct, kinds
 
 

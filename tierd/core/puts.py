@@ -32,10 +32,11 @@ from tierd.core.model import (
     StructArray,
     Wanted,
 )
-from tierd.core.pages import DAEMON, Key
+from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, PutQuery, Reserved
 from tierd.core.planner import Planner, Where
 from tierd.core.said import Said, keep_said, said_by
+from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument, NotFound
 

@@ -23,8 +23,9 @@ from tierd.core.admission import Verdict
 from tierd.core.draft import Draft, no_ids
 from tierd.core.index import Index
 from tierd.core.model import PageState, Reason
-from tierd.core.pages import SEGMENT_LIMIT, Key
+from tierd.core.pages import SEGMENT_LIMIT
 from tierd.core.plan import Bools, Ids
+from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, true_rows
 
 MOST_REACH = 4096

@@ -90,7 +90,6 @@ class Listeners:
             identify=lambda peer, credential: identify(
                 peer, credential=credential, rules=self._rules, domain_of=daemon.cache.registry.domain_of
             ),
-            open_line=self._lines.open,
             greeting={
                 "daemon": tierd.__version__,
                 "instance": daemon.instance,
@@ -100,6 +99,7 @@ class Listeners:
                 "events": daemon.config.events.enabled,
             },
         )
+        self._socket.open_line = self._lines.open
         self._rpc = self._build_rpc(guard)
         self._gauges = Gauges(daemon, sessions=self.sessions)
         self._metrics: metrics.Listener | None = None

@@ -56,8 +56,7 @@ Identify = Callable[[Peer, str | None], Identity]
 
 
 class SessionSocket:
-    """The listener. greeting: what every accepted hello is told (daemon, instance, tiers, ...); mode: of the socket's file; open_line: makes the client's end of
-    a new line."""
+    """The listener. greeting: what every accepted hello is told (daemon, instance, tiers, ...); mode: of the socket's file."""
 
     def __init__(
         self,
@@ -67,12 +66,12 @@ class SessionSocket:
         identify: Identify,
         greeting: Mapping[str, Any],
         mode: int = 0o660,
-        open_line: Callable[[Session], socket.socket] | None = None,
     ) -> None:
         self.path = str(path)
         self.sessions = sessions
         self.identify = identify
-        self.open_line = open_line
+        self.open_line: Callable[[Session], socket.socket] | None = None
+        """Makes the client's end of a new line."""
         self.greeting = greeting
         self._mode = mode
         self._listener: socket.socket | None = None

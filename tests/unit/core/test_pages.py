@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, tier
 from tierd.core.model import PageState, SegmentAssignment
-from tierd.core.pages import Key, Pages
+from tierd.core.pages import Pages
+from tierd.core.segment import Key
 from tierd.errors import ConfigError, InvalidArgument, NotFound
 
 KEY = Key(domain=1, class_bytes=PAGE, writer=0)

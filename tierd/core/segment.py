@@ -1,0 +1,47 @@
+"""Segments of a tier, as values: what their pages have in common, how full they are, what was found bad in them.
+
+Purpose: names for the books in pages.py. Non-purpose: keeping them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Key(NamedTuple):
+    """What the pages of one segment have in common. class_bytes includes the slot overhead."""
+
+    domain: int
+    class_bytes: int
+    writer: int
+
+
+class Usage(NamedTuple):
+    """Bytes in pages that are not free and not retiring, of so many that could be."""
+
+    used_bytes: int
+    whole_bytes: int
+
+
+class Found(NamedTuple):
+    """Why a page is quarantined (Fault), since when, and which bytes of its place it is about."""
+
+    fault: int
+    since: float
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free. is_proven: a block was in it,
+    so its memory can be had."""
+
+    id: int
+    key: Key
+    first: int
+    pages: int
+    spare: int
+    low: int = 0
+    is_proven: bool = False
