@@ -3,7 +3,7 @@
 Purpose: bytes from page to page, verified on the way, in batches, bounded per link, demand before prefetch before demotion. What moves between
 a device and mapped memory its GPU copies and, on the device, sums.
 Non-purpose: deciding what moves (core) or what a failure means (cache). Invariants: nothing is reported READY that was not verified
-against the block's digest on this very copy; hashing and copying never run on the event loop. A batch has no deadline of its own: a read that
+against the block's digest on this very copy; the event loop hashes and copies AT_ONCE_BYTES at one time at most. A batch has no deadline of its own: a read that
 hangs may still write into its target page, so the page stays reserved until the tier lets go; those who wait for it have deadlines.
 """
 
@@ -44,6 +44,8 @@ Result = TypeVar("Result")
 PRIORITY = {Reason.DEMAND: 0, Reason.DURABLE: 0, Reason.PREFETCH: 1, Reason.DEMOTION: 2}
 LAST = 3
 """The priority of what nobody waits for."""
+AT_ONCE_BYTES = 2 << 20
+"""So much, or less, is hashed or copied on the event loop: 0.1 ms, when to wake a thread and be woken by it takes 0.2."""
 HASH_SPLIT_BYTES = 4 << 20
 """A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""
 
@@ -247,12 +249,14 @@ class Mover:
     async def _in_threads(
         self, work: Callable[[memoryview, Second], Result], first: Sequence[memoryview], second: Sequence[Second]
     ) -> list[Result]:
-        """[work(a, b) for a, b in zip(first, second)], in one thread, or in several where it is much.
+        """[work(a, b) for a, b in zip(first, second)], at once where it is little, in one thread, or in several where it is much.
 
         Ends when the last thread has let go of the pages, also where one has failed.
         """
-        loop = asyncio.get_running_loop()
-        parts = self._hash_threads if sum(map(len, first)) > HASH_SPLIT_BYTES else 1
+        loop, size = asyncio.get_running_loop(), sum(map(len, first))
+        if size <= AT_ONCE_BYTES:
+            return _each(work, first, second)
+        parts = self._hash_threads if size > HASH_SPLIT_BYTES else 1
         step = -(-len(first) // parts) or 1
         jobs = [
             loop.run_in_executor(self._threads, _each, work, first[i : i + step], second[i : i + step])
@@ -261,6 +265,10 @@ class Mover:
         if jobs:
             await asyncio.wait(jobs)
         return [result for job in jobs for result in job.result()]
+
+    def in_thread(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Work of somebody else's in one of the threads that hash."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def refuse(self, tier: int) -> None:
         """The tier serves nothing any more: what waits for a link to or from it fails at once; what is on one goes on."""

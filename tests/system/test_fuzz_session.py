@@ -36,6 +36,7 @@ MESSAGE: dict[str, dict[str, Any]] = {
     "bye": {"op": "bye"},
     "ping": {"op": "ping"},
     "line": {"op": "line"},
+    "written": {"op": "written", "reservation": 1, "blocks": 1},
 }
 
 

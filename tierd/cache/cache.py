@@ -17,8 +17,9 @@ import numpy as np
 import structlog
 
 from tierd.cache.admission import Limits
+from tierd.cache.ahead import Ahead
 from tierd.cache.background import Background
-from tierd.cache.counting import count_served
+from tierd.cache.counting import count_reserved, count_served
 from tierd.cache.events import Event, EventLog
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
@@ -104,11 +105,7 @@ class Cache:
             limits=parts.limits,
         )
         self.background = Background(
-            parts.core,
-            flights=self.flights,
-            tiers=parts.tiers,
-            clock=parts.clock,
-            sync_interval_s=parts.sync_interval_s,
+            self.core, flights=self.flights, tiers=self.tiers, clock=self.clock, sync_interval_s=parts.sync_interval_s
         )
         examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=self._layers_of)
         self.persistence = Persistence(
@@ -122,6 +119,7 @@ class Cache:
         self._verification = Verification(
             parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of, setting=(parts.verify, parts.seed)
         )
+        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of)
         self.is_draining = False
 
     # -- sessions
@@ -150,6 +148,7 @@ class Cache:
     def stop_session(self, session: int) -> None:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
         self._tenants.pop(session, None)
+        self.ahead.forget(session)
 
     def leave_session(self, session: int) -> None:
         """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
@@ -302,8 +301,7 @@ class Cache:
         except BaseException:
             self._abort(session, reserved.reservation)
             raise
-        for code, count in zip(*np.unique(np.concatenate(reserved.statuses), return_counts=True), strict=True):
-            self.metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(int(count))
+        count_reserved(self.metrics, reserved)
         self.background.wake()
         return reserved
 
@@ -431,17 +429,17 @@ class Cache:
 
     async def _hash(self, committing: Committing) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
-        metas, extents = committing.metas, committing.extents
+        metas = committing.metas
         try:
             metas["layers"] = self._layers_of(metas["namespace"])
             metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
             metas["time_ms"] = self.clock.wall_ms()
-            hashed = await self.parts.mover.hash_pages(extents, metas)
+            hashed = await self.ahead.hash(committing)
         except Exception as error:  # whatever it is, the pages must not stay busy
-            is_known = isinstance(error, TierFailed)  # a GPU's process has ended
-            log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=not is_known)
+            is_news = not isinstance(error, TierFailed)  # a GPU's process has ended
+            log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=is_news)
             return None
-        metas["digest"], metas["slices"] = hashed.digests, [len(s) for s in hashed.slices]
+        metas["digest"], metas["slices"] = hashed.digests, [*map(len, hashed.slices)]
         return hashed.slices
 
     def _disown(self, session: int, work: asyncio.Future[Committed]) -> None:
@@ -472,6 +470,7 @@ class Cache:
     def _abort(self, session: int, reservation: int) -> None:
         with contextlib.suppress(NotFound):  # the session has ended, and everything of it
             self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
+        self.ahead.drop(session, reservation)
         self._holdings.drop((session, HoldKind.RESERVATION, reservation))
         self.background.wake()
 

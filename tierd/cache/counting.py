@@ -1,10 +1,14 @@
-"""What a get adds to the counters: hits by the tier that held them, misses by their reason."""
+"""What gets and puts add to the counters: hits by the tier that held them, misses by their reason, what became of blocks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from tierd.core.plan import Acquisition, GroupQuery, Served
+import numpy as np
+
+from tierd.core.model import BlockStatus
+from tierd.core.plan import Acquisition, GroupQuery, Reserved, Served
 from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier
 
@@ -23,3 +27,9 @@ def count_served(
     for reason, tokens in ((rest, asked - got.tokens), ("failed", failed)):
         if tokens:
             metrics.tokens_missed.labels(reason=reason).inc(tokens)
+
+
+def count_reserved(metrics: Metrics, reserved: Reserved) -> None:
+    """What became of the blocks of a Reserve."""
+    for code, count in Counter(np.concatenate(reserved.statuses).tolist()).items():
+        metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -78,8 +79,7 @@ class Lease:
         meanwhile. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
         """
         targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
-        for target, source in zip(targets, self._views(self.handles), strict=True):
-            copy_out(source, target)
+        copy_out(self._views(self.handles), targets)
         return self.check()
 
     def check(self) -> int:
@@ -156,11 +156,12 @@ class Lease:
         return cut_pages(self._held(), handles)
 
 
-def copy_out(page: Any, target: Bytes) -> None:
-    """A page's bytes into memory of this process; those of a GPU have come when it returns."""
-    if isinstance(page, np.ndarray):
-        np.copyto(target, page)
-    else:
+def copy_out(pages: Sequence[Any], targets: Sequence[Bytes]) -> None:
+    """Pages' bytes into memory of this process; those of a GPU have come when it returns."""
+    if all(isinstance(page, np.ndarray) for page in pages):
+        buffers.copy_all(targets, pages)
+        return
+    for page, target in zip(pages, targets, strict=True):
         page.copy_to(target)
 
 

@@ -104,6 +104,11 @@ class ReservedPages:
         """One writable page a block; None where none is reserved. Raises StaleHandle, ForkedClient."""
         return self._cut(range(len(self)))
 
+    def tell_written(self, end: int) -> None:
+        """The blocks before this index are written for good; the daemon may hash them."""
+        if self.hold is not None and self.hold.link.session is not None:
+            self.hold.link.session.written(self.id, blocks=end)
+
     def held(self) -> Hold:
         """The hold, good to be used. Raises InvalidArgument, StaleHandle, ForkedClient."""
         if self.hold is None:

@@ -162,6 +162,12 @@ class Session:
         )
         self.flush()
 
+    def written(self, reservation: int, *, blocks: int) -> None:
+        """The blocks of a reservation before this index are written for good. Without an answer; lost if the socket does not take it now."""
+        if self.lines:  # told by daemons that know both
+            with contextlib.suppress(OSError):
+                self._tell({"op": "written", "reservation": reservation, "blocks": blocks})
+
     def revoke(self, request: str) -> None:
         """Takes back what a call gave whose reply is not to be had, or is still to give. Without an answer, like `let_go`."""
         self._unsent.append({"op": "revoke", "request": request})

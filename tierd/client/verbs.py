@@ -8,7 +8,7 @@ a daemon has gone, and what was refused for want of room; with best_effort nothi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +42,10 @@ T = TypeVar("T")
 
 PROBE_S, PROBE_PAUSE_S = 0.1, 1.0
 """With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life, for so long, so often."""
+
+
+TELL_BYTES = 1 << 20
+"""Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
 
 
 class Verbs:
@@ -415,9 +419,26 @@ def _is_empty(groups: Sequence[Group]) -> bool:
 
 
 def _fill(pages: ReservedPages, sources: Sequence[buffers.Bytes]) -> None:
-    for target, source in zip(pages.buffers(), sources, strict=True):
-        if target is not None:
-            np.copyto(target, source)
+    """Copies. The daemon, which hashes meanwhile, is told soon, and then each time that half of what was left is written."""
+    targets, begun = pages.buffers(), 0
+    for end in _stops([len(source) for source in sources]):
+        given = [i for i in range(begun, end) if targets[i] is not None]
+        buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
+        if end < len(sources):
+            pages.tell_written(end)
+        begun = end
+
+
+def _stops(lengths: Sequence[int]) -> Iterator[int]:
+    """Before which blocks to say how far one has come, and the end."""
+    left = sum(lengths)
+    stop_at = left - left // 8
+    for index, length in enumerate(lengths, 1):
+        left -= length
+        if TELL_BYTES <= left <= stop_at:
+            yield index
+            stop_at = left // 2
+    yield len(lengths)
 
 
 def _indices(request: pb.CommitRequest) -> list[int] | None:

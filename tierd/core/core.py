@@ -170,6 +170,10 @@ class Core:
         """Sets pages aside for the session to write."""
         return self._puts.reserve(session, groups=groups, kind=kind, now=now)
 
+    def open_pages(self, session: int, *, reservation: int, first: int, end: int) -> tuple[StructArray, StructArray]:
+        """EXTENT [n] and META [n] (names as far as they are known) of what a reservation still has open, among its blocks from first to before end. Raises NotFound."""
+        return self._puts.open_pages(session, reservation=reservation, first=first, end=end)
+
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
         """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None: every reserved block as it was named in reserve (private pages must be named).
 

@@ -127,11 +127,16 @@ class Puts:
 
     # -- commit
 
+    def open_pages(self, session: int, *, reservation: int, first: int, end: int) -> tuple[StructArray, StructArray]:
+        """Where the open ones of these rows lie, and what is known of them."""
+        held = self._held(session, reservation)
+        rows = first + true_rows(held.state[first:end] == OPEN)
+        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
+        return extents, _metas(held, rows, extents)
+
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
         """Marks rows busy and names them."""
-        held = self._sessions.get(session).reservations.get(reservation)
-        if held is None:
-            raise NotFound(f"reservation {reservation}: session {session} has none; reserve again")
+        held = self._held(session, reservation)
         if blocks is None:
             rows = held.rows(OPEN)
             if not held.hash[rows].any(axis=1).all():
@@ -148,6 +153,12 @@ class Puts:
         return Committing(
             commit.id, session, reservation, extents, commit.metas, held.lengths[rows].copy(), rows.astype(np.uint32)
         )
+
+    def _held(self, session: int, reservation: int) -> Reservation:
+        held = self._sessions.get(session).reservations.get(reservation)
+        if held is None:
+            raise NotFound(f"reservation {reservation}: session {session} has none; reserve again")
+        return held
 
     def finish_commit(
         self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float

@@ -79,6 +79,7 @@ class Listeners:
             cache.leave_session,
             self._service.grants.revoke,
             lambda session, into: cache.end_session(session, into=into),
+            lambda session, reservation, end: cache.ahead.note(session, reservation, end=end),
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         guard = self._build_guard()

@@ -1,12 +1,13 @@
 """The session socket: identity, descriptors and life, beside gRPC, which can carry none of them.
 
-AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none, `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
+AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none; `written`, `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
     hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
            where hello's row of the tier has gpu: {ordinal, uuid}
     line   {op} -> {ok} and one descriptor: a stream for calls, one after another (lines.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
+    written {op, reservation, blocks}, no answer: the blocks of a reservation before this index are written, so that they may be hashed
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
     revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
     bye    {op}, no answer but the end: this process uses nothing of this session any more
@@ -210,6 +211,10 @@ class Connection:
             self._line(self.session)
         elif op == "release":
             self._release(self.session, request)
+        elif op == "written":
+            self._owner.sessions.note_written(
+                self.session, reservation=_number(request, "reservation"), end=_number(request, "blocks")
+            )
         elif op == "forget":
             self._owner.sessions.forget(_field(request, "session", int), by=self.session)
             self._send({"ok": True})
@@ -221,7 +226,7 @@ class Connection:
             self._send({"ok": True})
         else:
             raise InvalidArgument(
-                f"session socket: unknown op {op!r:.80}; known are hello, map, line, release, forget, revoke, bye, ping"
+                f"session socket: unknown op {op!r:.80}; known are hello, map, line, release, written, forget, revoke, bye, ping"
             )
 
     def _hello(self, request: dict[str, Any]) -> None:
@@ -325,6 +330,13 @@ def _numbers(request: dict[str, Any], name: str) -> list[int]:
     value = request.get(name, [])
     if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 1 << 64 for number in value):
         raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not a list of ids; correct the request")
+    return value
+
+
+def _number(request: dict[str, Any], name: str) -> int:
+    value = request.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not a whole number; correct the request")
     return value
 
 

@@ -93,7 +93,7 @@ class SessionCalls:
     on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
     one call gave or is still to give.
     on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
-    on_release(session id, leases) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
+    on_written(session id, reservation, end): its blocks before this index are written. on_release(session id, leases) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
 
@@ -106,6 +106,7 @@ class SessionCalls:
     on_leave: Callable[[int], None] = lambda _session: None
     on_revoke: Callable[[int, str], None] = lambda _session, _request: None
     on_join: Callable[..., None] = lambda _session, **_into: None
+    on_written: Callable[[int, int, int], None] = lambda _session, _reservation, _end: None
 
 
 class Sessions:
@@ -240,6 +241,11 @@ class Sessions:
     def revoke(self, session: Session, request: str) -> None:
         """The client has given up a call: what that gave comes back."""
         self._calls.on_revoke(session.id, request)
+
+    def note_written(self, session: Session, *, reservation: int, end: int) -> None:
+        """The client has written the blocks of a reservation before this index. One that has ended is no fault."""
+        with contextlib.suppress(NotFound):
+            self._calls.on_written(session.id, reservation, end)
 
     def new_id(self) -> int:
         """An id that no session of this daemon or a former one has; below 2**63, never 0."""

@@ -101,8 +101,9 @@ async def test_commit_of_a_stopped_session_holds_nothing() -> None:
         assert world.pins == 0
 
 
-async def test_acquire_of_a_stopped_session_holds_nothing() -> None:
+async def test_acquire_of_a_stopped_session_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session whose socket closes during an Acquire gets no lease."""
+    monkeypatch.setattr("tierd.mover.AT_ONCE_BYTES", 0)  # so that there is a moment in which pages are looked at
     async with opened() as world:
         await world.put(chain(1, 4))
         task = asyncio.create_task(world.acquire(chain(1, 4)))
@@ -250,8 +251,9 @@ async def test_a_full_disk_queue_is_told_at_once() -> None:
         assert world.pins == 0
 
 
-async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at() -> None:
+async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that changed, and whose epoch ends during its verification, is a miss at once, quarantined and counted once."""
+    monkeypatch.setattr("tierd.mover.AT_ONCE_BYTES", 0)  # so that there is a moment in which pages are looked at
     async with opened() as world:
         committed = await world.put(chain(1, 4))
         world.page(committed.extents[2])[0] ^= 0xFF
