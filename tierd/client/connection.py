@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from tierd.client import forks
 from tierd.client.credits import Credits
+from tierd.client.early import Known
 from tierd.client.protocol import CREDENTIAL_KEY, SESSION_KEY
 from tierd.client.session import Session, connect_session
 from tierd.client.target import RemoteTarget, Target
@@ -39,8 +40,8 @@ _closed: dict[str, deque[int]] = {}
 class Transport(Protocol):
     """gRPC to one daemon: plain results from the synchronous one, awaitables from the other. All raise TierdErrors."""
 
-    def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        """One request, one reply."""
+    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
+        """One request, one reply. meanwhile: what may be done, or not, while it is under way."""
         ...
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> Any:
@@ -72,6 +73,7 @@ class Link:
         self.credits = Credits(session.credits if session else 0)
         self.pid = os.getpid()
         self.transport: Transport | None = None
+        self.known = Known()
         self.pins: set[object] = set()
         """Views into its segments that are alive."""
         self.is_broken = False

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import buffers
+from tierd.client.early import EarlyCopy
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import Leased, LeasedGroup, joined, leading_tokens, valid_blocks
 from tierd.client.session import Place, only_place
@@ -72,14 +73,15 @@ class Lease:
         """One view a block; they hold the lease together. Raises StaleHandle, ForkedClient."""
         return self._views(self.handles)
 
-    def copy_into(self, out: Any) -> int:
+    def copy_into(self, out: Any, *, early: EarlyCopy | None = None) -> int:
         """Copies the blocks into a list of buffers, or into one buffer one behind the other; how many blocks are good.
 
         The number counts blocks from the first on (per rank); it is smaller than what was leased where a page was taken away
-        meanwhile. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
+        meanwhile; what lies in out beyond them is undefined. early: what of it was copied already. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
         """
         targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
-        copy_out(self._views(self.handles), targets)
+        first = early.covers(self.handles) if early is not None else 0
+        copy_out(self._views(self.handles[first:]), targets[first:])
         return self.check()
 
     def check(self) -> int:

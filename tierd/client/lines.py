@@ -36,8 +36,17 @@ class Line:
 
     def ask(self, message: bytes, *, deadline: float) -> bytes:
         """The answer. Raises TimeoutError, EOFError, OSError, OperatorError; after any exception the line is to be dropped."""
+        self.send(message, deadline=deadline)
+        return self.receive(deadline=deadline)
+
+    def send(self, message: bytes, *, deadline: float) -> None:
+        """The first half of `ask`."""
         self._wait(deadline)
         self._socket.sendall(HEAD.pack(len(message)) + message)
+
+    def receive(self, *, deadline: float) -> bytes:
+        """The second half of `ask`."""
+        self._wait(deadline)
         data = self._socket.recv(FIRST_BYTES)
         while len(data) < HEAD.size:
             data += self._more(HEAD.size - len(data), deadline)

@@ -40,8 +40,8 @@ class LocalTransport:
         self._opened: SyncTransport | None = None
         self._turn = threading.Lock()
 
-    def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        """One request, one reply."""
+    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
+        """One request, one reply. meanwhile: what to do while the daemon is at it; its time is not the call's."""
         with self._link.credits.turn(method, timeout_s=timeout_s) as left_s:
             deadline = time.monotonic() + left_s
             name = self._session.next_request() if method in GIVING else ""
@@ -51,7 +51,7 @@ class LocalTransport:
             line = self._lines.take(timeout_s=left_s) if len(raw) <= MESSAGE_MAX_BYTES else None
             if line is None:
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
-            return self._ask(line, raw, method=method, name=name, deadline=deadline)
+            return self._ask(line, raw, method=method, name=name, deadline=deadline, meanwhile=meanwhile)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
@@ -80,9 +80,23 @@ class LocalTransport:
                 self._opened = SyncTransport(self._link, self._address)
             return self._opened
 
-    def _ask(self, line: Line, raw: bytes, *, method: str, name: str, deadline: float) -> Any:
+    def _ask(
+        self,
+        line: Line,
+        raw: bytes,
+        *,
+        method: str,
+        name: str,
+        deadline: float,
+        meanwhile: Callable[[], None] | None,
+    ) -> Any:
         try:
-            answer = pb.Answer.FromString(line.ask(raw, deadline=deadline))
+            line.send(raw, deadline=deadline)
+            if meanwhile is not None:
+                begun = time.monotonic()
+                meanwhile()
+                deadline += time.monotonic() - begun
+            answer = pb.Answer.FromString(line.receive(deadline=deadline))
             reply = None if answer.status else _REPLIES[method](answer.message)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             self._lines.drop(line)

@@ -39,7 +39,7 @@ class SyncTransport:
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
 
-    def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
+    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
         """One request, one reply."""
         with self.link.credits.turn(method, timeout_s=timeout_s) as left_s:
             return self.ask(method, request, timeout_s=left_s)

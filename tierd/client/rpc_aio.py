@@ -24,7 +24,9 @@ class AsyncTransport:
     def __init__(self, link: Link, address: str) -> None:
         self._sync = SyncTransport(link, address)
 
-    async def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
+    async def call(
+        self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> Any:
         """One request, one reply."""
         link = self._sync.link
         async with _turn(link.credits, method, timeout_s=timeout_s) as left_s:

@@ -39,16 +39,18 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, one reply."""
+    """One request, one reply. meanwhile: see Transport.call."""
 
     link: Link
     method: str
     request: Any
     timeout_s: float
+    meanwhile: Callable[[], None] | None = None
 
     def send(self, open_transport: OpenTransport) -> Any:
         """The reply, or an awaitable of it."""
-        return self.link.opened(open_transport).call(self.method, self.request, timeout_s=self.timeout_s)
+        transport = self.link.opened(open_transport)
+        return transport.call(self.method, self.request, timeout_s=self.timeout_s, meanwhile=self.meanwhile)
 
 
 @dataclass(frozen=True, slots=True)

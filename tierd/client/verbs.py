@@ -18,6 +18,7 @@ from tierd.client import buffers, protocol, remote
 from tierd.client.complaints import Complaints
 from tierd.client.connection import Connector, Link
 from tierd.client.credits import pause_s
+from tierd.client.early import EarlyCopy
 from tierd.client.lease import Lease
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
@@ -158,7 +159,9 @@ class Verbs:
 
     # -- inner steps
 
-    def _acquire(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
+    def _acquire(
+        self, groups: Sequence[Group], tier: str, deadline: float, *, meanwhile: Callable[[], None] | None = None
+    ) -> Steps[Lease]:
         self._check_local("acquire")
         wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
@@ -169,6 +172,7 @@ class Verbs:
             lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), **wanted)),
             _spaces(groups),
             deadline,
+            meanwhile=meanwhile,
         )
         leased = protocol.leased(reply, groups)
         if not leased.lease:
@@ -184,17 +188,26 @@ class Verbs:
             return GetResult()
         if isinstance(self.connector.target, RemoteTarget):
             return (yield from remote.get((yield from self._link(deadline)), group, out, deadline))
-        lease = yield from self._acquire([group], "host", deadline)
+        early = (yield from self._early(group, out, deadline)) if out is not None else None
+        lease = yield from self._acquire([group], "host", deadline, meanwhile=early.run if early else None)
         if not lease:
             return GetResult()
         try:
             if out is None:
                 views = tuple(lease.views())
                 return GetResult(lease.tokens, len(views), views, lease.tier_tokens)
-            blocks = yield Do(lambda: lease.copy_into(out))
+            blocks = yield Do(lambda: lease.copy_into(out, early=early))
+            if lease.hold is not None:
+                lease.hold.link.known.note(group, lease.handles)
             return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens)
         finally:
             lease.detach()
+
+    def _early(self, group: Group, out: Any, deadline: float) -> Steps[EarlyCopy | None]:
+        """The copy that is worth beginning before the daemon has answered, if there is one."""
+        link = yield from self._link(deadline)
+        known = link.known.find(group)
+        return EarlyCopy(link.session, known, out) if known is not None and link.session is not None else None
 
     def _reserve(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
@@ -276,6 +289,8 @@ class Verbs:
         make: Callable[[], tuple[str, Any]] | None,
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Steps[tuple[Link, Any]]:
         """One call over the current link, its namespaces opened there; once more over a new link if the daemon has gone.
 
@@ -290,7 +305,7 @@ class Verbs:
                 if make is None:
                     return link, None
                 method, request = make()
-                return link, (yield from _called(link, method, request, deadline))
+                return link, (yield from _called(link, method, request, deadline, meanwhile=meanwhile))
             except SessionLost:
                 link.is_broken = True
                 if not is_first:
@@ -385,12 +400,14 @@ class Verbs:
         return self._pages(None, handles)
 
 
-def _called(link: Link, method: str, request: Any, deadline: float) -> Steps[Any]:
+def _called(
+    link: Link, method: str, request: Any, deadline: float, *, meanwhile: Callable[[], None] | None = None
+) -> Steps[Any]:
     """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few times."""
     tries = 1
     while True:
         try:
-            return (yield Call(link, method, request, _left(deadline)))
+            return (yield Call(link, method, request, _left(deadline), meanwhile))
         except Overloaded as error:
             pause = pause_s(error, tries=tries, left_s=deadline - time.monotonic())
             if pause is None:

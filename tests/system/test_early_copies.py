@@ -1,0 +1,115 @@
+"""Gets that begin to copy before the daemon has answered: nothing but what it leases, byte for byte, however pages change hands meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.depth import count
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.client import Client, NamespaceSpec
+from tierd.client.early import EarlyCopy
+from tierd.testing import Daemon, chain, content_of
+
+SPEC = NamespaceSpec(model="early", tokens_per_block=16, block_bytes=8192)
+TIGHT = """\
+nvme = []
+[[host]]
+capacity = "1 MiB"
+segment = "256 KiB"
+eviction = "lru"
+"""
+BLOCKS, SEQUENCES = 8, 40
+ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
+
+
+@pytest.fixture
+def covered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each get needed not copy any more."""
+    found, inner = list[int](), EarlyCopy.covers
+
+    def covers(self: EarlyCopy, handles: Any) -> int:
+        found.append(inner(self, handles))
+        return found[-1]
+
+    monkeypatch.setattr(EarlyCopy, "covers", covers)
+    return found
+
+
+def blocks_of(number: int) -> list[np.ndarray]:
+    """What a sequence holds."""
+    return [content_of(name, SPEC.block_bytes) for name in chain(number, BLOCKS)]
+
+
+def test_the_second_get_copies_early(covered: list[int]) -> None:
+    """What one get gave, the next one of the same sequence copies while it asks; of one buffer or many, with the same bytes."""
+    with Daemon(TIGHT) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        client.put(space, chain(1, BLOCKS), blocks_of(1))
+        for out in (np.zeros((BLOCKS, SPEC.block_bytes), np.uint8), bytearray(BLOCKS * SPEC.block_bytes)):
+            for _ in range(2):
+                np.frombuffer(out, np.uint8)[:] = 7
+                assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
+                assert bytes(out) == b"".join(block.tobytes() for block in blocks_of(1))
+        assert covered == [BLOCKS] * 3
+
+
+def test_no_early_copy_is_served_without_an_answer() -> None:
+    """What has left since the last get is a miss, though its bytes may lie in the buffer; so is everything once the epoch has ended."""
+    with Daemon(TIGHT) as daemon, Client(daemon.target) as client, connect(daemon.target) as operator:
+        space, out = client.open_namespace(SPEC), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        client.put(space, chain(1, BLOCKS), blocks_of(1))
+        assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
+        with client.acquire(space, chain(1, BLOCKS)):  # whose pins keep the pages what they are
+            operator.ask(pb.BumpEpochRequest(model=SPEC.model))
+            assert client.get(client.open_namespace(SPEC), chain(1, BLOCKS), out=out).blocks == 0
+
+
+def test_right_bytes_while_pages_change_hands(covered: list[int]) -> None:
+    """Three times what the tier holds is put and got by two clients in turns, with evictions in the middle of gets: each block that a get counts is the one asked for."""
+    chance, outcomes = random.Random(3), Counter[str]()
+    with Daemon(TIGHT) as daemon, Client(daemon.target) as one, Client(daemon.target) as other:
+        spaces = {client: client.open_namespace(SPEC) for client in (one, other)}
+        out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        for _ in range(ROUNDS):
+            client, number = chance.choice((one, other)), min(int(chance.expovariate(0.12)), SEQUENCES)
+            if chance.random() < 0.4:
+                client.put(spaces[client], chain(number, BLOCKS), blocks_of(number))
+                continue
+            out[:] = 0
+            got = client.get(spaces[client], chain(number, BLOCKS), out=out).blocks
+            assert all((out[i] == block).all() for i, block in enumerate(blocks_of(number)[:got])), number
+            outcomes["whole" if got == BLOCKS else "part" if got else "miss"] += 1
+    assert min(outcomes["whole"], outcomes["miss"]) > ROUNDS // 50, outcomes
+    assert Counter(covered)[BLOCKS] > ROUNDS // 50
+
+
+def test_right_bytes_where_pages_are_reused_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between an early copy and the answer the pages hold other blocks: they are copied again, from where the answer says, or missed."""
+    with Daemon(TIGHT) as daemon, Client(daemon.target) as client, Client(daemon.target) as other:
+        space, theirs = client.open_namespace(SPEC), other.open_namespace(SPEC)
+        out, run = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8), EarlyCopy.run
+        client.put(space, chain(1, BLOCKS), blocks_of(1))
+        client.get(space, chain(1, BLOCKS), out=out)
+
+        def run_late(self: EarlyCopy) -> None:
+            """What others do while this one copies, and half of a copy."""
+            for number in range(2, SEQUENCES):
+                other.put(theirs, chain(number, BLOCKS), blocks_of(number))
+            run(self)
+
+        seen = Counter[int]()
+        for _ in range(5):
+            monkeypatch.setattr(EarlyCopy, "run", run_late)
+            got = client.get(space, chain(1, BLOCKS), out=out).blocks
+            monkeypatch.undo()
+            assert all((out[i] == block).all() for i, block in enumerate(blocks_of(1)[:got]))
+            seen[got] += 1
+            client.put(space, chain(1, BLOCKS), blocks_of(1))
+            assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
+        assert seen

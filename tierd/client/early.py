@@ -1,0 +1,108 @@
+"""Early copies: a get begins to copy what the last get of the same sequence gave, while the daemon is asked what holds now.
+
+    last answer ──▶ Known ──▶ copied while Acquire is under way ──▶ what the answer names alike is there already
+
+Purpose: a call that costs a get little beyond its copy. Non-purpose: the call, the look at the generation words afterwards (lease.py). Invariants: nothing
+is served because of it: the answer alone says what is leased, and a block counts as copied only where the answer has the very same handle, whose
+generation is never used twice; so its page held these bytes from before the copy until the look that follows it. Of a daemon that has gone nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tierd.client import buffers
+from tierd.client.mapping import Segment
+from tierd.client.session import Session, places_of
+from tierd.client.values import Group
+from tierd.core.model import Need, StructArray
+from tierd.errors import InvalidArgument
+
+SEQUENCES_LIMIT, HANDLES_LIMIT = 1024, 1 << 16
+"""Of which handles are remembered: 40 bytes each."""
+Key = tuple[int, tuple[int, ...], bytes]
+"""Of a sequence: namespace, ranks, hash of the last block, which covers those before it."""
+
+
+class Known:
+    """Handles by sequence, of one link; the longest unused go first. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._handles: OrderedDict[Key, StructArray] = OrderedDict()
+        self._count = 0
+
+    def note(self, group: Group, handles: StructArray) -> None:
+        """All of a sequence has been given, as HANDLE [n]."""
+        key = _key(group)
+        if key is None or len(handles) != len(group.hashes) * max(1, len(group.ranks)):
+            return
+        self._drop(key)
+        self._handles[key] = handles
+        self._count += len(handles)
+        while len(self._handles) > SEQUENCES_LIMIT or self._count > HANDLES_LIMIT:
+            self._drop(next(iter(self._handles)))
+
+    def find(self, group: Group) -> StructArray | None:
+        """What was given last."""
+        key = _key(group)
+        return self._handles.get(key) if key is not None else None
+
+    def _drop(self, key: Key) -> None:
+        handles = self._handles.pop(key, None)
+        self._count -= len(handles) if handles is not None else 0
+
+
+class EarlyCopy:
+    """The copy of one get. handles: what was copied, from the first block on; empty before `run`."""
+
+    def __init__(self, session: Session, known: StructArray, out: Any) -> None:
+        self._session, self._known, self._out = session, known, out
+        self.handles = known[:0]
+
+    def run(self) -> None:
+        """Copies, once; nothing where a page has gone, or the buffers do not fit what is known."""
+        if len(self.handles):
+            return
+        pages = _pages(self._session, self._known)
+        if pages is None:
+            return
+        try:
+            targets = buffers.pieces(self._out, self._known["length"].tolist(), writable=True)
+        except InvalidArgument:  # the answer may be shorter, and fit
+            return
+        buffers.copy_all(targets, pages)
+        self.handles = self._known
+
+    def covers(self, handles: StructArray) -> int:
+        """How many of these blocks, from the first on, need not be copied."""
+        count = min(len(handles), len(self.handles))
+        same = self.handles[:count] == handles[:count]
+        return count if same.all() else int(np.argmin(same))
+
+
+def _key(group: Group) -> Key | None:
+    if group.need is not Need.PREFIX or not len(group.hashes):
+        return None
+    return group.namespace.id, tuple(group.ranks), group.hashes[-1].tobytes()
+
+
+def _pages(session: Session, handles: StructArray) -> Sequence[buffers.Bytes] | None:
+    """The bytes of each, if all of them are mapped and still what they were."""
+    segments = {}
+    for place in places_of(handles):
+        segment = session.segment(place)
+        if not isinstance(segment, Segment):
+            return None
+        segments[place] = segment
+    out = []
+    columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "offset", "length", "generation"))
+    for tier, number, slot, offset, length, generation in zip(*columns, strict=True):
+        segment = segments[tier, number]
+        if slot >= len(segment.words) or segment.words[slot] != generation:
+            return None
+        out.append(segment.data[offset : offset + length])
+    return out
