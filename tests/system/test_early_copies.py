@@ -14,6 +14,7 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec
 from tierd.client.early import EarlyCopy
+from tierd.client.local import LocalTransport
 from tierd.testing import Daemon, chain, content_of
 
 SPEC = NamespaceSpec(model="early", tokens_per_block=16, block_bytes=8192)
@@ -89,27 +90,28 @@ def test_right_bytes_while_pages_change_hands(covered: list[int]) -> None:
     assert Counter(covered)[BLOCKS] > ROUNDS // 50
 
 
-def test_right_bytes_where_pages_are_reused_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between an early copy and the answer the pages hold other blocks: they are copied again, from where the answer says, or missed."""
+def test_right_bytes_where_pages_are_reused_in_the_middle(monkeypatch: pytest.MonkeyPatch, covered: list[int]) -> None:
+    """Pages that were copied early, and hold other blocks when the daemon comes to the question: what it names is copied again from there, or is missed."""
     with Daemon(TIGHT) as daemon, Client(daemon.target) as client, Client(daemon.target) as other:
         space, theirs = client.open_namespace(SPEC), other.open_namespace(SPEC)
-        out, run = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8), EarlyCopy.run
-        client.put(space, chain(1, BLOCKS), blocks_of(1))
-        client.get(space, chain(1, BLOCKS), out=out)
-
-        def run_late(self: EarlyCopy) -> None:
-            """What others do while this one copies, and half of a copy."""
-            for number in range(2, SEQUENCES):
-                other.put(theirs, chain(number, BLOCKS), blocks_of(number))
-            run(self)
-
-        seen = Counter[int]()
-        for _ in range(5):
-            monkeypatch.setattr(EarlyCopy, "run", run_late)
-            got = client.get(space, chain(1, BLOCKS), out=out).blocks
-            monkeypatch.undo()
-            assert all((out[i] == block).all() for i, block in enumerate(blocks_of(1)[:got]))
-            seen[got] += 1
+        out, ask = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8), LocalTransport._ask
+        for again in (True, False):
             client.put(space, chain(1, BLOCKS), blocks_of(1))
             assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
-        assert seen
+
+            def ask_late(self: Any, line: Any, message: Any, *, again: bool = again, **given: Any) -> Any:
+                """The copy first, then others' puts, which displace what was copied; the question after them."""
+                if given["meanwhile"] is not None:
+                    given["meanwhile"]()
+                    given["meanwhile"] = None
+                    for number in (*range(2, 20), *(range(1, 2) if again else ())):
+                        other.put(theirs, chain(number, BLOCKS), blocks_of(number))
+                return ask(self, line, message, **given)
+
+            with monkeypatch.context() as late:
+                late.setattr(LocalTransport, "_ask", ask_late)
+                out[:] = 0
+                got = client.get(space, chain(1, BLOCKS), out=out).blocks
+            assert got == (BLOCKS if again else 0)
+            assert all((out[i] == block).all() for i, block in enumerate(blocks_of(1)[:got]))
+        assert covered[0] == covered[-1] == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -28,6 +28,14 @@ _REPLIES = {
     if not (method.client_streaming or method.server_streaming)
 }
 """Of the calls that lines carry."""
+
+
+class Message(NamedTuple):
+    """A call as it goes over a line. name: of what it gives; empty for one that gives nothing to be taken back."""
+
+    method: str
+    name: str
+    raw: bytes
 
 
 class LocalTransport:
@@ -51,7 +59,7 @@ class LocalTransport:
             line = self._lines.take(timeout_s=left_s) if len(raw) <= MESSAGE_MAX_BYTES else None
             if line is None:
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
-            return self._ask(line, raw, method=method, name=name, deadline=deadline, meanwhile=meanwhile)
+            return self._ask(line, Message(method, name, raw), deadline=deadline, meanwhile=meanwhile)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
@@ -83,13 +91,12 @@ class LocalTransport:
     def _ask(
         self,
         line: Line,
-        raw: bytes,
+        message: Message,
         *,
-        method: str,
-        name: str,
         deadline: float,
         meanwhile: Callable[[], None] | None,
     ) -> Any:
+        method, name, raw = message
         try:
             line.send(raw, deadline=deadline)
             if meanwhile is not None:
