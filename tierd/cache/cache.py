@@ -16,23 +16,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import structlog
 
-from tierd.cache.admission import Limits
 from tierd.cache.ahead import Ahead
 from tierd.cache.background import Background
 from tierd.cache.counting import count_reserved, count_served
-from tierd.cache.events import Event, EventLog
+from tierd.cache.events import Event
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import Holdings, Key
 from tierd.cache.nearness import is_near
+from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
+from tierd.cache.releases import LateReleases
 from tierd.cache.verification import Verification
 from tierd.cache.watch import Watch
-from tierd.clock import Clock
 from tierd.core.block import Namespace, NamespaceSpec
-from tierd.core.core import Core
 from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, Reason, StructArray, TierKind, Wanted
-from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.plan import (
     Acquisition,
     Committed,
@@ -47,10 +45,8 @@ from tierd.core.plan import (
 )
 from tierd.errors import InvalidArgument, NotFound, NotPermitted, SessionLost, StaleHandle, TierFailed, Unavailable
 from tierd.failpoint import failpoint
-from tierd.metrics import Metrics
-from tierd.mover import Mover
-from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable
-from tierd.tiers.tier import SliceTable, Tier, is_mapped, is_shared
+from tierd.tiers.holds import FormerHolder, Holder, HoldKind
+from tierd.tiers.tier import SliceTable, is_mapped, is_shared
 
 log = structlog.get_logger(__name__)
 
@@ -65,25 +61,6 @@ class Lease:
     served: Served
     tier_tokens: list[int]
     whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the lifecycle built, for the conductor. verify: "first_hit", "sampled" or "always". seed: of what is sampled; None: by chance."""
-
-    core: Core
-    tiers: Sequence[Tier]
-    mover: Mover
-    clock: Clock
-    registry: NamespaceRegistry
-    holds: HoldTable
-    metrics: Metrics
-    events: EventLog
-    verify: str
-    prefetch_on_lookup: bool
-    limits: Limits
-    sync_interval_s: float = 1.0
-    seed: int | None = None
 
 
 class Cache:
@@ -120,6 +97,7 @@ class Cache:
             parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of, setting=(parts.verify, parts.seed)
         )
         self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of)
+        self.releases = LateReleases(self._give_back)
         self.is_draining = False
 
     # -- sessions
@@ -237,6 +215,10 @@ class Cache:
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
         got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
+        if not got.whole and self.releases.make():  # their pages may be the room that was missing
+            self._give_back(session, [got.lease])
+            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+            self.flights.start(got.plan, session=session)
         if not got.lease:
             if got.shut:
                 count_served(self.metrics, self.tiers, groups=groups, got=got, served=NOTHING)
@@ -254,9 +236,11 @@ class Cache:
             raise
         return got, served
 
-    def release(self, session: int, leases: Sequence[int]) -> None:
-        """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has ended."""
-        self._give_back(session, leases)
+    def release(self, session: int, leases: Sequence[int], *, is_awaited: bool = True) -> None:
+        """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has ended. is_awaited: by a client;
+        if not, it may be made a moment later, but in a replay."""
+        is_now = is_awaited or self.clock.is_replay
+        (self._give_back if is_now else self.releases.add)(session, leases)
 
     def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted) -> int:
         """Begins to bring blocks near; gives how many are on their way because of this."""
@@ -290,6 +274,7 @@ class Cache:
             self.namespace_for(session, group.namespace)
         if self.is_draining:
             raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
+        self.releases.make()
         reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
         self.flights.start(reserved.plan)
         try:

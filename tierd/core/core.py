@@ -261,7 +261,7 @@ class Core:
 
     def set_serving(self, tier: int, serving: bool) -> None:  # noqa: FBT001
         """Out of service: a tier's blocks are not found and it is no target; nothing of it is freed."""
-        self._index.tiers[tier].serving = serving
+        self._index.set_serving(tier, serving=serving)
 
     def set_writable(self, tier: int, writable: bool) -> None:  # noqa: FBT001
         """Not writable: its blocks are served, and it is no target; what would be demoted to it is evicted."""

@@ -64,6 +64,7 @@ class Index:
         self.held = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.children = [self.blocks.column(np.int32) for _ in tiers]
+        self._in_service: dict[tuple[Wanted, ...], list[int]] = {}
         self.going = [0 for _ in tiers]
         self.tips = [0 for _ in tiers]
         self.generation = start.generation
@@ -74,10 +75,20 @@ class Index:
     # -- questions
 
     def serving(self, *wanted: Wanted) -> list[int]:
-        """Tiers in service, near to far; of what is wanted, or all."""
-        return [
-            t.position for t in self.tiers if t.serving and (not wanted or t.spec.kind in wanted or t.spec in wanted)
-        ]
+        """Tiers in service, near to far; of what is wanted, or all. Not to be changed."""
+        found = self._in_service.get(wanted)
+        if found is None:
+            found = self._in_service[wanted] = [
+                t.position
+                for t in self.tiers
+                if t.serving and (not wanted or t.spec.kind in wanted or t.spec in wanted)
+            ]
+        return found
+
+    def set_serving(self, tier: int, *, serving: bool) -> None:
+        """In service, or not: see `Core.set_serving`."""
+        self.tiers[tier].serving = serving
+        self._in_service.clear()
 
     def writable(self, *wanted: Wanted) -> list[int]:
         """Those of the tiers in service that take new blocks."""

@@ -292,7 +292,7 @@ class Connection:
         leases, reservations = _numbers(request, "leases"), _numbers(request, "reservations")
         is_answered = _field(request, "reply", bool)
         try:
-            self._owner.sessions.let_go(session, leases=leases, reservations=reservations)
+            self._owner.sessions.let_go(session, leases=leases, reservations=reservations, is_awaited=is_answered)
         except TierdError:
             if is_answered:
                 raise

@@ -1,0 +1,88 @@
+"""Releases that nobody waits for: soon, and never in the way of who needs the room."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.cache.world import SOON_S, TOKENS, World, opened
+from tierd.core.model import BlockStatus
+from tierd.testing import chain
+
+SMALL = """
+[server]
+runtime_dir = "{root}/run"
+state_dir = "{root}/state"
+[[host]]
+capacity = "64 KiB"
+segment = "32 KiB"
+arena_dir = "{arena}"
+"""
+NAMES = chain(1, 4)
+
+
+async def held(world: World) -> int:
+    """A lease whose release was asked for, and not made yet."""
+    await world.put(NAMES)
+    lease = (await world.acquire(NAMES)).lease
+    world.cache.release(world.session, [lease], is_awaited=False)
+    assert world.cache.core.stats().leases == 1
+    return lease
+
+
+async def test_a_release_is_made_a_moment_later() -> None:
+    """What nobody waits for is made by itself; twice is once; one of a session that has gone is none."""
+    async with opened() as world:
+        lease = await held(world)
+        world.cache.release(world.session, [lease], is_awaited=False)
+        world.cache.release(77, [5], is_awaited=False)
+        async with asyncio.timeout(SOON_S):
+            while world.pins:  # noqa: ASYNC110  # its timer rings no bell
+                await asyncio.sleep(0.001)
+        world.cache.core.check()
+
+
+async def test_an_awaited_release_is_made_at_once() -> None:
+    """Who waits for it finds the pages unpinned when he is told."""
+    async with opened() as world:
+        await world.put(NAMES)
+        world.cache.release(world.session, [(await world.acquire(NAMES)).lease])
+        assert not world.pins
+
+
+async def test_a_put_finds_the_room() -> None:
+    """Pages whose release is asked for are there for the put that follows it."""
+    async with opened(SMALL) as world:
+        for number in (1, 2):  # all that the session may pin: half of the tier
+            await world.put(chain(number, 4))
+        lease = (await world.acquire(NAMES)).lease
+        other = (await world.acquire(chain(2, 4))).lease
+        world.cache.release(world.session, [lease, other], is_awaited=False)
+        reserved = await world.reserve(chain(3, 4))
+        assert reserved.statuses[0].tolist() == [BlockStatus.RESERVED] * 4
+        world.cache.abort(world.session, reserved.reservation)
+
+
+async def test_a_get_finds_the_room() -> None:
+    """An acquire within a share that an asked-for release gives back gets all of it."""
+    async with opened(SMALL) as world:
+        await world.put(NAMES)
+        await world.put(chain(2, 4))
+        lease = (await world.acquire(NAMES)).lease
+        world.cache.release(world.session, [lease], is_awaited=False)
+        second = await world.acquire(chain(2, 4))
+        assert second.served.tokens == 4 * TOKENS
+        assert world.cache.core.stats().leases == 1
+        world.cache.release(world.session, [second.lease])
+
+
+@pytest.mark.parametrize("ends", ["leave_session", "end_session"])
+async def test_a_session_that_ends_first(ends: str) -> None:
+    """Its releases are made with its end, and are no fault afterwards."""
+    async with opened() as world:
+        await held(world)
+        getattr(world.cache, ends)(world.session)
+        world.cache.releases.make()
+        assert not world.cache.core.stats().leases
+        world.cache.core.check()

@@ -1,0 +1,38 @@
+"""What a conductor is put together from.
+
+Purpose: one value that construction fills (server/assembly.py) and cache.py takes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierd.cache.admission import Limits
+from tierd.cache.events import EventLog
+from tierd.clock import Clock
+from tierd.core.core import Core
+from tierd.core.namespaces import NamespaceRegistry
+from tierd.metrics import Metrics
+from tierd.mover import Mover
+from tierd.tiers.holds import HoldTable
+from tierd.tiers.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the lifecycle built, for the conductor. verify: "first_hit", "sampled" or "always". seed: of what is sampled; None: by chance."""
+
+    core: Core
+    tiers: Sequence[Tier]
+    mover: Mover
+    clock: Clock
+    registry: NamespaceRegistry
+    holds: HoldTable
+    metrics: Metrics
+    events: EventLog
+    verify: str
+    prefetch_on_lookup: bool
+    limits: Limits
+    sync_interval_s: float = 1.0
+    seed: int | None = None

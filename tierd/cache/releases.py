@@ -1,0 +1,38 @@
+"""Releases that nobody waits for: made a moment later, so that the call which a client makes next is served before them.
+
+Purpose: a put-off, no more. Non-purpose: what a release is (cache.py). Invariants: each is made within DELAY_S of the loop's time; who wants room that they may give has
+them made at once; their order stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+DELAY_S = 0.001
+"""A call takes less; and pages that are pinned for so long longer are nobody's loss."""
+
+
+class LateReleases:
+    """give_back: makes releases of a session."""
+
+    def __init__(self, give_back: Callable[[int, Sequence[int]], None]) -> None:
+        self._give_back = give_back
+        self._waiting: dict[int, list[int]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, session: int, leases: Sequence[int]) -> None:
+        """To be made soon."""
+        self._waiting.setdefault(session, []).extend(leases)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.make)
+
+    def make(self) -> bool:
+        """Makes them now; whether there were any."""
+        waiting, self._waiting = self._waiting, {}
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for session, leases in waiting.items():
+            self._give_back(session, leases)
+        return bool(waiting)
