@@ -26,7 +26,7 @@ ROWS = {
         ),
     },
     "one_block": {"put_2MiB_p50", "put_2MiB_beyond_copy", "get_2MiB_p50", "get_2MiB_beyond_copy"},
-    "calls": {"lookup_empty", "lookup_256", "get_view_256"},
+    "calls": {"lookup_empty", "lookup_empty_raw", "lookup_256", "get_view_256"},
     "nvme": {
         *("nvme_read_2MiB", "nvme_write_2MiB", "nvme_write_first_2MiB", "nvme_durable_2MiB_x16"),
         *("nvme_read_128KiB", "nvme_write_128KiB", "nvme_write_first_128KiB"),

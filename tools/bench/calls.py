@@ -1,6 +1,7 @@
-"""What a call costs: lookups, and gets as views, against raw echoes of the same flavour and message sizes in the same run.
+"""What a call costs: lookups, and gets as views, against raw gRPC echoes of the same message sizes on an open stream in the same run.
 
-Messages are as long as those of the calls; the echoes have no session, no checks, nothing to find. Slices of calls take turns with slices of echoes.
+Messages are as long as those of the calls; the echoes have no session, no checks, nothing to find. Slices of calls take turns with slices of echoes. Local calls go over
+a socket and not over gRPC: `lookup_empty_raw` is against an echo on a raw socket, the limit of that way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, protocol
 from tierd.core.model import HANDLE
 from tierd.testing import Daemon, chain
-from tools.bench.echo import FLAVOUR, Echo, request_of
+from tools.bench.echo import Echo, request_of
 from tools.bench.measure import FULL, KIB, Effort, interleaved
 from tools.bench.rows import Row, row_of
 
@@ -48,8 +49,8 @@ class Bench:
         """All in one call; the views are dropped, and with them the lease."""
         assert self._client.get(self._space, self._held).blocks == self.blocks
 
-    def echo_of(self, verb: str) -> Callable[[], object]:
-        """An echo of messages as long as the verb's."""
+    def echo_of(self, verb: str, *, raw: bool = False) -> Callable[[], object]:
+        """An echo of messages as long as the verb's: on a stream, or on a raw socket."""
         groups = protocol.groups_message([Group(self._space, self._missing if verb == "lookup_empty" else self._held)])
         count = len(groups[0].hashes) // 32
         if verb == "view":
@@ -58,7 +59,7 @@ class Bench:
         else:
             asked, answer = pb.LookupRequest(groups=groups).ByteSize(), count + 16
         request = request_of(asked, reply=answer)
-        return lambda: self._echo.call(request)
+        return lambda: (self._echo.raw if raw else self._echo.stream)(request)
 
 
 def _slice(work: Callable[[], object], count: int) -> Callable[[int], Callable[[], object]]:
@@ -72,17 +73,18 @@ def _slice(work: Callable[[], object], count: int) -> Callable[[int], Callable[[
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`lookup_empty` and `get_view_256`, microseconds; `lookup_256`, calls a second."""
+    """`lookup_empty`, `lookup_empty_raw` and `get_view_256`, microseconds; `lookup_256`, calls a second."""
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client, Echo(f"unix:{daemon.root}/echo.sock") as echo:
         bench = Bench(client, echo, blocks=effort.pick(BLOCKS, 8))
         verbs = {"lookup_empty": bench.lookup_empty, "lookup": bench.lookup, "view": bench.view}
         count = effort.pick(40, 2)
         works = {name: _slice(verb, count) for name, verb in verbs.items()}
         works |= {f"echo_{name}": _slice(bench.echo_of(name), count) for name in verbs}
+        works["raw"] = _slice(bench.echo_of("lookup_empty", raw=True), count)
         costs = interleaved(works, runs=effort.at_least(21), pid=daemon.pid)
     took = {name: [cost.wall_s / count * 1e6 for cost in each] for name, each in costs.items()}
     cpu = {name: np.median([cost.cpu_s / count * 1e6 for cost in costs[name]]) for name in verbs}
-    against = f"against a raw {FLAVOUR} echo of that size"
+    against = "against a raw gRPC echo of that size on an open stream"
 
     def told(name: str, meaning: str) -> str:
         return f"{meaning}, {against}; {cpu[name]:.0f} us of processor a call"
@@ -95,6 +97,13 @@ def rows(effort: Effort = FULL) -> list[Row]:
             unit="us",
             limits=took["echo_lookup_empty"],
             meaning=told("lookup_empty", "of one block that is nowhere"),
+        ),
+        row_of(
+            "lookup_empty_raw",
+            took["lookup_empty"],
+            unit="us",
+            limits=took["raw"],
+            meaning="the same, against an echo of that size on a raw socket",
         ),
         row_of("lookup_256", a_second, unit="1/s", limits=echoes, meaning=told("lookup", "of 256 hashes, one client")),
         row_of(

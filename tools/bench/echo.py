@@ -1,4 +1,4 @@
-"""Raw gRPC in a process of its own: the limit of a call, without anything that tierd does.
+"""Raw gRPC, and a raw socket, in a process of their own: the limits of a call, without anything that tierd does.
 
     python -m tools.bench.echo ADDRESS
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import socket
 import struct
 import subprocess
 import sys
@@ -22,11 +23,11 @@ import grpc
 from tierd.client.rpc import OPTIONS
 from tools.bench.measure import line_of
 
-FLAVOUR = "unary"
-"""How the SDK's calls are made today, and so what they are measured against: "unary", or "stream" for one open bidirectional stream."""
 HEAD = struct.Struct("<II")
 """Bytes of a reply, and how many replies a pull gets."""
 START_S, CALL_S = 30.0, 30.0
+LENGTH, RAW = struct.Struct("<I"), ".raw"
+"""Before each message on a raw socket; what its path ends with."""
 SERVICE = "bench.Echo"
 _REPLIES: dict[int, bytes] = {}
 
@@ -64,8 +65,18 @@ async def _pull(request: bytes, _context: Any) -> AsyncIterator[bytes]:
         yield _reply(request)
 
 
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """On a raw socket each message comes after its length (u4)."""
+    while head := await reader.read(LENGTH.size):
+        reply = _reply(await reader.readexactly(*LENGTH.unpack(head)))
+        writer.write(LENGTH.pack(len(reply)) + reply)
+    writer.close()
+
+
 async def serve(address: str) -> None:
     """Serves until its standard input ends."""
+    if address.startswith("unix:"):
+        await asyncio.start_unix_server(_answer, address.removeprefix("unix:") + RAW)
     server = grpc.aio.server(options=OPTIONS)
     methods = {
         "unary": grpc.unary_unary_rpc_method_handler(_unary),
@@ -93,6 +104,11 @@ class Echo:
         self._unary = self._channel.unary_unary(f"/{SERVICE}/unary")
         self._push = self._channel.stream_unary(f"/{SERVICE}/push")
         self._pull = self._channel.unary_stream(f"/{SERVICE}/pull")
+        self._raw: socket.socket | None = None
+        if address.startswith("unix:"):
+            self._raw = socket.socket(socket.AF_UNIX)
+            self._raw.settimeout(CALL_S)
+            self._raw.connect(address.removeprefix("unix:") + RAW)
         self._asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._answers = self._channel.stream_stream(f"/{SERVICE}/stream")(iter(self._asked.get, None))
 
@@ -112,9 +128,14 @@ class Echo:
         answer: bytes = next(self._answers)
         return answer
 
-    def call(self, request: bytes) -> bytes:
-        """As the SDK's calls are made."""
-        return self.stream(request) if FLAVOUR == "stream" else self.unary(request)
+    def raw(self, request: bytes) -> bytes:
+        """One message to and fro on a raw socket."""
+        assert self._raw is not None, "an echo over TCP has none"
+        self._raw.sendall(LENGTH.pack(len(request)) + request)
+        answer = self._raw.recv(1 << 20)
+        while len(answer) < LENGTH.size + LENGTH.unpack_from(answer)[0]:
+            answer += self._raw.recv(1 << 20)
+        return answer
 
     def push(self, messages: Iterator[bytes]) -> int:
         """Sends a stream; the bytes that arrived."""
@@ -131,6 +152,8 @@ class Echo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._asked.put(None)
+        if self._raw is not None:
+            self._raw.close()
         self._channel.close()
         self._process.communicate(timeout=START_S)
 

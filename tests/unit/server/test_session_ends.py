@@ -76,7 +76,7 @@ async def test_a_socket_that_is_closed_while_it_waits(rig, no_descriptors):  # n
 async def test_a_release_that_is_refused(rig):  # noqa: F811
     """Told to a client that asked for an answer, kept from one that did not; the session goes on."""
 
-    def lost(session_id, leases):
+    def lost(session_id, leases, is_awaited):
         rig.note("lost", session_id, *leases)
         raise SessionLost("session: it has ended")
 
