@@ -10,14 +10,13 @@ generation is never used twice; so its page held these bytes from before the cop
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tierd.client import buffers
 from tierd.client.mapping import Segment
-from tierd.client.session import Session, places_of
+from tierd.client.session import Session, by_place
 from tierd.client.values import Group
 from tierd.core.model import Need, StructArray
 from tierd.errors import InvalidArgument
@@ -90,19 +89,19 @@ def _key(group: Group) -> Key | None:
     return group.namespace.id, tuple(group.ranks), group.hashes[-1].tobytes()
 
 
-def _pages(session: Session, handles: StructArray) -> Sequence[buffers.Bytes] | None:
+def _pages(session: Session, handles: StructArray) -> list[buffers.Bytes] | None:
     """The bytes of each, if all of them are mapped and still what they were."""
-    segments = {}
-    for place in places_of(handles):
-        segment = session.segment(place)
-        if not isinstance(segment, Segment):
+    out: list[buffers.Bytes | None] = [None] * len(handles)
+    for place, rows in by_place(handles):
+        segment, those = session.segment(place), handles[rows]
+        if not isinstance(segment, Segment) or int(those["slot"].max()) >= len(segment.words):
             return None
-        segments[place] = segment
-    out = []
-    columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "offset", "length", "generation"))
-    for tier, number, slot, offset, length, generation in zip(*columns, strict=True):
-        segment = segments[tier, number]
-        if slot >= len(segment.words) or segment.words[slot] != generation:
+        if (segment.words[those["slot"]] != those["generation"]).any():
             return None
-        out.append(segment.data[offset : offset + length])
-    return out
+        starts, lengths = those["offset"].tolist(), those["length"].tolist()
+        pages = [segment.data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        if len(pages) == len(out):
+            return pages
+        for row, page in zip(np.arange(len(handles))[rows].tolist(), pages, strict=True):
+            out[row] = page
+    return out  # type: ignore[return-value] # each row has its place

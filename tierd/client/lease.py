@@ -14,13 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierd.client import buffers
 from tierd.client.early import EarlyCopy
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import Leased, LeasedGroup, joined, leading_tokens, valid_blocks
-from tierd.client.session import Place, only_place
+from tierd.client.session import by_place, only_place
 from tierd.client.work import pauses
 from tierd.core.model import StructArray
 from tierd.core.words import barrier
@@ -79,9 +78,10 @@ class Lease:
         The number counts blocks from the first on (per rank); it is smaller than what was leased where a page was taken away
         meanwhile; what lies in out beyond them is undefined. early: what of it was copied already. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
         """
-        targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
         first = early.covers(self.handles) if early is not None else 0
-        copy_out(self._views(self.handles[first:]), targets[first:])
+        if first < len(self.handles) or early is None:
+            targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
+            copy_out(self._views(self.handles[first:]), targets[first:])
         return self.check()
 
     def check(self) -> int:
@@ -89,7 +89,7 @@ class Lease:
         hold = self._held()
         barrier()
         good = np.ones(len(self.handles), dtype=np.bool_)
-        for place, rows in _by_place(self.handles):
+        for place, rows in by_place(self.handles):
             segment = hold.segment(place)
             if segment is None or int(self.handles["slot"][rows].max()) >= len(segment.words):
                 good[rows] = False
@@ -177,14 +177,6 @@ def cut_pages(hold: Hold, handles: StructArray, *, writable: bool = False) -> li
     places = list(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
     wholes = {place: hold.expose(place, pin, writable=writable) for place in dict.fromkeys(places)}
     return [wholes[place][start:end] for place, start, end in zip(places, starts, ends, strict=True)]
-
-
-def _by_place(handles: StructArray) -> list[tuple[Place, NDArray[np.intp] | slice]]:
-    only = only_place(handles)
-    if only is not None:
-        return [(only, slice(None))]
-    keys = handles["tier"].astype(np.uint64) << np.uint64(32) | handles["segment"]
-    return [((int(key) >> 32, int(key) & 0xFFFFFFFF), np.flatnonzero(keys == key)) for key in np.unique(keys)]
 
 
 def _index(i: int, count: int) -> int:

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import numpy as np
+from numpy.typing import NDArray
 
 import tierd
 from tierd.client.mapping import Segment, map_segment
@@ -300,6 +302,15 @@ def only_place(handles: StructArray) -> Place | None:
     if len(handles) > 1 and not ((tiers == tiers[0]).all() and (segments == segments[0]).all()):
         return None
     return int(tiers[0]), int(segments[0])
+
+
+def by_place(handles: StructArray) -> list[tuple[Place, NDArray[np.intp] | slice]]:
+    """HANDLE [n] by the segments that they point into: each with its rows."""
+    only = only_place(handles)
+    if only is not None:
+        return [(only, slice(None))]
+    keys = handles["tier"].astype(np.uint64) << np.uint64(32) | handles["segment"]
+    return [((int(key) >> 32, int(key) & 0xFFFFFFFF), np.flatnonzero(keys == key)) for key in np.unique(keys)]
 
 
 def _say_goodbye(connection: socket.socket, glance: socket.socket, pid: int) -> None:
