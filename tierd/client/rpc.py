@@ -18,7 +18,7 @@ from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
 from tierd.client.connection import Link
 from tierd.client.conversation import Conversation, Conversations
-from tierd.client.protocol import REQUEST_KEY, error_of
+from tierd.client.protocol import GET, REQUEST_KEY, error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, DeadlineExceeded, Overloaded, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
@@ -42,6 +42,10 @@ _REPLIES = {
 _LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
 
 
+def _path(method: str) -> str:
+    return f"/{pb.DESCRIPTOR.services_by_name['Cache'].full_name}/{method}"
+
+
 class SyncTransport:
     """Calls that wait."""
 
@@ -49,6 +53,9 @@ class SyncTransport:
         self.link = link
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
+        # Chunks come encoded, and are decoded where they arrived.
+        self.stub.Put = self._channel.stream_unary(_path("Put"), None, pb.PutReply.FromString)
+        self.stub.Get = self._channel.unary_stream(_path("Get"), pb.GetRequest.SerializeToString, GET.decode)
         most = link.session.conversations if link.session else 0
         self._conversations = Conversations(self.stub, link.metadata, limit=most)
 
