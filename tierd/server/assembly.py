@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import structlog
 
 from tierd.cache.admission import Limits
@@ -28,7 +27,7 @@ from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.block import Namespace
 from tierd.core.core import Core
-from tierd.core.model import SegmentAssignment, TierKind, TierSpec
+from tierd.core.model import TierKind, TierSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.core.plan import Start
 from tierd.errors import ConfigError, CorruptRecord
@@ -38,6 +37,7 @@ from tierd.mover import Mover
 from tierd.policies.eviction import EVICTION
 from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.learner import Learner
+from tierd.server.adoption import adopt
 from tierd.server.former import open_holds
 from tierd.server.instance import Instance
 from tierd.server.learned import read_learner
@@ -57,9 +57,6 @@ SILENCE_S = 5.0
 
 GPU_TOLERANCE = Tolerance(faults=0, pause_s=0.1, pause_limit_s=30.0)
 """A GPU process that died is started again after a pause, which doubles as long as it keeps dying. Wrong bytes are their writer's fault, not the GPU's."""
-
-ADOPTED_BLOCKS = 1 << 16
-"""Taken into the books at once, or a few more: the rest of the last segment."""
 
 _T = TypeVar("_T")
 
@@ -253,45 +250,6 @@ def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tie
             log.warning("namespace dropped", tier=tier, error=str(error))
             continue
         registry.restore([record])
-
-
-def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> int:
-    """Puts what a tier found into the books, blocks of current namespaces only; how many were taken."""
-    current = [i for namespace in registry.current() for i in namespace.ids]
-    known = taken = 0
-    for segments, rows in pieces_of(found):
-        metas = found.metas[rows]
-        mine = np.isin(metas["namespace"], current)
-        extents = found.extents[rows]
-        if not mine.all():
-            extents, metas = extents[mine], metas[mine]
-        known += len(metas)
-        taken += int(core.adopt(position, segments=segments, extents=extents, metas=metas, now=now).sum())
-    if known > taken:
-        log.info("blocks not taken in", tier=position, found=len(found.metas), known=known, taken=taken)
-    return taken
-
-
-def pieces_of(found: Recovered) -> Iterator[tuple[list[SegmentAssignment], slice]]:
-    """What was found, some segments at a time with all blocks in them, in the order in which they stand; in one piece where segments take turns in it.
-
-    The books take a piece in while it is in the processor's caches, and need memory for one beside what they keep.
-    """
-    ids = found.metas["segment"]
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)).tolist()
-    order = dict.fromkeys(ids[starts].tolist())
-    if len(ids) <= ADOPTED_BLOCKS or len(order) < len(starts):
-        yield found.segments, slice(0, len(ids))
-        return
-    by_id = {given.segment: given for given in found.segments}
-    empty = [given for given in found.segments if given.segment not in order]
-    segments, begun = empty, 0
-    for segment, end in zip(order, [*starts[1:], len(ids)], strict=True):
-        if segment in by_id:
-            segments.append(by_id[segment])
-        if end - begun >= ADOPTED_BLOCKS or end == len(ids):
-            yield segments, slice(begun, end)
-            segments, begun = [], end
 
 
 def _tolerance(table: NvmeConfig) -> Tolerance:

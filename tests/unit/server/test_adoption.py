@@ -11,7 +11,7 @@ from tests.unit.core.kit import HOST, Kit, chain, tier
 from tests.unit.core.test_upkeep import survivors
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, SegmentAssignment
-from tierd.server import assembly
+from tierd.server import adoption
 from tierd.tiers.tier import Recovered
 
 
@@ -27,8 +27,8 @@ def test_pieces_are_whole_segments_in_order(runs: list[tuple[int, int]], known: 
     segments = [SegmentAssignment(0, n, n, 1, 4096, 8, 0, None, False) for n in sorted(known)]
     found = Recovered(segments, np.zeros(len(metas), EXTENT), metas)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "ADOPTED_BLOCKS", size)
-        pieces = list(assembly.pieces_of(found))
+        patch.setattr(adoption, "ADOPTED_BLOCKS", size)
+        pieces = list(adoption.pieces_of(found))
     assert [row for _, rows in pieces for row in range(len(metas))[rows]] == list(range(len(metas)))
     assert sorted(given.segment for given_, _ in pieces for given in given_) == sorted(known)
     for given_, rows in pieces:
@@ -50,10 +50,10 @@ def test_books_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Recovered(segments, extents, metas)
     books = []
     for size in (1 << 16, 3):
-        monkeypatch.setattr(assembly, "ADOPTED_BLOCKS", size)
-        assert len(list(assembly.pieces_of(found))) == (1 if size > 16 else 4)
+        monkeypatch.setattr(adoption, "ADOPTED_BLOCKS", size)
+        assert len(list(adoption.pieces_of(found))) == (1 if size > 16 else 4)
         kit = Kit(*specs)
-        for given_, rows in assembly.pieces_of(found):
+        for given_, rows in adoption.pieces_of(found):
             assert kit.core.adopt(0, segments=given_, extents=extents[rows], metas=metas[rows], now=0.0).all()
             kit.core.check()
         there = kit.core.extents(kit.ids(names), tier=0)
