@@ -92,6 +92,9 @@ METRICS: Mapping[str, Row] = {
     "tierd_arena_touch_bytes_per_second": Row(
         "gauge", "bytes/s", "First-touch rate of a mapped tier at start.", ("tier",)
     ),
+    "tierd_arena_unready_bytes": Row(
+        "gauge", "bytes", "Capacity of a mapped tier whose memory is still to be allocated and touched.", ("tier",)
+    ),
     "tierd_arena_huge_share": Row("gauge", "share", "Share of a mapped tier that lies in huge pages.", ("tier",)),
     "tierd_blocks": Row("gauge", "blocks", "Blocks held in any tier."),
     "tierd_sessions": Row("gauge", "sessions", "Sessions by state: open, ended, restored.", ("state",)),
@@ -136,6 +139,7 @@ class Metrics:
         self.loop_lag = self._histogram("tierd_loop_lag_seconds")
         self.tier_outages = self._counter("tierd_tier_outages_total")
         self.arena_touch_rate = self._gauge("tierd_arena_touch_bytes_per_second")
+        self.arena_unready = self._gauge("tierd_arena_unready_bytes")
         self.arena_huge_share = self._gauge("tierd_arena_huge_share")
         self.blocks = self._gauge("tierd_blocks")
         self.sessions = self._gauge("tierd_sessions")

@@ -18,6 +18,7 @@ PARTS: dict[str, set[str]] = {
     "units": set(),
     "places": set(),
     "clock": set(),
+    "chunks": set(),
     "processes": set(),
     "metrics": set(),
     "logs": set(),
@@ -34,8 +35,8 @@ PARTS: dict[str, set[str]] = {
     "mover": {"core", "tiers", "codecs"} | EDGE,
     "cache": {"core", "policies", "mover", "tiers", "metrics", "logs"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
-    "server": {"core", "cache", "events", "tiers", "_proto", "metrics", "logs", "notify"} | EDGE,
-    "client": {"core", "_proto"} | EDGE,
+    "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "metrics", "logs", "notify"} | EDGE,
+    "client": {"core", "_proto", "chunks"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
@@ -82,6 +83,7 @@ FOREIGN: dict[str, set[str]] = {
     "places": set(),
     "units": set(),
     "clock": set(),
+    "chunks": set(),
     "notify": set(),
 }
 """Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""

@@ -79,6 +79,14 @@ def test_every_promise_has_a_row() -> None:
     assert set(PROMISES) - FULL_ONLY <= set.union(*ROWS.values())
 
 
+def test_a_start_with_many_blocks_is_measured() -> None:
+    """The rows of millions of blocks, with a thousand of them: all are taken in, and the memory is told."""
+    made = run([sys.executable, "-m", "tools.bench.many_start", "--blocks", "1000", "--starts", "1", "--json"])
+    assert made.returncode == 0, made.stderr
+    took, memory = json.loads(made.stdout)
+    assert took["value"] > 0 and memory["value"] >= memory["limit"] > 0
+
+
 def test_an_unknown_suite_is_refused(tmp_path: Path) -> None:
     """A name that is no suite is refused before anything runs, with those that there are."""
     done = bench("data_plan", output=tmp_path / "bench.json")

@@ -129,6 +129,7 @@ def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.Tier
     console.print(load_line(reply), soft_wrap=True)
     console.print()
     show_table(console, TIER_COLUMNS, tier_rows(tiers), empty="no tiers")
+    draw_unready(console, tiers)
     draw_trouble(console, tiers)
     if counters:
         moved = [(short_counter(name), human_count(value)) for name, value in sorted(reply.counters.items()) if value]
@@ -181,10 +182,21 @@ def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None
     console.print()
     for tier in reply.tiers:
         console.print(facts(((tier.name, f"{tier.place or 'memory'} ({tier.mode or 'plain'})"),)), soft_wrap=True)
+    draw_unready(console, reply.tiers)
     draw_trouble(console, reply.tiers)
     if classes:
         console.print()
         show_table(console, CLASS_COLUMNS, class_rows(reply.tiers), empty="no tier has split its memory yet")
+
+
+def draw_unready(console: Console, infos: Iterable[pb.TierInfo]) -> None:
+    """How far the memory of mapped tiers is made, as long as it is not all there."""
+    for info in infos:
+        if info.unready_bytes:
+            ready = human_bytes(info.capacity_bytes - min(info.unready_bytes, info.capacity_bytes))
+            when = f"when it is wanted ({info.unready_reason})" if info.unready_reason else "in the background"
+            said = f"{ready} of {human_bytes(info.capacity_bytes)} are ready, more is made {when}"
+            console.print(Text.assemble((f"{info.name}: ", "yellow"), said), soft_wrap=True)
 
 
 def draw_trouble(console: Console, infos: Iterable[pb.TierInfo]) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tierd import errors
 from tierd._proto import cache_pb2 as pb
+from tierd.chunks import Chunk, Codec
 from tierd.client.values import About, Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import (
@@ -401,14 +402,20 @@ def leading_tokens(handles: StructArray, blocks: int) -> int:
 # -- chunks, for clients that share no memory
 
 
-def put_chunks(message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool) -> Iterator[pb.PutChunk]:
-    """A Put's stream: the group alone, then each block's bytes in order, with checksums."""
+PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
+GET: Codec[pb.GetChunk] = Codec(pb.GetChunk)
+
+
+def put_chunks(message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool) -> Iterator[bytes]:
+    """A Put's stream, each message encoded: the group alone, then each block's bytes in order, with checksums."""
     durability = (Durability.DURABLE if durable else Durability.MEMORY).value
-    yield pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
+    first = pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
+    yield first.SerializeToString()
     for index, piece in enumerate(pieces):
         for offset in range(0, len(piece), CHUNK_BYTES):
-            data = piece[offset : offset + CHUNK_BYTES].tobytes()
-            yield pb.PutChunk(index=index, offset=offset, data=data, checksum=xxhash.xxh3_64_intdigest(data))
+            data = piece[offset : offset + CHUNK_BYTES]
+            head = pb.PutChunk(index=index, offset=offset, checksum=xxhash.xxh3_64_intdigest(data.data))
+            yield PUT.encode(head, data)
 
 
 class Assembly:
@@ -422,23 +429,24 @@ class Assembly:
         self._filled = 0
         self._is_broken = False
 
-    def take(self, chunk: pb.GetChunk) -> None:
+    def take(self, chunk: Chunk[pb.GetChunk]) -> None:
         """The next chunk. What does not fit or does not hold ends the prefix: never a wrong byte."""
-        if self._is_broken or not (chunk.data or chunk.status):
+        head, data = chunk.head, chunk.data
+        if self._is_broken or not (data or head.status):
             return
-        self._is_broken = not self._fits(chunk) or xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum
+        self._is_broken = not self._fits(head, len(data)) or xxhash.xxh3_64_intdigest(data) != head.checksum
         if self._is_broken or self._current is None:
             return
-        self._filled = chunk.offset + len(chunk.data)
-        self._current[chunk.offset : self._filled] = np.frombuffer(chunk.data, dtype=np.uint8)
+        self._filled = head.offset + len(data)
+        self._current[head.offset : self._filled] = np.frombuffer(data, dtype=np.uint8)
         if self._filled == len(self._current):
             self.whole.append(self._current)
             self._current = None
 
-    def _fits(self, chunk: pb.GetChunk) -> bool:
+    def _fits(self, head: pb.GetChunk, length: int) -> bool:
         """Whether the chunk continues the block in progress, or begins the next one."""
-        if chunk.status != BlockStatus.READY or chunk.index != len(self.whole):
+        if head.status != BlockStatus.READY or head.index != len(self.whole):
             return False
         if self._current is None:
-            self._current, self._filled = self._target(chunk.index, chunk.length), 0
-        return chunk.offset == self._filled and self._filled + len(chunk.data) <= len(self._current)
+            self._current, self._filled = self._target(head.index, head.length), 0
+        return head.offset == self._filled and self._filled + length <= len(self._current)

@@ -12,10 +12,11 @@ from typing import Any
 
 import grpc
 
+from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
 from tierd.client.connection import Link
-from tierd.client.protocol import GIVING, REQUEST_KEY, error_of
+from tierd.client.protocol import GET, GIVING, REQUEST_KEY, error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, Overloaded, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
@@ -31,6 +32,10 @@ OPTIONS = (
 _LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
 
 
+def _path(method: str) -> str:
+    return f"/{pb.DESCRIPTOR.services_by_name['Cache'].full_name}/{method}"
+
+
 class SyncTransport:
     """Calls that wait."""
 
@@ -38,6 +43,9 @@ class SyncTransport:
         self.link = link
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
+        # Chunks come encoded, and are decoded where they arrived.
+        self.stub.Put = self._channel.stream_unary(_path("Put"), None, pb.PutReply.FromString)
+        self.stub.Get = self._channel.unary_stream(_path("Get"), pb.GetRequest.SerializeToString, GET.decode)
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
         """One request, one reply."""

@@ -28,6 +28,7 @@ from tierd.server.guard import CALLER
 from tierd.server.recorder import Recorder
 from tierd.server.scrubbing import Scrubbing
 from tierd.server.wear import Wear
+from tierd.tiers.arena import Arena
 from tierd.tiers.tier import Tier
 
 LIST_LIMIT = 10_000
@@ -99,6 +100,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         moved = self._bytes_moved()
         pairs = zip(self._cache.tiers, self._cache.core.tier_stats(), strict=True)
         infos = [_tier_info(tier, stats, moved) for tier, stats in pairs]
+        for tier, info in zip(self._cache.tiers, infos, strict=True):
+            if isinstance(tier, Arena):
+                info.unready_bytes, info.unready_reason = tier.unready_bytes, tier.unready_reason
         for position, breaker in self._cache.health.breakers.items():
             infos[position].trouble = breaker.reason
         return pb.TiersReply(tiers=infos)

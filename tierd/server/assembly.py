@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import structlog
 
 from tierd.cache.admission import Limits
@@ -39,6 +38,7 @@ from tierd.mover import Mover
 from tierd.policies.eviction import EVICTION
 from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.learner import Learner
+from tierd.server.adoption import adopt
 from tierd.server.former import open_holds
 from tierd.server.instance import Instance
 from tierd.server.learned import read_learner
@@ -251,18 +251,6 @@ def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tie
             log.warning("namespace dropped", tier=tier, error=str(error))
             continue
         registry.restore([record])
-
-
-def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> int:
-    """Puts what a tier found into the books, blocks of current namespaces only; how many were taken."""
-    current = [i for namespace in registry.current() for i in namespace.ids]
-    known = np.isin(found.metas["namespace"], current)
-    taken = core.adopt(
-        position, segments=found.segments, extents=found.extents[known], metas=found.metas[known], now=now
-    )
-    if len(known) - int(taken.sum()):
-        log.info("blocks not taken in", tier=position, found=len(known), known=int(known.sum()), taken=int(taken.sum()))
-    return int(taken.sum())
 
 
 def _tolerance(table: NvmeConfig) -> Tolerance:

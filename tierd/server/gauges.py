@@ -66,6 +66,7 @@ class Gauges:
         for state in ("open", "ended", "restored"):
             metrics.sessions.labels(state=state).set(states[state])
         self._refresh_tiers()
+        self._refresh_memory()
         self._refresh_wear()
 
     def _refresh_tiers(self) -> None:
@@ -83,6 +84,11 @@ class Gauges:
             self._count_declined(tier)
             for state in ("free", "reserved", "ready", "retiring", "quarantined", "pinned"):
                 metrics.tier_pages.labels(tier=tier.name, state=state).set(getattr(tier, f"pages_{state}"))
+
+    def _refresh_memory(self) -> None:
+        for tier in self._daemon.tiers:
+            if isinstance(tier, Arena):
+                self._daemon.metrics.arena_unready.labels(tier=tier.spec.name).set(tier.unready_bytes)
 
     def _refresh_wear(self) -> None:
         cache = self._daemon.cache

@@ -24,6 +24,7 @@ from tierd.config import Config
 from tierd.errors import Unsupported
 from tierd.events.feed import publishing
 from tierd.failpoint import failpoint
+from tierd.server import heap
 from tierd.server.assembly import Assembly, assemble
 from tierd.server.fault_socket import fault_socket
 from tierd.server.listeners import Listeners
@@ -60,6 +61,7 @@ async def serve(config: Config, *, release: bool = False) -> int:
     """
     check_platform()
     os.umask(0o077)
+    heap.keep_freed()
     # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop, begun = asyncio.Event(), asyncio.Event()

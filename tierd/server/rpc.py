@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from tierd._proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 from tierd.config import ServerConfig
 from tierd.errors import ConfigError
+from tierd.server import streams
 from tierd.server.admin import AdminService
 from tierd.server.guard import OVER, Guard
 from tierd.server.service import CacheService
@@ -61,7 +62,7 @@ class Rpc:
         )
         most = limits.queue_limit * BACKLOG + 1024
         self._server = grpc.aio.server(interceptors=[guard], options=options, maximum_concurrent_rpcs=most)
-        cache_pb2_grpc.add_CacheServicer_to_server(cache, self._server)
+        cache_pb2_grpc.add_CacheServicer_to_server(cache, streams.Recoded(self._server, cache))
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = [

@@ -122,13 +122,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._cache.abort(CALLER.get().session, request.reservation)
         return pb.AbortReply()
 
-    async def Put(self, chunks: AsyncIterator[pb.PutChunk], context: Any) -> pb.PutReply:
+    async def Put(self, chunks: AsyncIterator[streams.PutChunk], context: Any) -> pb.PutReply:
         first = await streams.first_chunk(chunks)
-        group = self._put_queries([first.group])[0]
+        group = self._put_queries([first.head.group])[0]
         statuses = await streams.put(self._cache, CALLER.get(), group, first=first, chunks=chunks)
         return pb.PutReply(statuses=statuses.astype("<u2").tobytes())
 
-    async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[pb.GetChunk]:
+    async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[bytes]:
         group = self._asked([request.group])[0]
         async for chunk in streams.get(self._cache, CALLER.get(), group, first=request.first):
             yield chunk

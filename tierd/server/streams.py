@@ -7,13 +7,15 @@ arrive are not committed.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
+import grpc
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.cache.cache import Cache
+from tierd.chunks import Chunk, Codec
 from tierd.core.model import COMMIT_BLOCK, BlockStatus, Durability, StructArray, TierKind
 from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved
 from tierd.errors import CorruptRecord, InvalidArgument
@@ -23,24 +25,46 @@ from tierd.tiers.checksum import record_checksum
 from tierd.tiers.holds import HoldKind
 
 CHUNK_BYTES = 1 << 20
+PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
+GET: Codec[pb.GetChunk] = Codec(pb.GetChunk)
+PutChunk = Chunk[pb.PutChunk]
 
 
-async def first_chunk(chunks: AsyncIterator[pb.PutChunk]) -> pb.PutChunk:
+class Recoded:
+    """A gRPC server as the generated code of a service sees it: what it adds gets Put and Get by codecs of their own in place of protobuf's."""
+
+    def __init__(self, server: Any, service: Any) -> None:
+        self._server, self._service = server, service
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Nothing: they come with the registered ones, which are the same."""
+
+    def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Any]) -> None:
+        """All of a service's methods, by name."""
+        put = grpc.stream_unary_rpc_method_handler(self._service.Put, PUT.decode, pb.PutReply.SerializeToString)
+        # Chunks of a Get come encoded, by the step that reads the page.
+        get = grpc.unary_stream_rpc_method_handler(self._service.Get, pb.GetRequest.FromString, bytes)
+        handlers = {**handlers, "Put": put, "Get": get}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+        self._server.add_registered_method_handlers(name, handlers)
+
+
+async def first_chunk(chunks: AsyncIterator[PutChunk]) -> PutChunk:
     """The chunk that says what is put. Raises InvalidArgument for an empty stream."""
     async for chunk in chunks:
-        if not chunk.HasField("group"):
+        if not chunk.head.HasField("group"):
             raise InvalidArgument("put: the first chunk names no group; send it with the group and the durability")
         return chunk
     raise InvalidArgument("put: no chunk was sent; the first one carries the group")
 
 
 async def put(
-    cache: Cache, caller: Caller, group: PutQuery, *, first: pb.PutChunk, chunks: AsyncIterator[pb.PutChunk]
+    cache: Cache, caller: Caller, group: PutQuery, *, first: PutChunk, chunks: AsyncIterator[PutChunk]
 ) -> Codes:
     """Takes a group's blocks in; BlockStatus u2[n]."""
     if len(group.blocks) and not group.blocks["hash"].any(axis=1).all():
         raise InvalidArgument("put: a block without a hash; name every block of a stream")
-    durability = wire.durability(first.durability)
+    durability = wire.durability(first.head.durability)
     reserved = await cache.reserve(
         caller.session, [group], kind=TierKind.HOST, durability=durability, timeout_s=caller.left_s * 0.8
     )
@@ -48,9 +72,9 @@ async def put(
         return reserved.statuses[0]
     incoming = Incoming(cache, caller.session, group, reserved)
     try:
-        await incoming.take(first)
+        incoming.take(first)
         async for chunk in chunks:
-            await incoming.take(chunk)
+            incoming.take(chunk)
         return await _commit(cache, caller, incoming, durability=durability)
     except BaseException:
         cache.abort(caller.session, reserved.reservation)
@@ -68,27 +92,28 @@ class Incoming:
         self._extents = reserved.extents[0]
         self._cache, self._session = cache, session
 
-    async def take(self, chunk: pb.PutChunk) -> None:
+    def take(self, chunk: PutChunk) -> None:
         """The next chunk, in order and with its checksum. Raises InvalidArgument, CorruptRecord, StaleHandle."""
-        i, end = chunk.index, chunk.offset + len(chunk.data)
-        self._check(chunk, end)
-        if await asyncio.to_thread(record_checksum, chunk.data) != chunk.checksum:
+        head, data = chunk.head, chunk.data
+        i, end = head.index, head.offset + len(data)
+        self._check(head, end)
+        if record_checksum(data) != head.checksum:
             raise CorruptRecord(
-                f"chunk of block {i} at {chunk.offset}: its checksum does not hold; send the block again"
+                f"chunk of block {i} at {head.offset}: its checksum does not hold; send the block again"
             )
         self.arrived[i] = end
-        if self.statuses[i] == BlockStatus.RESERVED and chunk.data:
+        if self.statuses[i] == BlockStatus.RESERVED and data:
             # Looked up for every chunk: the reservation may have ended meanwhile, and its page be somebody else's.
             page = self._cache.page(self._session, HoldKind.RESERVATION, self.reservation, self._extents[i])
-            page[chunk.offset : end] = chunk.data
+            page[head.offset : end] = data
 
-    def _check(self, chunk: pb.PutChunk, end: int) -> None:
-        i, blocks = chunk.index, self.group.blocks
+    def _check(self, head: pb.PutChunk, end: int) -> None:
+        i, blocks = head.index, self.group.blocks
         if i >= len(blocks):
             raise InvalidArgument(f"chunk.index: {i} is outside the group's {len(blocks)} blocks")
-        if chunk.offset != self.arrived[i] or end > blocks["length"][i] or len(chunk.data) > CHUNK_BYTES:
+        if head.offset != self.arrived[i] or end > blocks["length"][i] or end - head.offset > CHUNK_BYTES:
             raise InvalidArgument(
-                f"chunk of block {i}: bytes {chunk.offset} to {end} do not follow the {self.arrived[i]} that are there, of "
+                f"chunk of block {i}: bytes {head.offset} to {end} do not follow the {self.arrived[i]} that are there, of "
                 f"{blocks['length'][i]}; send a block's chunks in order, {CHUNK_BYTES} bytes at most each"
             )
 
@@ -125,29 +150,26 @@ def _named(group: PutQuery, which: StructArray) -> StructArray:
     return blocks
 
 
-async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int) -> AsyncIterator[pb.GetChunk]:
-    """Sends the servable blocks from number `first` on; the first chunk says how many tokens can be served."""
+async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int) -> AsyncIterator[bytes]:
+    """Sends the servable blocks from number `first` on, as GetChunk; the first chunk says how many tokens can be served."""
     if len(group.namespaces) != 1:
         raise InvalidArgument(f"get: {len(group.namespaces)} ranks; ask for one rank a call")
     lease = await cache.acquire(caller.session, [group], kind=TierKind.HOST, timeout_s=caller.left_s * 0.8)
     try:
-        yield pb.GetChunk(tokens=lease.served.tokens, index=first)
+        yield pb.GetChunk(tokens=lease.served.tokens, index=first).SerializeToString()
         for served in lease.served.groups:
             for i, extent in enumerate(served.extents[0], start=served.first):
                 for offset in range(0, int(extent["length"]) if i >= first else 0, CHUNK_BYTES):
                     # Looked up for every chunk: the lease may have ended meanwhile, and its page be another block's.
                     page = cache.page(caller.session, HoldKind.LEASE, lease.lease, extent)
-                    yield await _chunk(i, offset, bytes(page[offset : int(extent["length"])][:CHUNK_BYTES]), extent)
+                    yield _chunk(i, offset, page, length=int(extent["length"]))
     finally:
         cache.release(caller.session, [lease.lease])
 
 
-async def _chunk(index: int, offset: int, data: bytes, extent: np.void) -> pb.GetChunk:
-    return pb.GetChunk(
-        index=index,
-        offset=offset,
-        data=data,
-        checksum=await asyncio.to_thread(record_checksum, data),
-        length=int(extent["length"]),
-        status=BlockStatus.READY,
+def _chunk(index: int, offset: int, page: memoryview, *, length: int) -> bytes:
+    data = page[offset : min(length, offset + CHUNK_BYTES)]
+    head = pb.GetChunk(
+        index=index, offset=offset, checksum=record_checksum(data), length=length, status=BlockStatus.READY
     )
+    return GET.encode(head, data)

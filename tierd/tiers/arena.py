@@ -126,6 +126,16 @@ class Arena(SegmentBooks[memoryview]):
         await asyncio.to_thread(self._data.stop)
         await asyncio.to_thread(self._end, lock, release=release, places=(self.tables, Path(self.place)))
 
+    @property
+    def unready_bytes(self) -> int:
+        """Of the capacity, what is still to be allocated and touched; it is made in the background, or when it is wanted."""
+        return self._data.unready_bytes
+
+    @property
+    def unready_reason(self) -> str:
+        """Why it is made only when it is wanted; empty where the background is at it."""
+        return self._data.idle_reason
+
     # -- pages
 
     def view(self, extent: np.void) -> memoryview:

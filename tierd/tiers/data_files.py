@@ -3,24 +3,33 @@
 Purpose: have memory ready before it is asked for. A thread makes spare files, allocated and touched, until the arena's whole
 capacity exists; a segment takes one by rename. Non-purpose: what lies in them. Invariants: spare files + files in use + files
 still to be made = places of the tier; a file is allocated whole before its mapping is handed out, so nobody gets SIGBUS;
-a file is never truncated or punched, only renamed and unlinked.
+a file is never truncated or punched, only renamed and unlinked; whoever serves goes first: the thread gives way to every other,
+and keeps the process's mappings locked for a step at most.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
 from collections import deque
 from pathlib import Path
 
+import structlog
+
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.mapping import map_file, populate
 
+log = structlog.get_logger(__name__)
+
 SUFFIX = ".data"
 SPARE = "spare-"
-_STEP_BYTES = 64 << 20  # how much is allocated between two looks at the stop signal
+_STEP_BYTES = 2 << 20
+"""Made at once: as long as its pages are touched nobody in the process can map or unmap anything."""
+_NICE = 10
+"""How far the thread that makes spare files stands back."""
 
 
 class DataFiles:
@@ -31,6 +40,8 @@ class DataFiles:
         self._segment_bytes = segment_bytes
         self._unmade = places
         self._making = 0
+        self._touched_bytes = 0
+        self._fault = ""
         self._spares: deque[tuple[Path, memoryview]] = deque()
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -56,7 +67,8 @@ class DataFiles:
                 raise TierFailed(
                     f"{path}: {os.fstat(fd).st_size} bytes, segments have {self._segment_bytes}; the file is dropped"
                 )
-            os.posix_fallocate(fd, 0, self._segment_bytes)
+            if os.fstat(fd).st_blocks * 512 < self._segment_bytes:
+                os.posix_fallocate(fd, 0, self._segment_bytes)
             memory = map_file(fd, self._segment_bytes)
         finally:
             os.close(fd)
@@ -101,6 +113,18 @@ class DataFiles:
     def spares(self) -> int:
         """How many files are ready."""
         return len(self._spares)
+
+    @property
+    def unready_bytes(self) -> int:
+        """Of the places' memory, what does not exist yet."""
+        with self._changed:
+            return (self._unmade + self._making) * self._segment_bytes - self._touched_bytes
+
+    @property
+    def idle_reason(self) -> str:
+        """Why what does not exist yet is made only when it is wanted; empty as long as the thread is at it."""
+        is_over = self._thread is not None and not self._thread.is_alive()
+        return self._fault or ("files were given up since the start" if is_over and self._unmade else "")
 
     # -- in life
 
@@ -153,11 +177,14 @@ class DataFiles:
             self._unmade -= 1
 
     def _make_all(self) -> None:
+        with contextlib.suppress(OSError):  # no more than a favour to who serves
+            os.nice(_NICE)  # of this thread alone, as Linux has it
         try:
             while not self._stop.is_set() and self._make(touch=True):
                 pass
-        except OSError:
-            pass  # whoever needs the file tries again, and gets the error
+        except OSError as error:  # whoever needs the file tries again, and gets the error
+            self._fault = f"{self._directory}: {error.strerror or error}"
+            log.warning("no more memory is made ahead", place=str(self._directory), error=self._fault)
 
     def _make(self, *, touch: bool) -> bool:
         """Make one spare file if any is still to be made. Raises OSError."""
@@ -173,6 +200,8 @@ class DataFiles:
         finally:
             with self._changed:
                 self._making -= 1
+                if touch:
+                    self._touched_bytes = 0
                 if memory is None:
                     self._unmade += 1
                 else:
@@ -192,6 +221,7 @@ class DataFiles:
                 os.posix_fallocate(fd, start, step)
                 if touch:
                     populate(memory[start : start + step])
+                    self._touched_bytes = start + step
                 if touch and self._stop.is_set():
                     os.unlink(path)
                     return None

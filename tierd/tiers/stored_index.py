@@ -73,10 +73,12 @@ def moved(index: StoredIndex, places: Mapping[int, int]) -> StoredIndex:
 
 def latest_times(metas: StructArray, segments: Iterable[SegmentBegun]) -> dict[int, int]:
     """Segment to when its newest block was committed, Unix milliseconds; 0 for one without blocks."""
-    times = {s.segment: 0 for s in segments}
-    for segment in times:
-        times[segment] = int(metas["time_ms"][metas["segment"] == segment].max(initial=0))
-    return times
+    ids = np.unique(np.array([s.segment for s in segments], dtype=np.uint64))
+    times = np.zeros(len(ids), dtype=metas["time_ms"].dtype)
+    at = np.searchsorted(ids, metas["segment"])
+    mine = np.flatnonzero(np.isin(metas["segment"], ids))
+    np.maximum.at(times, at[mine], metas["time_ms"][mine])
+    return dict(zip(ids.tolist(), times.tolist(), strict=True))
 
 
 def slots_of(metas: StructArray, segments: Iterable[SegmentBegun]) -> NDArray[np.int64]:

@@ -270,9 +270,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "epoch-adopt",
         "blocks of an ended epoch are not taken in after a restart",
-        "tierd/server/assembly.py",
-        'known = np.isin(found.metas["namespace"], current)',
-        "known = np.ones(len(found.metas), np.bool_)",
+        "tierd/server/adoption.py",
+        'mine = np.isin(metas["namespace"], current)',
+        "mine = np.ones(len(metas), np.bool_)",
         ("tests/system/test_handles.py", "-k", "namespace"),
     ),
     Mutation(

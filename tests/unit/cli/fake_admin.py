@@ -78,8 +78,8 @@ def samples() -> dict[str, Message | TierdError]:
         "Wear": pb.WearReply(stores=worn_stores()),
         "Tiers": pb.TiersReply(
             tiers=[
-                tier("device.0", TierKind.DEVICE, capacity=256 << 20, used=100 << 20),
-                tier("host.0", TierKind.HOST, capacity=512 << 20, used=470 << 20),
+                tier("device.0", TierKind.DEVICE, capacity=256 << 20, used=100 << 20, unready=64 << 20, reason="no room"),
+                tier("host.0", TierKind.HOST, capacity=512 << 20, used=470 << 20, unready=32 << 20),
                 tier("nvme.0", TierKind.NVME, capacity=4 << 30, used=4 << 30, mode="o_direct"),
             ]
         ),
@@ -125,12 +125,14 @@ def recorded(state: str, *, reason: str = "", lost: int = 0) -> pb.RecordReply:
     )  # fmt: skip
 
 
-def tier(name: str, kind: TierKind, *, capacity: int, used: int, mode: str = "tmpfs") -> pb.TierInfo:
+def tier(
+    name: str, kind: TierKind, *, capacity: int, used: int, mode: str = "tmpfs", unready: int = 0, reason: str = ""
+) -> pb.TierInfo:
     """One tier's answer."""
     return pb.TierInfo(
         name=name, kind=int(kind), capacity_bytes=capacity, used_bytes=used, assigned_bytes=used, pages_ready=used >> 16,
         pages_pinned=12, pages_reserved=1, pages_retiring=2, evictions=1234, bytes_read=3 << 30, bytes_written=2 << 30,
-        place=f"/somewhere/{name}", mode=mode, serving=True,
+        place=f"/somewhere/{name}", mode=mode, serving=True, unready_bytes=unready, unready_reason=reason,
         classes=[pb.ClassInfo(class_bytes=65536, domain=1, segments=4, pages=64, pages_free=9)],
     )  # fmt: skip
 

@@ -45,6 +45,15 @@ def test_a_verb_shows_its_answer_without_escape_codes_in_a_pipe(run: Run, argume
     assert "\x1b" not in result.stdout
 
 
+@pytest.mark.parametrize("verb", ["status", "tiers"])
+def test_memory_that_is_not_ready_is_told(run: Run, verb: str) -> None:
+    """How far a tier's memory is made, and what keeps the background from making more."""
+    told = run(verb).stdout
+    assert "device.0: 192 MiB of 256 MiB are ready, more is made when it is wanted (no room)" in told
+    assert "host.0: 480 MiB of 512 MiB are ready, more is made in the background" in told
+    assert "nvme.0: " not in told
+
+
 @pytest.mark.parametrize("arguments", SHOWN, ids="-".join)
 def test_every_verb_speaks_json(run: Run, arguments: tuple[str, ...]) -> None:
     """Every verb prints one JSON object with --json."""

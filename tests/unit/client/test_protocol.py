@@ -74,7 +74,7 @@ def test_assembly(lengths, step, data):
         chunks.insert(at, chunks[at])
     assembly = Assembly(lambda _, length: np.zeros(length, dtype=np.uint8))
     for _, chunk in [(0, pb.GetChunk(tokens=5)), *chunks]:
-        assembly.take(chunk)
+        assembly.take(protocol.GET.decode(chunk.SerializeToString()))
     for got, block in zip(assembly.whole, blocks, strict=False):
         if fault != "length":
             assert np.array_equal(got, block)
@@ -87,7 +87,8 @@ def test_assembly(lengths, step, data):
 def test_put_chunks():
     """A put's chunks cover every byte once, in order, at most a chunk's size each, with checksums that hold."""
     pieces = [np.arange(n, dtype=np.uint32).view(np.uint8) for n in (10, 600_000)]
-    first, *rest = put_chunks(pb.PutGroup(namespace=7), pieces, durable=True)
+    sent = put_chunks(pb.PutGroup(namespace=7), pieces, durable=True)
+    first, *rest = map(pb.PutChunk.FromString, sent)
     assert (first.group.namespace, first.durability, first.data) == (7, 1, b"")
     for index, piece in enumerate(pieces):
         mine = [chunk for chunk in rest if chunk.index == index]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 from tests.unit.cache.world import BLOCK_BYTES, SOON_S
 from tests.unit.server.test_guard import rigged
+from tests.unit.tiers.test_arena_files import held_up
 from tierd._proto import admin_pb2 as apb
 from tierd.core.model import Durability
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.testing import chain
+from tierd.tiers.arena import Arena
 
 NAMES = chain(1, 4)
 
@@ -84,3 +87,23 @@ async def test_sessions_tell_what_they_hold() -> None:
         listed = (await admin.Sessions(apb.SessionsRequest(), metadata=metadata)).sessions
         (mine,) = [row for row in listed if row.name == "idle"]
         assert (mine.leases, mine.reservations, mine.pinned_bytes, mine.state) == (0, 0, 0, "open")
+
+
+async def test_a_daemon_serves_while_its_memory_is_made() -> None:
+    """Before the background has made anything a put is stored and Tiers tells what is still to be made; in the end it is nothing."""
+    with held_up() as go_on:
+        async with rigged() as rig, rig.stubs() as (_, admin):
+            metadata = await rig.session()
+            await rig.world.put(NAMES)
+
+            async def told() -> apb.TierInfo:
+                tiers = (await admin.Tiers(apb.TiersRequest(), metadata=metadata)).tiers
+                return next(tier for tier in tiers if tier.name == "host.0")
+
+            host = rig.world.cache.tiers[0]
+            assert isinstance(host, Arena)
+            early = await told()
+            assert 0 < early.unready_bytes < early.capacity_bytes and not early.unready_reason
+            go_on.set()
+            await asyncio.to_thread(host._data.wait_idle)
+            assert (await told()).unready_bytes == 0

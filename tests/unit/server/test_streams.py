@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.unit.cache.world import BLOCK_BYTES, SOON_S, World, opened
 from tierd._proto import cache_pb2 as pb
+from tierd.chunks import Chunk
 from tierd.core.model import EXTENT, BlockStatus
 from tierd.errors import CorruptRecord, InvalidArgument, StaleHandle
 from tierd.server import streams
@@ -27,13 +29,17 @@ def _caller(world: World) -> Caller:
     return Caller(world.session, "t", is_admin=False, request="r", deadline=asyncio.get_running_loop().time() + SOON_S)
 
 
-def _chunk(index: int, offset: int, *, wrong: int = 0) -> pb.PutChunk:
+def _chunk(index: int, offset: int, *, wrong: int = 0) -> streams.PutChunk:
     data = content_of(NAMES[index], BLOCK_BYTES)[offset : offset + HALF].tobytes()
-    return pb.PutChunk(index=index, offset=offset, data=data, checksum=record_checksum(data) ^ wrong)
+    return Chunk(pb.PutChunk(index=index, offset=offset, checksum=record_checksum(data) ^ wrong), memoryview(data))
 
 
-async def _put(world: World, chunks: AsyncIterator[pb.PutChunk]) -> list[int]:
-    first = pb.PutChunk(checksum=record_checksum(b""))
+def _head(**fields: Any) -> streams.PutChunk:
+    return Chunk(pb.PutChunk(**fields), memoryview(b""))
+
+
+async def _put(world: World, chunks: AsyncIterator[streams.PutChunk]) -> list[int]:
+    first = _head(checksum=record_checksum(b""))
     statuses = await streams.put(world.cache, _caller(world), world.put_query(NAMES), first=first, chunks=chunks)
     return statuses.tolist()
 
@@ -41,24 +47,25 @@ async def _put(world: World, chunks: AsyncIterator[pb.PutChunk]) -> list[int]:
 async def test_put_then_get() -> None:
     """What a Put stream sent, a Get stream gives; and nothing stays held."""
 
-    async def chunks() -> AsyncIterator[pb.PutChunk]:
+    async def chunks() -> AsyncIterator[streams.PutChunk]:
         for i in range(2):
             for offset in (0, HALF):
                 yield _chunk(i, offset)
 
     async with opened() as world:
         assert await _put(world, chunks()) == [BlockStatus.READY] * 2
-        got = [c async for c in streams.get(world.cache, _caller(world), world.query(NAMES), first=1)]
+        sent = streams.get(world.cache, _caller(world), world.query(NAMES), first=1)
+        got = [pb.GetChunk.FromString(raw) async for raw in sent]
         assert got[0].tokens == 32
         assert b"".join(c.data for c in got) == content_of(NAMES[1], BLOCK_BYTES).tobytes()
         assert world.pins == 0
 
 
-@pytest.mark.parametrize(("sent", "fault"), [([], "no chunk"), ([pb.PutChunk()], "names no group")])
-async def test_a_stream_begins_with_its_group(sent: list[pb.PutChunk], fault: str) -> None:
+@pytest.mark.parametrize(("sent", "fault"), [([], "no chunk"), ([_head()], "names no group")])
+async def test_a_stream_begins_with_its_group(sent: list[streams.PutChunk], fault: str) -> None:
     """An empty Put stream, and one that begins with bytes alone, are refused by name."""
 
-    async def chunks() -> AsyncIterator[pb.PutChunk]:
+    async def chunks() -> AsyncIterator[streams.PutChunk]:
         for chunk in sent:
             yield chunk
 
@@ -69,7 +76,7 @@ async def test_a_stream_begins_with_its_group(sent: list[pb.PutChunk], fault: st
 async def test_streams_are_of_named_blocks_of_one_rank() -> None:
     """A Put of a block without a hash and a Get of two ranks are refused, and nothing is set aside for them."""
 
-    async def no_chunks() -> AsyncIterator[pb.PutChunk]:
+    async def no_chunks() -> AsyncIterator[streams.PutChunk]:
         for chunk in ():
             yield chunk
 
@@ -77,7 +84,7 @@ async def test_streams_are_of_named_blocks_of_one_rank() -> None:
         group, query = world.put_query(NAMES), world.query(NAMES)
         group.blocks["hash"][1] = 0
         with pytest.raises(InvalidArgument, match="without a hash"):
-            await streams.put(world.cache, _caller(world), group, first=pb.PutChunk(), chunks=no_chunks())
+            await streams.put(world.cache, _caller(world), group, first=_head(), chunks=no_chunks())
         query = replace(query, namespaces=query.namespaces * 2)
         with pytest.raises(InvalidArgument, match="2 ranks"):
             await anext(streams.get(world.cache, _caller(world), query, first=0))
@@ -87,7 +94,7 @@ async def test_streams_are_of_named_blocks_of_one_rank() -> None:
 async def test_incomplete_block_is_not_committed() -> None:
     """A block whose bytes did not all arrive is FAILED; the one before it is stored."""
 
-    async def chunks() -> AsyncIterator[pb.PutChunk]:
+    async def chunks() -> AsyncIterator[streams.PutChunk]:
         for chunk in (_chunk(0, 0), _chunk(0, HALF), _chunk(1, 0)):
             yield chunk
 
@@ -99,7 +106,7 @@ async def test_incomplete_block_is_not_committed() -> None:
 async def test_wrong_checksum_ends_the_put() -> None:
     """A chunk that does not hold costs the whole Put, and no page."""
 
-    async def chunks() -> AsyncIterator[pb.PutChunk]:
+    async def chunks() -> AsyncIterator[streams.PutChunk]:
         yield _chunk(0, 0, wrong=1)
 
     async with opened() as world:
@@ -114,7 +121,7 @@ async def test_put_writes_to_no_page_that_it_has_lost(end: str) -> None:
     async with opened() as world:
         pages = []
 
-        async def chunks() -> AsyncIterator[pb.PutChunk]:
+        async def chunks() -> AsyncIterator[streams.PutChunk]:
             yield _chunk(0, 0)
             tier = world.cache.tiers[0]
             for segment in world.cache.core.segments(0):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tierd import failpoint
 from tierd.core.model import TierKind, TierSpec
 from tierd.errors import ConfigError, TierFailed
 from tierd.tiers import arena_files
@@ -16,6 +21,7 @@ from tierd.tiers.data_files import DataFiles
 from tierd.tiers.mapping import address_of
 
 MIB = 1 << 20
+SOON_S = 10.0
 SPEC = TierSpec(TierKind.HOST, 0, 4 * MIB, MIB, writer_owned=True)
 
 
@@ -131,3 +137,93 @@ def test_half_made_spares_are_not_taken_over(tmp_path: Path) -> None:
     second = DataFiles(tmp_path, segment_bytes=MIB, places=1)
     second.adopt_spares()
     assert second.spares == 1 and len(list(tmp_path.iterdir())) == 1 and not torn.exists()
+
+
+@contextlib.contextmanager
+def held_up(point: str = "arena.spare.before_file") -> Iterator[threading.Event]:
+    """The thread that makes spare files waits there, as long as the event is not set."""
+    go_on = threading.Event()
+
+    def see(name: str) -> None:
+        if name == point and threading.current_thread().name == "tierd-spares":
+            assert go_on.wait(SOON_S)
+
+    failpoint.watch(see)
+    try:
+        yield go_on
+    finally:
+        failpoint.watch(None)
+        go_on.set()
+
+
+def test_progress_is_told_to_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still to be made counts down from the whole capacity, within a file too; a file that somebody takes meanwhile counts."""
+    files = DataFiles(tmp_path, segment_bytes=8 * MIB, places=3)
+    assert (files.unready_bytes, files.idle_reason) == (24 * MIB, "")
+    allocate, seen = os.posix_fallocate, list[tuple[str, int]]()
+
+    def noted(fd: int, start: int, length: int) -> None:
+        seen.append((threading.current_thread().name, files.unready_bytes))
+        allocate(fd, start, length)
+
+    with held_up() as go_on:
+        files.start()
+        files.take(1)
+        assert (files.unready_bytes, files.idle_reason) == (16 * MIB, "")
+        monkeypatch.setattr(os, "posix_fallocate", noted)
+        go_on.set()
+        files.wait_idle()
+    assert seen == [("tierd-spares", left * MIB) for left in range(16, 0, -2)]
+    assert (files.unready_bytes, files.idle_reason) == (0, "")
+    files.discard(1)
+    assert files.unready_bytes == 8 * MIB and "given up" in files.idle_reason
+    files.stop()
+
+
+def test_a_background_that_cannot_go_on_says_why(tmp_path: Path) -> None:
+    """Where a spare file cannot be made the reason is told, and whoever needs a file gets it as soon as there is room."""
+    files = DataFiles(tmp_path, segment_bytes=8 * MIB, places=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
+    try:
+        files.start()
+        files.wait_idle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in files.idle_reason and files.unready_bytes == 16 * MIB
+    assert not list(tmp_path.iterdir())
+    assert files.take(1).nbytes == 8 * MIB
+    files.stop()
+
+
+def test_the_background_gives_way(tmp_path: Path) -> None:
+    """The thread that makes spare files runs behind every other one of the process."""
+    files = DataFiles(tmp_path, segment_bytes=MIB, places=1)
+    with held_up():
+        own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        failpoint.arm("arena.spare.before_file", "count")
+        try:
+            files.start()
+            assert failpoint.await_hits("arena.spare.before_file", count=1, timeout_s=SOON_S)
+        finally:
+            failpoint.disarm()
+        (maker,) = [thread for thread in threading.enumerate() if thread.name == "tierd-spares"]
+        assert maker.native_id is not None
+        assert os.getpriority(os.PRIO_PROCESS, maker.native_id) == min(19, own + 10)
+    files.stop()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_file_found_whole_is_not_allocated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool
+) -> None:
+    """A start does not go through memory that is there; a file with a hole is made whole before anybody maps it."""
+    path = tmp_path / "7.data"
+    path.write_bytes(bytes(MIB if is_whole else 4096))
+    os.truncate(path, MIB)
+    calls, allocate = list[int](), os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: (calls.append(given[2]), allocate(*given)))
+    files = DataFiles(tmp_path, segment_bytes=MIB, places=1)
+    assert files.adopt(7).nbytes == MIB
+    assert calls == ([] if is_whole else [MIB])
+    assert path.stat().st_blocks * 512 >= MIB

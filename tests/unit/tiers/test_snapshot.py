@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.tiers.store_world import metas_of
-from tierd.core.meta import META
+from tierd.core.meta import META, new_meta
 from tierd.errors import CorruptRecord, VersionMismatch
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.files import OsFiles
 from tierd.tiers.journal import BlocksStored, Journal, Marks, NamespaceKept, SegmentBegun, journal_path
 from tierd.tiers.recovery import compact, load_index, settle
 from tierd.tiers.snapshot import HEADER, PIECE_ROWS, read_snapshot, snapshot_path, write_snapshot
-from tierd.tiers.stored_index import StoredIndex
+from tierd.tiers.stored_index import StoredIndex, latest_times
 
 STORE = bytes(range(16))
 CLASS = 8192
@@ -236,3 +238,14 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1 << 63)), max_size=20), st.sets(st.integers(1, 6)))
+def test_latest_times_are_of_each_segments_newest_block(blocks: list[tuple[int, int]], known: set[int]) -> None:
+    """Of each segment asked for, the time of its newest block; 0 without blocks; others count for nobody."""
+    metas = new_meta(len(blocks))
+    for row, (segment, time_ms) in zip(metas, blocks, strict=True):
+        row["segment"], row["time_ms"] = segment, time_ms
+    segments = [SegmentBegun(place, segment, 1, 4096, 8) for place, segment in enumerate(sorted(known))]
+    expected = {segment: max([0, *(t for s, t in blocks if s == segment)]) for segment in known}
+    assert latest_times(metas, segments) == expected

@@ -1,0 +1,104 @@
+"""Chunks of blocks on the wire: messages with one long field of bytes, which is copied once on its way out and not at all on its way in.
+
+Purpose: bytes that protobuf would read, and bytes that protobuf would send, read where they arrived. Non-purpose: what a chunk means, its checksum.
+Invariants: fields may come in any order, more than once, and unknown ones too; whatever is out of the ordinary is left to protobuf, so it alone says
+what is malformed; a message of many fields is too, so that nobody can keep this module counting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+FIELDS_MAX = 16
+"""That are looked at."""
+VARINT_MAX_BYTES = 10
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[M]):
+    """head: the message without its bytes; data: those, good for as long as anybody holds them."""
+
+    head: M
+    data: memoryview
+
+
+class Codec(Generic[M]):
+    """How messages of one kind travel."""
+
+    def __init__(self, kind: type[M], *, field: str = "data") -> None:
+        self._kind = cast(Any, kind)
+        self._field = field
+        self._tag_number: int = self._kind.DESCRIPTOR.fields_by_name[field].number << 3 | _BYTES
+        self._tag = _varint(self._tag_number)
+
+    def encode(self, head: M, data: Any) -> bytes:
+        """A message on the wire. head: without bytes; data: anything contiguous, of bytes."""
+        given: Any = head
+        return b"".join((given.SerializeToString(), self._tag, _varint(len(data)), data))
+
+    def decode(self, raw: bytes) -> Chunk[M]:
+        """The message of these bytes. Raises google.protobuf.message.DecodeError."""
+        spans = self._spans(raw)
+        if spans is None:
+            return self._left_to_protobuf(raw)
+        begun, data, rest = 0, memoryview(b""), []
+        for field, start, end in spans:
+            rest.append(raw[begun:field])
+            data, begun = memoryview(raw)[start:end], end
+        rest.append(raw[begun:])
+        return Chunk(self._kind.FromString(b"".join(rest)), data)
+
+    def _left_to_protobuf(self, raw: bytes) -> Chunk[M]:
+        head = self._kind.FromString(raw)
+        data = memoryview(getattr(head, self._field))
+        head.ClearField(self._field)
+        return Chunk(head, data)
+
+    def _spans(self, raw: bytes) -> list[tuple[int, int, int]] | None:
+        """(where the field begins, its bytes begin, and end) for each time that it is there; None where that is not plain to see."""
+        found, at, end = [], 0, len(raw)
+        for _ in range(FIELDS_MAX):
+            if at == end:
+                break
+            field = at
+            tag, at = _read_varint(raw, field)
+            start, at = _skip(raw, at, kind=tag & 7)
+            if at > end:
+                return None
+            if tag == self._tag_number:
+                found.append((field, start, at))
+        return found if at == end else None
+
+
+def _skip(raw: bytes, at: int, *, kind: int) -> tuple[int, int]:
+    """Where a field's value begins and ends: beyond the end of raw where it is cut off, or of no known kind."""
+    if kind == _VARINT:
+        return at, _read_varint(raw, at)[1]
+    if kind == _BYTES:
+        length, at = _read_varint(raw, at)
+        return at, at + length
+    return at, at + _FIXED_BYTES.get(kind, len(raw) + 1)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
+    """A number and where it ends: beyond the end of raw where it is cut off or too long."""
+    value = 0
+    for shift, byte in enumerate(raw[at : at + VARINT_MAX_BYTES]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, at + shift + 1
+    return 0, len(raw) + 1

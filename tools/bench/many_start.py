@@ -1,0 +1,159 @@
+"""How long a daemon whose store holds ten million blocks takes to be ready, and the most memory that it takes on the way.
+
+    python -m tools.bench.many_start [--blocks 10000000] [--starts 3] [--json]
+
+Real processes, from exec to "ready". A start reads nothing of the slots, so the slot files are sparse: ten million blocks take 2.6 GB of disk, the snapshot's.
+The promise for ten million is 15 s, and at most 1.3 times the memory that the daemon has afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tierd.client import Client, NamespaceSpec
+from tierd.core.meta import new_meta, seal
+from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.testing import Daemon
+from tierd.tiers.checksum import record_checksum
+from tierd.tiers.journal import SegmentBegun
+from tierd.tiers.recovery import load_index
+from tierd.tiers.snapshot import write_snapshot
+from tierd.tiers.store_files import slots_path
+from tierd.tiers.stored_index import StoredIndex
+from tools.bench.rows import Row, row_of
+from tools.bench.table import WIDE, table_of
+
+BLOCKS = 10_000_000
+PROMISE_S, PROMISE_PEAK = 15.0, 1.3
+CLASS_BYTES = 2 * PAGE_ALIGN_BYTES
+PAGES = 1 << 17
+"""Of a segment: 1 GiB, as a store of this size has."""
+SEALED = 1 << 16
+SETTLED_S = 3.0
+"""After which nothing of the start is left to be given back."""
+CONFIG = """\
+[[host]]
+capacity = "64 MiB"
+
+[[nvme]]
+capacity = {capacity}
+segment = {segment}
+
+[scrub]
+period = 0
+"""
+"""Nothing looks for rot: in the slots there is nothing."""
+
+
+def places(blocks: int) -> int:
+    """Segments of a store that the blocks fill to below its watermarks."""
+    return -(-blocks * 5 // (PAGES * 4))
+
+
+def make_sparse(directory: Path, blocks: int) -> None:
+    """Slot files that take no room, for a store that is opened for the first time."""
+    directory.mkdir(parents=True, mode=0o700)
+    for place in range(places(blocks)):
+        fd = os.open(slots_path(directory, place), os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(fd, PAGES * CLASS_BYTES)
+        os.close(fd)
+
+
+def metas_of(blocks: int, store: bytes, *, namespace: int) -> StructArray:
+    """What a store says of so many blocks of one namespace."""
+    metas = new_meta(blocks)
+    metas["namespace"], metas["domain"], metas["tokens"], metas["epoch"] = namespace, 1, 16, 1
+    metas["logical_length"], metas["stored_length"], metas["slices"] = PAGE_ALIGN_BYTES, PAGE_ALIGN_BYTES, 1
+    metas["store"] = np.frombuffer(store, dtype=np.uint8)
+    random = np.random.default_rng(1)
+    for start in range(0, blocks, SEALED):
+        part = metas[start : start + SEALED]
+        numbers = np.arange(start, start + len(part))
+        part["hash"] = random.integers(0, 256, (len(part), 32), dtype=np.uint8)
+        part["segment"], part["offset"] = numbers // PAGES + 1, numbers % PAGES * CLASS_BYTES
+        part["generation"], part["time_ms"] = numbers + 1, numbers + 1
+        part[:] = seal(part, record_checksum)
+    return metas
+
+
+def fill(directory: Path, blocks: int, namespace: int) -> None:
+    """Puts them into the store's snapshot, as its last life would have."""
+    store = bytes.fromhex(json.loads((directory / "store.json").read_text())["store"])
+    former = load_index(directory, store=store)
+    segments = {i: SegmentBegun(i, i + 1, 1, CLASS_BYTES, PAGES) for i in range(-(-blocks // PAGES))}
+    index = StoredIndex(segments, metas_of(blocks, store, namespace=namespace), former.index.namespaces)
+    index = dataclasses.replace(index, next_segment=len(segments) + 1, next_generation=blocks + 1)
+    for path in [*directory.glob("snapshot-*"), *directory.glob("journal-*")]:
+        path.unlink()
+    write_snapshot(directory, index, store=store, number=former.next_number)
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Bytes: resident now, and at most so far."""
+    told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    now, most = (int(told[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, most
+
+
+def measure(blocks: int, starts: int) -> list[Row]:
+    """The rows, of so many starts."""
+    daemon = Daemon(CONFIG.format(capacity=places(blocks) * PAGES * CLASS_BYTES, segment=PAGES * CLASS_BYTES))
+    directory, took, peaks, steady = daemon.root / "state" / "nvme-0", list[float](), list[float](), list[float]()
+    make_sparse(directory, blocks)
+    with daemon:
+        with Client(daemon.target) as client:
+            opened = client.open_namespace(NamespaceSpec(model="bench", tokens_per_block=16, block_bytes=4096))
+        daemon.stop()
+        filling = [sys.executable, "-m", "tools.bench.many_start", "--fill", str(directory)]
+        subprocess.run([*filling, "--blocks", str(blocks), "--namespace", str(opened.id)], check=True)
+        for _ in range(starts):
+            begun = time.perf_counter()
+            daemon.start()
+            took.append(time.perf_counter() - begun)
+            time.sleep(SETTLED_S)
+            now, most = memory_of(daemon.pid)
+            peaks.append(most / 1e9)
+            steady.append(now / 1e9)
+            daemon.stop()
+        if daemon.log.count(f"blocks={blocks} ") != starts:
+            raise RuntimeError(f"many_start: not every start took in {blocks} blocks; its log:\n{daemon.log[-2000:]}")
+    name, what = f"{blocks // 1_000_000}m", f"{blocks:,} blocks on NVMe"
+    return [
+        row_of(f"start_{name}", took, unit="s", limits=[PROMISE_S] * starts, meaning=f"from exec to ready with {what}"),
+        row_of(
+            f"start_{name}_memory", peaks, unit="GB", limits=steady, meaning="the most until ready, against what stays"
+        ),
+    ]
+
+
+def main() -> None:
+    """Reads the arguments, prints the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--namespace", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.fill:
+        fill(given.fill, given.blocks, given.namespace)
+        return
+    rows = measure(given.blocks, given.starts)
+    if given.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return
+    Console(width=WIDE).print(table_of(rows, title=f"{given.starts} starts", is_wide=True))
+
+
+if __name__ == "__main__":
+    main()
