@@ -39,10 +39,11 @@ from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceK
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, Means, ReadRun, WriteRun
-from tierd.tiers.slots import HEADER_BYTES, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
+from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, slots_of
 from tierd.tiers.tier import HashRow, Health, ReadResult, Recovered
+from tierd.tiers.zeroing import Zeroing
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
@@ -75,6 +76,7 @@ class Patience:
 
 class NvmeStore:
     """One store. path: its directory. direct: O_DIRECT "auto" (where the file system takes it), "on" (or ConfigError) or "off".
+    zero_ahead: space that was never written is written over once, in the background.
 
     queue_depth: reads and writes in flight at one time. disk: what its files lie on; a simulated one takes its place before `open`,
     and so may another patience.
@@ -91,6 +93,7 @@ class NvmeStore:
         path: str | Path,
         direct: Direct = "auto",
         queue_depth: int = 16,
+        zero_ahead: bool = False,
     ) -> None:
         self.spec = spec
         self.position = position
@@ -98,17 +101,20 @@ class NvmeStore:
         self.place = str(path)
         self.notices: list[str] = []
         self._direct: Direct = direct
+        self._zero_ahead = zero_ahead
         self._calls = Calls()
         self._lanes, self._queue_depth = Lanes(queue_depth, name=f"tierd-{spec.name}", calls=self._calls), queue_depth
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
         self.written_bytes = 0
+        """Into slot files."""
         self.is_stuck = False
         """Whether `close` gave up waiting: threads still hang."""
         self._is_open = False
         self._opened: OpenStore
         self._ledger: Ledger
+        self._zeroing: Zeroing
 
     # -- life
 
@@ -120,7 +126,13 @@ class NvmeStore:
         self.mode, self.notices = self._opened.io.mode, self._opened.notices
         self._is_open = True
         index, self._opened.index = self._opened.index, StoredIndex()  # the core keeps it from here on
-        return self._adopt(index)
+        found = self._adopt(index)
+        self._zeroing = Zeroing(
+            self._opened, self._calls, is_free=lambda place: place not in self._segment_at, wrote=self._count_written
+        )
+        if self._zero_ahead and self.mode == DirectIO.mode:
+            self._zeroing.start()
+        return found
 
     def _open(self, buffered: SlotIO) -> OpenStore:
         directory = Path(self.place)
@@ -142,6 +154,7 @@ class NvmeStore:
             self.is_stuck = True
 
     async def _end(self, *, release: bool) -> None:
+        await self._zeroing.stop()
         await self._lanes.idle()
         failpoint("nvme.close.before_sync")
         await self._ledger.close()
@@ -333,8 +346,12 @@ class NvmeStore:
                 await self._ledger.cover(generation=int(extents["generation"][rows].max()))
             except TierFailed:
                 return batch.statuses
-            await self._carry(batch, rows, WriteRun)
-        self.written_bytes += slot_bytes(batch.metas["stored_length"][batch.statuses == BlockStatus.READY])
+            for place in {
+                self._segments[s].begun.place for s in extents["segment"][rows].tolist() if s in self._segments
+            }:
+                await self._zeroing.leave(place)
+            await self._carry(batch, self._usable(batch.extents), WriteRun)  # those that are still there
+        self._count_written(slot_bytes(batch.metas["stored_length"][batch.statuses == BlockStatus.READY]))
         failpoint("nvme.write.before_note")
         self._note_stored(batch)
         return batch.statuses
@@ -384,6 +401,9 @@ class NvmeStore:
         if kind == "write" and self._ledger.failure:
             raise GoneError(errno.ESTALE, "the file may have failed")
         return self._opened.files[held.begun.place]
+
+    def _count_written(self, size: int) -> None:
+        self.written_bytes += size
 
     def _note_stored(self, batch: Batch) -> None:
         """Tells the ledger what was written, place by place, unless segment or file has given way meanwhile: that is FAILED."""
