@@ -382,8 +382,9 @@ class NvmeStore:
     async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | WriteRun]) -> None:
         """One job for each run of slots, over the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
+        names = rows.tolist()
         runs = join_runs(batch.extents[rows], class_bytes=classes)
-        jobs = [job(batch, replace(run, rows=tuple(rows[list(run.rows)].tolist()))) for run in runs]
+        jobs = [job(batch, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
         try:
             await self._lanes.carry(jobs, hang_s=self.patience.hang_s)
         finally:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.failpoint import failpoint
-from tierd.tiers.checksum import record_checksum, table_digest
+from tierd.tiers.checksum import DIGEST_BYTES, record_checksum, table_digest
 from tierd.tiers.files import OS, READ_WRITE, Files
 from tierd.tiers.mapping import address_of
 from tierd.tiers.tier import SliceTable
@@ -183,16 +183,15 @@ def fill_headers(headers: Sequence[Header], metas: StructArray, slices: Sequence
 def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:
     """META [n] and the slice tables; None where record or table is not whole."""
     metas = np.ascontiguousarray(headers[:, :META_BYTES]).view(META).reshape(-1)
-    whole = intact(metas, record_checksum)
-    return metas, [_table(row, meta) if good else None for row, meta, good in zip(headers, metas, whole, strict=True)]
-
-
-def _table(header: NDArray[np.uint8], meta: np.void) -> SliceTable | None:
-    count = int(meta["slices"])
-    if count > TABLE_SLICES:
-        return None
-    table = header[META_BYTES : META_BYTES + 8 * count].copy().view("<u8")
-    return table if table_digest(table) == meta["digest"].tobytes() else None
+    whole, counts = intact(metas, record_checksum).tolist(), metas["slices"].tolist()
+    digests = metas["digest"].tobytes()
+    tables: list[SliceTable | None] = [None] * len(metas)
+    for i, header in enumerate(headers):
+        if whole[i] and counts[i] <= TABLE_SLICES:
+            table = header[META_BYTES : META_BYTES + 8 * counts[i]].copy().view("<u8")
+            if table_digest(table) == digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]:
+                tables[i] = table
+    return metas, tables
 
 
 def matches(found: StructArray, metas: StructArray, extents: StructArray, *, store: bytes) -> NDArray[np.bool_]:
@@ -226,19 +225,23 @@ def join_runs(extents: StructArray, *, class_bytes: Sequence[int]) -> list[Run]:
     """Cuts a batch into runs. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
     runs: list[Run] = []
     offsets, segments = extents["offset"].tolist(), extents["segment"].tolist()
+    rows: list[int] = []
     for row in np.lexsort((extents["offset"], extents["segment"])).tolist():
-        run = runs[-1] if runs else None
-        if run is not None and run.segment == segments[row] and _goes_on(run, offsets[row]):
-            runs[-1] = Run(run.segment, run.class_bytes, run.offset, (*run.rows, row))
-        else:
-            runs.append(Run(segments[row], class_bytes[row], offsets[row], (row,)))
-    return runs
+        if rows and not (segments[rows[0]] == segments[row] and _goes_on(rows, offsets, class_bytes[row], row)):
+            runs.append(_run_of(rows, segments, class_bytes, offsets))
+            rows = []
+        rows.append(row)
+    return [*runs, _run_of(rows, segments, class_bytes, offsets)] if rows else runs
 
 
-def _goes_on(run: Run, offset: int) -> bool:
-    count = len(run.rows)
-    is_small = count < RUN_SLOTS and (count + 1) * run.class_bytes <= RUN_BYTES
-    return is_small and offset == run.offset + count * run.class_bytes
+def _goes_on(rows: Sequence[int], offsets: Sequence[int], class_bytes: int, row: int) -> bool:
+    count = len(rows)
+    is_small = count < RUN_SLOTS and (count + 1) * class_bytes <= RUN_BYTES
+    return is_small and offsets[row] == offsets[rows[0]] + count * class_bytes
+
+
+def _run_of(rows: Sequence[int], segments: Sequence[int], class_bytes: Sequence[int], offsets: Sequence[int]) -> Run:
+    return Run(segments[rows[0]], class_bytes[rows[0]], offsets[rows[0]], tuple(rows))
 
 
 def vector(
