@@ -303,13 +303,9 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
     for position, (spec, table) in enumerate(specs):
         if isinstance(table, NvmeConfig):
             store = NvmeStore(
-                spec,
-                position=position,
-                path=Path(table.path),
-                direct=table.direct,
-                queue_depth=table.queue_depth,
-                zero_ahead=table.zero_ahead,
+                spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
             )
+            store.zero_ahead = table.zero_ahead
             store.patience = Patience(table.hang_limit, close_s=deadline_s)
             yield store
         elif isinstance(table, DeviceConfig) and table.kind == "cuda":

@@ -76,7 +76,6 @@ class Patience:
 
 class NvmeStore:
     """One store. path: its directory. direct: O_DIRECT "auto" (where the file system takes it), "on" (or ConfigError) or "off".
-    zero_ahead: space that was never written is written over once, in the background.
 
     queue_depth: reads and writes in flight at one time. disk: what its files lie on; a simulated one takes its place before `open`,
     and so may another patience.
@@ -84,6 +83,8 @@ class NvmeStore:
 
     disk: Files = OS
     patience: Patience = Patience()
+    zero_ahead = False
+    """Whether space that was never written is written over once, in the background; set before `open`."""
 
     def __init__(
         self,
@@ -93,7 +94,6 @@ class NvmeStore:
         path: str | Path,
         direct: Direct = "auto",
         queue_depth: int = 16,
-        zero_ahead: bool = False,
     ) -> None:
         self.spec = spec
         self.position = position
@@ -101,7 +101,6 @@ class NvmeStore:
         self.place = str(path)
         self.notices: list[str] = []
         self._direct: Direct = direct
-        self._zero_ahead = zero_ahead
         self._calls = Calls()
         self._lanes, self._queue_depth = Lanes(queue_depth, name=f"tierd-{spec.name}", calls=self._calls), queue_depth
         self._headers = HeaderPool(HEADERS_KEPT)
@@ -130,7 +129,7 @@ class NvmeStore:
         self._zeroing = Zeroing(
             self._opened, self._calls, is_free=lambda place: place not in self._segment_at, wrote=self._count_written
         )
-        if self._zero_ahead and self.mode == DirectIO.mode:
+        if self.zero_ahead and self.mode == DirectIO.mode:
             self._zeroing.start()
         return found
 

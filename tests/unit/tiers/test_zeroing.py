@@ -13,12 +13,14 @@ import pytest
 from tests.unit.tiers.store_world import PLACES, READY, SEGMENT_BYTES, World, content, raiser
 from tierd.tiers import slots, zeroing
 from tierd.tiers.files import OS, READ_WRITE, Files
+from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.slots import HEADER_BYTES
 
 
 @pytest.fixture(autouse=True)
 def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores begin to write their space over at once."""
+    monkeypatch.setattr(NvmeStore, "zero_ahead", True)
     monkeypatch.setattr(zeroing, "START_S", 0.0)
     monkeypatch.setattr(zeroing, "PAUSE_S", 0.001)
     fd = OS.open(tmp_path / "probe", READ_WRITE)
@@ -32,7 +34,7 @@ def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     """A store that writes its space over."""
-    made = World.at(tmp_path / "store", zero_ahead=True)
+    made = World.at(tmp_path / "store")
     await made.open()
     yield made
     await made.store.close(release=False)
@@ -72,7 +74,7 @@ async def test_a_block_waits_for_the_zeros_in_its_place(tmp_path: Path, monkeypa
         order.append("zeros" if is_zeros else "block")
 
     monkeypatch.setattr(slots, "write_at", slow)
-    other = World.at(tmp_path / "other", zero_ahead=True)
+    other = World.at(tmp_path / "other")
     await other.open()
     assert await asyncio.to_thread(entered.wait, 10)
     order.clear()
@@ -104,7 +106,7 @@ async def test_where_segments_lived_before_is_left_alone(tmp_path: Path, world: 
     for place in range(PLACES):
         await world.begin(place + 1, place=place)
     await world.store.close(release=False)
-    other = World.at(tmp_path / "store", zero_ahead=True)
+    other = World.at(tmp_path / "store")
     await other.open()
     before = unwritten(other)
     await asyncio.wait_for(other.store._zeroing.done(), 10)
