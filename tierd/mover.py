@@ -169,31 +169,31 @@ class Mover:
     async def _store(
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
     ) -> NDArray[np.uint16]:
-        views = _views(source, batch["source"], metas)
+        views, cuts = _views(source, batch["source"], metas), _cuts(metas)
+        digests = [digest.tobytes() for digest in metas["digest"]]
+
+        def hash_row(row: int) -> SliceTable | None:
+            table = slice_sums(views[row], cuts[row])
+            return table if table_digest(table) == digests[row] else None
+
         failpoint("mover.store.before_hash")
-        hashed = await self.hash(views, metas)
-        statuses = _judge(hashed, metas)
-        good = np.flatnonzero(statuses == BlockStatus.READY)
-        if len(good):
-            statuses[good] = await target.write(
-                batch["target"][good],
-                metas[good],
-                [hashed.slices[i] for i in good],
-                [source.view(batch["source"][i]) for i in good],
-            )
-        return statuses
+        return await target.write(batch["target"], metas, hash_row, [source.view(row) for row in batch["source"]])
 
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
     ) -> NDArray[np.uint16]:
-        views = [target.view(row) for row in batch["target"]]
-        result = await source.read(batch["source"], views, metas)
+        views, cuts = [target.view(row) for row in batch["target"]], _cuts(metas)
+        slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
+
+        def arrived(row: int) -> None:
+            slices[row] = slice_sums(views[row], cuts[row])
+
+        result = await source.read(batch["source"], views, metas, arrived=arrived)
         failpoint("mover.load.before_verify")
         statuses = np.asarray(result.statuses, dtype=np.uint16).copy()
         good = np.flatnonzero(statuses == BlockStatus.READY)
         if len(good):
-            payloads = [views[i][: int(metas["stored_length"][i])] for i in good]
-            hashed = await self.hash(payloads, metas[good])
+            hashed = _hashed([slices[i] for i in good.tolist()])
             statuses[good] = self._publish(batch[good], metas[good], target, hashed)
         return statuses
 
@@ -298,6 +298,12 @@ def _copy_views(source: memoryview, target: memoryview) -> None:
 def _views(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
     lengths = metas["stored_length"].tolist()
     return [tier.view(row)[:length] for row, length in zip(extents, lengths, strict=True)]
+
+
+def _cuts(metas: StructArray) -> list[list[int]]:
+    """Bytes of each slice of each block."""
+    lengths, layers = metas["stored_length"].tolist(), metas["layers"].tolist()
+    return [slice_lengths(n, of) for n, of in zip(lengths, layers, strict=True)]
 
 
 def _hashed(slices: list[SliceTable]) -> Hashed:

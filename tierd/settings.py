@@ -259,6 +259,11 @@ class NvmeConfig:
         'O_DIRECT, past the page cache. "auto": where the file system takes it, else buffered, and said so; "on": or fail.',
     )
     queue_depth: int = _key(16, "Reads and writes in flight at one time.", unit="requests", least=1, most=1024)
+    zero_ahead: bool = _key(
+        True,
+        "Space that was set aside and never written is written over with zeros once, while the disk has nothing else to do: the first"
+        " blocks in it would take twice as long.",
+    )
     fault_limit: int = _key(
         8,
         "So many failed reads, failed writes or corrupt blocks within fault_window take the store out of service for writes; so many"

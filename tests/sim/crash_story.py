@@ -204,7 +204,7 @@ class Story:
         for key, source in zip(keys, sources, strict=True):
             source[: length_of(key)] = content(key, length_of(key))
         tables = [tables_of([key], length_of(key))[0] for key in keys]
-        statuses = await self._store.write(extents, metas_named(keys), tables, sources)
+        statuses = await self._store.write(extents, metas_named(keys), tables.__getitem__, sources)
         for i in np.flatnonzero(statuses == BlockStatus.READY).tolist():
             self._held[names[i]], self._keys[names[i]] = extents[i : i + 1], keys[i]
 
@@ -337,7 +337,7 @@ async def _go_on(store: NvmeStore, found: Recovered) -> None:
     length = length_of(LAST)
     extents = extents_of(begun.segment, [0], generation=found.next_generation, length=length)
     store.apply(Plan(reserved=extents))
-    status = await store.write(extents, metas_named([LAST]), tables_of([LAST], length), pages(1))
+    status = await store.write(extents, metas_named([LAST]), tables_of([LAST], length).__getitem__, pages(1))
     await store.sync()
     if status.tolist() != [BlockStatus.READY]:
         raise Violation("the store that was recovered takes no block")

@@ -7,9 +7,10 @@ as with O_DIRECT; the store says once that it works this way.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiofiles
@@ -19,18 +20,24 @@ from tierd.tiers.slots import SlotFile
 
 
 class BufferedIO:
-    """Reads and writes through the page cache, in the given threads."""
+    """Reads and writes through the page cache. count: calls at one time; they are told to the loop in which this is made."""
 
     mode = "buffered"
     align_bytes = 1
 
-    def __init__(self, threads: Executor) -> None:
-        self._threads = threads
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._threads, self._loop = ThreadPoolExecutor(count, thread_name_prefix="tierd-buffered"), loop
 
     def open(self, path: Path) -> int:
         return OS.open(path, READ_WRITE)
 
-    async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+    def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+        return asyncio.run_coroutine_threadsafe(self._read(file, offset, buffers), self._loop).result()
+
+    def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
+        asyncio.run_coroutine_threadsafe(self._write(file, offset, buffers), self._loop).result()
+
+    async def _read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
         done = 0
         async with aiofiles.open(file.path, "rb", buffering=0, executor=self._threads) as slots:
             await slots.seek(offset)
@@ -43,7 +50,7 @@ class BufferedIO:
                     break
         return done
 
-    async def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
+    async def _write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
         async with aiofiles.open(file.path, "r+b", buffering=0, executor=self._threads) as slots:
             await slots.seek(offset)
             for buffer in buffers:

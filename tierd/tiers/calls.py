@@ -1,18 +1,30 @@
 """Calls to a disk: which are under way since when, and how many have failed.
 
-Purpose: `Calls`, from which a tier says how it fares, and `outlast`. Non-purpose: what follows from it (`cache.breaker`). Invariants: used on the event loop
-alone; times are the loop's; a call is under way until its thread has come back, whoever has stopped waiting for it.
+Purpose: `Calls`, from which a tier says how it fares, and `outlast`. Non-purpose: what follows from it (`cache.breaker`). Invariants: times are the
+loop's; a call is under way until its thread has come back, whoever has stopped waiting for it; only `Call.go_on` is for other threads than the loop's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["read", "write"]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One that is under way, or one after another by the same thread. begun: when the present one began."""
+
+    kind: Kind
+    begun: float
+
+    def go_on(self, kind: Kind, begun: float) -> None:
+        """The thread has come back from the disk and begins another call."""
+        self.kind, self.begun = kind, begun
 
 
 class Calls:
@@ -21,18 +33,26 @@ class Calls:
     def __init__(self) -> None:
         self.errors: dict[Kind, int] = {"read": 0, "write": 0}
         self.unread = 0
-        self._begun: dict[Kind, dict[int, float]] = {"read": {}, "write": {}}
-        self._number = itertools.count()
+        self._under_way: set[Call] = set()
+
+    def begin(self, kind: Kind) -> Call:
+        """A call is under way until `end`."""
+        call = Call(kind, asyncio.get_running_loop().time())
+        self._under_way.add(call)
+        return call
+
+    def end(self, call: Call) -> None:
+        """Its thread has come back."""
+        self._under_way.discard(call)
 
     @contextmanager
     def one(self, kind: Kind) -> Iterator[None]:
         """While a call is under way."""
-        number = next(self._number)
-        self._begun[kind][number] = asyncio.get_running_loop().time()
+        call = self.begin(kind)
         try:
             yield
         finally:
-            del self._begun[kind][number]
+            self.end(call)
 
     def fail(self, kind: Kind) -> None:
         """A call has failed, for good: what is tried again in smaller parts has not."""
@@ -41,19 +61,18 @@ class Calls:
 
     def age_s(self, *kinds: Kind) -> float:
         """Of the oldest call under way, of these kinds or all; 0.0: there is none."""
-        begun = [min(self._begun[kind].values()) for kind in kinds or self._begun if self._begun[kind]]
+        begun = [call.begun for call in self._under_way if not kinds or call.kind in kinds]
         return asyncio.get_running_loop().time() - min(begun) if begun else 0.0
 
 
-async def outlast(works: Sequence[asyncio.Future[None]]) -> None:
-    """Awaits every one to its end, also when cancelled meanwhile: their threads have the caller's memory."""
+async def outlast(work: asyncio.Future[None]) -> None:
+    """Awaits its end, also when cancelled meanwhile: its threads have the caller's memory."""
     cancelled: asyncio.CancelledError | None = None
-    while not all(work.done() for work in works):
+    while not work.done():
         try:
-            await asyncio.wait(works)
+            await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancelled = error
-    for work in works:
-        work.result()
     if cancelled is not None:
         raise cancelled
+    work.result()

@@ -49,7 +49,7 @@ def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
 
 def table_digest(sums: NDArray[np.uint64]) -> bytes:
     """xxh3-128 over a slice table (little-endian u64 in order), 16 bytes in canonical order: the block's checksum."""
-    return xxhash.xxh3_128_digest(np.ascontiguousarray(sums, dtype="<u8").tobytes())
+    return xxhash.xxh3_128_digest(cast(bytes, np.ascontiguousarray(sums, dtype="<u8").data))
 
 
 def table_digests(tables: Sequence[bytes]) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ page cache of last resort (`buffered`) excepted; nothing here is tried twice.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Sequence
@@ -49,6 +50,9 @@ class Files(Protocol):
 
     def allocate(self, fd: int, length: int) -> None:
         """Sets space aside for the first length bytes; the file is at least that long afterwards, zeros where nothing was."""
+
+    def find_unwritten(self, fd: int, start: int) -> tuple[int, int] | None:
+        """The first space from start on that is set aside and was never written: where it begins and ends. None: there is none, or nobody knows."""
 
     def sync_data(self, fd: int) -> None:
         """The file's bytes and length are durable. Once it has failed the file behind fd must be abandoned: the kernel may have dropped the
@@ -97,6 +101,16 @@ class OsFiles:
     def allocate(self, fd: int, length: int) -> None:
         os.posix_fallocate(fd, 0, length)
 
+    def find_unwritten(self, fd: int, start: int) -> tuple[int, int] | None:
+        length = os.fstat(fd).st_size
+        try:
+            hole = os.lseek(fd, start, os.SEEK_HOLE)
+            return (hole, _data_from(fd, hole, length)) if hole < length else None
+        except OSError as error:
+            if error.errno in (errno.ENXIO, errno.EINVAL):  # beyond the end; no such question to this file system
+                return None
+            raise
+
     def sync_data(self, fd: int) -> None:
         os.fdatasync(fd)
 
@@ -121,6 +135,15 @@ class OsFiles:
 
     def random_bytes(self, count: int) -> bytes:
         return secrets.token_bytes(count)
+
+
+def _data_from(fd: int, start: int, length: int) -> int:
+    try:
+        return os.lseek(fd, start, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # there is none
+            return length
+        raise
 
 
 OS = OsFiles()

@@ -12,7 +12,7 @@ Invariants:
 - `apply` touches memory alone.
 - Once a sync has failed, writes are FAILED and `sync` raises until `probe` has put new files in the place of those that failed; what is durable is
   served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way.
-- A call that hangs keeps its thread; who waits for a thread meanwhile is FAILED.
+- A call that hangs keeps its lane; who waits while every lane hangs is FAILED.
 - `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled.
 - Nothing is written with a generation that the durable marks do not cover.
 """
@@ -20,11 +20,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,37 +32,30 @@ from numpy.typing import NDArray
 from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.calls import Calls, Kind, outlast
+from tierd.tiers.buffered import BufferedIO
+from tierd.tiers.calls import Calls, Kind
 from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
+from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
-from tierd.tiers.slots import (
-    HEADER_BYTES,
-    TABLE_SLICES,
-    HeaderPool,
-    Headers,
-    Payload,
-    Run,
-    SlotFile,
-    fill_headers,
-    join_runs,
-    matches,
-    read_tables,
-    slot_bytes,
-    stamp,
-    vector,
-)
+from tierd.tiers.moves import Batch, GoneError, Means, ReadRun, WriteRun
+from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, slots_of
-from tierd.tiers.tier import Health, ReadResult, Recovered, SliceTable
+from tierd.tiers.tier import HashRow, Health, ReadResult, Recovered
+from tierd.tiers.zeroing import Zeroing
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
 
 STUCK_CLOSE_S = 1.0
 """For so long does `close` wait for a disk that hangs already."""
+HEADERS_KEPT = 1024
+"""4 MiB of memory for headers."""
 
-_NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
+
+def _no_hash(_row: int) -> None:
+    """Nobody wants to know that a row has come."""
 
 
 @dataclass(slots=True)
@@ -75,32 +66,12 @@ class _Segment:
     generations: NDArray[np.uint64]
 
 
-@dataclass(slots=True)
-class _Batch:
-    """One read or write under way. extents: EXTENT [n] with slots' offsets; tables: those to write, or those read."""
-
-    extents: StructArray
-    metas: StructArray
-    views: Sequence[memoryview]
-    tables: list[SliceTable]
-    statuses: NDArray[np.uint16] = field(init=False)
-    files: dict[int, SlotFile] = field(default_factory=dict)
-    """Rows to the files that they were written to."""
-
-    def __post_init__(self) -> None:
-        self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
-
-
 @dataclass(frozen=True, slots=True)
 class Patience:
     """hang_s: a call that takes longer hangs. close_s: for so long `close` waits for what is under way."""
 
     hang_s: float = 5.0
     close_s: float = 30.0
-
-
-class _GoneError(OSError):
-    """No fault of the disk's: the segment has ended, or its file has given way."""
 
 
 class NvmeStore:
@@ -112,6 +83,8 @@ class NvmeStore:
 
     disk: Files = OS
     patience: Patience = Patience()
+    zero_ahead = False
+    """Whether space that was never written is written over once, in the background; set before `open`."""
 
     def __init__(
         self,
@@ -128,33 +101,41 @@ class NvmeStore:
         self.place = str(path)
         self.notices: list[str] = []
         self._direct: Direct = direct
-        self._threads = ThreadPoolExecutor(queue_depth, thread_name_prefix=f"tierd-{spec.name}")
-        self._depth, self._queue_depth = asyncio.Semaphore(queue_depth), queue_depth
-        self._headers = HeaderPool(queue_depth)
+        self._calls = Calls()
+        self._lanes, self._queue_depth = Lanes(queue_depth, name=f"tierd-{spec.name}", calls=self._calls), queue_depth
+        self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
-        self._calls = Calls()
         self.written_bytes = 0
+        """Into slot files."""
         self.is_stuck = False
         """Whether `close` gave up waiting: threads still hang."""
         self._is_open = False
         self._opened: OpenStore
         self._ledger: Ledger
+        self._zeroing: Zeroing
 
     # -- life
 
     async def open(self) -> Recovered:
         """Takes the directory, sets its space aside, reads the index. Raises as `Tier.open` says."""
-        self._opened = await asyncio.to_thread(self._open)
+        buffered = BufferedIO(self._queue_depth, asyncio.get_running_loop())
+        self._opened = await asyncio.to_thread(self._open, buffered)
         self._ledger = Ledger(self._opened, self, self._calls)
         self.mode, self.notices = self._opened.io.mode, self._opened.notices
         self._is_open = True
         index, self._opened.index = self._opened.index, StoredIndex()  # the core keeps it from here on
-        return self._adopt(index)
+        found = self._adopt(index)
+        self._zeroing = Zeroing(
+            self._opened, self._calls, is_free=lambda place: place not in self._segment_at, wrote=self._count_written
+        )
+        if self.zero_ahead and self.mode == DirectIO.mode:
+            self._zeroing.start()
+        return found
 
-    def _open(self) -> OpenStore:
+    def _open(self, buffered: SlotIO) -> OpenStore:
         directory = Path(self.place)
-        return open_store(self.spec, directory=directory, direct=self._direct, threads=self._threads, disk=self.disk)
+        return open_store(self.spec, directory=directory, direct=self._direct, buffered=buffered, disk=self.disk)
 
     async def close(self, *, release: bool) -> None:
         """Ends what is under way, syncs, lets go. With release every file of the store is removed.
@@ -172,12 +153,12 @@ class NvmeStore:
             self.is_stuck = True
 
     async def _end(self, *, release: bool) -> None:
-        for _ in range(self._queue_depth):
-            await self._depth.acquire()
+        await self._zeroing.stop()
+        await self._lanes.idle()
         failpoint("nvme.close.before_sync")
         await self._ledger.close()
         await asyncio.to_thread(self._opened.close, release=release)
-        self._threads.shutdown(wait=False)  # none works any more
+        self._lanes.close()
 
     # -- trouble
 
@@ -197,7 +178,7 @@ class NvmeStore:
         """Mends what failed, then writes, syncs and reads: a file of its own, the journal, the first slot. Raises TierFailed."""
         await self._ledger.mend()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, try_disk, self._opened)
+            await asyncio.get_running_loop().run_in_executor(self._lanes.threads, try_disk, self._opened)
         except OSError as error:
             raise TierFailed(f"{self.spec.name}: {self.place}: {error.strerror or error}; check the disk") from error
         self._ledger.add(self._ledger.marks)
@@ -209,10 +190,11 @@ class NvmeStore:
     def holds(self, extents: StructArray) -> NDArray[np.bool_]:
         """As `StoredTier.holds`: False too for what was lost with a sync that failed."""
         held = np.zeros(len(extents), dtype=np.bool_)
-        for i, row in enumerate(extents):
-            segment = self._segments.get(int(row["segment"]))
-            if segment is not None and row["slot"] < segment.begun.pages:
-                held[i] = segment.generations[row["slot"]] == row["generation"]
+        for number in np.unique(extents["segment"]).tolist():
+            segment = self._segments.get(number)
+            if segment is not None:
+                rows = np.flatnonzero((extents["segment"] == number) & (extents["slot"] < segment.begun.pages))
+                held[rows] = segment.generations[extents["slot"][rows]] == extents["generation"][rows]
         return held
 
     def lose(self, stored: StructArray) -> None:
@@ -340,32 +322,41 @@ class NvmeStore:
 
     # -- bytes
 
-    async def read(self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray) -> ReadResult:
+    async def read(
+        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRow = _no_hash
+    ) -> ReadResult:
         """As `StoredTier.read`. A slot whose header is another's, torn or stale is CORRUPT; what cannot be read is FAILED."""
-        batch = _Batch(self._located(extents), metas, targets, [_NO_TABLE] * len(extents))
-        await self._move(batch, self._usable(batch), self._read_run)
+        with self._headers.borrow(len(extents)) as headers:
+            batch = Batch(self._means(), self._located(extents), metas, targets, headers, arrived)
+            await self._carry(batch, self._usable(batch.extents), ReadRun)
+            batch.judge()
         return ReadResult(batch.statuses, batch.tables)
 
     async def write(
-        self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable], sources: Sequence[memoryview]
+        self, extents: StructArray, metas: StructArray, hash_row: HashRow, sources: Sequence[memoryview]
     ) -> NDArray[np.uint16]:
         """As `StoredTier.write`. What does not fit its slot, or has more than 480 slices, is FAILED."""
-        batch = _Batch(self._located(extents), metas.copy(), sources, list(slices))
-        rows = self._usable(batch)
-        if not len(rows) or self._ledger.failure:
-            return batch.statuses
-        try:
-            await self._ledger.cover(generation=int(extents["generation"][rows].max()))
-        except TierFailed:
-            return batch.statuses
-        batch.metas[rows] = stamp(
-            metas[rows], batch.extents[rows], [batch.tables[i] for i in rows.tolist()], store=self._opened.store
-        )
-        await self._move(batch, rows, self._write_run)
-        self.written_bytes += slot_bytes(batch.metas["stored_length"][batch.statuses == BlockStatus.READY])
+        with self._headers.borrow(len(extents)) as headers:
+            batch = Batch(self._means(), self._located(extents), metas.copy(), sources, headers, hash_row)
+            rows = self._usable(batch.extents)
+            if not len(rows) or self._ledger.failure:
+                return batch.statuses
+            try:
+                await self._ledger.cover(generation=int(extents["generation"][rows].max()))
+            except TierFailed:
+                return batch.statuses
+            for place in {
+                self._segments[s].begun.place for s in extents["segment"][rows].tolist() if s in self._segments
+            }:
+                await self._zeroing.leave(place)
+            await self._carry(batch, self._usable(batch.extents), WriteRun)  # those that are still there
+        self._count_written(slot_bytes(batch.metas["stored_length"][batch.statuses == BlockStatus.READY]))
         failpoint("nvme.write.before_note")
         self._note_stored(batch)
         return batch.statuses
+
+    def _means(self) -> Means:
+        return Means(self._opened.io, self._headers, self._find_file, self._opened.store)
 
     def _located(self, extents: StructArray) -> StructArray:
         """The extents with the offsets of their slots, whatever the offset says; all ones in a segment that is not here."""
@@ -377,107 +368,44 @@ class NvmeStore:
             located["offset"][rows] = slots * np.uint64(held.begun.class_bytes) if held else np.uint64(2**64 - 1)
         return located
 
-    def _usable(self, batch: _Batch) -> NDArray[np.int64]:
+    def _usable(self, extents: StructArray) -> NDArray[np.int64]:
         """The rows whose slot is here and has room for the block."""
-        usable = np.zeros(len(batch.extents), dtype=np.bool_)
-        if not self._is_open:
-            return np.flatnonzero(usable)
-        for i, row in enumerate(batch.extents):
-            held = self._segments.get(int(row["segment"]))
+        usable = np.zeros(len(extents), dtype=np.bool_)
+        for segment in np.unique(extents["segment"]).tolist() if self._is_open else ():
+            held = self._segments.get(segment)
             if held is not None and held.begun.place in self._opened.files:
-                fits = int(row["length"]) + HEADER_BYTES <= held.begun.class_bytes and row["slot"] < held.begun.pages
-                usable[i] = fits and len(batch.tables[i]) <= TABLE_SLICES
+                fits = extents["length"].astype(np.int64) + HEADER_BYTES <= held.begun.class_bytes
+                usable |= (extents["segment"] == segment) & fits & (extents["slot"] < held.begun.pages)
         return np.flatnonzero(usable)
 
-    async def _move(
-        self, batch: _Batch, rows: NDArray[np.int64], move: Callable[[_Batch, Run, Headers], Awaitable[None]]
-    ) -> None:
+    async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | WriteRun]) -> None:
+        """One job for each run of slots, over the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
-        runs = [
-            replace(r, rows=tuple(rows[list(r.rows)].tolist()))
-            for r in join_runs(batch.extents[rows], class_bytes=classes)
-        ]
-        if runs:
-            await outlast([asyncio.ensure_future(self._move_run(batch, run, move)) for run in runs])
-
-    async def _move_run(self, batch: _Batch, run: Run, move: Callable[[_Batch, Run, Headers], Awaitable[None]]) -> None:
-        """One call for the run; where that fails, one for each of its slots, so that a bad sector costs one block."""
-        kind: Kind = "read" if move == self._read_run else "write"
+        names = rows.tolist()
+        runs = join_runs(batch.extents[rows], class_bytes=classes)
+        jobs = [job(batch, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
         try:
-            async with self._turn():
-                with self._headers.borrow(len(run.rows)) as headers, self._calls.one(kind):
-                    await move(batch, run, headers)
-        except OSError as error:
-            if len(run.rows) == 1:
-                if not isinstance(error, _GoneError):
-                    self._calls.fail(kind)
-                return
-            for i, row in enumerate(run.rows):
-                alone = Run(run.segment, run.class_bytes, run.offset + i * run.class_bytes, (row,))
-                await self._move_run(batch, alone, move)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """One of the threads. Raises OSError if none is free and one of them hangs."""
-        while True:
-            try:
-                async with asyncio.timeout(self.patience.hang_s):
-                    await self._depth.acquire()
-                break
-            except TimeoutError:
-                if not self._is_open:
-                    raise _GoneError(errno.ESTALE, "the store is closed") from None
-                if self._calls.age_s() > self.patience.hang_s:
-                    raise OSError(errno.ETIMEDOUT, "every thread waits for the disk") from None
-        try:
-            yield
+            await self._lanes.carry(jobs, hang_s=self.patience.hang_s)
         finally:
-            self._depth.release()
+            for is_done in batch.outcomes:
+                if not is_done:
+                    self._calls.fail(job.kind)
+                elif job.kind == "read":
+                    self._calls.unread = 0
 
-    async def _read_run(self, batch: _Batch, run: Run, headers: Headers) -> None:
-        payloads = self._payloads(batch, run)
-        buffers = vector(headers, [p.buffer for p in payloads], class_bytes=run.class_bytes, filler=self._headers.waste)
-        done = await self._opened.io.read(self._file(run), run.offset, buffers)
-        rows = list(run.rows)
-        self._calls.unread = 0
-        found, tables = read_tables(headers)
-        good = matches(found, batch.metas[rows], batch.extents[rows], store=self._opened.store)
-        for i, (row, table, payload) in enumerate(zip(rows, tables, payloads, strict=True)):
-            if done < i * run.class_bytes + HEADER_BYTES + len(payload.buffer):
-                self._calls.fail("read")  # the file ends before it: FAILED
-                continue
-            if table is None or not good[i]:
-                batch.statuses[row] = BlockStatus.CORRUPT
-                continue
-            payload.give()
-            batch.tables[row] = table
-            batch.statuses[row] = BlockStatus.READY
-
-    async def _write_run(self, batch: _Batch, run: Run, headers: Headers) -> None:
-        rows = list(run.rows)
-        fill_headers(headers, batch.metas[rows], [batch.tables[i] for i in rows])
-        payloads = [p.take() for p in self._payloads(batch, run)]
-        buffers = vector(headers, payloads, class_bytes=run.class_bytes, filler=self._headers.zeros)
-        if self._ledger.failure:
-            raise _GoneError(errno.ESTALE, "the file may have failed")
-        file = self._file(run)
-        batch.files.update(dict.fromkeys(rows, file))
-        await self._opened.io.write(file, run.offset, buffers)
-        batch.statuses[rows] = BlockStatus.READY
-
-    def _payloads(self, batch: _Batch, run: Run) -> list[Payload]:
-        lengths = batch.extents["length"][list(run.rows)].tolist()
-        align = self._opened.io.align_bytes
-        return [Payload(batch.views[i], length=n, align_bytes=align) for i, n in zip(run.rows, lengths, strict=True)]
-
-    def _file(self, run: Run) -> SlotFile:
-        """Raises _GoneError if the segment has gone meanwhile."""
-        held = self._segments.get(run.segment)
+    def _find_file(self, segment: int, kind: Kind) -> SlotFile:
+        """For a lane. Raises GoneError if the segment has gone meanwhile, or nothing may be written."""
+        held = self._segments.get(segment)
         if held is None or not self._is_open:
-            raise _GoneError(errno.ESTALE, "the segment is gone")
+            raise GoneError(errno.ESTALE, "the segment is gone")
+        if kind == "write" and self._ledger.failure:
+            raise GoneError(errno.ESTALE, "the file may have failed")
         return self._opened.files[held.begun.place]
 
-    def _note_stored(self, batch: _Batch) -> None:
+    def _count_written(self, size: int) -> None:
+        self.written_bytes += size
+
+    def _note_stored(self, batch: Batch) -> None:
         """Tells the ledger what was written, place by place, unless segment or file has given way meanwhile: that is FAILED."""
         for segment in np.unique(batch.extents["segment"]).tolist():
             rows = np.flatnonzero((batch.extents["segment"] == segment) & (batch.statuses == BlockStatus.READY))

@@ -10,12 +10,10 @@ The format is described in FORMAT-NVME.md.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 from tierd.core.meta import META, META_BYTES, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.failpoint import failpoint
-from tierd.tiers.checksum import record_checksum, table_digest
+from tierd.tiers.checksum import DIGEST_BYTES, record_checksum, table_digest
 from tierd.tiers.files import OS, READ_WRITE, Files
 from tierd.tiers.mapping import address_of
 from tierd.tiers.tier import SliceTable
@@ -40,6 +38,8 @@ RUN_SLOTS = 32
 RUN_BYTES = 1 << 20
 """Adjacent slots are read or written in one call up to so many, and up to so many bytes; larger ones gain nothing."""
 
+Header = NDArray[np.uint8]
+"""uint8 [4096], page-aligned."""
 Headers = NDArray[np.uint8]
 """uint8 [n, 4096], page-aligned."""
 
@@ -53,11 +53,11 @@ class SlotIO(Protocol):
     def open(self, path: Path) -> int:
         """A descriptor for reading, writing and syncing; the file is made if missing. Raises OSError. Blocks."""
 
-    async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fills buffers from offset on; gives how many bytes there were. Raises OSError."""
+    def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fills buffers from offset on; gives how many bytes there were. Raises OSError. Blocks."""
 
-    async def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Writes buffers at offset, all of them. Raises OSError."""
+    def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Writes buffers at offset, all of them. Raises OSError. Blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +69,22 @@ class SlotFile:
 
 
 class DirectIO:
-    """O_DIRECT through preadv and pwritev, in threads."""
+    """O_DIRECT through preadv and pwritev."""
 
     mode = "o_direct"
     align_bytes = PAGE_ALIGN_BYTES
 
-    def __init__(self, threads: Executor, disk: Files) -> None:
-        self._threads, self._disk = threads, disk
+    def __init__(self, disk: Files) -> None:
+        self._disk = disk
 
     def open(self, path: Path) -> int:
         return self._disk.open(path, READ_WRITE | os.O_DIRECT)
 
-    async def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, read_at, file.fd, offset, buffers, self._disk
-        )
+    def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+        return read_at(file.fd, offset, buffers, self._disk)
 
-    async def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, write_at, file.fd, offset, buffers, self._disk)
+    def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
+        write_at(file.fd, offset, buffers, self._disk)
 
 
 def allows_direct(directory: Path, disk: Files = OS) -> bool:
@@ -172,11 +170,12 @@ def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable]
     return seal(stamped, record_checksum)
 
 
-def fill_headers(headers: Headers, metas: StructArray, slices: Sequence[SliceTable]) -> None:
+def fill_headers(headers: Sequence[Header], metas: StructArray, slices: Sequence[SliceTable]) -> None:
     """Writes stamped META and slice tables into headers, the rest zero."""
-    headers[:, :META_BYTES] = np.ascontiguousarray(metas).view(np.uint8).reshape(len(metas), META_BYTES)
-    for row, table in zip(headers, slices, strict=True):
-        words = row[META_BYTES:].view("<u8")
+    records = np.ascontiguousarray(metas).view(np.uint8).reshape(len(metas), META_BYTES)
+    for header, record, table in zip(headers, records, slices, strict=True):
+        header[:META_BYTES] = record
+        words = header[META_BYTES:].view("<u8")
         words[: len(table)] = table
         words[len(table) :] = 0
 
@@ -184,16 +183,15 @@ def fill_headers(headers: Headers, metas: StructArray, slices: Sequence[SliceTab
 def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:
     """META [n] and the slice tables; None where record or table is not whole."""
     metas = np.ascontiguousarray(headers[:, :META_BYTES]).view(META).reshape(-1)
-    whole = intact(metas, record_checksum)
-    return metas, [_table(row, meta) if good else None for row, meta, good in zip(headers, metas, whole, strict=True)]
-
-
-def _table(header: NDArray[np.uint8], meta: np.void) -> SliceTable | None:
-    count = int(meta["slices"])
-    if count > TABLE_SLICES:
-        return None
-    table = header[META_BYTES : META_BYTES + 8 * count].copy().view("<u8")
-    return table if table_digest(table) == meta["digest"].tobytes() else None
+    whole, counts = intact(metas, record_checksum).tolist(), metas["slices"].tolist()
+    digests = metas["digest"].tobytes()
+    tables: list[SliceTable | None] = [None] * len(metas)
+    for i, header in enumerate(headers):
+        if whole[i] and counts[i] <= TABLE_SLICES:
+            table = header[META_BYTES : META_BYTES + 8 * counts[i]].copy().view("<u8")
+            if table_digest(table) == digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]:
+                tables[i] = table
+    return metas, tables
 
 
 def matches(found: StructArray, metas: StructArray, extents: StructArray, *, store: bytes) -> NDArray[np.bool_]:
@@ -217,42 +215,51 @@ class Run:
     offset: int
     rows: tuple[int, ...]
 
+    def only(self, row: int) -> Run:
+        """The slot of one of its rows."""
+        place = self.rows.index(row)
+        return Run(self.segment, self.class_bytes, self.offset + place * self.class_bytes, (row,))
+
 
 def join_runs(extents: StructArray, *, class_bytes: Sequence[int]) -> list[Run]:
     """Cuts a batch into runs. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
     runs: list[Run] = []
     offsets, segments = extents["offset"].tolist(), extents["segment"].tolist()
+    rows: list[int] = []
     for row in np.lexsort((extents["offset"], extents["segment"])).tolist():
-        run = runs[-1] if runs else None
-        if run is not None and run.segment == segments[row] and _goes_on(run, offsets[row]):
-            runs[-1] = Run(run.segment, run.class_bytes, run.offset, (*run.rows, row))
-        else:
-            runs.append(Run(segments[row], class_bytes[row], offsets[row], (row,)))
-    return runs
+        if rows and not (segments[rows[0]] == segments[row] and _goes_on(rows, offsets, class_bytes[row], row)):
+            runs.append(_run_of(rows, segments, class_bytes, offsets))
+            rows = []
+        rows.append(row)
+    return [*runs, _run_of(rows, segments, class_bytes, offsets)] if rows else runs
 
 
-def _goes_on(run: Run, offset: int) -> bool:
-    count = len(run.rows)
-    is_small = count < RUN_SLOTS and (count + 1) * run.class_bytes <= RUN_BYTES
-    return is_small and offset == run.offset + count * run.class_bytes
+def _goes_on(rows: Sequence[int], offsets: Sequence[int], class_bytes: int, row: int) -> bool:
+    count = len(rows)
+    is_small = count < RUN_SLOTS and (count + 1) * class_bytes <= RUN_BYTES
+    return is_small and offsets[row] == offsets[rows[0]] + count * class_bytes
+
+
+def _run_of(rows: Sequence[int], segments: Sequence[int], class_bytes: Sequence[int], offsets: Sequence[int]) -> Run:
+    return Run(segments[rows[0]], class_bytes[rows[0]], offsets[rows[0]], tuple(rows))
 
 
 def vector(
-    headers: Headers, payloads: Sequence[memoryview], *, class_bytes: int, filler: memoryview
+    headers: Sequence[Header], payloads: Sequence[memoryview], *, class_bytes: int, filler: memoryview
 ) -> list[memoryview]:
     """Header, payload, filler up to the next slot, header, ...: buffers of one call for slots side by side."""
     buffers: list[memoryview] = []
-    for row, payload in zip(headers, payloads, strict=True):
-        buffers += (row.data, payload, filler[: class_bytes - HEADER_BYTES - len(payload)])
+    for header, payload in zip(headers, payloads, strict=True):
+        buffers += (header.data, payload, filler[: class_bytes - HEADER_BYTES - len(payload)])
     return [buffer for buffer in buffers[:-1] if len(buffer)]
 
 
 class HeaderPool:
-    """Aligned memory for headers: so many runs at once, and filler for what lies between payload and next slot."""
+    """Aligned memory for headers, kept for the next batch up to so many; and filler for what lies between payload and next slot."""
 
-    def __init__(self, runs: int) -> None:
-        area = np.frombuffer(mmap.mmap(-1, runs * RUN_SLOTS * HEADER_BYTES), dtype=np.uint8)
-        self._free = list(area.reshape(runs, RUN_SLOTS, HEADER_BYTES))
+    def __init__(self, kept: int) -> None:
+        self._free: list[Headers] = []
+        self._room = kept
         self.zeros = memoryview(mmap.mmap(-1, RUN_BYTES))
         """Written between slots; never written to."""
         self.waste = memoryview(mmap.mmap(-1, RUN_BYTES))
@@ -260,12 +267,19 @@ class HeaderPool:
 
     @contextmanager
     def borrow(self, count: int) -> Iterator[Headers]:
-        """uint8 [count, 4096], the borrower's alone. The caller bounds how many borrow at once."""
-        area = self._free.pop()
+        """uint8 [count, 4096], the borrower's alone."""
+        area = next((area for area in self._free if len(area) >= count), None)
+        if area is None:
+            area = np.frombuffer(mmap.mmap(-1, max(1, count) * HEADER_BYTES), dtype=np.uint8).reshape(-1, HEADER_BYTES)
+        else:
+            self._free = [other for other in self._free if other is not area]
+            self._room += len(area)
         try:
             yield area[:count]
         finally:
-            self._free.append(area)
+            if len(area) <= self._room:
+                self._free.append(area)
+                self._room -= len(area)
 
 
 class Payload:

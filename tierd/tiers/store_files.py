@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -21,7 +20,6 @@ from tierd.core.model import PAGE_ALIGN_BYTES, TierSpec
 from tierd.errors import ConfigError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import durable, recovery
-from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.files import OS, Files, Lock
 from tierd.tiers.journal import Journal, Marks
 from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct, read_at, write_at
@@ -77,13 +75,16 @@ class OpenStore:
         self.lock.release(remove=release)
 
 
-def open_store(spec: TierSpec, *, directory: Path, direct: Direct, threads: Executor, disk: Files = OS) -> OpenStore:
-    """Opens the store of this directory, or makes it. Raises AlreadyOwned, ConfigError, VersionMismatch, TierFailed."""
+def open_store(spec: TierSpec, *, directory: Path, direct: Direct, buffered: SlotIO, disk: Files = OS) -> OpenStore:
+    """Opens the store of this directory, or makes it. Raises AlreadyOwned, ConfigError, VersionMismatch, TierFailed.
+
+    buffered: what slots are moved by where O_DIRECT is not.
+    """
     try:
         with ExitStack() as undo:
             lock = disk.lock(directory / LOCK_NAME, what=f"{spec.name}: store")
             undo.callback(lock.release)
-            opened = _open_locked(_Opening(spec, directory, direct, threads, disk, undo), lock)
+            opened = _open_locked(_Opening(spec, directory, direct, buffered, disk, undo), lock)
             undo.pop_all()
             return opened
     except OSError as error:
@@ -97,7 +98,7 @@ class _Opening:
     spec: TierSpec
     directory: Path
     direct: Direct
-    threads: Executor
+    buffered: SlotIO
     disk: Files
     undo: ExitStack
 
@@ -134,15 +135,15 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
 def _choose_io(opening: _Opening, notices: list[str]) -> SlotIO:
     name, directory = opening.spec.name, opening.directory
     if opening.direct == "off":
-        return BufferedIO(opening.threads)
+        return opening.buffered
     if allows_direct(directory, opening.disk):
-        return DirectIO(opening.threads, opening.disk)
+        return DirectIO(opening.disk)
     if opening.direct == "on":
         raise ConfigError(
             f'{name}.direct: "on", but the file system of {directory} refuses O_DIRECT; use another, or "auto"'
         )
     notices.append(f"{name}: {directory} refuses O_DIRECT; it is served through the page cache")
-    return BufferedIO(opening.threads)
+    return opening.buffered
 
 
 def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> tuple[StoredIndex, dict[int, int]]:

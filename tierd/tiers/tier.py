@@ -12,7 +12,7 @@ stored and device tiers are *watched*, since they may fail while the daemon live
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SliceTable = NDArray[np.uint64]
 """xxh3-64 of each slice of a block, in order."""
+HashRow = Callable[[int], SliceTable | None]
+"""Sums the bytes of a row of a batch, wherever it is called from; None: they are not the block's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +189,18 @@ class StoredTier(WatchedTier, Protocol):
     def holds(self, extents: StructArray) -> NDArray[np.bool_]:
         """Of EXTENT[n], which hold a block that is written whole and, once `sync` has returned, durable."""
 
-    async def read(self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray) -> ReadResult:
+    async def read(
+        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRow = ...
+    ) -> ReadResult:
         """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace, generation). Each target is 4 KiB
-        aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller."""
+        aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller: arrived is called for each row whose bytes have
+        come, in a thread of the tier's while others still come."""
 
     async def write(
-        self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable], sources: Sequence[memoryview]
+        self, extents: StructArray, metas: StructArray, hash_row: HashRow, sources: Sequence[memoryview]
     ) -> NDArray[np.uint16]:
-        """Write blocks whole: u2[n] of READY or FAILED. Arguments as in `read` and `MappedTier.publish`."""
+        """Write blocks whole: u2[n] of READY, FAILED, or CORRUPT where hash_row says so, which is called for each row, in a thread of the tier's, just before
+        its bytes are written. Arguments as in `read`."""
 
 
 def is_mapped(tier: Tier) -> TypeGuard[MappedTier]:

@@ -1,7 +1,8 @@
 """The store: blocks written and read by the daemon, verified, against raw O_DIRECT I/O of as many pieces at the best depth on the same disk.
 
 A batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already); one that newer ones have displaced is
-read back by a get of views. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet.
+read back by a get of views. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet, as
+they are for as long as a daemon has not written its store over with zeros (`zero_ahead`); after that the first write is as any other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ eviction = "lru"
 path = "{{root}}/store"
 capacity = "{nvme} MiB"
 segment = "{segment} MiB"
+zero_ahead = false
 high_watermark = 1.0
 low_watermark = 0.99
 admission = "all"

@@ -59,7 +59,7 @@ def records_of(blocks: int, store: bytes, *, namespace: int = 0) -> list[Record]
 
 def prepare(spec: TierSpec, directory: Path, records: list[Record] | None) -> bytes:
     """Makes the store, or brings its files to where a life ended: in a snapshot (no records given), or in a journal."""
-    opened = open_store(spec, directory=directory, direct="off", threads=None)  # type: ignore[arg-type]
+    opened = open_store(spec, directory=directory, direct="off", buffered=None)  # type: ignore[arg-type]
     store, number = opened.store, opened.journal.number
     opened.close(release=False)
     if records is not None:

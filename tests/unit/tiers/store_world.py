@@ -109,7 +109,7 @@ class World:
         metas, sources = metas_of(keys, length), pages(len(keys))
         for key, source in zip(keys, sources, strict=True):
             source[:length] = content(key, length)
-        statuses = await self.store.write(extents, metas, tables_of(keys, length), sources)
+        statuses = await self.store.write(extents, metas, tables_of(keys, length).__getitem__, sources)
         for i in np.flatnonzero(statuses == BlockStatus.READY):
             self.held[keys[i]] = (extents[i : i + 1], metas[i : i + 1])
         return [int(s) for s in statuses]

@@ -250,7 +250,7 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(slots, "read_at", hang)
         hung = [asyncio.create_task(made.read([key])) for key in (1, 2)]
-        while not made.store._depth.locked():  # noqa: ASYNC110  # a thread that is taken rings no bell
+        while not made.store._lanes.are_taken:  # noqa: ASYNC110  # a thread that is taken rings no bell
             await asyncio.sleep(0)
         async with asyncio.timeout(10):
             assert await made.read([3, 4]) == [FAILED, FAILED]

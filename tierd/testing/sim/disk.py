@@ -258,6 +258,10 @@ class SimDisk:
         if len(file.image) < length:
             file.resize(length)
 
+    def find_unwritten(self, fd: int, start: int) -> tuple[int, int] | None:
+        """As `Files.find_unwritten`: this one does not know."""
+        return None
+
     def sync_data(self, fd: int) -> None:
         """As `Files.sync_data`."""
         file = self._file(fd)

@@ -1,0 +1,151 @@
+"""Lanes: every job runs once or is given up, a bundle ends with its last, and what a lane hashes decides what is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.unit.tiers.store_world import CORRUPT, LENGTH, READY, World, content, extents_of, metas_of, pages, tables_of
+from tierd.core.plan import Plan
+from tierd.tiers.calls import Calls, Kind
+from tierd.tiers.lanes import Lanes
+from tierd.tiers.tier import SliceTable
+
+SOON_S = 10.0
+
+
+@dataclass
+class Step:
+    """A job that notes its name when it has run. gate: what it waits for; error: what it raises; instead: what it gives."""
+
+    log: list[str]
+    name: str
+    gate: threading.Event | None = None
+    error: Exception | None = None
+    instead: Sequence[Step] = ()
+    entered: threading.Event = field(default_factory=threading.Event)
+    kind: Kind = "read"
+
+    def run(self) -> Sequence[Step]:
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.wait(SOON_S)
+        self.log.append(self.name)
+        if self.error is not None:
+            raise self.error
+        return self.instead
+
+    def give_up(self) -> None:
+        self.log.append(f"{self.name} given up")
+
+
+class Brief(Step):
+    """Takes a tenth of a second."""
+
+    def run(self) -> Sequence[Step]:
+        threading.Event().wait(0.1)
+        return super().run()
+
+
+@pytest.fixture
+async def lanes() -> AsyncIterator[Lanes]:
+    """Two of them."""
+    made = Lanes(2, name="lane", calls=Calls())
+    yield made
+    await asyncio.wait_for(made.idle(), SOON_S)
+    made.close()
+
+
+async def test_what_stands_in_for_a_job_belongs_to_its_bundle(lanes: Lanes) -> None:
+    """A bundle ends when all jobs and all that came in their stead have run, each once."""
+    log, gate = list[str](), threading.Event()
+    parts = [Step(log, f"part {i}", gate=gate) for i in range(3)]
+    carrying = asyncio.ensure_future(lanes.carry([Step(log, "whole", instead=parts)], hang_s=SOON_S))
+    assert await asyncio.to_thread(parts[0].entered.wait, SOON_S)
+    await asyncio.sleep(0)
+    assert not carrying.done()
+    gate.set()
+    await asyncio.wait_for(carrying, SOON_S)
+    assert sorted(log) == ["part 0", "part 1", "part 2", "whole"]
+
+
+async def test_a_job_that_raises_is_told_when_the_last_has_ended(lanes: Lanes) -> None:
+    """What a job raises reaches who carries, and not before no lane has a job of the bundle; the lanes go on."""
+    log, gate = list[str](), threading.Event()
+    slow = Step(log, "slow", gate=gate)
+    carrying = asyncio.ensure_future(
+        lanes.carry([Step(log, "bad", error=ValueError("a fault of ours")), slow], hang_s=SOON_S)
+    )
+    assert await asyncio.to_thread(slow.entered.wait, SOON_S)
+    await asyncio.sleep(0)
+    assert not carrying.done()
+    gate.set()
+    with pytest.raises(ValueError, match="a fault of ours"):
+        await asyncio.wait_for(carrying, SOON_S)
+    await asyncio.wait_for(lanes.carry([Step(log, "next")], hang_s=SOON_S), SOON_S)
+    assert log[-2:] == ["slow", "next"]
+
+
+async def test_what_no_lane_begins_while_all_hang_is_given_up(lanes: Lanes) -> None:
+    """With every lane hung a bundle ends without having begun; the one that hangs is waited for to its end."""
+    log, gate = list[str](), threading.Event()
+    hung = [Step(log, "hung", gate=gate) for _ in range(2)]
+    first = asyncio.ensure_future(lanes.carry(hung, hang_s=0.05))
+    for job in hung:
+        assert await asyncio.to_thread(job.entered.wait, SOON_S)
+    await asyncio.wait_for(lanes.carry([Step(log, "late")], hang_s=0.05), SOON_S)
+    assert log == ["late given up"]
+    assert not first.done()
+    gate.set()
+    await asyncio.wait_for(first, SOON_S)
+    assert log == ["late given up", "hung", "hung"]
+
+
+async def test_a_lane_that_goes_on_leaves_nothing_to_be_given_up(lanes: Lanes) -> None:
+    """While one lane hangs the other takes what comes, though the last of it waits for longer than a call may take."""
+    log, gate = list[str](), threading.Event()
+    hung = Step(log, "hung", gate=gate)
+    first = asyncio.ensure_future(lanes.carry([hung], hang_s=SOON_S))
+    assert await asyncio.to_thread(hung.entered.wait, SOON_S)
+    await asyncio.wait_for(lanes.carry([Brief(log, str(i)) for i in range(12)], hang_s=1.0), SOON_S)
+    gate.set()
+    await asyncio.wait_for(first, SOON_S)
+    assert log == [*map(str, range(12)), "hung"]
+
+
+async def test_a_block_whose_bytes_are_wrong_stays_out_of_its_slot(world: World) -> None:
+    """Of slots side by side the one whose bytes do not sum to the block is CORRUPT and not written; the others are stored."""
+    keys, tables = [1, 2, 3], tables_of([1, 2, 3])
+    extents, sources = extents_of(1, [0, 1, 2], generation=1), pages(3)
+    for key, source in zip(keys, sources, strict=True):
+        source[:LENGTH] = content(key)
+    world.store.apply(Plan(reserved=extents))
+
+    def hash_row(row: int) -> SliceTable | None:
+        return None if row == 1 else tables[row]
+
+    statuses = await world.store.write(extents, metas_of(keys), hash_row, sources)
+    assert statuses.tolist() == [READY, CORRUPT, READY]
+    assert world.store.holds(extents).tolist() == [True, False, True]
+    world.held = {key: (extents[i : i + 1], metas_of([key])) for i, key in enumerate(keys)}
+    assert await world.read(keys) == [content(1), CORRUPT, content(3)]
+
+
+async def test_each_row_that_came_is_told_once(world: World) -> None:
+    """A read tells of each row when its bytes lie in the page, and of no row twice."""
+    keys = [1, 2, 3, 4]
+    await world.write(keys, segment=1, slots=[0, 1, 4, 6])
+    extents, metas, targets = extents_of(1, [0, 1, 4, 6], generation=1), metas_of(keys), pages(4)
+    seen = dict[int, bytes]()
+
+    def arrived(row: int) -> None:
+        assert row not in seen
+        seen[row] = bytes(targets[row][:LENGTH])
+
+    result = await world.store.read(extents, targets, metas, arrived=arrived)
+    assert set(result.statuses.tolist()) == {READY}
+    assert seen == {row: content(key) for row, key in enumerate(keys)}

@@ -1,0 +1,157 @@
+"""Lanes: the threads of a store, which take their jobs from one queue.
+
+Purpose: as many calls at the disk as it wants, the hashing of one beside the I/O of others, and the event loop out of it: it wakes lanes that sleep, and
+hears of a bundle once, at its end. Non-purpose: what a job does (`moves`). Invariants: jobs begin in the order in which they came, at most `count` at a
+time; a bundle ends only when no lane has one of its jobs any more; what no lane has begun is given up when every lane hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+from tierd.tiers.calls import Call, Calls, Kind, outlast
+
+
+class Job(Protocol):
+    """Work for a lane."""
+
+    @property
+    def kind(self) -> Kind:
+        """Which way its bytes go."""
+
+    def run(self) -> Sequence[Job]:
+        """To its end, in a lane. Gives what is to be tried in its stead."""
+
+    def give_up(self) -> None:
+        """It will not run."""
+
+
+class Lanes:
+    """See the module. count: how many there are."""
+
+    def __init__(self, count: int, *, name: str, calls: Calls) -> None:
+        self.threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._count, self._calls = count, calls
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[_Bundle, Job]] = deque()
+        self._awake: set[Call] = set()
+        self._all_asleep = asyncio.Event()
+        self._all_asleep.set()
+
+    async def carry(self, jobs: Sequence[Job], *, hang_s: float) -> None:
+        """Until each has run or is given up, also when cancelled meanwhile. Raises what a job raises, when the last has ended.
+
+        hang_s: a call that takes longer hangs.
+        """
+        if not jobs:
+            return
+        loop = asyncio.get_running_loop()
+        bundle = _Bundle(len(jobs), loop)
+        with self._lock:
+            self._queue.extend((bundle, job) for job in jobs)
+        self._wake(loop)
+        self._watch(bundle, hang_s)
+        await outlast(bundle.done)
+
+    async def idle(self) -> None:
+        """Until every lane sleeps and nothing waits."""
+        await self._all_asleep.wait()
+
+    def close(self) -> None:
+        """No lane may be awake."""
+        self.threads.shutdown(wait=False)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether a new job would have to wait."""
+        return len(self._awake) == self._count
+
+    # -- on the loop
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        """As many lanes as there are jobs, or as sleep."""
+        for _ in range(min(len(self._queue), self._count - len(self._awake))):
+            call = self._calls.begin(self._queue[0][1].kind if self._queue else "read")
+            self._awake.add(call)
+            self._all_asleep.clear()
+            lane = loop.run_in_executor(self.threads, self._drain, call, loop.time)
+            lane.add_done_callback(partial(self._fell_asleep, call))
+
+    def _fell_asleep(self, call: Call, lane: asyncio.Future[None]) -> None:
+        self._awake.discard(call)
+        self._calls.end(call)
+        if self._queue:  # a job came when it had looked
+            self._wake(lane.get_loop())
+        elif not self._awake:
+            self._all_asleep.set()
+        lane.result()
+
+    def _watch(self, bundle: _Bundle, hang_s: float) -> None:
+        """Looks after so long, and again, whether the lanes hang."""
+
+        def look() -> None:
+            if bundle.done.done():
+                return
+            if self.are_taken and loop.time() - max(call.begun for call in self._awake) > hang_s:
+                self._withdraw(bundle)
+            self._watch(bundle, hang_s)
+
+        loop = bundle.done.get_loop()
+        bundle.watch = loop.call_later(hang_s, look)
+
+    def _withdraw(self, bundle: _Bundle) -> None:
+        with self._lock:
+            jobs = [job for its, job in self._queue if its is bundle]
+            self._queue = deque(entry for entry in self._queue if entry[0] is not bundle)
+            for job in jobs:
+                job.give_up()
+                bundle.count(-1)
+
+    # -- in a lane
+
+    def _drain(self, call: Call, now: Callable[[], float]) -> None:
+        while entry := self._next():
+            bundle, job = entry
+            call.go_on(job.kind, now())
+            instead: Sequence[Job] = ()
+            try:
+                instead = job.run()
+            except Exception as error:  # noqa: BLE001  # it is for who carries
+                bundle.error = error
+            with self._lock:
+                self._queue.extend((bundle, other) for other in instead)
+                bundle.count(len(instead) - 1)
+
+    def _next(self) -> tuple[_Bundle, Job] | None:
+        with self._lock:
+            return self._queue.popleft() if self._queue else None
+
+
+class _Bundle:
+    """Jobs that are waited for together. error: of one that raised."""
+
+    def __init__(self, left: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.error: Exception | None = None
+        self.watch: asyncio.TimerHandle | None = None
+        self._left = left
+
+    def count(self, change: int) -> None:
+        """So many more jobs of it are there; without any it is done. Under the lock of the lanes."""
+        self._left += change
+        if not self._left:
+            self.done.get_loop().call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if self.watch is not None:
+            self.watch.cancel()
+        if self.error is not None:
+            self.done.set_exception(self.error)
+        else:
+            self.done.set_result(None)
