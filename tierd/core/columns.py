@@ -58,11 +58,6 @@ class Columns:
         for array, fill in self._all:
             self._prepare(array, fill, first)
 
-    @property
-    def row_bytes(self) -> int:
-        """Of one row of all columns."""
-        return sum(array.itemsize * (array.shape[1] if array.ndim > 1 else 1) for array, _ in self._all)
-
     def _prepare(self, array: NDArray[Any], fill: int, first: int) -> None:
         if self.rows > len(array):
             lengthen(array, self.rows)

@@ -27,3 +27,11 @@ def test_the_collector_looks_at_no_imports(tmp_path: Path) -> None:
     )
     enabled, seen, spared = ran.stdout.split()
     assert (enabled, int(spared) > 10 * int(seen)) == ("True", True), ran
+
+
+def test_matrices_are_multiplied_in_one_thread() -> None:
+    """The programs start no threads of a linear algebra library: for matrices as small as the learner's these wait longer than they work."""
+    code = "import tierd.cli, numpy, os; numpy.ones((500, 500)) @ numpy.ones((500, 500)); print(len(os.listdir('/proc/self/task')))"
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1"
