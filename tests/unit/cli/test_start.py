@@ -1,4 +1,4 @@
-"""What a daemon's start leaves for the garbage collector."""
+"""What a start leaves for the garbage collector, and which threads it begins."""
 
 from __future__ import annotations
 
