@@ -262,7 +262,7 @@ class NvmeConfig:
     zero_ahead: bool = _key(
         True,
         "Space that was set aside and never written is written over with zeros once, while the disk has nothing else to do: the first"
-        " blocks in it would take twice as long.",
+        " blocks in it would take twice as long. Not where what is written is limited (wear_budget, endurance).",
     )
     fault_limit: int = _key(
         8,

@@ -294,7 +294,7 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
             store = NvmeStore(
                 spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
             )
-            store.zero_ahead = table.zero_ahead
+            store.zero_ahead = table.zero_ahead and not spec.wear_bytes_per_s
             store.patience = Patience(table.hang_limit, close_s=deadline_s)
             yield store
         elif isinstance(table, DeviceConfig) and table.kind == "cuda":

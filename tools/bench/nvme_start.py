@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -21,6 +22,7 @@ import numpy as np
 
 from tierd.core.meta import new_meta, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
+from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.journal import BlocksStored, Journal, Marks, Record, SegmentBegun
 from tierd.tiers.nvme import NvmeStore
@@ -59,9 +61,10 @@ def records_of(blocks: int, store: bytes, *, namespace: int = 0) -> list[Record]
 
 def prepare(spec: TierSpec, directory: Path, records: list[Record] | None) -> bytes:
     """Makes the store, or brings its files to where a life ended: in a snapshot (no records given), or in a journal."""
-    opened = open_store(spec, directory=directory, direct="off", buffered=None)  # type: ignore[arg-type]
-    store, number = opened.store, opened.journal.number
-    opened.close(release=False)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        opened = open_store(spec, directory=directory, direct="off", buffered=BufferedIO(1, loop))
+        store, number = opened.store, opened.journal.number
+        opened.close(release=False)
     if records is not None:
         for path in [*directory.glob("snapshot-*"), *directory.glob("journal-*")]:
             path.unlink()

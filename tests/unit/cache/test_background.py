@@ -105,3 +105,11 @@ async def test_quiesce_leaves_nothing_to_do() -> None:
         assert world.cache.flights.count == 0
         assert world.cache.core.demote(world.cache.clock.now()).is_empty
         world.cache.core.check()
+
+
+@pytest.mark.parametrize(("limit", "writes_ahead"), [("", True), ('wear_budget = "1 GB"', False)])
+async def test_zeros_are_no_part_of_a_budget(limit: str, *, writes_ahead: bool) -> None:
+    """Where what is written to a store is limited, nothing is written ahead: a footprint of zeros could be the budget of days."""
+    async with opened(CONFIG + limit) as world:
+        store = world.daemon.tiers[1]
+        assert isinstance(store, NvmeStore) and store.zero_ahead is writes_ahead
