@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ from tierd.client.early import HANDLES_LIMIT, SEQUENCES_LIMIT, EarlyCopy, Known
 from tierd.client.values import Need, OpenedNamespace
 from tierd.core.model import HANDLE
 from tierd.testing import chain
+
+NOTES = 10_000
 
 
 def handles(count: int) -> np.ndarray:
@@ -81,3 +85,29 @@ def test_what_is_remembered_is_bounded() -> None:
     for number in range(6):
         known.note(group(number, each), handles(each))
     assert known._count <= HANDLES_LIMIT and known.find(group(5, each)) is not None
+
+
+def test_threads_may_note_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However their turns fall, none fails, and the count is that of what is remembered."""
+    monkeypatch.setattr("tierd.client.early.SEQUENCES_LIMIT", 2)
+    known, asked, faults = Known(), [group(number) for number in range(4)], list[BaseException]()
+
+    def note() -> None:
+        try:
+            for number in range(NOTES):
+                known.note(asked[number % 4], handles(4))
+        except BaseException as error:  # noqa: BLE001 - told below
+            faults.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=note) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert faults == []
+    assert known._count == 4 * len(known._handles)
