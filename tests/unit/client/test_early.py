@@ -26,9 +26,9 @@ def handles(count: int) -> np.ndarray:
     return made
 
 
-def copied(known: np.ndarray) -> EarlyCopy:
+def copied(known: np.ndarray, out: Any = None) -> EarlyCopy:
     """An early copy that was made."""
-    early = EarlyCopy(SimpleNamespace(), known, None)  # type: ignore[arg-type]
+    early = EarlyCopy(SimpleNamespace(), known, out)  # type: ignore[arg-type]
     early.handles = known
     return early
 
@@ -49,6 +49,14 @@ def test_more_and_less_than_is_known() -> None:
     assert copied(known[:2]).covers(known) == 2
     assert EarlyCopy(SimpleNamespace(), known, None).covers(known) == 0  # type: ignore[arg-type]
     assert copied(known).covers(known[:0]) == 0
+
+
+def test_a_buffer_that_is_there_twice() -> None:
+    """Where blocks share a buffer the last one of the answer stands in it: of many buffers a shorter answer is copied again."""
+    known, buffer = handles(3), bytearray(4096)
+    assert copied(known, [buffer, bytearray(4096), buffer]).covers(known[:2]) == 0
+    assert copied(known, [buffer] * 3).covers(known) == 3
+    assert copied(known, bytearray(3 * 4096)).covers(known[:2]) == 2
 
 
 def group(number: int, count: int = 4, **changed: Any) -> Group:
