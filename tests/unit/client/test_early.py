@@ -104,7 +104,7 @@ def test_threads_may_note_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             for number in range(NOTES):
                 known.note(asked[number % 4], handles(4))
-        except BaseException as error:  # noqa: BLE001 - told below
+        except BaseException as error:
             faults.append(error)
 
     before = sys.getswitchinterval()
