@@ -42,7 +42,7 @@ class Line:
     def send(self, message: bytes, *, deadline: float) -> None:
         """The first half of `ask`."""
         self._wait(deadline)
-        self._socket.sendall(HEAD.pack(len(message)) + message)
+        self._socket.sendall(HEAD.pack(len(message)) + message, socket.MSG_NOSIGNAL)
 
     def receive(self, *, deadline: float) -> bytes:
         """The second half of `ask`."""

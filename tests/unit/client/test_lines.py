@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import threading
@@ -86,6 +87,19 @@ def test_a_daemon_that_goes(pair: tuple[Line, socket.socket], said: bytes) -> No
     theirs.shutdown(socket.SHUT_WR)
     with pytest.raises((EOFError, OSError)):
         line.ask(b"x", deadline=soon())
+
+
+def test_a_daemon_that_has_gone_signals_nothing(pair: tuple[Line, socket.socket]) -> None:
+    """To send to nobody raises an error, and no SIGPIPE, which would end a process that leaves that signal as it was."""
+    line, theirs = pair
+    theirs.close()
+    seen, before = list[int](), signal.signal(signal.SIGPIPE, lambda number, _: seen.append(number))
+    try:
+        with pytest.raises(OSError):
+            line.send(b"x", deadline=soon())
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert seen == []
 
 
 @pytest.mark.parametrize("said", [b"\x01\x00\x00\x00abc", b"\xff\xff\xff\x7f"])
