@@ -141,7 +141,7 @@ def test_a_daemon_that_gives_no_line() -> None:
 
 
 def test_close_ends_a_call_in_progress() -> None:
-    """A thread that waits for an answer hears of the end at once."""
+    """A thread that waits for an answer hears of the end at once, and closes its line itself: no descriptor changes its meaning under it."""
     given, errors = Given(1), []
     lines = Lines(given)  # type: ignore[arg-type]
     line = lines.take(timeout_s=1)
@@ -159,4 +159,7 @@ def test_close_ends_a_call_in_progress() -> None:
     lines.close()
     thread.join(SOON_S)
     assert len(errors) == 1
+    assert line._socket.fileno() >= 0, "closed under the thread that waits on it"
+    lines.drop(line)
+    assert line._socket.fileno() < 0
     given.ends[0].close()
