@@ -87,6 +87,34 @@ def test_a_failed_call_keeps_nothing_alive() -> None:
             os.kill(daemon.pid, signal.SIGCONT)
 
 
+def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
+    """Calls of several threads each end at their own deadline, and when the daemon goes on, what was leased before is good."""
+    with Daemon() as daemon, Client(daemon.target) as client:
+        namespace, held = client.open_namespace(SPEC), chain(1, 2)
+        client.put(namespace, held, [content_of(name, SPEC.block_bytes) for name in held])
+        lease, order = client.acquire(namespace, held), list[float]()
+
+        def call(timeout_s: float) -> None:
+            with contextlib.suppress(DeadlineExceeded):
+                client.lookup(namespace, held, timeout_s=timeout_s)
+            order.append(timeout_s)
+
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            threads = [threading.Thread(target=call, args=(timeout_s,)) for timeout_s in (4.0, 3.0, 0.2)]
+            for thread in threads:
+                thread.start()
+            threads[-1].join()
+            assert order == [0.2]
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        for thread in threads:
+            thread.join()
+        assert lease.check() == 2
+        assert client.lookup(namespace, held).tokens == 32
+        lease.release()
+
+
 def test_forks_in_the_middle_of_calls() -> None:
     """However forks and calls of other threads meet, calls go on and children call over lines of their own."""
     with Daemon() as daemon, Elsewhere(forking, daemon.target) as other:
