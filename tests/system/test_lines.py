@@ -14,10 +14,13 @@ import weakref
 import pytest
 
 from tests.depth import count
+from tests.system.blocks import await_true
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.live_session import LiveSession
 from tests.system.mutation import Mutator
+from tierd._proto import admin_pb2
 from tierd._proto import cache_pb2 as pb
+from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.client.lines import Line
 from tierd.errors import DeadlineExceeded
@@ -113,6 +116,22 @@ def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
         assert lease.check() == 2
         assert client.lookup(namespace, held).tokens == 32
         lease.release()
+
+
+def test_a_hello_that_is_answered_too_late() -> None:
+    """A client that does not wait for the answer leaves no session behind, of which there may be so many and no more."""
+    with Daemon() as daemon, connect(daemon.target) as operator:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            for _ in range(5):
+                with Client(daemon.target, timeout_s=0.02) as client, pytest.raises(DeadlineExceeded):
+                    client.open_namespace(SPEC)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        await_true(lambda: daemon.log.count("session open") == 6, "late answers")
+        await_true(
+            lambda: len(operator.ask(admin_pb2.SessionsRequest()).sessions) == 1, "no session but the operator's"
+        )
 
 
 def test_forks_in_the_middle_of_calls() -> None:

@@ -305,13 +305,13 @@ def connect_session(
         _close(fds)
         return Session(connection, _checked(msgpack.unpackb(data) if data else {}))
     except TimeoutError as error:
-        connection.close()
+        _hang_up(connection)
         raise DeadlineExceeded(f"daemon at {target}: no hello within {timeout_s:.3g} s; is it stuck?") from error
     except OSError as error:
         connection.close()
         raise Unavailable(f"daemon at {target}: it went away during hello ({error}); try again") from error
     except BaseException:
-        connection.close()
+        _hang_up(connection)
         raise
 
 
@@ -353,6 +353,14 @@ def _say_goodbye(connection: socket.socket, glance: socket.socket, pid: int) -> 
             glance.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
     connection.close()
     glance.close()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """A hello that is answered later opens a session that nobody knows: it is to end, and not with this process."""
+    with contextlib.suppress(OSError):
+        connection.settimeout(0)
+        connection.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
+    connection.close()
 
 
 def _connect(connection: socket.socket, path: str) -> None:
