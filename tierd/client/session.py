@@ -254,6 +254,9 @@ class Session:
             data, fds = self._reply(deadline)
         except TimeoutError as error:
             if is_vital:
+                with contextlib.suppress(OSError):
+                    # Told at once, though a child that is just being forked has a copy: what is told of this session next is told to one that has ended.
+                    self._connection.shutdown(socket.SHUT_RDWR)
                 self._connection.close()
                 self._glance.close()
             raise DeadlineExceeded(

@@ -75,6 +75,16 @@ def test_a_late_answer_is_never_taken_for_another(ends):
         session.ask({"op": "ping"}, timeout_s=1)
 
 
+def test_the_end_is_told_though_a_child_has_a_copy(ends):
+    """A session that ends for want of an answer ends for the daemon too, whoever has inherited the descriptor."""
+    session, theirs = ends
+    theirs.settimeout(SOON_S)
+    with session._connection.dup():
+        with pytest.raises(DeadlineExceeded):
+            session.ask({"op": "ping"}, timeout_s=0.01)
+        assert theirs.recv(4096) and theirs.recv(4096) == b""
+
+
 def test_a_late_line_costs_no_session(ends):
     """A line that is not given in time is closed when it comes, and the reply to the next request is its own."""
     session, theirs = ends
