@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 FIELDS_MAX = 16
 """That are looked at."""
-VARINT_MAX_BYTES = 10
+VARINT_MAX_BYTES, TAG_MAX_BYTES = 10, 5
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 
@@ -66,9 +66,9 @@ class Codec(Generic[M]):
             if at == end:
                 break
             field = at
-            tag, at = _read_varint(raw, field)
-            start, at = _skip(raw, at, kind=tag & 7)
-            if at > end:
+            tag, tag_end = _read_varint(raw, field)
+            start, at = _skip(raw, tag_end, kind=tag & 7)
+            if at > end or tag_end - field > TAG_MAX_BYTES:
                 return None
             if tag == self._tag_number:
                 found.append((field, start, at))

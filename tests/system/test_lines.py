@@ -14,10 +14,13 @@ import weakref
 import pytest
 
 from tests.depth import count
+from tests.system.blocks import await_true
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.live_session import LiveSession
 from tests.system.mutation import Mutator
+from tierd._proto import admin_pb2
 from tierd._proto import cache_pb2 as pb
+from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.client.lines import Line
 from tierd.errors import DeadlineExceeded
@@ -85,6 +88,50 @@ def test_a_failed_call_keeps_nothing_alive() -> None:
         finally:
             gc.enable()
             os.kill(daemon.pid, signal.SIGCONT)
+
+
+def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
+    """Calls of several threads each end at their own deadline, and when the daemon goes on, what was leased before is good."""
+    with Daemon() as daemon, Client(daemon.target) as client:
+        namespace, held = client.open_namespace(SPEC), chain(1, 2)
+        client.put(namespace, held, [content_of(name, SPEC.block_bytes) for name in held])
+        lease, order = client.acquire(namespace, held), list[float]()
+
+        def call(timeout_s: float) -> None:
+            with contextlib.suppress(DeadlineExceeded):
+                client.lookup(namespace, held, timeout_s=timeout_s)
+            order.append(timeout_s)
+
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            threads = [threading.Thread(target=call, args=(timeout_s,)) for timeout_s in (4.0, 3.0, 0.2)]
+            for thread in threads:
+                thread.start()
+            threads[-1].join()
+            assert order == [0.2]
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        for thread in threads:
+            thread.join()
+        assert lease.check() == 2
+        assert client.lookup(namespace, held).tokens == 32
+        lease.release()
+
+
+def test_a_hello_that_is_answered_too_late() -> None:
+    """A client that does not wait for the answer leaves no session behind, of which there may be so many and no more."""
+    with Daemon() as daemon, connect(daemon.target) as operator:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            for _ in range(5):
+                with Client(daemon.target, timeout_s=0.02) as client, pytest.raises(DeadlineExceeded):
+                    client.open_namespace(SPEC)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        await_true(lambda: daemon.log.count("session open") == 6, "late answers")
+        await_true(
+            lambda: len(operator.ask(admin_pb2.SessionsRequest()).sessions) == 1, "no session but the operator's"
+        )
 
 
 def test_forks_in_the_middle_of_calls() -> None:

@@ -37,10 +37,12 @@ FAULTS = st.sampled_from(
         b"\x02\x00",  # a field without a number
         b"\x80" * 11,
         b"\x2a\x05abc",
+        b"\xaa\x80\x80\x80\x80\x00\x03abc",  # a tag of six bytes
     ]
 )
 
 
+@example([], b"\xaa\x80\x80\x80\x80\x00\x03abc", 0)
 @example([b"\x2a\x01a", b"\x18\x07", b"\x2a\x01b"], b"", 0)
 @example([b"\x2a\x83\x80\x80\x80\x00abc", b"\x18\x07"], b"", 0)
 @given(st.lists(FIELDS, max_size=FIELDS_MAX + 2), FAULTS, st.integers(0, 5))

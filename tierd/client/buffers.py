@@ -41,6 +41,8 @@ def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
         if end - first == 1:
             np.copyto(targets[first], sources[first])
         else:
+            if not all(target.flags.writeable for target in targets[first:end]):
+                raise ValueError(f"copy {first} to {end}: a target is read-only")  # memmove would not ask
             count = sum(map(len, targets[first:end]))
             ctypes.memmove(_address(targets[first]), _address(sources[first]), count)  # without the interpreter's lock
 

@@ -9,6 +9,7 @@ generation is never used twice; so its page held these bytes from before the cop
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -33,17 +34,19 @@ class Known:
     def __init__(self) -> None:
         self._handles: OrderedDict[Key, StructArray] = OrderedDict()
         self._count = 0
+        self._turn = threading.Lock()
 
     def note(self, group: Group, handles: StructArray) -> None:
         """All of a sequence has been given, as HANDLE [n]."""
         key = _key(group)
         if key is None or len(handles) != len(group.hashes) * max(1, len(group.ranks)):
             return
-        self._drop(key)
-        self._handles[key] = handles
-        self._count += len(handles)
-        while len(self._handles) > SEQUENCES_LIMIT or self._count > HANDLES_LIMIT:
-            self._drop(next(iter(self._handles)))
+        with self._turn:
+            self._drop(key)
+            self._handles[key] = handles
+            self._count += len(handles)
+            while len(self._handles) > SEQUENCES_LIMIT or self._count > HANDLES_LIMIT:
+                self._drop(next(iter(self._handles)))
 
     def find(self, group: Group) -> StructArray | None:
         """What was given last."""
@@ -78,6 +81,8 @@ class EarlyCopy:
 
     def covers(self, handles: StructArray) -> int:
         """How many of these blocks, from the first on, need not be copied."""
+        if len(handles) < len(self.handles) and isinstance(self._out, list | tuple):
+            return 0  # a buffer may be there twice, and what was copied last is no part of the answer
         count = min(len(handles), len(self.handles))
         same = self.handles[:count] == handles[:count]
         return count if same.all() else int(np.argmin(same))

@@ -42,7 +42,7 @@ class Line:
     def send(self, message: bytes, *, deadline: float) -> None:
         """The first half of `ask`."""
         self._wait(deadline)
-        self._socket.sendall(HEAD.pack(len(message)) + message)
+        self._socket.sendall(HEAD.pack(len(message)) + message, socket.MSG_NOSIGNAL)
 
     def receive(self, *, deadline: float) -> bytes:
         """The second half of `ask`."""
@@ -61,10 +61,14 @@ class Line:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Ends the line, and whoever waits on it. Safe to call twice, and in other threads."""
+        """Ends the line. Of the thread that has it, and safe to call twice."""
+        self.end()
+        self._socket.close()
+
+    def end(self) -> None:
+        """Ends the call of another thread, which closes the line then. Its descriptor lives until that: its number may be another's the moment after."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def abandon(self) -> None:
         """Closes a child's copy; the parent's line goes on."""
@@ -134,9 +138,11 @@ class Lines:
     def close(self) -> None:
         """Ends all of them, and the calls in progress."""
         with self._turn:
-            self._is_closed, lines = True, [*self._resting, *self._busy]
+            self._is_closed, resting, busy = True, self._resting, list(self._busy)
             self._resting = []
-        for line in lines:
+        for line in busy:
+            line.end()
+        for line in resting:
             line.close()
 
     def forked(self) -> None:

@@ -1,8 +1,9 @@
 """The client's end of the session socket: identity, mapped segments, and holds that end.
 
 Purpose: one blocking connection, whose life is the session's. Non-purpose: gRPC, reconnecting (connection.py). Invariants: descriptors
-are close-on-exec and closed as soon as they are mapped; `let_go` never blocks and takes no lock, so a finaliser may call it; after a
-reply that did not come in time the connection is closed, since the next reply would be the wrong one.
+are close-on-exec and closed as soon as they are mapped; `let_go` never blocks and takes no lock, so a finaliser may call it; nobody waits
+beyond its time, not even for its turn; after a reply that did not come in time the connection is closed, since the next reply would be the wrong one,
+but where a line was asked for: its reply is read, and thrown away, before the next request.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -73,6 +75,7 @@ class Session:
         self._glance = connection.dup()
         self._glance.setblocking(False)
         self._turn = threading.Lock()
+        self._owed = 0  # replies that nobody waits for
         self._segments: dict[Place, Segment | DeviceSegment] = {}
         self._unsent: deque[dict[str, Any]] = deque()
         self._requests = itertools.count(1)
@@ -116,23 +119,23 @@ class Session:
 
     def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """One request, its reply. Raises what the daemon raised, SessionLost, DeadlineExceeded."""
-        with self._turn:
-            reply, fds = self._exchange(request, timeout_s=timeout_s)
+        with self._turned(timeout_s) as left_s:
+            reply, fds = self._exchange(request, timeout_s=left_s)
         _close(fds)
         return _checked(reply)
 
     def map(self, handles: StructArray, *, timeout_s: float) -> None:
         """Makes sure that the segments of HANDLE [n] are mapped. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
         for place in self.unmapped(handles):
-            with self._turn:
+            with self._turned(timeout_s) as left_s:
                 if place not in self._segments:
                     self._sweep()
-                    self._segments[place] = self._fetch(place, timeout_s=timeout_s)
+                    self._segments[place] = self._fetch(place, timeout_s=left_s)
 
     def line(self, *, timeout_s: float) -> socket.socket:
-        """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded."""
-        with self._turn:
-            reply, fds = self._exchange({"op": "line"}, timeout_s=timeout_s)
+        """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
+        with self._turned(timeout_s) as left_s:
+            reply, fds = self._exchange({"op": "line"}, timeout_s=left_s, is_vital=False)
         try:
             _checked(reply)
             if len(fds) != 1:
@@ -224,14 +227,38 @@ class Session:
             if self._segments[place].is_empty:
                 del self._segments[place]
 
-    def _exchange(self, request: Mapping[str, Any], *, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+    @contextlib.contextmanager
+    def _turned(self, timeout_s: float) -> Iterator[float]:
+        """One thread at a time; the seconds left. Raises DeadlineExceeded."""
+        deadline = time.monotonic() + timeout_s
+        if not self._turn.acquire(timeout=max(timeout_s, 0.0)):
+            raise DeadlineExceeded(
+                f"session socket: another thread's request had no answer within {timeout_s:.3g} s; is the daemon stuck?"
+            )
         try:
-            self._connection.settimeout(max(timeout_s, 0.001))
-            self._connection.sendall(msgpack.packb(request))
-            data, fds = _receive(self._connection)
+            yield deadline - time.monotonic()
+        finally:
+            self._turn.release()
+
+    def _exchange(
+        self, request: Mapping[str, Any], *, timeout_s: float, is_vital: bool = True
+    ) -> tuple[dict[str, Any], list[int]]:
+        """is_vital: whether the session ends where the reply does not come in time."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while self._owed:
+                _close(self._reply(deadline)[1])
+            self._wait(deadline)
+            self._connection.sendall(msgpack.packb(request), socket.MSG_NOSIGNAL)
+            self._owed += 1
+            data, fds = self._reply(deadline)
         except TimeoutError as error:
-            self._connection.close()
-            self._glance.close()
+            if is_vital:
+                with contextlib.suppress(OSError):
+                    # Told at once, though a child that is just being forked has a copy: what is told of this session next is told to one that has ended.
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                self._connection.close()
+                self._glance.close()
             raise DeadlineExceeded(
                 f"session socket: no answer to {request['op']} within {timeout_s:.3g} s; is the daemon stuck?"
             ) from error
@@ -243,6 +270,15 @@ class Session:
             _close(fds)
             raise SessionLost("session socket: the daemon has gone; the next call opens a session again")
         return msgpack.unpackb(data), fds
+
+    def _reply(self, deadline: float) -> tuple[bytes, list[int]]:
+        self._wait(deadline)
+        found = _receive(self._connection)
+        self._owed -= 1
+        return found
+
+    def _wait(self, deadline: float) -> None:
+        self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
 
     def _tell(self, request: Mapping[str, Any]) -> None:
         self._glance.send(msgpack.packb(request), socket.MSG_NOSIGNAL)
@@ -272,13 +308,13 @@ def connect_session(
         _close(fds)
         return Session(connection, _checked(msgpack.unpackb(data) if data else {}))
     except TimeoutError as error:
-        connection.close()
+        _hang_up(connection)
         raise DeadlineExceeded(f"daemon at {target}: no hello within {timeout_s:.3g} s; is it stuck?") from error
     except OSError as error:
         connection.close()
         raise Unavailable(f"daemon at {target}: it went away during hello ({error}); try again") from error
     except BaseException:
-        connection.close()
+        _hang_up(connection)
         raise
 
 
@@ -320,6 +356,14 @@ def _say_goodbye(connection: socket.socket, glance: socket.socket, pid: int) -> 
             glance.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
     connection.close()
     glance.close()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """A hello that is answered later opens a session that nobody knows: it is to end, and not with this process."""
+    with contextlib.suppress(OSError):
+        connection.settimeout(0)
+        connection.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
+    connection.close()
 
 
 def _connect(connection: socket.socket, path: str) -> None:

@@ -130,6 +130,7 @@ class Puts:
     def open_pages(self, session: int, *, reservation: int, first: int, end: int) -> tuple[StructArray, StructArray]:
         """Where the open ones of these rows lie, and what is known of them."""
         held = self._held(session, reservation)
+        first = min(first, len(held.state))  # numpy cannot add every number that a client can say
         rows = first + true_rows(held.state[first:end] == OPEN)
         extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
         return extents, _metas(held, rows, extents)

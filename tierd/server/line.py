@@ -1,7 +1,7 @@
 """One line: a stream socket that carries messages, each after its length (u4, little endian), to and fro in turns.
 
 Purpose: bytes to messages and back on the event loop. Non-purpose: what a message says (lines.py). Invariants: nobody's message is begun to be read
-into memory beyond MESSAGE_MAX_BYTES; a client that sends ahead is not read from until what it sent first is taken; the other end's going is told at once,
+into memory beyond MESSAGE_MAX_BYTES, or for longer than its reader has patience; a client that sends ahead is not read from until what it sent first is taken; the other end's going is told at once,
 also in the middle of a call.
 """
 
@@ -61,17 +61,23 @@ class Line(asyncio.Protocol):
         """It has."""
         self._writable.set()
 
-    async def read(self) -> bytes | None:
-        """The next message; None when the other end has gone. Raises InvalidArgument for one too long, after which nothing more can be read."""
+    async def read(self, *, patience_s: float) -> bytes | None:
+        """The next message; None when the other end has gone. Raises InvalidArgument for one too long, or begun and not ended within patience_s, after
+        which nothing more can be read."""
         while (end := self._whole()) is None:
             if self._is_over:
                 return None
-            self._transport.resume_reading()
-            self._awaited = asyncio.get_running_loop().create_future()
+            if not self._buffer:
+                await self._more()
+                continue
             try:
-                await self._awaited
-            finally:
-                self._awaited = None
+                async with asyncio.timeout(patience_s):
+                    while self._whole() is None and not self._is_over:
+                        await self._more()
+            except TimeoutError:
+                raise InvalidArgument(
+                    f"line: {len(self._buffer)} bytes of a message, and no end of it within {patience_s:g} s; send it at once"
+                ) from None
         raw = bytes(memoryview(self._buffer)[HEAD.size : end])
         del self._buffer[:end]
         return raw
@@ -79,6 +85,11 @@ class Line(asyncio.Protocol):
     def write(self, message: bytes) -> None:
         """Gives a message away."""
         self._transport.write(HEAD.pack(len(message)) + message)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes have come that nobody has read."""
+        return bool(self._buffer)
 
     @property
     def is_taken(self) -> bool:
@@ -93,6 +104,15 @@ class Line(asyncio.Protocol):
         """Ends the line; what was written and not taken is lost. Safe to call twice."""
         self._is_over = True
         self._transport.abort()
+
+    async def _more(self) -> None:
+        """Waits for bytes, or the end."""
+        self._transport.resume_reading()
+        self._awaited = asyncio.get_running_loop().create_future()
+        try:
+            await self._awaited
+        finally:
+            self._awaited = None
 
     def _whole(self) -> int | None:
         """Where the first message ends, if it is here."""

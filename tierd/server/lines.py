@@ -7,7 +7,7 @@ name in the metrics and logs, its error by name. gRPC takes the same calls from 
 
 Purpose: a message in, a verb of the service, a message out. Non-purpose: what verbs do (service.py), bytes of a line (line.py). Invariants: no
 verb runs without an open session and a place; a line holds a place only while a call of it runs; the end of a line is the end of its call; none
-rests after its session has ended, and no session has more than LINES_BORNE; in the end no line is cut off in the middle of a call that still has time.
+rests after its session has ended, and no session has more than LINES_BORNE; each message waits for the loop's next turn; in the end no line is cut off in the middle of a call that still has time.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class Lines:
                 if not line.is_taken:
                     async with asyncio.timeout(self._guard.call_timeout_s):  # who does not read keeps nothing for ever
                         await line.taken()
+                if line.has_more:
+                    await asyncio.sleep(0)  # who sends ahead does not have the loop for himself
         except InvalidArgument as error:
             log.info("line closed", session=session.id, reason=str(error))
         except TimeoutError:
@@ -124,12 +126,12 @@ class Lines:
             line.close()
 
     async def _next(self, line: Line, task: asyncio.Task[None], session: Session) -> bytes | None:
-        """The next message; None at the end, whose ever it is. Raises InvalidArgument for one that is too long."""
+        """The next message; None at the end, whose ever it is. Raises InvalidArgument for one that is too long, or broken off."""
         if self._is_ending or not session.is_open:
             return None
         self._resting[task] = session
         try:
-            return await line.read()
+            return await line.read(patience_s=self._guard.call_timeout_s)
         finally:
             del self._resting[task]
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import structlog
 
-from tierd.errors import NotFound, NotPermitted, Overloaded, SessionLost, TierdError
+from tierd.errors import NotFound, NotPermitted, Overloaded, SessionLost, TierdError, Unavailable
 from tierd.processes import open_process
 from tierd.server.identity import Identity, Peer
 
@@ -205,8 +205,11 @@ class Sessions:
             self._call(partial(self._calls.on_join, into=first.id), session)
 
     def forget(self, session_id: int, *, by: Session) -> None:
-        """The process of a restored or a stopped session says that it uses nothing of it any more. Raises NotFound, NotPermitted."""
+        """The process of a restored or a stopped session says that it uses nothing of it any more. Raises NotFound, NotPermitted, Unavailable."""
         session = self._by_id.get(session_id)
+        if session is not None and session.is_open and session is not by and session.peer == by.peer:
+            # Its process has closed it; what it had said before is still being read.
+            raise Unavailable(f"session {session_id}: its end has not been heard yet; say it again")
         if session is None or session.state is SessionState.OPEN:
             raise NotFound(f"session {session_id}: none that has been cut off; only such a one can be forgotten")
         if session.peer != by.peer:

@@ -57,3 +57,14 @@ def test_lengths_that_differ() -> None:
     """Nothing is copied into a target of another length."""
     with pytest.raises(ValueError, match="copy 0: 4 bytes into 5"):
         buffers.copy_all([np.zeros(5, np.uint8)], [np.zeros(4, np.uint8)])
+
+
+@pytest.mark.parametrize("sealed", [0, 1])
+def test_what_is_read_only_is_not_written(sealed: int) -> None:
+    """However many pieces go at once, none of them that is read-only is written to."""
+    _, sources = laid_out([4096] * 2, [0] * 2, fill=1)
+    whole, targets = laid_out([4096] * 2, [0] * 2, fill=2)
+    targets[sealed].flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        buffers.copy_all(targets, sources)
+    assert (whole == 2).all()

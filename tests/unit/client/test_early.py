@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,8 @@ from tierd.client.values import Need, OpenedNamespace
 from tierd.core.model import HANDLE
 from tierd.testing import chain
 
+NOTES = 10_000
+
 
 def handles(count: int) -> np.ndarray:
     """Some, each unlike the others."""
@@ -22,9 +26,9 @@ def handles(count: int) -> np.ndarray:
     return made
 
 
-def copied(known: np.ndarray) -> EarlyCopy:
+def copied(known: np.ndarray, out: Any = None) -> EarlyCopy:
     """An early copy that was made."""
-    early = EarlyCopy(SimpleNamespace(), known, None)  # type: ignore[arg-type]
+    early = EarlyCopy(SimpleNamespace(), known, out)  # type: ignore[arg-type]
     early.handles = known
     return early
 
@@ -45,6 +49,14 @@ def test_more_and_less_than_is_known() -> None:
     assert copied(known[:2]).covers(known) == 2
     assert EarlyCopy(SimpleNamespace(), known, None).covers(known) == 0  # type: ignore[arg-type]
     assert copied(known).covers(known[:0]) == 0
+
+
+def test_a_buffer_that_is_there_twice() -> None:
+    """Where blocks share a buffer the last one of the answer stands in it: of many buffers a shorter answer is copied again."""
+    known, buffer = handles(3), bytearray(4096)
+    assert copied(known, [buffer, bytearray(4096), buffer]).covers(known[:2]) == 0
+    assert copied(known, [buffer] * 3).covers(known) == 3
+    assert copied(known, bytearray(3 * 4096)).covers(known[:2]) == 2
 
 
 def group(number: int, count: int = 4, **changed: Any) -> Group:
@@ -81,3 +93,29 @@ def test_what_is_remembered_is_bounded() -> None:
     for number in range(6):
         known.note(group(number, each), handles(each))
     assert known._count <= HANDLES_LIMIT and known.find(group(5, each)) is not None
+
+
+def test_threads_may_note_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However their turns fall, none fails, and the count is that of what is remembered."""
+    monkeypatch.setattr("tierd.client.early.SEQUENCES_LIMIT", 2)
+    known, asked, faults = Known(), [group(number) for number in range(4)], list[BaseException]()
+
+    def note() -> None:
+        try:
+            for number in range(NOTES):
+                known.note(asked[number % 4], handles(4))
+        except BaseException as error:
+            faults.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=note) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert faults == []
+    assert known._count == 4 * len(known._handles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import threading
@@ -88,6 +89,19 @@ def test_a_daemon_that_goes(pair: tuple[Line, socket.socket], said: bytes) -> No
         line.ask(b"x", deadline=soon())
 
 
+def test_a_daemon_that_has_gone_signals_nothing(pair: tuple[Line, socket.socket]) -> None:
+    """To send to nobody raises an error, and no SIGPIPE, which would end a process that leaves that signal as it was."""
+    line, theirs = pair
+    theirs.close()
+    seen, before = list[int](), signal.signal(signal.SIGPIPE, lambda number, _: seen.append(number))
+    try:
+        with pytest.raises(OSError):
+            line.send(b"x", deadline=soon())
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert seen == []
+
+
 @pytest.mark.parametrize("said", [b"\x01\x00\x00\x00abc", b"\xff\xff\xff\x7f"])
 def test_what_is_no_answer(pair: tuple[Line, socket.socket], said: bytes) -> None:
     """More than one answer, and one longer than any, are told as such."""
@@ -127,7 +141,7 @@ def test_a_daemon_that_gives_no_line() -> None:
 
 
 def test_close_ends_a_call_in_progress() -> None:
-    """A thread that waits for an answer hears of the end at once."""
+    """A thread that waits for an answer hears of the end at once, and closes its line itself: no descriptor changes its meaning under it."""
     given, errors = Given(1), []
     lines = Lines(given)  # type: ignore[arg-type]
     line = lines.take(timeout_s=1)
@@ -145,4 +159,7 @@ def test_close_ends_a_call_in_progress() -> None:
     lines.close()
     thread.join(SOON_S)
     assert len(errors) == 1
+    assert line._socket.fileno() >= 0, "closed under the thread that waits on it"
+    lines.drop(line)
+    assert line._socket.fileno() < 0
     given.ends[0].close()

@@ -19,6 +19,8 @@ from tierd.client.target import LocalTarget
 from tierd.core.model import HANDLE
 from tierd.errors import DeadlineExceeded, NotFound, OperatorError, SessionLost, TierFailed, Unavailable, Unsupported
 
+SOON_S = 5.0
+
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Session, socket.socket]]:
@@ -71,6 +73,48 @@ def test_a_late_answer_is_never_taken_for_another(ends):
     assert not session.is_alive
     with pytest.raises(SessionLost):
         session.ask({"op": "ping"}, timeout_s=1)
+
+
+def test_the_end_is_told_though_a_child_has_a_copy(ends):
+    """A session that ends for want of an answer ends for the daemon too, whoever has inherited the descriptor."""
+    session, theirs = ends
+    theirs.settimeout(SOON_S)
+    with session._connection.dup():
+        with pytest.raises(DeadlineExceeded):
+            session.ask({"op": "ping"}, timeout_s=0.01)
+        assert theirs.recv(4096) and theirs.recv(4096) == b""
+
+
+def test_a_late_line_costs_no_session(ends):
+    """A line that is not given in time is closed when it comes, and the reply to the next request is its own."""
+    session, theirs = ends
+    with pytest.raises(DeadlineExceeded):
+        session.line(timeout_s=0.01)
+    assert session.is_alive
+    late, other = socket.socketpair()
+    with late:
+        answer(theirs, {"ok": True}, [late.fileno()])
+    answer(theirs, {"ok": True, "own": 1})
+    assert session.ask({"op": "ping"}, timeout_s=SOON_S)["own"] == 1
+    with other:
+        assert other.recv(1) == b""
+    assert [msgpack.unpackb(theirs.recv(4096))["op"] for _ in range(2)] == ["line", "ping"]
+
+
+def test_a_turn_is_waited_for_no_longer_than_a_call_has(ends):
+    """A thread with little time does not wait for the answer to another thread's request, and costs that nothing."""
+    session, theirs = ends
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(session.ask({"op": "ping"}, timeout_s=SOON_S)))
+    thread.start()
+    theirs.recv(4096)
+    for ask in (session.line, lambda timeout_s: session.map(handles(), timeout_s=timeout_s)):
+        with pytest.raises(DeadlineExceeded):
+            ask(timeout_s=0.01)
+    assert thread.is_alive()
+    answer(theirs, {"ok": True})
+    thread.join(SOON_S)
+    assert len(replies) == 1
 
 
 def test_the_end_of_the_daemon(ends):

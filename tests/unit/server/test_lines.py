@@ -266,6 +266,35 @@ async def test_a_client_that_sends_ahead_is_not_read_from() -> None:
         assert (await other.ask("Abort", pb.AbortRequest(reservation=reserved.reservation))).status == ""
 
 
+async def test_a_message_that_does_not_end_is_not_kept() -> None:
+    """Who sends the begin of a message and not its end keeps nothing of the daemon's for longer than a call may take; who rests may rest for ever."""
+    async with talking(call_timeout='"0.3 s"') as (rig, _, resting):
+        broken_off = await line_of(rig)
+        assert isinstance(broken_off, Talk)
+        await asyncio.get_running_loop().sock_sendall(broken_off.connection, struct.pack("<I", 1 << 20) + bytes(1000))
+        assert await broken_off.hear() is None
+        assert (await resting.ask("Release", pb.ReleaseRequest())).status == ""
+
+
+async def test_a_client_that_sends_ahead_is_one_of_many() -> None:
+    """However many messages came at once, the loop turns after each of them."""
+    count, turns = 100, 0
+    async with talking() as (_, _cache, talk):
+        await asyncio.get_running_loop().sock_sendall(talk.connection, bytes(4 * count))
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        turning = asyncio.create_task(turn())
+        for _ in range(count):
+            assert await talk.hear() is not None
+        turning.cancel()
+        assert turns >= count
+
+
 async def test_an_end_waits_for_calls_and_not_for_rest() -> None:
     """When the daemon ends, lines that rest end at once, and one in the midst of a call when that is answered."""
     async with rigged() as rig, rig.stubs() as (cache, _), hung(rig, cache) as (request, hang):

@@ -438,6 +438,19 @@ async def test_forget(rig):
     await process.wait()
 
 
+async def test_forgetting_before_the_end_is_heard(rig):
+    """A process that lets go of a session whose end the daemon has not come to is told to say it again, and then it is done."""
+    with rig.connect() as client:
+        old = rig.connect()
+        session_id = (await rig.ask(old, HELLO))["session"]
+        await rig.ask(client, HELLO)
+        forget = {"op": "forget", "session": session_id}
+        assert (await rig.ask(client, forget))["error"] == "Unavailable"
+        old.close()
+        await rig.until("stop", session_id)
+        assert (await rig.ask(client, forget))["ok"]
+
+
 async def test_closing_ends_nobody(rig):
     """A daemon that closes stops its sessions and ends none: what clients hold is kept for the next one."""
     with rig.connect() as client:
