@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.unit.cache.world import SOON_S, TOKENS, World, opened
+from tierd.cache.releases import LateReleases
 from tierd.core.model import BlockStatus
 from tierd.testing import chain
 
@@ -75,6 +76,23 @@ async def test_a_get_finds_the_room() -> None:
         assert second.served.tokens == 4 * TOKENS
         assert world.cache.core.stats().leases == 1
         world.cache.release(world.session, [second.lease])
+
+
+async def test_one_release_that_fails_keeps_none_of_the_others() -> None:
+    """What goes wrong with one session's releases is no fault of who has them made, and the others are made."""
+    made = list[int]()
+
+    def give_back(session: int, _leases: object) -> None:
+        if session == 1:
+            raise AssertionError("a fault of ours")
+        made.append(session)
+
+    late = LateReleases(give_back)
+    for session in (1, 2, 3):
+        late.add(session, [7])
+    assert late.make()
+    assert made == [2, 3]
+    assert not late.make()
 
 
 @pytest.mark.parametrize("ends", ["leave_session", "end_session"])
