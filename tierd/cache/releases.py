@@ -1,13 +1,17 @@
 """Releases that nobody waits for: made a moment later, so that the call which a client makes next is served before them.
 
 Purpose: a put-off, no more. Non-purpose: what a release is (cache.py). Invariants: each is made within DELAY_S of the loop's time; who wants room that they may give has
-them made at once; their order stays.
+them made at once; their order stays; one that fails is told, and keeps none of the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+
+import structlog
+
+log = structlog.get_logger(__name__)
 
 DELAY_S = 0.001
 """A call takes less; and pages that are pinned for so long longer are nobody's loss."""
@@ -34,5 +38,8 @@ class LateReleases:
             self._timer.cancel()
             self._timer = None
         for session, leases in waiting.items():
-            self._give_back(session, leases)
+            try:
+                self._give_back(session, leases)
+            except Exception:  # no fault of who has them made, nor of the others
+                log.exception("releases failed", session=session, count=len(leases))
         return bool(waiting)

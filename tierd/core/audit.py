@@ -96,7 +96,7 @@ class Audit:
         vacant = {place for place, segment in enumerate(tier.segments) if segment is None}
         assert vacant == tier.vacant, f"{tier.spec.name}: vacant places"
         empty = {place for place, s in enumerate(tier.segments) if s is not None and s.spare == s.pages}
-        assert set(tier.idle) <= empty, f"{tier.spec.name}: idle places"
+        assert set(tier.idle) == empty, f"{tier.spec.name}: idle places are not those of the empty segments"
         spans = []
         for place, segment in enumerate(tier.segments):
             if segment is None:
@@ -110,8 +110,8 @@ class Audit:
             )
             is_open = place in tier.open_places(segment.key)
             assert is_open == (segment.spare > 0), f"{tier.spec.name}: segment {segment.id} among the open ones"
-            idle = segment.spare == segment.pages and segment.key.writer not in self._sessions.domains
-            assert not idle, f"{tier.spec.name}: segment {segment.id} is empty and not in the pool"
+            is_lost = place in empty and segment.key.writer not in self._sessions.domains
+            assert not is_lost, f"{tier.spec.name}: segment {segment.id} is empty and not in the pool"
             assert segment.pages * segment.key.class_bytes <= tier.spec.segment_bytes, "a segment is over-full"
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans)), "page ids of two segments overlap"

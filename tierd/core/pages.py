@@ -354,10 +354,13 @@ class Pages:
                 held[to] = held.get(to, False) or is_writable
 
     def close_empty(self) -> None:
-        """Sends segments without any page in use to the pool (after a restart; otherwise that happens as they empty)."""
+        """Sends segments without any page in use to the pool, those of living writers when it is wanted (after a restart; otherwise that happens as they empty)."""
         for place, segment in enumerate(self.segments):
-            if segment is not None and segment.spare == segment.pages and segment.key.writer in (DAEMON, NOBODY):
-                self._vacate(place)
+            if segment is not None and segment.spare == segment.pages:
+                if segment.key.writer in (DAEMON, NOBODY):
+                    self._vacate(place)
+                else:
+                    self.idle[place] = None
 
     # -- inside
 

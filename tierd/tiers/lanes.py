@@ -2,7 +2,8 @@
 
 Purpose: as many calls at the disk as it wants, the hashing of one beside the I/O of others, and the event loop out of it: it wakes lanes that sleep, and
 hears of a bundle once, at its end. Non-purpose: what a job does (`moves`). Invariants: jobs begin in the order in which they came, at most `count` at a
-time; a bundle ends only when no lane has one of its jobs any more; what no lane has begun is given up when every lane hangs.
+time; a bundle ends only when no lane has one of its jobs any more, and none is left in the queue; what no lane has begun is given up when every lane
+hangs, or none is awake and the system gives no thread.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
+import structlog
+
 from tierd.tiers.calls import Call, Calls, Kind, outlast
+
+log = structlog.get_logger(__name__)
 
 
 class Job(Protocol):
@@ -61,7 +67,8 @@ class Lanes:
 
     async def idle(self) -> None:
         """Until every lane sleeps and nothing waits."""
-        await self._all_asleep.wait()
+        while self._awake:
+            await self._all_asleep.wait()
 
     def close(self) -> None:
         """No lane may be awake."""
@@ -75,22 +82,34 @@ class Lanes:
     # -- on the loop
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """As many lanes as there are jobs, or as sleep."""
-        for _ in range(min(len(self._queue), self._count - len(self._awake))):
-            call = self._calls.begin(self._queue[0][1].kind if self._queue else "read")
+        """As many lanes as there are jobs, or as sleep, or as get a thread."""
+        with self._lock:
+            kinds = [job.kind for _, job in islice(self._queue, self._count - len(self._awake))]
+        for kind in kinds:
+            call = self._calls.begin(kind)
             self._awake.add(call)
             self._all_asleep.clear()
-            lane = loop.run_in_executor(self.threads, self._drain, call, loop.time)
+            try:
+                lane = loop.run_in_executor(self.threads, self._drain, call, loop.time)
+            except RuntimeError:
+                log.exception("no thread for a lane", awake=len(self._awake) - 1, waiting=len(self._queue))
+                self._lie_down(call)
+                break
             lane.add_done_callback(partial(self._fell_asleep, call))
+        if kinds and not self._awake:
+            self._withdraw()
 
     def _fell_asleep(self, call: Call, lane: asyncio.Future[None]) -> None:
-        self._awake.discard(call)
-        self._calls.end(call)
+        self._lie_down(call)
         if self._queue:  # a job came when it had looked
             self._wake(lane.get_loop())
-        elif not self._awake:
-            self._all_asleep.set()
         lane.result()
+
+    def _lie_down(self, call: Call) -> None:
+        self._awake.discard(call)
+        self._calls.end(call)
+        if not self._awake:
+            self._all_asleep.set()
 
     def _watch(self, bundle: _Bundle, hang_s: float) -> None:
         """Looks after so long, and again, whether the lanes hang."""
@@ -105,13 +124,16 @@ class Lanes:
         loop = bundle.done.get_loop()
         bundle.watch = loop.call_later(hang_s, look)
 
-    def _withdraw(self, bundle: _Bundle) -> None:
+    def _withdraw(self, bundle: _Bundle | None = None) -> None:
+        """What no lane has begun of a bundle, or of all, is given up."""
         with self._lock:
-            jobs = [job for its, job in self._queue if its is bundle]
-            self._queue = deque(entry for entry in self._queue if entry[0] is not bundle)
-            for job in jobs:
-                job.give_up()
-                bundle.count(-1)
+            waiting, self._queue = self._queue, deque[tuple[_Bundle, Job]]()
+            for its, job in waiting:
+                if bundle is None or its is bundle:
+                    job.give_up()
+                    its.count(-1)
+                else:
+                    self._queue.append((its, job))
 
     # -- in a lane
 

@@ -70,7 +70,7 @@ class Zeroing:
                 at: int | None = 0
                 while at is not None and self._is_free(place):
                     at = await self._go_on(place, at)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the disk does not take it, or the system gives no thread
             self._opened.notices.append(
                 f"{self._opened.name}: {self._opened.directory} could not be written ahead ({error}); check the disk"
             )

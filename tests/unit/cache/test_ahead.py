@@ -78,6 +78,17 @@ async def test_a_page_changed_after_it_was_said_to_be_written() -> None:
         assert (await world.acquire(NAMES)).served.tokens == 2 * TOKENS
 
 
+async def test_more_blocks_than_there_are() -> None:
+    """Who says that he has written more blocks than he has, and says so again, has written all of them."""
+    async with opened() as world:
+        reserved = await world.reserve(NAMES)
+        for _ in range(2):
+            world.cache.ahead.note(world.session, reserved.reservation, end=(1 << 64) - 1)
+        counted = Counted(world)
+        assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
+        assert counted.pages == 0
+
+
 async def test_a_block_that_is_shorter_in_the_end() -> None:
     """Sums of another length are of no use: the block is hashed as it was committed."""
     async with opened() as world:

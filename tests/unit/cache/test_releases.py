@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
-from tests.unit.cache.world import SOON_S, TOKENS, World, opened
+from tests.unit.cache.world import SOON_S, TOKENS, World, directories, opened
+from tierd.cache.releases import LateReleases
 from tierd.core.model import BlockStatus
 from tierd.testing import chain
+from tierd.tiers.holds import Holder, read_boot_id
 
 SMALL = """
 [server]
@@ -75,6 +78,38 @@ async def test_a_get_finds_the_room() -> None:
         assert second.served.tokens == 4 * TOKENS
         assert world.cache.core.stats().leases == 1
         world.cache.release(world.session, [second.lease])
+
+
+async def test_one_release_that_fails_keeps_none_of_the_others() -> None:
+    """What goes wrong with one session's releases is no fault of who has them made, and the others are made."""
+    made = list[int]()
+
+    def give_back(session: int, _leases: object) -> None:
+        if session == 1:
+            raise AssertionError("a fault of ours")
+        made.append(session)
+
+    late = LateReleases(give_back)
+    for session in (1, 2, 3):
+        late.add(session, [7])
+    assert late.make()
+    assert made == [2, 3]
+    assert not late.make()
+
+
+async def test_a_release_in_the_last_moment_of_a_daemon() -> None:
+    """What was asked for before the end is made, else the next life would keep the pages for a process that has let go of them."""
+    with directories() as places:
+        async with opened(SMALL, places=places) as world:
+            world.session = 12
+            domain = world.cache.registry.domain_of("t")
+            holder = Holder(
+                12, os.getpid(), start_time=1, boot=read_boot_id(), uid=os.getuid(), domain=domain, tenant="t"
+            )
+            world.cache.open_session(12, tenant="t", holder=holder)
+            await held(world)
+        async with opened(SMALL, places=places) as world:
+            assert [len(former.leased) for former in world.daemon.former] == [0]
 
 
 @pytest.mark.parametrize("ends", ["leave_session", "end_session"])

@@ -124,6 +124,25 @@ def test_a_session_that_lived_through_a_restart_keeps_what_it_held() -> None:
     assert new.core.tier_stats()[0].assigned_bytes == 0
 
 
+def test_what_a_living_writer_left_empty_is_there_for_others() -> None:
+    """After a restart the places of segments in which a living process holds nothing are anybody's, those in which it holds something its own."""
+    spec, a = tier(HOST, 8), chain("a", 8)
+    kit = Kit(spec)
+    kit.put(a)
+    kit.took(kit.core.evict(kit.ids(a[:4]), tier=0, now=kit.tick()))
+    kit.reserve(chain("b", 1))
+    held = kit.core.extents(kit.ids(a[4:]), tier=0)[:1]
+    kit.took(kit.core.evict(kit.ids(a[5:]), tier=0, now=kit.tick()))
+    assert len(kit.core.segments(0)) == 2
+    segments, extents, metas = survivors(kit, 0)
+    new = Kit(spec)
+    new.core.open_session(2, domain=1)
+    new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
+    new.core.restore(1, pinned=held[:0], reserved=held, now=0.0)
+    new.core.check()
+    assert new.reserve(chain("c", 8), session=2).statuses[0].tolist() == [RESERVED] * 4 + [BlockStatus.NO_ROOM] * 4
+
+
 def test_only_the_page_that_was_held_is_restored() -> None:
     """A pin on a page that has another generation now is not restored: what lies there is somebody else's."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)

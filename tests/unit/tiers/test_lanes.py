@@ -117,6 +117,23 @@ async def test_a_lane_that_goes_on_leaves_nothing_to_be_given_up(lanes: Lanes) -
     assert log == [*map(str, range(12)), "hung"]
 
 
+async def test_no_job_is_left_behind_where_no_thread_is_to_be_had(lanes: Lanes) -> None:
+    """A lane that gets no thread leaves its jobs to those that are awake; where none is, they are given up. No job runs after its bundle has ended."""
+    log, gate = list[str](), threading.Event()
+    slow = Step(log, "slow", gate=gate)
+    first = asyncio.ensure_future(lanes.carry([slow], hang_s=SOON_S))
+    assert await asyncio.to_thread(slow.entered.wait, SOON_S)
+    lanes.threads.shutdown(wait=False)  # as where the system gives no more
+    second = asyncio.ensure_future(lanes.carry([Step(log, "second")], hang_s=SOON_S))
+    await asyncio.sleep(0)
+    assert not second.done()
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(first, second), SOON_S)
+    await asyncio.wait_for(lanes.idle(), SOON_S)
+    await asyncio.wait_for(lanes.carry([Step(log, "third"), Step(log, "fourth")], hang_s=SOON_S), SOON_S)
+    assert log == ["slow", "second", "third given up", "fourth given up"]
+
+
 async def test_a_block_whose_bytes_are_wrong_stays_out_of_its_slot(world: World) -> None:
     """Of slots side by side the one whose bytes do not sum to the block is CORRUPT and not written; the others are stored."""
     keys, tables = [1, 2, 3], tables_of([1, 2, 3])

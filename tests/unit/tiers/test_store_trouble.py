@@ -258,6 +258,7 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
         gate.set()
         assert [(await task)[0] for task in hung] == [content(1), content(2)]
     assert await made.read([3]) == [content(3)]
+    await asyncio.wait_for(made.store._lanes.idle(), 10)  # the lane tells who waits before it lies down
     assert made.store.health().read_age_s == 0
     await made.store.close(release=False)
 

@@ -101,6 +101,24 @@ async def test_a_disk_that_refuses_zeros_loses_nothing(world: World, monkeypatch
     assert await world.read([1]) == [content(1)]
 
 
+async def test_without_a_thread_for_zeros_the_store_closes_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system gives no thread nothing is written ahead, and what was stored is there in the next life."""
+    monkeypatch.setattr(zeroing, "START_S", 0.05)
+    store = World.at(tmp_path / "other")
+    await store.open()
+    store.store._zeroing._threads.shutdown()  # as where the system gives no more
+    await store.begin(1)
+    assert await store.write([1], segment=1, slots=[0]) == [READY]
+    await asyncio.wait_for(store.store._zeroing.done(), 10)
+    await store.store.close(release=False)
+    other = World.at(tmp_path / "other")
+    await other.open()
+    assert await other.read([1]) == [content(1)]
+    await other.store.close(release=False)
+
+
 async def test_where_segments_lived_before_is_left_alone(tmp_path: Path, world: World) -> None:
     """In the next life no place is written over in which the former one left a segment."""
     for place in range(PLACES):
