@@ -27,8 +27,6 @@ from tierd.tiers.tier import MappedTier, SliceTable, Tier, is_mapped
 
 FOLLOWED_LIMIT = 64
 """Reservations that are being hashed; beyond it commits do the work."""
-END_LIMIT = 1 << 32
-"""No reservation has as many blocks, whatever a client says."""
 Life = tuple[int, int, int, int]
 """Of a page: segment, generation, length of its block, layers."""
 
@@ -60,7 +58,7 @@ class Ahead:
 
     def note(self, session: int, reservation: int, *, end: int) -> None:
         """The blocks of a reservation before this index are written. What cannot be hashed now is left to the commit. Raises NotFound."""
-        job, end = self._jobs.get((session, reservation)) or Job(), min(end, END_LIMIT)
+        job = self._jobs.get((session, reservation)) or Job()
         extents, metas = self._core.open_pages(session, reservation=reservation, first=job.end, end=end)
         tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
         is_full = not job.end and len(self._jobs) >= FOLLOWED_LIMIT

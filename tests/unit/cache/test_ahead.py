@@ -54,17 +54,6 @@ async def test_a_commit_takes_what_was_hashed_ahead() -> None:
         assert not world.cache.ahead._jobs
 
 
-async def test_more_blocks_than_there_are() -> None:
-    """Any number may be said, and again: what there is counts."""
-    async with opened() as world:
-        reserved = await world.reserve(NAMES)
-        for end in (0, (1 << 64) - 1, 2, (1 << 64) - 1):
-            world.cache.ahead.note(world.session, reserved.reservation, end=end)
-        counted = Counted(world)
-        await world.commit(reserved.reservation)
-        assert counted.pages == 0
-
-
 async def test_a_page_changed_after_it_was_said_to_be_written() -> None:
     """It is a miss, and so is what follows it: its checksum is not that of what it holds."""
     async with opened() as world:
