@@ -153,10 +153,10 @@ def connected(daemon: Daemon) -> Iterator[BlockClient]:
         yield client
 
 
-def await_true(ready: Callable[[], bool], what: str) -> float:
-    """Polls until it holds; the seconds that it took. Fails after SOON_S."""
+def await_true(ready: Callable[[], bool], what: str, *, within_s: float = SOON_S) -> float:
+    """Polls until it holds; the seconds that it took. Fails after so long."""
     begun = time.monotonic()
     while not ready():
-        assert time.monotonic() - begun < SOON_S, f"{what}: not within {SOON_S:g} s"
+        assert time.monotonic() - begun < within_s, f"{what}: not within {within_s:g} s"
         time.sleep(0.002)
     return time.monotonic() - begun
