@@ -38,3 +38,11 @@ def test_nothing_old_is_accepted() -> None:
         **churn.presented,
         seconds=round(time.monotonic() - begun, 1),
     )
+
+
+def test_a_next_table_that_was_made_for_fewer() -> None:
+    """Where more has come since the next table of names was made, it is made anew: it had no room for all, and this seed's puts no end."""
+    churn = Churn(719688)
+    while churn.reuses < 12_000:
+        churn.turn()
+    churn.core.check()

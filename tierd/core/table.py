@@ -159,8 +159,10 @@ class Table:
         used, size = self._slots.used + count, self._slots.words.size
         if used <= AHEAD * size:
             return
-        if self._next is None:
-            wanted = max(LEAST_SLOTS, 2 * (self.count + count))
+        wanted = max(LEAST_SLOTS, 2 * (self.count + count))
+        if self._next is None or 2 * self._next.size < 3 * (
+            self.count + count
+        ):  # it was made for fewer than have come since
             self._next, self._made = _words_for(1 << (wanted - 1).bit_length()), 0
         if used > FULL * size:
             self._move(None)
