@@ -208,16 +208,20 @@ class PutGroup(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., priorities: _Optional[_Iterable[int]] = ..., retention_s: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("groups", "tier", "durability", "nth")
+    __slots__ = ("groups", "tier", "durability", "nth", "ahead", "taken")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[PutGroup]
     tier: TierKind
     durability: Durability
     nth: int
-    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ..., nth: _Optional[int] = ...) -> None: ...
+    ahead: bool
+    taken: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ..., nth: _Optional[int] = ..., ahead: bool = ..., taken: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "handles")

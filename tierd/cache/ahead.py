@@ -33,18 +33,24 @@ Life = tuple[int, int, int, int]
 
 @dataclass
 class Job:
-    """One reservation. end: index of the first block that nobody has spoken of; left: what is still to be hashed; made: what is."""
+    """One reservation. pages: index, life and bytes of those that nobody has spoken of, last first; left: what is still to be hashed; made: sums and digest of what is."""
 
-    end: int = 0
+    pages: list[tuple[int, Life, memoryview]]
     left: deque[tuple[Life, memoryview]] = field(default_factory=deque)
-    made: dict[Life, SliceTable] = field(default_factory=dict)
+    made: dict[Life, tuple[SliceTable, bytes]] = field(default_factory=dict)
     thread: asyncio.Future[None] | None = None
+
+    def told(self, end: int) -> None:
+        """The pages before this index are written."""
+        while self.pages and self.pages[-1][0] < end:
+            self.left.append(self.pages.pop()[1:])
 
     def follow(self) -> None:
         """Runs in a thread until nothing is left."""
         while self.left:
             life, view = self.left.popleft()
-            self.made[life] = slice_sums(view, slice_lengths(len(view), life[3]))
+            sums = slice_sums(view, slice_lengths(len(view), life[3]))
+            self.made[life] = sums, table_digest(sums)
 
 
 class Ahead:
@@ -58,18 +64,24 @@ class Ahead:
 
     def note(self, session: int, reservation: int, *, end: int) -> None:
         """The blocks of a reservation before this index are written. What cannot be hashed now is left to the commit. Raises NotFound."""
-        job = self._jobs.get((session, reservation)) or Job()
-        extents, metas = self._core.open_pages(session, reservation=reservation, first=job.end, end=end)
-        tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
-        is_full = not job.end and len(self._jobs) >= FOLLOWED_LIMIT
-        if not tiers or len(tiers) < len(extents) or is_full:
-            return
-        self._jobs[session, reservation] = job
-        metas["layers"] = self._layers_of(metas["namespace"])
-        job.end = end
-        job.left.extend(zip(_lives(extents, metas), _views(tiers, extents, metas), strict=True))
-        if job.thread is None:
+        job = self._jobs.get((session, reservation))
+        if job is None:
+            pages = self._pages(session, reservation) if len(self._jobs) < FOLLOWED_LIMIT else []
+            if not pages:
+                return
+            job = self._jobs[session, reservation] = Job(pages[::-1])
+        job.told(end)
+        if job.left and job.thread is None:
             self._follow(job)
+
+    def _pages(self, session: int, reservation: int) -> list[tuple[int, Life, memoryview]]:
+        """All that the reservation has still open; none where something of it is not mapped."""
+        indices, extents, metas = self._core.open_pages(session, reservation=reservation)
+        tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
+        if len(tiers) < len(extents):
+            return []
+        metas["layers"] = self._layers_of(metas["namespace"])
+        return list(zip(indices.tolist(), _lives(extents, metas), _views(tiers, extents, metas), strict=True))
 
     async def hash(self, committing: Committing) -> Hashed:
         """Sums and digests of a commit's pages, whose metas have their layers. Raises what hashing raises."""
@@ -80,14 +92,14 @@ class Ahead:
         lives = _lives(extents, metas)
         while job.thread is not None:
             await asyncio.wait([job.thread])
-        rest = np.array([life not in job.made for life in lives], bool)
         found = job.made
+        rest = np.array([life not in found for life in lives], bool)
         if rest.any():
             last = await self._mover.hash_pages(extents[rest], metas[rest])
-            found |= zip((life for life in lives if life not in found), last.slices, strict=True)
-        slices = [found[life] for life in lives]
-        digests = np.frombuffer(b"".join(map(table_digest, slices)), np.uint8).reshape(-1, 16)
-        return Hashed(digests, slices)
+            new = zip(last.slices, map(bytes, last.digests), strict=True)
+            found |= zip((life for life in lives if life not in found), new, strict=True)
+        slices, digests = zip(*(found[life] for life in lives), strict=True)
+        return Hashed(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16), list(slices))
 
     def drop(self, session: int, reservation: int) -> None:
         """The reservation has ended, and nobody wants its sums."""

@@ -43,7 +43,16 @@ from tierd.core.plan import (
     Reserved,
     Served,
 )
-from tierd.errors import InvalidArgument, NotFound, NotPermitted, SessionLost, StaleHandle, TierFailed, Unavailable
+from tierd.errors import (
+    InvalidArgument,
+    NotFound,
+    NotPermitted,
+    SessionLost,
+    StaleHandle,
+    TierFailed,
+    Unavailable,
+    Unsupported,
+)
 from tierd.failpoint import failpoint
 from tierd.tiers.holds import FormerHolder, Holder, HoldKind
 from tierd.tiers.tier import SliceTable, is_mapped, is_shared
@@ -264,18 +273,23 @@ class Cache:
         kind: Wanted,
         durability: Durability = Durability.MEMORY,
         timeout_s: float = 0.0,
+        is_ahead: bool = False,
     ) -> Reserved:
-        """Pages for the session to write. Raises Unavailable while draining, TierFailed.
+        """Pages for the session to write. Raises Unavailable while draining, TierFailed, Unsupported for is_ahead in a replay.
 
         durability: what the commit will ask for. Blocks that exist already have no commit to come, so they are made durable here, within
-        timeout_s; those that cannot be are FAILED.
+        timeout_s; those that cannot be are FAILED. is_ahead: for a put that may come; there are none where all such pages would be too many.
         """
+        if is_ahead and self.clock.is_replay:
+            raise Unsupported(
+                "reserve: nothing ahead under a replay clock, which knows no meanwhile; reserve for a put"
+            )
         for group in groups:
             self.namespace_for(session, group.namespace)
         if self.is_draining:
             raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
         self.releases.make()
-        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
+        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now(), is_ahead=is_ahead)
         self.flights.start(reserved.plan)
         try:
             await self._make_ready(reserved, groups, durability=durability, timeout_s=timeout_s)
@@ -286,7 +300,8 @@ class Cache:
         except BaseException:
             self._abort(session, reserved.reservation)
             raise
-        count_reserved(self.metrics, reserved)
+        if not is_ahead:
+            count_reserved(self.metrics, reserved)
         self.background.wake()
         return reserved
 

@@ -23,6 +23,7 @@ from tierd.client.credits import Credits
 from tierd.client.early import Known
 from tierd.client.protocol import CREDENTIAL_KEY, SESSION_KEY
 from tierd.client.session import Session, connect_session
+from tierd.client.spares import Spares
 from tierd.client.target import RemoteTarget, Target
 from tierd.errors import ConfigError, RetryError, TierdError, Unavailable
 
@@ -74,6 +75,8 @@ class Link:
         self.pid = os.getpid()
         self.transport: Transport | None = None
         self.known = Known()
+        self.spares: Spares | None = None
+        """Of a transport whose calls can be sent without waiting."""
         self.pins: set[object] = set()
         """Views into its segments that are alive."""
         self.is_broken = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
@@ -17,6 +17,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd.client.connection import Link
 from tierd.client.lines import MESSAGE_MAX_BYTES, Line, Lines
 from tierd.client.protocol import GIVING, error_of
+from tierd.client.spares import Spares
 from tierd.errors import DeadlineExceeded, OperatorError, Overloaded, TierdError, Unavailable
 
 if TYPE_CHECKING:
@@ -30,12 +31,62 @@ _REPLIES = {
 """Of the calls that lines carry."""
 
 
-class Message(NamedTuple):
-    """A call as it goes over a line. name: of what it gives; empty for one that gives nothing to be taken back."""
+class Sent:
+    """A call that is under way on a line. name: of what it gives; empty for one that gives nothing to be taken back."""
 
-    method: str
-    name: str
-    raw: bytes
+    def __init__(self, link: Link, lines: Lines, line: Line, *, method: str, name: str) -> None:
+        self._link, self._lines, self._line, self._method, self._name = link, lines, line, method, name
+
+    def during(self, work: Callable[[], None]) -> None:
+        """Work to be done before the reply is waited for; if it fails, the call is given up."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again, in our words
+            raise self.given_up(error) from None
+
+    def reply(self, *, deadline: float) -> Any:
+        """The reply. Raises TierdErrors."""
+        try:
+            answer = pb.Answer.FromString(self._line.receive(deadline=deadline))
+            reply = None if answer.status else _REPLIES[self._method](answer.message)
+        except BaseException as error:  # noqa: BLE001 - raised again, in our words
+            raise self.given_up(error) from None
+        self._lines.rest(self._line)
+        if reply is None:
+            self._revoke()
+            raise _refused(answer)
+        return reply
+
+    def given_up(self, error: BaseException) -> BaseException:
+        """The call has failed in the middle; what it means."""
+        self._lines.drop(self._line)
+        self._revoke()
+        if isinstance(error, TimeoutError):
+            return DeadlineExceeded(f"daemon: no answer to {self._method} in time; allow more, or take it as a miss")
+        if isinstance(error, OSError | EOFError):
+            self._link.is_broken = True
+            return Unavailable(f"daemon: the connection was closed during the call ({error}); try again")
+        if isinstance(error, DecodeError):
+            return OperatorError(f"daemon: its answer to {self._method} is none ({error}); versions differ?")
+        return error
+
+    def _revoke(self) -> None:
+        if self._name and self._link.session is not None:
+            self._link.session.revoke(self._name)
+
+
+class Later:
+    """A call that has its turn until its reply is taken."""
+
+    def __init__(self, sent: Sent, link: Link, method: str) -> None:
+        self._sent, self._link, self._method = sent, link, method
+
+    def reply(self, *, deadline: float) -> Any:
+        """The reply. Raises TierdErrors."""
+        try:
+            return self._sent.reply(deadline=deadline)
+        finally:
+            self._link.credits.give(self._method)
 
 
 class LocalTransport:
@@ -47,19 +98,37 @@ class LocalTransport:
         self._lines = Lines(link.session)
         self._opened: SyncTransport | None = None
         self._turn = threading.Lock()
+        link.spares = Spares(self.begin, lambda number: link.session.let_go(reservations=[number]))  # type: ignore[union-attr]
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
         """One request, one reply. meanwhile: what to do while the daemon is at it; its time is not the call's."""
         with self._link.credits.turn(method, timeout_s=timeout_s) as left_s:
             deadline = time.monotonic() + left_s
-            name = self._session.next_request() if method in GIVING else ""
-            message = request.SerializeToString()
-            ask = pb.Ask(method=method, message=message, timeout_us=max(1, int(left_s * 1e6)), request=name)
-            raw = ask.SerializeToString()
-            line = self._lines.take(timeout_s=left_s) if len(raw) <= MESSAGE_MAX_BYTES else None
-            if line is None:
+            sent = self._send(method, request, deadline=deadline)
+            if sent is None:
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
-            return self._ask(line, Message(method, name, raw), deadline=deadline, meanwhile=meanwhile)
+            if meanwhile is not None:
+                begun = time.monotonic()
+                sent.during(meanwhile)
+                deadline += time.monotonic() - begun
+            return sent.reply(deadline=deadline)
+
+    def begin(self, method: str, request: Any, timeout_s: float) -> Later | None:
+        """Sends a call whose reply is taken later; None: there is no turn or no line for it now, or the daemon does not hear."""
+        turns = self._link.credits
+        waiter = turns.ask(method)
+        if waiter is not None:
+            turns.withdraw(waiter)
+            return None
+        sent = None
+        try:
+            sent = self._send(method, request, deadline=time.monotonic() + timeout_s)
+        except TierdError:
+            return None
+        finally:
+            if sent is None:
+                turns.give(method)
+        return Later(sent, self._link, method) if sent is not None else None
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
@@ -88,45 +157,22 @@ class LocalTransport:
                 self._opened = SyncTransport(self._link, self._address)
             return self._opened
 
-    def _ask(
-        self,
-        line: Line,
-        message: Message,
-        *,
-        deadline: float,
-        meanwhile: Callable[[], None] | None,
-    ) -> Any:
-        method, name, raw = message
+    def _send(self, method: str, request: Any, *, deadline: float) -> Sent | None:
+        """The call, under way; None: lines do not carry it, or none is free. Raises TierdErrors."""
+        name = self._session.next_request() if method in GIVING else ""
+        left_s = max(0.0, deadline - time.monotonic())
+        message = request.SerializeToString()
+        ask = pb.Ask(method=method, message=message, timeout_us=max(1, int(left_s * 1e6)), request=name)
+        raw = ask.SerializeToString()
+        line = self._lines.take(timeout_s=left_s) if len(raw) <= MESSAGE_MAX_BYTES else None
+        if line is None:
+            return None
+        sent = Sent(self._link, self._lines, line, method=method, name=name)
         try:
             line.send(raw, deadline=deadline)
-            if meanwhile is not None:
-                begun = time.monotonic()
-                meanwhile()
-                deadline += time.monotonic() - begun
-            answer = pb.Answer.FromString(line.receive(deadline=deadline))
-            reply = None if answer.status else _REPLIES[method](answer.message)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
-            self._lines.drop(line)
-            if name:
-                self._session.revoke(name)
-            raise self._said(error, method) from None
-        self._lines.rest(line)
-        if reply is None:
-            if name:
-                self._session.revoke(name)
-            raise _refused(answer)
-        return reply
-
-    def _said(self, error: BaseException, method: str) -> BaseException:
-        """What it means that a line failed in the middle of a call."""
-        if isinstance(error, TimeoutError):
-            return DeadlineExceeded(f"daemon: no answer to {method} in time; allow more, or take it as a miss")
-        if isinstance(error, OSError | EOFError):
-            self._link.is_broken = True
-            return Unavailable(f"daemon: the connection was closed during the call ({error}); try again")
-        if isinstance(error, DecodeError):
-            return OperatorError(f"daemon: its answer to {method} is none ({error}); versions differ?")
-        return error
+            raise sent.given_up(error) from None
+        return sent
 
 
 def _refused(answer: pb.Answer) -> TierdError:

@@ -8,13 +8,13 @@ a daemon has gone, and what was refused for want of room; with best_effort nothi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers, protocol, remote
+from tierd.client import buffers, protocol, remote, writing
 from tierd.client.complaints import Complaints
 from tierd.client.connection import Connector, Link
 from tierd.client.credits import pause_s
@@ -45,10 +45,6 @@ PROBE_S, PROBE_PAUSE_S = 0.1, 1.0
 """With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life, for so long, so often."""
 
 
-TELL_BYTES = 1 << 20
-"""Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
-
-
 class Verbs:
     """One client's verbs. Values in, values out; deadlines are of time.monotonic()."""
 
@@ -59,7 +55,7 @@ class Verbs:
         self.connector = connector
         self._best_effort = best_effort
         self._is_acknowledged = is_acknowledged
-        self._pages = pages
+        self.pages = pages
         self._complaints = Complaints(str(connector.target))
         self._is_silent, self._probe_at = False, 0.0  # a call has ended at its deadline, and no sign of life came since
 
@@ -130,7 +126,7 @@ class Verbs:
 
     def reserve(self, groups: Sequence[PutGroup], tier: str, deadline: float) -> Steps[ReservedPages]:
         """Pages to write, their segments mapped."""
-        return (yield from self._shrunk(self._reserve(groups, tier, deadline), lambda: self._no_pages(groups)))
+        return (yield from self._shrunk(self.reserved(groups, tier, deadline), lambda: self._no_pages(groups)))
 
     def put(
         self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool
@@ -141,7 +137,7 @@ class Verbs:
 
     def commit(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
         """Publishes a reservation's pages."""
-        return (yield from self._shrunk(self._commit(pages, request, deadline), lambda: _not_committed(pages)))
+        return (yield from self._shrunk(self.committed(pages, request, deadline), lambda: _not_committed(pages)))
 
     def abort(self, pages: ReservedPages, deadline: float) -> Steps[None]:
         """Gives a reservation's pages back."""
@@ -209,7 +205,7 @@ class Verbs:
         known = link.known.find(group)
         return EarlyCopy(link.session, known, out) if known is not None and link.session is not None else None
 
-    def _reserve(
+    def reserved(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
     ) -> Steps[ReservedPages]:
         self._check_local("reserve")
@@ -225,7 +221,7 @@ class Verbs:
         ]
         handles = protocol.joined(given)
         hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
-        pages = self._pages(hold, handles)
+        pages = self.pages(hold, handles)
         yield from self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
         return pages
 
@@ -239,23 +235,12 @@ class Verbs:
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
             return PutResult(protocol.all_statuses(0, BlockStatus.READY))
+        link = yield from self._link(deadline)
         if isinstance(self.connector.target, RemoteTarget):
-            link = yield from self._link(deadline)
             return (yield from remote.put(link, group, sources, durable=durable, deadline=deadline))
-        pages = yield from self._reserve([group], "host", deadline, durable=durable)
-        statuses = pages.statuses.copy()
-        if pages:
-            try:
-                yield Do(lambda: _fill(pages, sources))
-                request = protocol.commit_request(pages.id, None, durable=durable, lease=False, keep_open=False)
-                committed = yield from self._commit(pages, request, deadline)
-            except BaseException:
-                pages.drop()
-                raise
-            statuses[statuses == BlockStatus.RESERVED] = committed.statuses
-        return PutResult(statuses)
+        return (yield from writing.put(self, link, group, sources, durable=durable, deadline=deadline))
 
-    def _commit(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
+    def committed(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
         hold = pages.held()
         pages.seal(_indices(request) if request.keep_open else None)
         reply = yield from self._ask_holder(hold, "Commit", request, deadline)
@@ -276,6 +261,10 @@ class Verbs:
             session = (yield from self._link(deadline)).session
             if session is not None and session.gpus:
                 yield Do(lambda: session.check_gpus(tier))
+
+    def mapped(self, pages: ReservedPages, deadline: float) -> Steps[None]:
+        """The segments of pages that are reserved."""
+        yield from self._map(pages.held().link, pages.handles, deadline)
 
     def _map(self, link: Link, handles: StructArray, deadline: float) -> Steps[None]:
         session = link.session
@@ -341,6 +330,8 @@ class Verbs:
             link = yield Do(lambda: self.connector.connect(instead_of=seen, timeout_s=_left(deadline)))
         elif self.connector.forgettable:
             yield Do(self.connector.forget)
+        if link.spares is not None and link.spares.is_stale:
+            yield Do(link.spares.give_back)
         if self._is_silent:
             yield from self._probe(link)
         return link
@@ -397,7 +388,7 @@ class Verbs:
     def _no_pages(self, groups: Sequence[PutGroup]) -> ReservedPages:
         handles = np.zeros(sum(len(group.hashes) for group in groups), dtype=HANDLE)
         handles["status"] = BlockStatus.NO_ROOM
-        return self._pages(None, handles)
+        return self.pages(None, handles)
 
 
 def _called(
@@ -433,29 +424,6 @@ def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespac
 def _is_empty(groups: Sequence[Group]) -> bool:
     """Nothing is asked for; an unopened namespace hashes to that, so the call is still a chance to open it."""
     return not any(len(group.hashes) for group in groups)
-
-
-def _fill(pages: ReservedPages, sources: Sequence[buffers.Bytes]) -> None:
-    """Copies. The daemon, which hashes meanwhile, is told soon, and then each time that half of what was left is written."""
-    targets, begun = pages.buffers(), 0
-    for end in _stops([len(source) for source in sources]):
-        given = [i for i in range(begun, end) if targets[i] is not None]
-        buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
-        if end < len(sources):
-            pages.tell_written(end)
-        begun = end
-
-
-def _stops(lengths: Sequence[int]) -> Iterator[int]:
-    """Before which blocks to say how far one has come, and the end."""
-    left = sum(lengths)
-    stop_at = left - left // 8
-    for index, length in enumerate(lengths, 1):
-        left -= length
-        if TELL_BYTES <= left <= stop_at:
-            yield index
-            stop_at = left // 2
-    yield len(lengths)
 
 
 def _indices(request: pb.CommitRequest) -> list[int] | None:

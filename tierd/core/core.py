@@ -166,13 +166,19 @@ class Core:
 
     # -- puts
 
-    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
-        """Sets pages aside for the session to write."""
-        return self._puts.reserve(session, groups=groups, kind=kind, now=now)
+    def reserve(
+        self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float, is_ahead: bool = False
+    ) -> Reserved:
+        """Sets pages aside for the session to write. is_ahead: for a put that may come."""
+        return self._puts.reserve(session, groups=groups, kind=kind, now=now, is_ahead=is_ahead)
 
-    def open_pages(self, session: int, *, reservation: int, first: int, end: int) -> tuple[StructArray, StructArray]:
-        """EXTENT [n] and META [n] (names as far as they are known) of what a reservation still has open, among its blocks from first to before end. Raises NotFound."""
-        return self._puts.open_pages(session, reservation=reservation, first=first, end=end)
+    def take_ahead(self, session: int, reservation: int) -> None:
+        """The put has come that a reservation was made ahead for; nothing if there is no such reservation."""
+        self._puts.take_ahead(session, reservation)
+
+    def open_pages(self, session: int, *, reservation: int) -> tuple[Ids, StructArray, StructArray]:
+        """Indices int64 [n], EXTENT [n] and META [n] (names as far as they are known) of the blocks of a reservation that are still open. Raises NotFound."""
+        return self._puts.open_pages(session, reservation=reservation)
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
         """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None: every reserved block as it was named in reserve (private pages must be named).

@@ -70,7 +70,7 @@ class Reservation:
     """Pages being written, by index over the whole reservation; a page is -1 where none was given.
 
     hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. said: of each. state: OPEN, BUSY or GONE. closing:
-    it was aborted, or its session ended; busy pages go on to their finish_commit.
+    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put that may come, until it has.
     """
 
     id: int
@@ -87,6 +87,7 @@ class Reservation:
     pages: Ids
     state: Bytes
     closing: bool = False
+    ahead_bytes: int = 0
 
     def rows(self, state: int) -> Ids:
         """Indices in that state."""
@@ -170,6 +171,10 @@ class Sessions:
     def room_bytes(self, session: Session, tier: int) -> int:
         """What it may still pin and reserve in the tier."""
         return self.limits[tier] - session.pinned_bytes[tier] - session.reserved_bytes[tier]
+
+    def ahead_bytes(self) -> int:
+        """Of pages that all sessions have for puts that may come."""
+        return sum(held.ahead_bytes for session in self.open.values() for held in session.reservations.values())
 
     def pin(self, session: Session, tier: int, pages: Ids) -> None:
         """Counts pins of the session; pages may repeat."""

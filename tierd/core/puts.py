@@ -40,6 +40,8 @@ from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
+AHEAD_SHARE = 16
+"""One part in so many of a kind of tier is at most reserved for puts that may come."""
 UNKNOWN_NAMESPACE = 0xFFFF_FFFF
 """Of pages that were reserved under a former daemon: they cannot be committed, only let go."""
 
@@ -53,8 +55,10 @@ class Puts:
 
     # -- reserve
 
-    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
-        """Pages for what is not held yet."""
+    def reserve(
+        self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float, is_ahead: bool = False
+    ) -> Reserved:
+        """Pages for what is not held yet. is_ahead: for a put that may come; there are none where all such pages would be too many."""
         holder, draft = self._sessions.get(session), Draft(now)
         wish = _wish(groups, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
@@ -65,7 +69,9 @@ class Puts:
         self._say(np.where(where.pages >= 0, ids, -1), wish.said, now)
         query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
-        self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
+        wish.ahead_bytes = int(wish.lengths.sum(dtype=np.int64)) if is_ahead else 0
+        if self._is_little(wish.ahead_bytes, kind):
+            self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         statuses[given] = BlockStatus.RESERVED
@@ -76,6 +82,19 @@ class Puts:
         number = self._keep(holder, wish) if given.any() else 0
         spans = _spans([len(group.blocks) for group in groups])
         return Reserved(number, [statuses[span] for span in spans], [extents[span] for span in spans], draft.plan())
+
+    def take_ahead(self, session: int, reservation: int) -> None:
+        """The put has come that a reservation was made ahead for."""
+        held = self._sessions.get(session).reservations.get(reservation)
+        if held is not None:
+            held.ahead_bytes = 0
+
+    def _is_little(self, ahead_bytes: int, kind: Wanted) -> bool:
+        """Whether so much more leaves what is reserved ahead a small part of the tiers where it lies."""
+        if not ahead_bytes:
+            return True
+        capacity = sum(self._index.tiers[tier].spec.capacity_bytes for tier in self._index.writable(kind))
+        return (self._sessions.ahead_bytes() + ahead_bytes) * AHEAD_SHARE <= capacity
 
     def _say(self, ids: Ids, said: Said, now: float) -> None:
         """What a put says of blocks that are held already (-1: are not), its first block first."""
@@ -127,13 +146,12 @@ class Puts:
 
     # -- commit
 
-    def open_pages(self, session: int, *, reservation: int, first: int, end: int) -> tuple[StructArray, StructArray]:
-        """Where the open ones of these rows lie, and what is known of them."""
+    def open_pages(self, session: int, *, reservation: int) -> tuple[Ids, StructArray, StructArray]:
+        """Which rows are still open, where they lie, and what is known of them."""
         held = self._held(session, reservation)
-        first = min(first, len(held.state))  # numpy cannot add every number that a client can say
-        rows = first + true_rows(held.state[first:end] == OPEN)
+        rows = held.rows(OPEN)
         extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
-        return extents, _metas(held, rows, extents)
+        return rows, extents, _metas(held, rows, extents)
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
         """Marks rows busy and names them."""
@@ -147,7 +165,7 @@ class Puts:
             held.hash[rows], held.parent[rows] = blocks["hash"], blocks["parent"]
             held.positions[rows], held.tokens[rows] = blocks["position"], blocks["tokens"]
             self._shorten(held, rows, blocks["length"])
-        held.state[rows] = BUSY
+        held.state[rows], held.ahead_bytes = BUSY, 0
         extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
         commit = Commit(self._sessions.next_id(), held, rows, _metas(held, rows, extents))
         self._sessions.commits[commit.id] = commit
@@ -320,6 +338,8 @@ class Puts:
         return out
 
     def _shorten(self, held: Reservation, rows: Ids, lengths: Lengths) -> None:
+        if (held.lengths[rows] == lengths).all():
+            return
         held.lengths[rows] = lengths
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             self._index.tiers[held.tiers[row]].length[held.pages[row]] = length

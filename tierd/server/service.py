@@ -85,12 +85,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
         caller = CALLER.get()
         groups = self._put_queries(request.groups)
+        if request.taken:
+            self._cache.core.take_ahead(caller.session, request.taken)
         reserved = await self._cache.reserve(
             caller.session,
             groups,
             kind=self._wanted(request.tier, request.nth),
             durability=wire.durability(request.durability),
             timeout_s=caller.left_s * 0.8,
+            is_ahead=request.ahead,
         )
         given = [
             wire.handles(

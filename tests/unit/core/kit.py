@@ -71,13 +71,20 @@ class Kit:
         return plan
 
     def reserve(
-        self, hashes: StructArray, *, session: int = 1, namespace: int = 1, length: int = PAGE, kind: Wanted = HOST
+        self,
+        hashes: StructArray,
+        *,
+        session: int = 1,
+        namespace: int = 1,
+        length: int = PAGE,
+        kind: Wanted = HOST,
+        is_ahead: bool = False,
     ) -> Reserved:
         """Reserves a chain from its first block on."""
         blocks = np.zeros(len(hashes), PUT_BLOCK)
         blocks["hash"], blocks["tokens"], blocks["length"] = hashes, TOKENS, length
         query = PutQuery(namespace, ROOT, 0, blocks)
-        answer = self.core.reserve(session, groups=[query], kind=kind, now=self.tick())
+        answer = self.core.reserve(session, groups=[query], kind=kind, now=self.tick(), is_ahead=is_ahead)
         self.took(answer.plan)
         return answer
 

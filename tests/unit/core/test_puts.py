@@ -329,3 +329,27 @@ def test_a_name_that_comes_twice_in_a_commit_is_one_block() -> None:
     assert answer.statuses.tolist() == [READY, READY, EXISTS]
     assert answer.blocks.tolist() == kit.ids(twice).tolist()
     assert answer.extents["generation"][2] == answer.extents["generation"][0]
+
+
+def test_little_is_reserved_ahead() -> None:
+    """Pages for puts that may come are a sixteenth of the tier at most, of all sessions together, and count no more once their put has come, or they are given back."""
+    kit, private = Kit(tier(HOST, 64)), np.zeros((2, 32), np.uint8)
+    kit.core.open_session(2, domain=1)
+    first, second = kit.reserve(private, is_ahead=True), kit.reserve(private, session=2, is_ahead=True)
+    assert statuses(first) == statuses(second) == [RESERVED] * 2
+    refused = kit.reserve(private, is_ahead=True)
+    assert (refused.reservation, statuses(refused)) == (0, [NO_ROOM] * 2)
+    assert statuses(kit.reserve(chain("a", 3))) == [RESERVED] * 3
+    kit.core.take_ahead(1, first.reservation)
+    third = kit.reserve(private, is_ahead=True)
+    assert statuses(third) == [RESERVED] * 2
+    kit.took(kit.core.abort(1, reservation=third.reservation, now=kit.tick()))
+    fourth = kit.reserve(private, is_ahead=True)
+    assert statuses(fourth) == [RESERVED] * 2
+    kit.core.begin_commit(
+        1, reservation=fourth.reservation, blocks=commit_blocks(chain("b", 2), range(2)), now=kit.tick()
+    )
+    assert statuses(kit.reserve(private, is_ahead=True)) == [RESERVED] * 2
+    kit.took(kit.core.end_session(2, now=kit.tick()))
+    assert statuses(kit.reserve(private, is_ahead=True)) == [RESERVED] * 2
+    kit.core.take_ahead(1, 999)

@@ -1,0 +1,233 @@
+"""Puts in a row: the pages of the next are reserved while one copies, and nothing else is different from puts that reserve for themselves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import await_true
+from tests.system.sdk import NOTHING, await_nothing_held, held
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares
+from tierd.client.local import LocalTransport
+from tierd.core.model import BlockStatus
+from tierd.core.puts import AHEAD_SHARE
+from tierd.errors import StaleHandle
+from tierd.testing import Daemon, chain, content_of
+
+SPEC = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=256 << 10)
+BLOCKS = 8
+CONFIG = """\
+nvme = []
+[[host]]
+capacity = "64 MiB"
+segment = "4 MiB"
+"""
+READY, EXISTS = BlockStatus.READY, BlockStatus.EXISTS
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Daemon]:
+    """Of which puts of 2 MiB are a small part."""
+    with Daemon(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def daemon(shared: Daemon) -> Iterator[Daemon]:
+    """With nothing in it."""
+    yield shared
+    await_nothing_held(shared, "a test of spares")
+    with connect(shared.target) as operator:
+        operator.ask(pb.EvictRequest())
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often which calls were waited for."""
+    found, inner = Counter[str](), LocalTransport.call
+
+    def call(self: LocalTransport, method: str, request: Any, **how: Any) -> Any:
+        found[method] += 1
+        return inner(self, method, request, **how)
+
+    monkeypatch.setattr(LocalTransport, "call", call)
+    return found
+
+
+def blocks_of(names: np.ndarray, *, last: int = SPEC.block_bytes) -> list[np.ndarray]:
+    """What a sequence holds. last: bytes of its last block."""
+    blocks = [content_of(name, SPEC.block_bytes) for name in names]
+    return [*blocks[:-1], blocks[-1][:last]]
+
+
+def put(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> list[int]:
+    """What became of each block."""
+    names = chain(number, count)
+    return client.put(space, names, blocks_of(names)).statuses.tolist()
+
+
+def is_right(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> bool:
+    """Whether all of a sequence is there, byte for byte."""
+    names = chain(number, count)
+    got = client.get(space, names)
+    return got.blocks == count and all(map(np.array_equal, got.views, blocks_of(names)))
+
+
+def test_from_the_third_on_a_put_is_one_call(daemon: Daemon, waited: Counter[str]) -> None:
+    """Two puts in a row show that a third may come: it finds its pages reserved, and what it stores is what it was given."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(10):
+            assert put(client, space, number) == [READY] * BLOCKS
+        assert (waited["Reserve"], waited["Commit"]) == (2, 10)
+        assert all(is_right(client, space, number) for number in range(10))
+
+
+def test_smaller_puts_fit(daemon: Daemon, waited: Counter[str]) -> None:
+    """A put of fewer blocks, or a shorter last one, takes what was reserved for a larger; what it does not need goes back, and a larger one reserves for itself."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number, count in enumerate((8, 8, 5, 12)):
+            assert put(client, space, number, count) == [READY] * count
+        assert waited["Reserve"] == 3
+        names = chain(9, 6)
+        assert client.put(space, names, blocks_of(names, last=1000)).stored == 6
+        assert waited["Reserve"] == 3
+        assert [len(view) for view in client.get(space, names).views] == [SPEC.block_bytes] * 5 + [1000]
+        assert all(is_right(client, space, number, count) for number, count in enumerate((8, 8, 5, 12)))
+
+
+def test_a_sequence_that_goes_on(daemon: Daemon, waited: Counter[str]) -> None:
+    """Puts that continue one sequence say what is before them, so that the whole of it is one prefix."""
+    with Client(daemon.target) as client:
+        space, names = client.open_namespace(SPEC), chain(3, 5 * BLOCKS)
+        for start in range(0, len(names), BLOCKS):
+            part = names[start : start + BLOCKS]
+            parent = names[start - 1].tobytes() if start else bytes(32)
+            group = PutGroup(space, part, parent=parent, position=start)
+            assert client.put(space, group, blocks_of(part)).stored == BLOCKS
+        assert waited["Reserve"] == 2
+        assert is_right(client, space, 3, 5 * BLOCKS)
+
+
+def test_what_exists_is_said_to_exist(daemon: Daemon, waited: Counter[str]) -> None:
+    """A put of what is held answers EXISTS, once after a copy in vain; the next ones reserve, which spares them the copy."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(3):
+            put(client, space, number)
+        assert waited["Reserve"] == 2
+        for _ in range(5):
+            assert put(client, space, 0) == [EXISTS] * BLOCKS
+        assert (waited["Reserve"], waited["Commit"]) == (2 + 4, 3 + 1)
+        assert is_right(client, space, 0)
+
+
+def test_what_nobody_takes_goes_back(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call that comes late after the last put gives the pages back that were reserved for another."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(3):
+            put(client, space, number)
+        await_true(lambda: held(daemon) == (0, 1, 0, BLOCKS), "the pages of the next put are reserved")
+        monkeypatch.setattr(spares, "STALE_S", 0.0)
+        client.lookup(space, chain(1, 1))
+        await_true(lambda: held(daemon) == NOTHING, "they went back")
+        monkeypatch.undo()
+        assert put(client, space, 7) == [READY] * BLOCKS
+
+
+def test_all_clients_together_reserve_little_ahead(daemon: Daemon, waited: Counter[str]) -> None:
+    """What clients have for puts that may come is a sixteenth of the tier at most; the others reserve when they put."""
+    clients = [Client(daemon.target, name=f"{i}") for i in range(6)]
+    spaces = [client.open_namespace(SPEC) for client in clients]
+    for number in range(4):
+        for i, client in enumerate(clients):
+            assert put(client, spaces[i], 10 * number + i) == [READY] * BLOCKS
+    assert held(daemon)[3] * SPEC.block_bytes <= (64 << 20) // AHEAD_SHARE
+    assert waited["Commit"] == 24
+    assert waited["Reserve"] >= 2 * 6 + 2 * 4
+    for client in clients:
+        client.close()
+
+
+def test_an_epoch_that_ended_meanwhile(daemon: Daemon) -> None:
+    """A put into a namespace whose epoch has ended raises StaleHandle, whoever reserved its pages before that, and stores nothing."""
+    with Client(daemon.target) as client, connect(daemon.target) as operator:
+        space = client.open_namespace(SPEC)
+        for number in range(3):
+            put(client, space, number)
+        operator.ask(pb.BumpEpochRequest(model=SPEC.model))
+        with pytest.raises(StaleHandle):
+            put(client, space, 5)
+        fresh = client.open_namespace(SPEC)
+        for number in range(3):
+            assert put(client, fresh, number) == [READY] * BLOCKS
+            assert is_right(client, fresh, number)
+
+
+def test_a_daemon_that_dies_between_two_puts() -> None:
+    """The next put goes to its successor as if nothing had been reserved."""
+    with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(3):
+            put(client, space, number)
+        daemon.kill()
+        daemon.start()
+        for number in range(3, 6):
+            assert put(client, space, number) == [READY] * BLOCKS
+        assert all(is_right(client, space, number) for number in range(6))
+
+
+def test_a_child_reserves_for_itself(daemon: Daemon) -> None:
+    """A forked child does not touch what its parent has reserved: both store what they were given."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(3):
+            put(client, space, number)
+        child = os.fork()
+        if not child:
+            stored = [put(client, space, number) for number in (13, 14, 15)]
+            client.close()
+            os._exit(0 if stored == [[READY] * BLOCKS] * 3 else 1)
+        assert [put(client, space, number) for number in (3, 4, 5)] == [[READY] * BLOCKS] * 3
+        assert os.waitpid(child, 0)[1] == 0
+        assert all(is_right(client, space, number) for number in (*range(6), 13, 14, 15))
+
+
+def test_threads_that_share_a_client(daemon: Daemon) -> None:
+    """Threads that put at the same time never write to the same pages."""
+    with Client(daemon.target) as client:
+        space, wrong = client.open_namespace(SPEC), list[int]()
+
+        def work(first: int) -> None:
+            for number in range(first, first + 6):
+                if put(client, space, number) != [READY] * BLOCKS or not is_right(client, space, number):
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert wrong == []
+
+
+def test_a_replay_reserves_nothing_ahead() -> None:
+    """Under a replay clock every put reserves for itself, so that a trace gives the same result every time."""
+    with (
+        Daemon(CONFIG.replace("nvme = []", 'nvme = []\n[server]\nclock = "replay"')) as daemon,
+        Client(daemon.target) as client,
+    ):
+        space = client.open_namespace(SPEC)
+        for number in range(4):
+            assert put(client, space, number) == [READY] * BLOCKS
+        assert held(daemon) == NOTHING
