@@ -239,6 +239,10 @@ class Core:
         """
         return self._upkeep.adopt(tier, segments=segments, extents=extents, metas=metas, now=now)
 
+    def close_empty(self) -> None:
+        """After every adopt and restore, once: segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
+        self._upkeep.close_empty()
+
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Plan:
         """Nothing in them is found again; pinned pages are freed when they are released. Commits under way into them are FAILED."""
         draft = Draft(now)

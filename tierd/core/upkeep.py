@@ -83,7 +83,6 @@ class Upkeep:
         self._planner.room.next_segment = max(
             [self._planner.room.next_segment, *(given.segment + 1 for given in segments)]
         )
-        pages_of.close_empty()
         return good
 
     def restore(self, holder: Session, *, pinned: StructArray, reserved: StructArray) -> Restored:
@@ -109,6 +108,11 @@ class Upkeep:
             number = self._puts.adopt(holder, spots, wanted["length"][free])
         count = len(reserved)
         return Restored(lease, number, readable | free[count:], free[:count])
+
+    def close_empty(self) -> None:
+        """Sends segments in which nothing was found and nobody holds anything to the pool."""
+        for pages_of in self._index.tiers:
+            pages_of.close_empty()
 
     # -- verdicts
 

@@ -139,8 +139,28 @@ def test_what_a_living_writer_left_empty_is_there_for_others() -> None:
     new.core.open_session(2, domain=1)
     new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
     new.core.restore(1, pinned=held[:0], reserved=held, now=0.0)
+    new.core.close_empty()
     new.core.check()
     assert new.reserve(chain("c", 8), session=2).statuses[0].tolist() == [RESERVED] * 4 + [BlockStatus.NO_ROOM] * 4
+
+
+def test_a_page_of_an_ended_epoch_stays_its_readers() -> None:
+    """After a restart a segment that holds nothing but what a living session reads of an ended epoch is nobody else's."""
+    spec, a = tier(HOST, 8), chain("a", 8)
+    kit = Kit(spec)
+    kit.core.open_session(2, domain=1)
+    kit.put(a, session=2)
+    segments, extents, metas = survivors(kit, 0)
+    new = Kit(spec)
+    new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
+    restored = new.core.restore(1, pinned=extents[:1], reserved=extents[:0], now=0.0)
+    assert restored.pinned.tolist() == [True]
+    new.core.close_empty()
+    new.core.check()
+    given = new.reserve(chain("b", 8)).extents[0]
+    assert not (
+        (given["segment"] == extents["segment"][0]) & (given["slot"] == extents["slot"][0]) & (given["page"] >= 0)
+    ).any()
 
 
 def test_only_the_page_that_was_held_is_restored() -> None:
