@@ -37,12 +37,11 @@ class Reservation:
     private: bool
     pages: dict[int, int] = field(default_factory=dict)
     busy: set[int] = field(default_factory=set)
-    restored: bool = False
 
     @property
     def idle(self) -> list[int]:
         """Indices that may be committed now."""
-        return [] if self.restored else sorted(self.pages.keys() - self.busy)
+        return sorted(self.pages.keys() - self.busy)
 
 
 @dataclass

@@ -238,10 +238,9 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """lease and reservation: 0 if nothing was taken. pinned, reserved: bool, which of the extents were."""
+    """lease: on all that was taken, 0 if nothing was. pinned, reserved: bool, which of the extents were."""
 
     lease: int
-    reservation: int
     pinned: Bools
     reserved: Bools
 

@@ -40,16 +40,13 @@ from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
-UNKNOWN_NAMESPACE = 0xFFFF_FFFF
-"""Of pages that were reserved under a former daemon: they cannot be committed, only let go."""
-
 
 class Puts:
     """See the module. dead: namespaces that were forgotten."""
 
     def __init__(self, planner: Planner, sessions: Sessions, gets: Gets) -> None:
         self._planner, self._index, self._sessions, self._gets = planner, planner.index, sessions, gets
-        self.dead = {UNKNOWN_NAMESPACE}
+        self.dead: set[int] = set()
 
     # -- reserve
 
@@ -272,15 +269,6 @@ class Puts:
         if held is not None:
             held.closing = True
             self._take_back(held, held.state == OPEN, reason, draft)
-
-    def adopt(self, holder: Session, where: Where, lengths: Lengths) -> int:
-        """A reservation of pages that were reserved under a former daemon."""
-        wish = _blank(len(lengths), session=holder.id, domain=holder.domain)
-        wish.tiers[:], wish.pages[:], wish.lengths[:], wish.state[:] = where.tiers, where.pages, lengths, OPEN
-        wish.namespaces[:] = UNKNOWN_NAMESPACE
-        for tier in kinds(where.tiers):
-            self._sessions.reserve(holder, tier, where.pages[where.tiers == tier], step=1)
-        return self._keep(holder, wish)
 
     # -- inside
 
