@@ -4,7 +4,7 @@
 
 Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: sums are taken for
 the very life of a page, length and layers that they were made of; each page of a reservation is hashed ahead once at most, and no more than
-FOLLOWED_LIMIT reservations at one time, so that nobody keeps the threads busy by talking. Who writes to a page after he has said that he is done has
+FOLLOWED_LIMIT reservations at one time, SESSION_LIMIT of one session, so that nobody keeps the threads busy by talking. Who writes to a page after he has said that he is done has
 committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
 """
 
@@ -21,12 +21,15 @@ from tierd.core.block import slice_lengths
 from tierd.core.core import Core
 from tierd.core.model import StructArray
 from tierd.core.plan import Committing
+from tierd.errors import TierFailed
 from tierd.mover import Hashed, Mover
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.tier import MappedTier, SliceTable, Tier, is_mapped
 
 FOLLOWED_LIMIT = 64
 """Reservations that are being hashed; beyond it commits do the work."""
+SESSION_LIMIT = FOLLOWED_LIMIT // 4
+"""Of them, of one session."""
 Life = tuple[int, int, int, int]
 """Of a page: segment, generation, length of its block, layers."""
 
@@ -61,7 +64,7 @@ class Ahead:
         job = self._jobs.get((session, reservation)) or Job()
         extents, metas = self._core.open_pages(session, reservation=reservation, first=job.end, end=end)
         tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
-        is_full = not job.end and len(self._jobs) >= FOLLOWED_LIMIT
+        is_full = not job.end and (len(self._jobs) >= FOLLOWED_LIMIT or self._count(session) >= SESSION_LIMIT)
         if not tiers or len(tiers) < len(extents) or is_full:
             return
         self._jobs[session, reservation] = job
@@ -100,8 +103,15 @@ class Ahead:
         for key in [key for key in self._jobs if key[0] == session]:
             self.drop(*key)
 
+    def _count(self, session: int) -> int:
+        return sum(owner == session for owner, _ in self._jobs)
+
     def _follow(self, job: Job) -> None:
-        job.thread = self._mover.in_thread(job.follow)
+        try:
+            job.thread = self._mover.in_thread(job.follow)
+        except TierFailed:  # no thread can be had: the commit will tell
+            job.left.clear()
+            return
         job.thread.add_done_callback(lambda done: self._followed(job, done))
 
     def _followed(self, job: Job, done: asyncio.Future[None]) -> None:

@@ -391,6 +391,8 @@ class Cache:
             self._give_back(session, [committed.lease])
             raise
         finally:
+            if not keep_open:
+                self.ahead.drop(session, committing.reservation)  # of what was said while this was hashing
             reservation = (session, HoldKind.RESERVATION, committing.reservation)
             self._holdings.drop(reservation, only=committing.indices[held].astype(np.int64) if keep_open else None)
         return committed
