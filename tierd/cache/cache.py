@@ -196,7 +196,7 @@ class Cache:
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way: there may be a good one farther off.
             self._give_back(session, [got.lease])
-            again, served = await self._bring(session, groups, kind=kind, timeout_s=deadline - now())
+            again, served = await self._bring(session, groups, kind=kind, timeout_s=deadline - now(), again=got)
             got = replace(again, tokens=max(again.tokens, got.tokens))
         count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
         if not got.lease:
@@ -208,16 +208,22 @@ class Cache:
         return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
     async def _bring(
-        self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float
+        self,
+        session: int,
+        groups: Sequence[GroupQuery],
+        *,
+        kind: Wanted,
+        timeout_s: float,
+        again: Acquisition | None = None,
     ) -> tuple[Acquisition, Served]:
-        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded."""
+        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. again: what was tried before."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
-        got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut, again=again)
         self.flights.start(got.plan, session=session)
         if not got.whole and self.releases.make():  # their pages may be the room that was missing
             self._give_back(session, [got.lease])
-            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut, again=got)
             self.flights.start(got.plan, session=session)
         if not got.lease:
             if got.shut:

@@ -120,10 +120,20 @@ class Core:
         return self._gets.lookup(groups)
 
     def acquire(
-        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
+        self,
+        session: int,
+        *,
+        groups: Sequence[GroupQuery],
+        kind: Wanted,
+        now: float,
+        shut: Tiers = NO_TIERS,
+        again: Acquisition | None = None,
     ) -> Acquisition:
-        """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from."""
-        return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
+        """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from.
+
+        again: what the same question came to a moment ago, whose lease is released: it is asked, and its blocks are used, once.
+        """
+        return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut, again=again)
 
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.

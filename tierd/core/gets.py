@@ -83,24 +83,34 @@ class Gets:
         return Found(tokens, sight.tier, self._tier_tokens(sight, tokens))
 
     def acquire(
-        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
+        self,
+        session: int,
+        *,
+        groups: Sequence[GroupQuery],
+        kind: Wanted,
+        now: float,
+        shut: Tiers,
+        again: Acquisition | None,
     ) -> Acquisition:
-        """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
+        """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from. again: what came of the same question before."""
         holder, draft = self._sessions.get(session), Draft(now)
         sight = self._look(groups, holder.domain)
-        self._relax(groups)
-        self._tell(sight, now)
+        used = list(again.used) if again is not None else []
+        if again is None:
+            self._relax(groups)
+            self._tell(sight, now)
         most = longest(groups, sight.there())
-        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
+        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut, used=used)
         tier_tokens = self._tier_tokens(sight, tokens)
         lies_shut = tokens < most and any(among(tier, list(shut)).any() for tier in sight.tier)
         if tokens == 0:
-            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut)
+            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut, tuple(used))
         lease = Lease(self._sessions.next_id(), session, kind, tuple(groups), self._held(sight, tokens, kind), tokens)
         self._pin(lease, holder)
         for held in lease.held:
             self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
-        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut)
+            used.append(held.blocks.ravel())
+        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, tuple(used))
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
         """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
@@ -192,8 +202,17 @@ class Gets:
 
     # -- inside: securing
 
-    def _secure(self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: Draft, shut: Tiers) -> int:
-        """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching."""
+    def _secure(
+        self,
+        sight: Sight,
+        *,
+        kind: Wanted,
+        holder: Session | None,
+        draft: Draft,
+        shut: Tiers,
+        used: Sequence[Ids] = (),
+    ) -> int:
+        """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching. used: blocks that count as used already."""
         failed, brought = no_ids(), no_ids()
         for _ in range(ATTEMPTS):
             tokens = longest(sight.groups, sight.there(failed))
@@ -204,7 +223,8 @@ class Gets:
                 reason = Reason.PREFETCH if holder is None else Reason.DEMAND
                 over = self._bring(blocks, away, kind=kind, reason=reason, draft=draft)
             if len(over) == 0:
-                self._used(blocks, brought, kind=kind, demand=holder is not None, now=draft.now)
+                if holder is not None:
+                    self._used(_without(blocks, used), brought, kind=kind, now=draft.now)
                 return tokens
             failed = np.concatenate((failed, over))
         return 0
@@ -249,17 +269,14 @@ class Gets:
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
         return over
 
-    def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, demand: bool, now: float) -> None:
+    def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, now: float) -> None:
         """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
         serving = self._index.serving(kind)
-        if demand:
-            arrived = among(blocks, brought)
-            self._index.blocks.touch(
-                blocks, now
-            )  # first, so that policies can tell uses by requests from other touches
-            for tier in self._index.serving():
-                self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
-            self._index.note_use(blocks[::-1], now)
+        arrived = among(blocks, brought)
+        self._index.blocks.touch(blocks, now)  # first, so that policies can tell uses by requests from other touches
+        for tier in self._index.serving():
+            self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
+        self._index.note_use(blocks[::-1], now)
 
     # -- inside: leases
 
@@ -327,3 +344,8 @@ class Gets:
                 extents[here] = self._index.tiers[tier].extents(held.pages[here])
         tokens = block_tokens(group)[held.first : held.first + shape[1]].astype(np.uint32)
         return ServedGroup(held.first, shape[1], extents, tokens, held.blocks)
+
+
+def _without(blocks: Ids, others: Sequence[Ids]) -> Ids:
+    """Those that are not among the others, in their order."""
+    return blocks[~among(blocks, np.concatenate(others))] if others else blocks

@@ -138,7 +138,7 @@ class Acquisition:
 
     lease: 0 if nothing can be served (the plan is then empty, or only what was planned on the way). tokens: servable if every transfer succeeds.
     tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now. shut: blocks of it lie in
-    tiers that were not to be read from.
+    tiers that were not to be read from. used: blocks that count as used by this question.
     """
 
     lease: int
@@ -147,6 +147,7 @@ class Acquisition:
     plan: Plan
     whole: bool
     shut: bool = False
+    used: tuple[Ids, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,16 @@ async def test_page_changed_after_its_commit_shortens_the_answer() -> None:
         assert world.pins == 0
 
 
+async def test_a_farther_copy_of_a_changed_page_is_used_once() -> None:
+    """A get that finds a page changed takes the copy of the store instead, and its blocks are used once by it."""
+    async with opened() as world:
+        names = chain(1, 4)
+        committed = await world.put(names, durability=Durability.DURABLE)
+        world.page(committed.extents[2])[0] ^= 0xFF
+        assert (await world.acquire(names)).served.tokens == 64
+        assert world.cache.core.describe(committed.blocks)["hits"].tolist() == [1] * 4
+
+
 async def test_commit_gives_no_lease_on_a_page_that_changed() -> None:
     """Who commits what exists already, with a lease, is never given a page that another writer has changed since its commit."""
     async with opened() as world:

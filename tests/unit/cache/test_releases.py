@@ -80,6 +80,18 @@ async def test_a_get_finds_the_room() -> None:
         world.cache.release(world.session, [second.lease])
 
 
+async def test_a_get_that_is_tried_again_counts_once() -> None:
+    """Blocks that a get asks for a second time, because a release has made room for more of them, are used once by it."""
+    async with opened(SMALL) as world:
+        both = chain(2, 4)
+        await world.put(NAMES)
+        blocks = (await world.put(both)).blocks
+        lease = (await world.acquire(NAMES[:2])).lease
+        world.cache.release(world.session, [lease], is_awaited=False)
+        assert (await world.acquire(both)).served.tokens == 4 * TOKENS
+        assert world.cache.core.describe(blocks)["hits"].tolist() == [1] * 4
+
+
 async def test_one_release_that_fails_keeps_none_of_the_others() -> None:
     """What goes wrong with one session's releases is no fault of who has them made, and the others are made."""
     made = list[int]()
