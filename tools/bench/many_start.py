@@ -30,6 +30,7 @@ from tierd.tiers.recovery import load_index
 from tierd.tiers.snapshot import write_snapshot
 from tierd.tiers.store_files import slots_path
 from tierd.tiers.stored_index import StoredIndex
+from tools.bench import daemon_start
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
@@ -41,17 +42,7 @@ PAGES = 1 << 17
 SEALED = 1 << 16
 SETTLED_S = 3.0
 """After which nothing of the start is left to be given back."""
-CONFIG = """\
-[[host]]
-capacity = "64 MiB"
-
-[[nvme]]
-capacity = {capacity}
-segment = {segment}
-
-[scrub]
-period = 0
-"""
+CONFIG = daemon_start.CONFIG + "\n[scrub]\nperiod = 0\n"
 """Nothing looks for rot: in the slots there is nothing."""
 
 
