@@ -1,7 +1,7 @@
 """The transport to a daemon on this machine: calls over lines, and over gRPC what lines do not carry. grpc is loaded when that is first needed.
 
 Purpose: which way a call goes, and errors in our words. Non-purpose: bytes of a line (lines.py), gRPC (rpc.py). Invariants: every call has a deadline;
-what a call gave whose reply did not come, however it was given up, is taken back; a failure that did not come from the daemon itself marks the link lost.
+what a call gave whose reply did not come, however it was given up, is taken back; a failure that did not come from the daemon itself marks the link lost, unless the daemon says that only the line is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client.connection import Link
-from tierd.client.lines import MESSAGE_MAX_BYTES, Line, Lines
+from tierd.client.lines import MESSAGE_MAX_BYTES, Line, LineLost, Lines
 from tierd.client.protocol import GIVING, error_of
 from tierd.errors import DeadlineExceeded, OperatorError, Overloaded, TierdError, Unavailable
 
@@ -109,7 +109,7 @@ class LocalTransport:
             self._lines.drop(line)
             if name:
                 self._session.revoke(name)
-            raise self._said(error, method) from None
+            raise self._said(error, method, deadline) from None
         self._lines.rest(line)
         if reply is None:
             if name:
@@ -117,16 +117,27 @@ class LocalTransport:
             raise _refused(answer)
         return reply
 
-    def _said(self, error: BaseException, method: str) -> BaseException:
+    def _said(self, error: BaseException, method: str, deadline: float) -> BaseException:
         """What it means that a line failed in the middle of a call."""
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"daemon: no answer to {method} in time; allow more, or take it as a miss")
         if isinstance(error, OSError | EOFError):
+            if self._is_served(deadline):
+                self._lines.drop_resting()
+                return LineLost(f"daemon: the line of {method} was closed during the call ({error}); try again")
             self._link.is_broken = True
             return Unavailable(f"daemon: the connection was closed during the call ({error}); try again")
         if isinstance(error, DecodeError):
             return OperatorError(f"daemon: its answer to {method} is none ({error}); versions differ?")
         return error
+
+    def _is_served(self, deadline: float) -> bool:
+        """Whether the daemon still knows the session: asked, because a process that dies closes its sockets one after another."""
+        try:
+            self._session.ask({"op": "ping"}, timeout_s=max(0.0, deadline - time.monotonic()))
+        except TierdError:
+            return False
+        return True
 
 
 def _refused(answer: pb.Answer) -> TierdError:

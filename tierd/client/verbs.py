@@ -20,6 +20,7 @@ from tierd.client.connection import Connector, Link
 from tierd.client.credits import pause_s
 from tierd.client.early import EarlyCopy
 from tierd.client.lease import Lease
+from tierd.client.lines import LineLost
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
@@ -310,8 +311,8 @@ class Verbs:
                 link.is_broken = True
                 if not is_first:
                     raise
-            except Unavailable:
-                if link.is_usable or not is_first:
+            except Unavailable as error:
+                if not is_first or (link.is_usable and not isinstance(error, LineLost)):
                     raise
             is_first = False
 
