@@ -479,6 +479,8 @@ class Cache:
         """Writes into the holds file who has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
         if key[0] not in self._tenants:
             raise SessionLost(f"session {key[0]}: it ended during the call; open a session again")
+        if self._holdings.is_full(key[0]):
+            self.releases.make()  # of what it has given back already
         self._holdings.add(key, extents, at=at)
 
     def _layers_of(self, namespaces: StructArray) -> StructArray:
