@@ -127,6 +127,7 @@ class Cache:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
         self._tenants.pop(session, None)
         self.ahead.forget(session)
+        self.events.ring()  # its watchers hear that it has ended
 
     def leave_session(self, session: int) -> None:
         """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
@@ -357,8 +358,7 @@ class Cache:
         """Batches of events until the session stops; of its tenant only, unless it sees all. Raises SessionLost."""
         tenant = self.tenant_of(session)
         sees = None if sees_all else lambda n: self.registry.get(n).tenant == tenant
-        async for batch in self.events.follow(after, sees=sees):
-            self.tenant_of(session)
+        async for batch in self.events.follow(after, sees=sees, check=lambda: self.tenant_of(session)):
             yield batch
 
     # -- inner steps

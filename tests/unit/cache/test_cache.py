@@ -195,6 +195,17 @@ async def test_watch_ends_with_its_session() -> None:
         assert reserved.reservation
 
 
+async def test_a_watch_that_hears_nothing_ends_with_its_session() -> None:
+    """Who waits for the next event is told at once that his session has ended, though nothing happens any more."""
+    async with opened() as world, aclosing(world.cache.watch(world.session, after=0, sees_all=False)) as events:
+        waiting = asyncio.ensure_future(anext(events))
+        await _turns(1)
+        world.cache.stop_session(world.session)
+        with pytest.raises(SessionLost):
+            async with asyncio.timeout(SOON_S):
+                await waiting
+
+
 async def _turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
