@@ -87,6 +87,16 @@ def test_a_block_keeps_those_before_it() -> None:
     assert held(kit, kept) == [True, True, True, False]
 
 
+@pytest.mark.parametrize("stronger", [0, 3, 15, 16, 17, 79, 80, 81, 200, 398])
+def test_a_word_goes_up_a_long_chain(stronger: int) -> None:
+    """It reaches every block before the last one, up to the first that has a stronger word, and none beyond, however far that is."""
+    kit, long = full(500), chain("long", 400)
+    put(kit, long, [40] * 400)
+    put(kit, long[: stronger + 1], [90], first=stronger)
+    put(kit, long, [60], first=399)
+    assert said(kit, long) == [91] * (stronger + 1) + [61] * (399 - stronger)
+
+
 def test_the_core_keeps_a_parent_of_low_priority_for_its_child() -> None:
     """A prefix that is to leave first waits for a child of which nothing was said; nothing is left that cannot be used."""
     kit = full(6)
