@@ -111,7 +111,7 @@ def raise_before(blocks: Blocks, ids: Ids, time_s: float) -> Ids:
     # The greatest first: so every block is written once, however many follow it.
     for row in np.flatnonzero(less)[np.argsort(-ranks[less], kind="stable")].tolist():
         lifted += _raise_above(blocks, int(ids[row]), int(ranks[row]), time_s)
-    return np.concatenate(lifted)
+    return in_order(np.concatenate(lifted))  # clients may say that blocks follow one another in a circle
 
 
 def _raise_above(blocks: Blocks, start: int, rank: int, time_s: float) -> list[Ids]:
