@@ -11,8 +11,9 @@ import sys
 
 import numpy as np
 import pytest
-from core_clients import CORRUPT, FAILED, READY, SHARE, Clients, Lease, chains, kinds, new_core, picks
+from core_clients import CORRUPT, FAILED, READY, SHARE, Lease, chains, kinds, new_core, picks
 from core_model import Stage
+from core_tangles import Tangles
 from core_world import CHAINS, DEPTH, DOMAINS, WORLDS, chain
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -24,7 +25,7 @@ from tierd.core.plan import Start
 requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
 
 
-class CoreMachine(Clients):
+class CoreMachine(Tangles):
     """What the daemon and its operators do, and what is true after every step."""
 
     @initialize(world=st.sampled_from(sorted(WORLDS)), wanted=requests)
@@ -203,7 +204,7 @@ class CoreMachine(Clients):
         held = sorted(pinned | set(written))
         assert bool(answer.lease) == bool(held)
         if held:
-            self.leases[answer.lease] = Lease(session, None, 0, settled=True, generations=held)
+            self.leases[answer.lease] = Lease(session, [], 0, settled=True, generations=held)
             self.model.pins.update(held)
         for segment, mapped in self.model.descriptors.items():
             tiers = [t for (t, _), a in self.model.segments.items() if a.segment == segment]
