@@ -33,6 +33,23 @@ class Tangles(Clients):
         assert tidy.namespace == first
         return [tidy, tidy.of_rank(second)]
 
+    @rule(who=picks, what=parts, is_doubled=st.booleans(), kind=kinds, lease=st.booleans())
+    def put_tangled(
+        self,
+        who: int,
+        what: list[tuple[int, int, int, bool, tuple[int, int] | None]],
+        is_doubled: bool,
+        kind: TierKind,
+        lease: bool,
+    ) -> None:
+        """As `reserve_tangled`, committed whole and at once."""
+        older = set(self.reservations)
+        self.reserve_tangled(who, what, private=False, is_doubled=is_doubled, kind=kind)
+        for number in self.reservations.keys() - older:
+            able = [i for i, made in self.reservations.items() if made.idle]
+            self.begin_commit(able.index(number), (1 << 20) - 1)
+            self.finish_commit(len(self.commits) - 1, good=True, lease=lease, keep_open=False)
+
     @rule(who=picks, what=parts, private=st.booleans(), is_doubled=st.booleans(), kind=kinds)
     def reserve_tangled(
         self,
