@@ -220,11 +220,14 @@ class Cache:
         """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. again: what was tried before."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
-        got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut, again=again)
+        if again is None:
+            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        else:
+            got = self.core.acquire_again(session, again.question, now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
         if not got.whole and self.releases.make():  # their pages may be the room that was missing
             self._give_back(session, [got.lease])
-            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut, again=got)
+            got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
             self.flights.start(got.plan, session=session)
         if not got.lease:
             if got.shut:

@@ -41,6 +41,7 @@ from tierd.core.plan import (
     PagesHeld,
     Plan,
     PutQuery,
+    Question,
     Reserved,
     Restored,
     Served,
@@ -120,20 +121,14 @@ class Core:
         return self._gets.lookup(groups)
 
     def acquire(
-        self,
-        session: int,
-        *,
-        groups: Sequence[GroupQuery],
-        kind: Wanted,
-        now: float,
-        shut: Tiers = NO_TIERS,
-        again: Acquisition | None = None,
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
     ) -> Acquisition:
-        """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from.
+        """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from."""
+        return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
 
-        again: what the same question came to a moment ago, whose lease is released: it is asked, and its blocks are used, once.
-        """
-        return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut, again=again)
+    def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers = NO_TIERS) -> Acquisition:
+        """What an acquisition of a moment ago comes to now that its lease is released; its question was asked, and its blocks were used, once."""
+        return self._gets.acquire_again(session, question, now=now, shut=shut)
 
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.

@@ -22,7 +22,7 @@ from tierd.core.eviction import Asked
 from tierd.core.groups import Span, block_tokens, check_groups, ends, longest, needed
 from tierd.core.leases import Held, Lease, Session, Sessions
 from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
-from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Served, ServedGroup
+from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Question, Served, ServedGroup
 from tierd.core.planner import Planner, Where
 from tierd.core.sets import among, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument
@@ -37,11 +37,13 @@ ATTEMPTS = 8
 
 @dataclass(slots=True)
 class Sight:
-    """A question with what is known of its blocks. ids, tier: int64 and int8 [ranks, n] per group; -1 where nothing can be read."""
+    """A question with what is known of its blocks. ids, tier: int64 and int8 [ranks, n] per group; -1 where nothing can be read. used: blocks that
+    count as used by it already."""
 
     groups: Sequence[GroupQuery]
     ids: list[Ids]
     tier: list[NDArray[np.int8]]
+    used: tuple[Ids, ...] = ()
 
     def there(self, but: Ids | None = None) -> list[Bools]:
         """Per group, which blocks can be read for every rank; not those in `but`."""
@@ -83,34 +85,34 @@ class Gets:
         return Found(tokens, sight.tier, self._tier_tokens(sight, tokens))
 
     def acquire(
-        self,
-        session: int,
-        *,
-        groups: Sequence[GroupQuery],
-        kind: Wanted,
-        now: float,
-        shut: Tiers,
-        again: Acquisition | None,
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
     ) -> Acquisition:
-        """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from. again: what came of the same question before."""
-        holder, draft = self._sessions.get(session), Draft(now)
-        sight = self._look(groups, holder.domain)
-        used = list(again.used) if again is not None else []
-        if again is None:
-            self._relax(groups)
-            self._tell(sight, now)
+        """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
+        sight = self._look(groups, self._sessions.get(session).domain)
+        self._relax(groups)
+        self._tell(sight, now)
+        return self._acquire(session, sight, Question(tuple(groups), kind), Draft(now), shut)
+
+    def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
+        """As `acquire`, of a question that was told of already."""
+        sight = self._look(question.groups, self._sessions.get(session).domain)
+        sight.used = question.used
+        return self._acquire(session, sight, question, Draft(now), shut)
+
+    def _acquire(self, session: int, sight: Sight, question: Question, draft: Draft, shut: Tiers) -> Acquisition:
+        holder, groups, kind = self._sessions.get(session), question.groups, question.kind
         most = longest(groups, sight.there())
-        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut, used=used)
+        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
         tier_tokens = self._tier_tokens(sight, tokens)
         lies_shut = tokens < most and any(among(tier, list(shut)).any() for tier in sight.tier)
         if tokens == 0:
-            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut, tuple(used))
-        lease = Lease(self._sessions.next_id(), session, kind, tuple(groups), self._held(sight, tokens, kind), tokens)
+            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut, question)
+        lease = Lease(self._sessions.next_id(), session, kind, groups, self._held(sight, tokens, kind), tokens)
         self._pin(lease, holder)
         for held in lease.held:
             self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
-            used.append(held.blocks.ravel())
-        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, tuple(used))
+        question = replace(question, used=(*question.used, *(held.blocks.ravel() for held in lease.held)))
+        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question)
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
         """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
@@ -202,17 +204,8 @@ class Gets:
 
     # -- inside: securing
 
-    def _secure(
-        self,
-        sight: Sight,
-        *,
-        kind: Wanted,
-        holder: Session | None,
-        draft: Draft,
-        shut: Tiers,
-        used: Sequence[Ids] = (),
-    ) -> int:
-        """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching. used: blocks that count as used already."""
+    def _secure(self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: Draft, shut: Tiers) -> int:
+        """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching."""
         failed, brought = no_ids(), no_ids()
         for _ in range(ATTEMPTS):
             tokens = longest(sight.groups, sight.there(failed))
@@ -224,7 +217,7 @@ class Gets:
                 over = self._bring(blocks, away, kind=kind, reason=reason, draft=draft)
             if len(over) == 0:
                 if holder is not None:
-                    self._used(_without(blocks, used), brought, kind=kind, now=draft.now)
+                    self._used(_without(blocks, sight.used), brought, kind=kind, now=draft.now)
                 return tokens
             failed = np.concatenate((failed, over))
         return 0

@@ -21,6 +21,7 @@ from tierd.core.model import (
     SegmentAssignment,
     StructArray,
     TierKind,
+    Wanted,
 )
 
 Bools = NDArray[np.bool_]
@@ -133,12 +134,21 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What was acquired, and the blocks that count as used by it."""
+
+    groups: tuple[GroupQuery, ...] = ()
+    kind: Wanted = TierKind.HOST
+    used: tuple[Ids, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Acquisition:
     """A lease in the making. Run the plan's transfers, await its waits, then `settle` (also with nothing to run).
 
     lease: 0 if nothing can be served (the plan is then empty, or only what was planned on the way). tokens: servable if every transfer succeeds.
     tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now. shut: blocks of it lie in
-    tiers that were not to be read from. used: blocks that count as used by this question.
+    tiers that were not to be read from. question: to be asked again, where that may come to more.
     """
 
     lease: int
@@ -147,7 +157,7 @@ class Acquisition:
     plan: Plan
     whole: bool
     shut: bool = False
-    used: tuple[Ids, ...] = ()
+    question: Question = Question()
 
 
 @dataclass(frozen=True, slots=True)
