@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +115,7 @@ class Mover:
     def __init__(self, tiers: Sequence[Tier], *, hash_threads: int, link_limit: int) -> None:
         self._tiers = tiers
         self._threads = ThreadPoolExecutor(hash_threads, thread_name_prefix="tierd-hash")
+        self._have_begun = False
         self._hash_threads = hash_threads
         self._links: dict[tuple[int, int], Link] = {}
         self._link_limit = link_limit
@@ -251,24 +253,26 @@ class Mover:
     ) -> list[Result]:
         """[work(a, b) for a, b in zip(first, second)], at once where it is little, in one thread, or in several where it is much.
 
-        Ends when the last thread has let go of the pages, also where one has failed.
+        Ends when the last thread has let go of the pages, also where one has failed. Raises TierFailed where none can be started.
         """
-        loop, size = asyncio.get_running_loop(), sum(map(len, first))
+        size = sum(map(len, first))
         if size <= AT_ONCE_BYTES:
             return _each(work, first, second)
         parts = self._hash_threads if size > HASH_SPLIT_BYTES else 1
         step = -(-len(first) // parts) or 1
         jobs = [
-            loop.run_in_executor(self._threads, _each, work, first[i : i + step], second[i : i + step])
-            for i in range(0, len(first), step)
+            self.in_thread(_each, work, first[i : i + step], second[i : i + step]) for i in range(0, len(first), step)
         ]
         if jobs:
             await asyncio.wait(jobs)
         return [result for job in jobs for result in job.result()]
 
-    def in_thread(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Work of somebody else's in one of the threads that hash."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def in_thread(self, work: Callable[..., Result], *given: Any) -> asyncio.Future[Result]:
+        """Work in one of the threads that hash. Raises TierFailed where they cannot be started."""
+        if not self._have_begun:
+            _begin(self._threads, self._hash_threads)
+            self._have_begun = True
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     def refuse(self, tier: int) -> None:
         """The tier serves nothing any more: what waits for a link to or from it fails at once; what is on one goes on."""
@@ -283,6 +287,23 @@ class Mover:
     def close(self) -> None:
         """Lets running work finish and ends the threads."""
         self._threads.shutdown(wait=True)
+
+
+def _begin(threads: ThreadPoolExecutor, count: int) -> None:
+    """Starts them all: a pool that fails to start one for some work has taken the work in already, and another thread does it when nobody waits any more.
+
+    Raises TierFailed.
+    """
+    all_here = threading.Barrier(count + 1)
+    try:
+        for _ in range(count):
+            threads.submit(all_here.wait)
+    except RuntimeError as error:
+        all_here.abort()
+        raise TierFailed(
+            f"mover.hash_threads: {count} cannot be started ({error}); raise the limit of tasks"
+        ) from error
+    all_here.wait()
 
 
 def _each(

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tierd.core.core import Core
 from tierd.core.model import COMMIT_BLOCK, BlockStatus, StructArray, TierKind, TierSpec
-from tierd.core.plan import Committing, Plan
+from tierd.core.plan import Committing, Plan, Reserved
 from tierd.policies.named import NamedPolicies
 
 SHARE = 0.5
@@ -28,21 +28,32 @@ kinds = st.sampled_from([TierKind.HOST, TierKind.HOST, TierKind.DEVICE])
 
 
 @dataclass
+class Entry:
+    """Block `number` of a chain. parent: what its writer says."""
+
+    chain: Chain
+    number: int
+    parent: bytes
+
+    @property
+    def key(self) -> Key:
+        return (self.chain.namespace, self.chain.hashes[self.number])
+
+
+@dataclass
 class Reservation:
-    """keys: per index of the reservation, the name that the block has or will get; pages: index -> generation."""
+    """entries: per index of the reservation, the block that is or will be there, and its parent's hash; pages: index -> generation."""
 
     session: int
-    chain: Chain
-    numbers: list[int]
+    entries: list[Entry]
     private: bool
     pages: dict[int, int] = field(default_factory=dict)
     busy: set[int] = field(default_factory=set)
-    restored: bool = False
 
     @property
     def idle(self) -> list[int]:
         """Indices that may be committed now."""
-        return [] if self.restored else sorted(self.pages.keys() - self.busy)
+        return sorted(self.pages.keys() - self.busy)
 
 
 @dataclass
@@ -55,7 +66,7 @@ class Commit:
 @dataclass
 class Lease:
     session: int
-    chain: Chain | None
+    asked: list[list[Chain]]  # per group, per rank
     tokens: int
     settled: bool = False
     generations: list[int] = field(default_factory=list)
@@ -162,7 +173,7 @@ class Clients(RuleBasedStateMachine):
         self.apply(answer.plan)
         if answer.lease:
             assert answer.lease not in self.leases
-            self.leases[answer.lease] = Lease(session, asked, answer.tokens)
+            self.leases[answer.lease] = Lease(session, [[asked]], answer.tokens)
 
     @precondition(lambda self: any(not lease.settled for lease in self.leases.values()))
     @rule(which=picks)
@@ -176,21 +187,26 @@ class Clients(RuleBasedStateMachine):
             self.apply(served.plan)
             del self.leases[lease_id]
             return
-        group, asked = served.groups[0], lease.chain
-        assert asked is not None
-        assert sum(asked.block_tokens(i) for i in range(group.count)) == served.tokens
-        assert group.first == 0
-        for number, (extent, block) in enumerate(zip(group.extents[0], group.blocks[0].tolist(), strict=True)):
+        for group, ranks in zip(served.groups, lease.asked, strict=True):
+            assert group.first == 0
+            whole = sum(ranks[0].block_tokens(i) for i in range(group.count))
+            assert whole == served.tokens if len(lease.asked) == 1 else whole >= served.tokens
+            for asked, extents, blocks in zip(ranks, group.extents, group.blocks.tolist(), strict=True):
+                self.check_served(lease, asked, extents, blocks)
+        self.model.pins.update(lease.generations)
+        for group in served.groups:
+            for tier, segment in np.unique(group.extents[["tier", "segment"]]).tolist():
+                self.attach(lease.session, tier, segment)
+        self.apply(served.plan)
+        assert self.core.settle(lease_id, now=self.now).tokens == served.tokens
+
+    def check_served(self, lease: Lease, asked: Chain, extents: StructArray, blocks: list[int]) -> None:
+        for number, (extent, block) in enumerate(zip(extents, blocks, strict=True)):
             key = (asked.namespace, asked.hashes[number])
             lease.generations.append(self.model.check_holds(extent, key))
             if key[0] not in self.model.forgotten:
                 assert self.core.find_block(*key) == block
             assert self.core.metas(np.array([block]))["digest"][0].tobytes() == self.digests[key]
-        self.model.pins.update(lease.generations)
-        for tier, segment in np.unique(group.extents[0][["tier", "segment"]]).tolist():
-            self.attach(lease.session, tier, segment)
-        self.apply(served.plan)
-        assert self.core.settle(lease_id, now=self.now).tokens == served.tokens
 
     @precondition(lambda self: self.leases)
     @rule(which=picks)
@@ -222,19 +238,30 @@ class Clients(RuleBasedStateMachine):
         query = asked.put(numbers[0], numbers[-1] + 1, private=private)
         answer = self.core.reserve(session, groups=[query], kind=kind, now=self.tick())
         self.apply(answer.plan)
-        made = Reservation(session, asked, numbers, private)
-        for index, (status, extent) in enumerate(zip(answer.statuses[0].tolist(), answer.extents[0], strict=True)):
-            if status == BlockStatus.RESERVED:
-                made.pages[index] = self.check_reserved(session, extent, kind)
-            elif status == BlockStatus.EXISTS:
-                assert not private
-                self.model.check_holds(extent, (asked.namespace, asked.hashes[numbers[index]]))
-            else:
-                assert status == BlockStatus.NO_ROOM
-                assert extent["page"] == -1
+        entries = [Entry(asked, number, asked.parent(number)) for number in numbers]
+        self.take_reserved(session, [entries], answer, private=private, kind=kind)
+
+    def take_reserved(
+        self, session: int, groups: list[list[Entry]], answer: Reserved, *, private: bool, kind: TierKind
+    ) -> None:
+        """What a Reserve answered to these groups, after its plan was applied."""
+        made, index = Reservation(session, [entry for group in groups for entry in group], private), 0
+        for group, statuses, extents in zip(groups, answer.statuses, answer.extents, strict=True):
+            refused = False
+            for entry, status, extent in zip(group, statuses.tolist(), extents, strict=True):
+                if status == BlockStatus.RESERVED:
+                    assert not refused, "pages behind a block that found no room"
+                    made.pages[index] = self.check_reserved(session, extent, kind)
+                elif status == BlockStatus.EXISTS:
+                    assert not private
+                    self.model.check_holds(extent, entry.key)
+                else:
+                    assert status == BlockStatus.NO_ROOM
+                    assert extent["page"] == -1
+                    refused = True
+                index += 1
         assert bool(answer.reservation) == bool(made.pages)
-        refused = [i for i, status in enumerate(answer.statuses[0].tolist()) if status == BlockStatus.NO_ROOM]
-        assert not refused or max(made.pages, default=-1) < refused[0], "pages behind a block that found no room"
+        assert len(set(made.pages.values())) == len(made.pages), "one page for two blocks"
         reserved = set(answer.plan.reserved["generation"].tolist()) - set(answer.plan.transfers["target"]["generation"])
         assert reserved == set(made.pages.values()), "pages were set aside for nobody"
         if answer.reservation:
@@ -269,18 +296,18 @@ class Clients(RuleBasedStateMachine):
         assert committing.extents["generation"].tolist() == generations
         assert all(g in self.model.pages for g in generations)
         made.busy |= set(chosen)
-        keys = [(made.chain.namespace, made.chain.hashes[made.numbers[i]]) for i in chosen]
+        keys = [made.entries[i].key for i in chosen]
         assert [(int(m["namespace"]), m["hash"].tobytes()) for m in committing.metas] == keys
         self.commits.append(Commit(committing, keys, generations))
 
     def named(self, made: Reservation, chosen: list[int]) -> StructArray:
         blocks: StructArray = np.zeros(len(chosen), COMMIT_BLOCK)
         for row, index in zip(blocks, chosen, strict=True):
-            number = made.numbers[index]
-            row["hash"] = np.frombuffer(made.chain.hashes[number], np.uint8)
-            row["parent"] = np.frombuffer(made.chain.parent(number), np.uint8)
-            row["index"], row["position"] = index, number
-            row["tokens"], row["length"] = made.chain.block_tokens(number), made.chain.lengths[number]
+            entry = made.entries[index]
+            row["hash"] = np.frombuffer(entry.key[1], np.uint8)
+            row["parent"] = np.frombuffer(entry.parent, np.uint8)
+            row["index"], row["position"] = index, entry.number
+            row["tokens"], row["length"] = entry.chain.block_tokens(entry.number), entry.chain.lengths[entry.number]
         return blocks
 
     @precondition(lambda self: self.commits)
@@ -310,7 +337,7 @@ class Clients(RuleBasedStateMachine):
             assert lease
             assert committing.session in self.model.sessions
             held = [int(g) for g in answer.extents["generation"]]
-            self.leases[answer.lease] = Lease(committing.session, None, 0, settled=True, generations=held)
+            self.leases[answer.lease] = Lease(committing.session, [], 0, settled=True, generations=held)
             self.model.pins.update(held)
         self.apply(answer.plan)
         made = self.reservations.get(committing.reservation)
@@ -320,7 +347,7 @@ class Clients(RuleBasedStateMachine):
     def take_published(self, commit: Commit, statuses: list[int], digests: np.ndarray, *, good: bool) -> None:
         if not good:
             assert set(statuses) == {FAILED}
-        elif commit.keys[0][0] not in self.model.forgotten:
+        elif not {key[0] for key in commit.keys} & self.model.forgotten:
             assert FAILED not in statuses
         rows = zip(statuses, commit.keys, commit.generations, digests.reshape(-1, 16), strict=True)
         for status, key, generation, digest in rows:

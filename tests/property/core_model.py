@@ -255,10 +255,12 @@ class Model:
 
     # -- a new daemon
 
-    def restart(self, written: set[int], sessions: dict[int, int]) -> None:
-        """Flights, pins and pages that nobody can name are gone; tiers serve again."""
+    def restart(self, kept: set[int], sessions: dict[int, int]) -> None:
+        """Flights, pins and pages that nobody can name are gone, but those of sessions that live; tiers serve again."""
         ready = {g for tiers in self.held.values() for g in tiers.values()}
-        self.pages = {g: page for g, page in self.pages.items() if g in ready | written}
+        self.pages = {g: page for g, page in self.pages.items() if g in ready | kept}
+        for generation in self.pages.keys() - ready:
+            self.pages[generation].stage = Stage.WRITING  # of no block: nobody is told when it goes
         self.segments = {
             at: replace(a, writer=self.writers[a.segment] if self.writers[a.segment] in sessions else 0)
             for at, a in self.segments.items()

@@ -53,6 +53,23 @@ WORLDS = {
         ],
         SMALL,
     ),
+    "words and wear": World(
+        [
+            tier(TierKind.HOST, 0, 96 * KIB, 16 * KIB, writer_owned=True, eviction="priority"),
+            tier(
+                TierKind.NVME,
+                0,
+                256 * KIB,
+                32 * KIB,
+                slot_overhead_bytes=4096,
+                eviction="priority",
+                admission="second-touch",
+                wear_bytes_per_s=400.0,
+                wear_burst_s=60.0,
+            ),
+        ],
+        (4 * KIB, 100),
+    ),
     "two hosts": World(
         [
             tier(TierKind.HOST, 0, 8 * MIB, 2 * MIB, writer_owned=True),
@@ -94,6 +111,10 @@ class Chain:
 
     def parent(self, number: int) -> bytes:
         return self.hashes[number - 1] if number else ROOT
+
+    def of_rank(self, namespace: int) -> Chain:
+        """The same blocks in the namespace of another rank."""
+        return replace(self, namespace=namespace)
 
     def put(self, first: int, stop: int, *, private: bool) -> PutQuery:
         blocks: StructArray = np.zeros(stop - first, PUT_BLOCK)

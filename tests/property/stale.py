@@ -102,6 +102,7 @@ class Churn:
                 tier, segments=segments[tier], extents=extents[tier], metas=metas[tier], now=self._tick()
             )
             assert taken.all()
+        self.core.close_empty()
 
     # -- what is presented again
 

@@ -11,8 +11,9 @@ import sys
 
 import numpy as np
 import pytest
-from core_clients import CORRUPT, FAILED, READY, SHARE, Clients, Lease, Reservation, chains, kinds, new_core, picks
+from core_clients import CORRUPT, FAILED, READY, SHARE, Lease, chains, kinds, new_core, picks
 from core_model import Stage
+from core_tangles import Tangles
 from core_world import CHAINS, DEPTH, DOMAINS, WORLDS, chain
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -24,7 +25,7 @@ from tierd.core.plan import Start
 requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
 
 
-class CoreMachine(Clients):
+class CoreMachine(Tangles):
     """What the daemon and its operators do, and what is true after every step."""
 
     @initialize(world=st.sampled_from(sorted(WORLDS)), wanted=requests)
@@ -165,13 +166,15 @@ class CoreMachine(Clients):
         for session, domain in sessions.items():
             self.core.open_session(session, domain=domain)
         written = {g for r in reservations.values() for g in r.pages.values() if r.session in sessions}
-        model.restart(written, sessions)
+        read = {g for lease in leases.values() for g in lease.generations if lease.session in sessions}
+        model.restart(written | read, sessions)
         for tier in range(len(self.specs)):
             self.adopt(old, tier)
         for session in sorted(sessions):
             held = [lease.generations for lease in leases.values() if lease.session == session]
             mine = [r.pages.values() for r in reservations.values() if r.session == session]
             self.restore(session, {g for part in held for g in part}, {g for part in mine for g in part})
+        self.core.close_empty()
         for domain in () if live else DOMAINS:
             self.open_session(domain)
 
@@ -191,22 +194,18 @@ class CoreMachine(Clients):
             self.model.move(self.core.extents(np.array([block]), tier=tier)[0])
 
     def restore(self, session: int, pinned: set[int], reserved: set[int]) -> None:
-        """The session gets back pages that are ready still, and those that it was writing."""
-        ready = sorted(g for g in pinned if g in self.model.pages)
-        written = sorted(g for g in reserved if g in self.model.pages)
+        """The session gets back pages that are ready still, those of ended epochs, and those that it was writing."""
+        read, written = sorted(pinned), sorted(reserved & self.model.pages.keys())
         answer = self.core.restore(
-            session, pinned=self.model.extents(ready), reserved=self.model.extents(written), now=self.tick()
+            session, pinned=self.model.extents(read), reserved=self.model.extents(written), now=self.tick()
         )
         assert answer.pinned.all()
         assert answer.reserved.all()
-        if ready:
-            self.leases[answer.lease] = Lease(session, None, 0, settled=True, generations=ready)
-            self.model.pins.update(ready)
-        if written:
-            chain_of_nobody = chain(self.world, 0, 0)
-            made = Reservation(session, chain_of_nobody, [], private=True, restored=True)
-            made.pages = dict(enumerate(written))
-            self.reservations[answer.reservation] = made
+        held = sorted(pinned | set(written))
+        assert bool(answer.lease) == bool(held)
+        if held:
+            self.leases[answer.lease] = Lease(session, [], 0, settled=True, generations=held)
+            self.model.pins.update(held)
         for segment, mapped in self.model.descriptors.items():
             tiers = [t for (t, _), a in self.model.segments.items() if a.segment == segment]
             if session in mapped and tiers:

@@ -61,6 +61,11 @@ def test_no_promise_is_broken(results: list[Result]) -> None:
         assert counts["durable checked"] > 10 * len(results)
 
 
+def test_a_reader_of_an_ended_epoch_keeps_its_page_over_a_restart() -> None:
+    """What a living client holds of an ended epoch is given to nobody else by the next life, even where its segment has nothing else."""
+    assert run(write(5781)).violations == []
+
+
 @pytest.mark.timeout(3600)
 def test_every_fault_strikes(results: list[Result]) -> None:
     """No kind of fault is left out; in a night each strikes a hundred times."""

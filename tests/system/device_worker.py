@@ -100,6 +100,13 @@ class Worker:
                 page.copy_from(np.full(SPEC.block_bytes, 0xEE, np.uint8))
         return len([page for page in self.kept_pages[1] if page is not None])
 
+    def pass_on(self, blocks: int) -> int:
+        """Takes private pages and gives them back, with their slabs mapped: who has those next needs others. How many."""
+        pages = self.client.reserve(PutGroup.private(self.namespace, blocks), tier="device")
+        given = len([page for page in pages.buffers() if page is not None])
+        pages.abort()
+        return given
+
     def work(self, seed: int, rounds: int, tier: str = "device") -> list[int]:
         """Puts, leases and looks, whatever fails; how many rounds went well, and how many pages were wrong."""
         good = wrong = 0

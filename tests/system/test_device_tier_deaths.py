@@ -34,6 +34,8 @@ AT_START = ("cuda.open.before_gpu", "cuda.slab.before_spare")
 """Passed by every start."""
 AFTER_A_GPU_PROCESS = ("cuda.probe.before_gpu",)
 """Passed when a GPU process has died."""
+AFTER_A_CHANGE_OF_HANDS = ("cuda.slab.before_drop",)
+"""Passed when a slab that one worker maps for writing is to be another's."""
 OFTEN = ("cache.commit.before_publish", "mover.publish.before_catalogue")
 """Of others, passed by every put."""
 ON_THE_WAY = [
@@ -163,7 +165,19 @@ def die_at(run: Lives, point: str) -> None:
     with run.daemon.faults() as faults:
         is_often = point.startswith(("cuda.load", "cuda.store", "mover.")) or point in OFTEN
         faults.arm(point, f"kill@{run.chance.randint(1, 4) if is_often else 1}")
+    if point in AFTER_A_CHANGE_OF_HANDS:
+        with Elsewhere(serve, run.daemon.target) as another:
+            run.die(lambda: _take_in_turns(run, another))
+        return
     run.die(gpu_process(run.daemon).kill if point in AFTER_A_GPU_PROCESS else lambda: None)
+
+
+def _take_in_turns(run: Lives, another: Elsewhere) -> None:
+    """Slabs go from the workers to another one and back, until the daemon is dead."""
+    for _ in range(ROUNDS):
+        another.ask(["pass_on", [8]])
+        if run.daemon.has_ended:
+            return
 
 
 def _seed() -> int:

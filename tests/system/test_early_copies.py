@@ -94,22 +94,21 @@ def test_right_bytes_where_pages_are_reused_in_the_middle(monkeypatch: pytest.Mo
     """Pages that were copied early, and hold other blocks when the daemon comes to the question: what it names is copied again from there, or is missed."""
     with Daemon(TIGHT) as daemon, Client(daemon.target) as client, Client(daemon.target) as other:
         space, theirs = client.open_namespace(SPEC), other.open_namespace(SPEC)
-        out, ask = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8), LocalTransport._ask
+        out, ask = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8), LocalTransport.call
         for again in (True, False):
             client.put(space, chain(1, BLOCKS), blocks_of(1))
             assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
 
-            def ask_late(self: Any, line: Any, message: Any, *, again: bool = again, **given: Any) -> Any:
+            def ask_late(self: Any, method: str, request: Any, *, again: bool = again, **given: Any) -> Any:
                 """The copy first, then others' puts, which displace what was copied; the question after them."""
-                if given["meanwhile"] is not None:
-                    given["meanwhile"]()
-                    given["meanwhile"] = None
+                if given.get("meanwhile") is not None:
+                    given.pop("meanwhile")()
                     for number in (*range(2, 20), *(range(1, 2) if again else ())):
                         other.put(theirs, chain(number, BLOCKS), blocks_of(number))
-                return ask(self, line, message, **given)
+                return ask(self, method, request, **given)
 
             with monkeypatch.context() as late:
-                late.setattr(LocalTransport, "_ask", ask_late)
+                late.setattr(LocalTransport, "call", ask_late)
                 out[:] = 0
                 got = client.get(space, chain(1, BLOCKS), out=out).blocks
             assert got == (BLOCKS if again else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import threading
@@ -23,7 +24,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.client.lines import Line
-from tierd.errors import DeadlineExceeded
+from tierd.errors import DeadlineExceeded, TierdError
 from tierd.testing import Daemon, chain, content_of
 
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096)
@@ -191,13 +192,56 @@ def test_calls_without_a_line(count_of_lines: int) -> None:
             lines.rest(line)
 
 
-def test_a_line_that_was_closed() -> None:
-    """A line that ended while it rested costs no call its answer: the client connects again."""
+@pytest.mark.parametrize("count_of_lines", [1, 3])
+def test_lines_that_were_closed(count_of_lines: int) -> None:
+    """Lines that ended while they rested cost no call its answer, and the session nothing: what it had leased is good."""
     with Daemon() as daemon, Client(daemon.target) as client:
-        namespace = client.open_namespace(SPEC)
-        link = client._connector.link
+        namespace, held = client.open_namespace(SPEC), chain(1, 2)
+        client.put(namespace, held, [content_of(name, SPEC.block_bytes) for name in held])
+        lease, link = client.acquire(namespace, held), client._connector.link
         assert link is not None and link.transport is not None
-        for line in link.transport._lines._resting:  # type: ignore[attr-defined]
+        lines = link.transport._lines  # type: ignore[attr-defined]
+        for line in [lines.take(timeout_s=SOON_S) for _ in range(count_of_lines)]:
+            lines.rest(line)
+        for line in lines._resting:
             line._socket.shutdown(socket.SHUT_RDWR)
-        assert client.lookup(namespace, chain(1, 1)).tokens == 0
-        assert client._connector.link is not link
+        assert client.lookup(namespace, held).tokens == 32
+        assert client._connector.link is link
+        assert lease.check() == 2
+        lease.release()
+        assert len(client.get(namespace, held).views) == 2
+
+
+def test_a_client_without_descriptors() -> None:
+    """Who can take no descriptor for another line has his calls made over gRPC, and is told why no segment can be mapped; with room for some all is well."""
+    with Daemon() as daemon, Elsewhere(out_of_descriptors, daemon.target) as other:
+        assert other.hear() == [32, "Overloaded", 2]
+
+
+def out_of_descriptors(talk: Talk, target: str) -> None:
+    """A lookup that needs a line, a get that needs a segment, and the same with room for both."""
+    with Client(target) as client, Client(target) as writer:
+        namespace, held = client.open_namespace(SPEC), chain(1, 2)
+        writer.put(writer.open_namespace(SPEC), held, [content_of(name, SPEC.block_bytes) for name in held])
+        link = client._connector.link
+        assert link is not None and link.session is not None and link.transport is not None
+        taken = link.transport._lines.take(timeout_s=SOON_S)  # type: ignore[attr-defined]
+        lines, link.session.lines = link.session.lines, 0
+        client.lookup(namespace, held)  # over gRPC, which needs descriptors of its own
+        link.session.lines = lines
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(set(range(4096)) - _open_descriptors()), hard))
+        found: list[object] = [client.lookup(namespace, held).tokens]
+        try:
+            client.get(namespace, held)
+        except TierdError as error:
+            found.append(type(error).__name__)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        found.append(len(client.get(namespace, held).views))
+        link.transport._lines.rest(taken)  # type: ignore[attr-defined]
+    talk.say(found)
+
+
+def _open_descriptors() -> set[int]:
+    """Those that are open still when they are listed."""
+    return {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}

@@ -173,8 +173,6 @@ def test_held_pages_when_tiers_change_places(places: Places) -> None:
 
     async def kept(text: str) -> tuple[int, str]:
         async with opened(text, places=places) as world:
-            for former in world.daemon.former:
-                world.cache.restore_session(former)
             said = "\n".join(notice for tier in world.daemon.tiers for notice in tier.notices)
             return sum(tier.pages_pinned for tier in world.cache.core.tier_stats()), said
 

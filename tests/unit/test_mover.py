@@ -189,3 +189,32 @@ async def test_no_thread_is_left_behind() -> None:
 
 def batch_dtype() -> np.dtype:
     return TRANSFER["target"]
+
+
+async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives too few threads nothing is begun that would work on pages which are let go; once it gives them, all is done."""
+    mover = Mover([], hash_threads=2, link_limit=1)
+    started, done, start = list[str](), list[int](), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    views = [memoryview(bytes(HASH_SPLIT_BYTES))] * 4
+
+    def work(_view: memoryview, number: int) -> int:
+        done.append(number)
+        return number
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TierFailed, match="hash_threads"):
+            await mover._in_threads(work, views, range(4))
+        with pytest.raises(TierFailed, match="hash_threads"):
+            mover.in_thread(lambda: None)
+    assert started and not done
+    assert await mover._in_threads(work, views, range(4)) == list(range(4))
+    mover.close()
+    assert sorted(done) == list(range(4))

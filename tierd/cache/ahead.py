@@ -4,7 +4,7 @@
 
 Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: sums are taken for
 the very life of a page, length and layers that they were made of; each page of a reservation is hashed ahead once at most, and no more than
-FOLLOWED_LIMIT reservations at one time, so that nobody keeps the threads busy by talking. Who writes to a page after he has said that he is done has
+FOLLOWED_LIMIT reservations at one time, SESSION_LIMIT of one session, so that nobody keeps the threads busy by talking. Who writes to a page after he has said that he is done has
 committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
 """
 
@@ -21,12 +21,15 @@ from tierd.core.block import slice_lengths
 from tierd.core.core import Core
 from tierd.core.model import StructArray
 from tierd.core.plan import Committing
+from tierd.errors import TierFailed
 from tierd.mover import Hashed, Mover
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.tier import MappedTier, SliceTable, Tier, is_mapped
 
 FOLLOWED_LIMIT = 64
 """Reservations that are being hashed; beyond it commits do the work."""
+SESSION_LIMIT = FOLLOWED_LIMIT // 4
+"""Of them, of one session."""
 Life = tuple[int, int, int, int]
 """Of a page: segment, generation, length of its block, layers."""
 
@@ -66,7 +69,7 @@ class Ahead:
         """The blocks of a reservation before this index are written. What cannot be hashed now is left to the commit. Raises NotFound."""
         job = self._jobs.get((session, reservation))
         if job is None:
-            pages = self._pages(session, reservation) if len(self._jobs) < FOLLOWED_LIMIT else []
+            pages = [] if self._is_full(session) else self._pages(session, reservation)
             if not pages:
                 return
             job = self._jobs[session, reservation] = Job(pages[::-1])
@@ -76,12 +79,13 @@ class Ahead:
 
     def _pages(self, session: int, reservation: int) -> list[tuple[int, Life, memoryview]]:
         """All that the reservation has still open; none where something of it is not mapped."""
-        indices, extents, metas = self._core.open_pages(session, reservation=reservation)
+        there = self._core.open_pages(session, reservation=reservation)
+        extents, metas = there.extents, there.metas
         tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
         if len(tiers) < len(extents):
             return []
         metas["layers"] = self._layers_of(metas["namespace"])
-        return list(zip(indices.tolist(), _lives(extents, metas), _views(tiers, extents, metas), strict=True))
+        return list(zip(there.indices.tolist(), _lives(extents, metas), _views(tiers, extents, metas), strict=True))
 
     async def hash(self, committing: Committing) -> Hashed:
         """Sums and digests of a commit's pages, whose metas have their layers. Raises what hashing raises."""
@@ -112,8 +116,16 @@ class Ahead:
         for key in [key for key in self._jobs if key[0] == session]:
             self.drop(*key)
 
+    def _is_full(self, session: int) -> bool:
+        """Whether all that may be are being hashed, or all of the session's."""
+        return len(self._jobs) >= FOLLOWED_LIMIT or sum(its == session for its, _ in self._jobs) >= SESSION_LIMIT
+
     def _follow(self, job: Job) -> None:
-        job.thread = self._mover.in_thread(job.follow)
+        try:
+            job.thread = self._mover.in_thread(job.follow)
+        except TierFailed:  # no thread can be had: the commit will tell
+            job.left.clear()
+            return
         job.thread.add_done_callback(lambda done: self._followed(job, done))
 
     def _followed(self, job: Job, done: asyncio.Future[None]) -> None:

@@ -26,11 +26,12 @@ from tierd.cache.holdings import Holdings, Key
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
+from tierd.cache.publication import Publication
 from tierd.cache.releases import LateReleases
 from tierd.cache.verification import Verification
 from tierd.cache.watch import Watch
 from tierd.core.block import Namespace, NamespaceSpec
-from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, Reason, StructArray, TierKind, Wanted
+from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, StructArray, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
     Committed,
@@ -49,13 +50,12 @@ from tierd.errors import (
     NotPermitted,
     SessionLost,
     StaleHandle,
-    TierFailed,
     Unavailable,
     Unsupported,
 )
 from tierd.failpoint import failpoint
 from tierd.tiers.holds import FormerHolder, Holder, HoldKind
-from tierd.tiers.tier import SliceTable, is_mapped, is_shared
+from tierd.tiers.tier import is_mapped
 
 log = structlog.get_logger(__name__)
 
@@ -106,6 +106,7 @@ class Cache:
             parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of, setting=(parts.verify, parts.seed)
         )
         self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of)
+        self._publication = Publication(parts, self.ahead, self.flights, layers_of=self._layers_of)
         self.releases = LateReleases(self._give_back)
         self.is_draining = False
 
@@ -136,6 +137,7 @@ class Cache:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
         self._tenants.pop(session, None)
         self.ahead.forget(session)
+        self.events.ring()  # its watchers hear that it has ended
 
     def leave_session(self, session: int) -> None:
         """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
@@ -205,7 +207,7 @@ class Cache:
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way: there may be a good one farther off.
             self._give_back(session, [got.lease])
-            again, served = await self._bring(session, groups, kind=kind, timeout_s=deadline - now())
+            again, served = await self._bring(session, groups, kind=kind, timeout_s=deadline - now(), again=got)
             got = replace(again, tokens=max(again.tokens, got.tokens))
         count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
         if not got.lease:
@@ -217,16 +219,25 @@ class Cache:
         return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
     async def _bring(
-        self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float
+        self,
+        session: int,
+        groups: Sequence[GroupQuery],
+        *,
+        kind: Wanted,
+        timeout_s: float,
+        again: Acquisition | None = None,
     ) -> tuple[Acquisition, Served]:
-        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded."""
+        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. again: what was tried before."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
-        got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        if again is None:
+            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        else:
+            got = self.core.acquire_again(session, again.question, now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
         if not got.whole and self.releases.make():  # their pages may be the room that was missing
             self._give_back(session, [got.lease])
-            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+            got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
             self.flights.start(got.plan, session=session)
         if not got.lease:
             if got.shut:
@@ -273,36 +284,33 @@ class Cache:
         kind: Wanted,
         durability: Durability = Durability.MEMORY,
         timeout_s: float = 0.0,
-        is_ahead: bool = False,
     ) -> Reserved:
-        """Pages for the session to write. Raises Unavailable while draining, TierFailed, Unsupported for is_ahead in a replay.
+        """Pages for the session to write. Raises Unavailable while draining, TierFailed.
 
         durability: what the commit will ask for. Blocks that exist already have no commit to come, so they are made durable here, within
-        timeout_s; those that cannot be are FAILED. is_ahead: for a put that may come; there are none where all such pages would be too many.
+        timeout_s; those that cannot be are FAILED.
         """
-        if is_ahead and self.clock.is_replay:
+        self._check_puts(session, groups)
+        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
+        async with self._given(session, reserved):
+            if durability is Durability.DURABLE:
+                await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
+        count_reserved(self.metrics, reserved)
+        return reserved
+
+    async def reserve_ahead(
+        self, session: int, groups: Sequence[PutQuery], *, kind: Wanted, instead_of: int = 0
+    ) -> Reserved:
+        """As `reserve`, for a put that may come; there are none where all such pages would be too many. instead_of: a reservation whose put has come. Raises Unsupported in a replay."""
+        if self.clock.is_replay:
             raise Unsupported(
                 "reserve: nothing ahead under a replay clock, which knows no meanwhile; reserve for a put"
             )
-        for group in groups:
-            self.namespace_for(session, group.namespace)
-        if self.is_draining:
-            raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
-        self.releases.make()
-        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now(), is_ahead=is_ahead)
-        self.flights.start(reserved.plan)
-        try:
-            await self._make_ready(reserved, groups, durability=durability, timeout_s=timeout_s)
-            if reserved.reservation:
-                failpoint("cache.reserve.before_hold")
-                where = np.flatnonzero(np.concatenate(reserved.statuses) == BlockStatus.RESERVED)
-                self._hold((session, HoldKind.RESERVATION, reserved.reservation), reserved.pages, at=where)
-        except BaseException:
-            self._abort(session, reserved.reservation)
-            raise
-        if not is_ahead:
-            count_reserved(self.metrics, reserved)
-        self.background.wake()
+        self._check_puts(session, groups)
+        self.core.take_ahead(session, instead_of)
+        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now(), is_ahead=True)
+        async with self._given(session, reserved):
+            pass
         return reserved
 
     async def commit(
@@ -366,8 +374,7 @@ class Cache:
         """Batches of events until the session stops; of its tenant only, unless it sees all. Raises SessionLost."""
         tenant = self.tenant_of(session)
         sees = None if sees_all else lambda n: self.registry.get(n).tenant == tenant
-        async for batch in self.events.follow(after, sees=sees):
-            self.tenant_of(session)
+        async for batch in self.events.follow(after, sees=sees, check=lambda: self.tenant_of(session)):
             yield batch
 
     # -- inner steps
@@ -387,13 +394,13 @@ class Cache:
     async def _finish_commit(self, committing: Committing, *, lease: bool, keep_open: bool) -> Committed:
         """From hashing to publication, and to what the session holds of it."""
         failpoint("cache.commit.before_hash")
-        metas, slices = committing.metas, await self._hash(committing)
+        metas, slices = committing.metas, await self._publication.hash(committing)
         failpoint("cache.commit.before_publish")
         ok = np.full(len(metas), slices is not None)
         committed = self.core.finish_commit(
             committing, digests=metas["digest"], ok=ok, lease=lease, keep_open=keep_open, now=self.clock.now()
         )
-        self._publish(committed, metas, slices or [])
+        self._publication.publish(committed, metas, slices or [])
         failpoint("cache.commit.before_hold")
         self.flights.start(committed.plan)
         held, session = committed.statuses != BlockStatus.FAILED, committing.session
@@ -406,6 +413,8 @@ class Cache:
             self._give_back(session, [committed.lease])
             raise
         finally:
+            if not keep_open:
+                self.ahead.drop(session, committing.reservation)  # of what was said while this was hashing
             reservation = (session, HoldKind.RESERVATION, committing.reservation)
             self._holdings.drop(reservation, only=committing.indices[held].astype(np.int64) if keep_open else None)
         return committed
@@ -427,45 +436,35 @@ class Cache:
         committed.extents["page"][gone] = NO_PAGE
         return replace(committed, lease=0)
 
-    async def _hash(self, committing: Committing) -> list[SliceTable] | None:
-        """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
-        metas = committing.metas
-        try:
-            metas["layers"] = self._layers_of(metas["namespace"])
-            metas["epoch"] = [self.registry.get(n).epoch for n in metas["namespace"].tolist()]
-            metas["time_ms"] = self.clock.wall_ms()
-            hashed = await self.ahead.hash(committing)
-        except Exception as error:  # whatever it is, the pages must not stay busy
-            is_news = not isinstance(error, TierFailed)  # a GPU's process has ended
-            log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=is_news)
-            return None
-        metas["digest"], metas["slices"] = hashed.digests, [*map(len, hashed.slices)]
-        return hashed.slices
-
     def _disown(self, session: int, work: asyncio.Future[Committed]) -> None:
         """A commit whose caller has gone: its blocks stay, its lease does not."""
         if not work.cancelled() and work.exception() is None and work.result().lease:
             self._give_back(session, [work.result().lease])
 
-    def _publish(self, committed: Committed, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """Catalogue entries of what is new, in the same step as the core's publication."""
-        new = np.flatnonzero(committed.statuses == BlockStatus.READY)
-        for tier in filter(is_shared, self.tiers):
-            rows = new[committed.extents["tier"][new] == tier.position]
-            if len(rows):
-                tier.publish(committed.extents[rows], metas[rows], [slices[i] for i in rows])
-                self.metrics.blocks_committed.labels(tier=tier.spec.name).inc(len(rows))
-        reasons = np.full(len(new), Reason.NONE, dtype=np.uint16)
-        self.flights.announce(metas[new], committed.extents["tier"][new], reasons)
+    def _check_puts(self, session: int, groups: Sequence[PutQuery]) -> None:
+        """The last look before the core reserves. Raises NotFound, NotPermitted, StaleHandle, Unavailable while draining."""
+        for group in groups:
+            self.namespace_for(session, group.namespace)
+        if self.is_draining:
+            raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
+        self.releases.make()
 
-    async def _make_ready(
-        self, reserved: Reserved, groups: Sequence[PutQuery], *, durability: Durability, timeout_s: float
-    ) -> None:
-        """What a Reserve waits for before its handles leave. Raises TierFailed."""
-        # Every segment, not only those that begin here: another call may have begun one a moment ago.
-        await self.flights.prepared(np.unique(reserved.pages["segment"]).tolist())
-        if durability is Durability.DURABLE:
-            await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
+    @contextlib.asynccontextmanager
+    async def _given(self, session: int, reserved: Reserved) -> AsyncIterator[None]:
+        """Around what else a Reserve waits for before its handles leave; given back if that fails. Raises TierFailed."""
+        self.flights.start(reserved.plan)
+        try:
+            # Every segment, not only those that begin here: another call may have begun one a moment ago.
+            await self.flights.prepared(np.unique(reserved.pages["segment"]).tolist())
+            yield
+            if reserved.reservation:
+                failpoint("cache.reserve.before_hold")
+                where = np.flatnonzero(np.concatenate(reserved.statuses) == BlockStatus.RESERVED)
+                self._hold((session, HoldKind.RESERVATION, reserved.reservation), reserved.pages, at=where)
+        except BaseException:
+            self._abort(session, reserved.reservation)
+            raise
+        self.background.wake()
 
     def _abort(self, session: int, reservation: int) -> None:
         with contextlib.suppress(NotFound):  # the session has ended, and everything of it
@@ -486,6 +485,8 @@ class Cache:
         """Writes into the holds file who has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
         if key[0] not in self._tenants:
             raise SessionLost(f"session {key[0]}: it ended during the call; open a session again")
+        if self._holdings.is_full(key[0]):
+            self.releases.make()  # of what it has given back already
         self._holdings.add(key, extents, at=at)
 
     def _layers_of(self, namespaces: StructArray) -> StructArray:

@@ -75,21 +75,30 @@ class EventLog:
             self._bytes += len(part)
         while len(self._events) > self._limit or self._bytes > LOG_BYTES:
             self._bytes -= len(self._events.popleft().hashes)
+        self.ring()
+
+    def ring(self) -> None:
+        """Wakes the watchers: there is something new, or somebody's session has ended."""
         self._bell.set()
         self._bell = asyncio.Event()
 
     async def follow(
-        self, after: int = 0, *, sees: Callable[[int], bool] | None = None
+        self,
+        after: int = 0,
+        *,
+        sees: Callable[[int], bool] | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> AsyncGenerator[list[Event], None]:
         """Batches of events after a sequence number (0: from now on), until `close`.
 
-        sees: whether the watcher may hear of a namespace id; None: of all. A gap shows as one LOST event.
+        sees: whether the watcher may hear of a namespace id; None: of all. check: raises where the watcher is to hear of nothing more. A gap shows as one LOST event.
         """
         if after > self._last:
             yield [Event(self._last, EventKind.LOST, 0, 0, b"", "the watcher followed another daemon")]
         position = min(after or self._last, self._last)
         while True:
             bell = self._bell
+            check()
             batch = self._since(position)
             if batch:
                 position = batch[-1].sequence

@@ -48,9 +48,13 @@ class Holdings:
         self._table.erase(former.leased_rows[~leased])
         self._table.erase(former.reserved_rows[~reserved])
 
+    def is_full(self, session: int) -> bool:
+        """Whether it holds as much as it may."""
+        return self._held[session] >= HOLDS_LIMIT
+
     def add(self, key: Key, extents: StructArray, *, at: Ids | None = None) -> None:
         """Records EXTENT [n], before handles leave. at: their positions, where not 0 to n - 1. Raises TierFailed, Overloaded."""
-        if self._held[key[0]] >= HOLDS_LIMIT:
+        if self.is_full(key[0]):
             raise Overloaded(f"session: it holds {HOLDS_LIMIT} leases and reservations, the most; release some of them")
         where = np.arange(len(extents)) if at is None else at
         self._rows[key] = (where, self._table.append(key[0], extents, kind=key[1]))

@@ -18,13 +18,17 @@ import weakref
 
 from tierd.client import forks
 from tierd.client.session import Session
-from tierd.errors import OperatorError, Overloaded
+from tierd.errors import OperatorError, Overloaded, Unavailable
 
 HEAD = struct.Struct("<I")
 """The length before each message."""
 MESSAGE_MAX_BYTES = 8 << 20
 FIRST_BYTES = 64 << 10
 """Read at once: as a rule that is the whole answer."""
+
+
+class LineLost(Unavailable):
+    """The line of a call has ended, and the session has not: the same call may be made over another."""
 
 
 class Line:
@@ -134,6 +138,13 @@ class Lines:
         line.close()
         with self._turn:
             self._busy.discard(line)
+
+    def drop_resting(self) -> None:
+        """What ended one line may have ended these."""
+        with self._turn:
+            resting, self._resting = self._resting, []
+        for line in resting:
+            line.close()
 
     def close(self) -> None:
         """Ends all of them, and the calls in progress."""

@@ -1,7 +1,7 @@
 """The transport to a daemon on this machine: calls over lines, and over gRPC what lines do not carry. grpc is loaded when that is first needed.
 
 Purpose: which way a call goes, and errors in our words. Non-purpose: bytes of a line (lines.py), gRPC (rpc.py). Invariants: every call has a deadline;
-what a call gave whose reply did not come, however it was given up, is taken back; a failure that did not come from the daemon itself marks the link lost.
+what a call gave whose reply did not come, however it was given up, is taken back; a failure that did not come from the daemon itself marks the link lost, unless the daemon says that only the line is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client.connection import Link
-from tierd.client.lines import MESSAGE_MAX_BYTES, Line, Lines
+from tierd.client.lines import MESSAGE_MAX_BYTES, Line, LineLost, Lines
 from tierd.client.protocol import GIVING, error_of
 from tierd.client.spares import Spares
 from tierd.errors import DeadlineExceeded, OperatorError, Overloaded, TierdError, Unavailable
@@ -37,12 +37,12 @@ class Sent:
     def __init__(self, link: Link, lines: Lines, line: Line, *, method: str, name: str) -> None:
         self._link, self._lines, self._line, self._method, self._name = link, lines, line, method, name
 
-    def during(self, work: Callable[[], None]) -> None:
+    def during(self, work: Callable[[], None], *, deadline: float) -> None:
         """Work to be done before the reply is waited for; if it fails, the call is given up."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
-            raise self.given_up(error) from None
+            raise self.given_up(error, deadline) from None
 
     def reply(self, *, deadline: float) -> Any:
         """The reply. Raises TierdErrors."""
@@ -50,25 +50,37 @@ class Sent:
             answer = pb.Answer.FromString(self._line.receive(deadline=deadline))
             reply = None if answer.status else _REPLIES[self._method](answer.message)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
-            raise self.given_up(error) from None
+            raise self.given_up(error, deadline) from None
         self._lines.rest(self._line)
         if reply is None:
             self._revoke()
             raise _refused(answer)
         return reply
 
-    def given_up(self, error: BaseException) -> BaseException:
+    def given_up(self, error: BaseException, deadline: float) -> BaseException:
         """The call has failed in the middle; what it means."""
         self._lines.drop(self._line)
         self._revoke()
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"daemon: no answer to {self._method} in time; allow more, or take it as a miss")
         if isinstance(error, OSError | EOFError):
+            if self._is_served(deadline):
+                self._lines.drop_resting()
+                return LineLost(f"daemon: the line of {self._method} was closed during the call ({error}); try again")
             self._link.is_broken = True
             return Unavailable(f"daemon: the connection was closed during the call ({error}); try again")
         if isinstance(error, DecodeError):
             return OperatorError(f"daemon: its answer to {self._method} is none ({error}); versions differ?")
         return error
+
+    def _is_served(self, deadline: float) -> bool:
+        """Whether the daemon still knows the session: asked, because a process that dies closes its sockets one after another."""
+        assert self._link.session is not None
+        try:
+            self._link.session.ask({"op": "ping"}, timeout_s=max(0.0, deadline - time.monotonic()))
+        except TierdError:
+            return False
+        return True
 
     def _revoke(self) -> None:
         if self._name and self._link.session is not None:
@@ -109,7 +121,7 @@ class LocalTransport:
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
             if meanwhile is not None:
                 begun = time.monotonic()
-                sent.during(meanwhile)
+                sent.during(meanwhile, deadline=deadline)
                 deadline += time.monotonic() - begun
             return sent.reply(deadline=deadline)
 
@@ -171,7 +183,7 @@ class LocalTransport:
         try:
             line.send(raw, deadline=deadline)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
-            raise sent.given_up(error) from None
+            raise sent.given_up(error, deadline) from None
         return sent
 
 

@@ -138,8 +138,7 @@ class Session:
             reply, fds = self._exchange({"op": "line"}, timeout_s=left_s, is_vital=False)
         try:
             _checked(reply)
-            if len(fds) != 1:
-                raise OperatorError(f"daemon: {len(fds)} descriptors for a line instead of 1; versions differ?")
+            _check_came(fds, 1, what="a line")
             return socket.socket(fileno=fds.pop())
         finally:
             _close(fds)
@@ -203,10 +202,7 @@ class Session:
         reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
         try:
             _checked(reply)
-            if len(fds) != 2:
-                raise OperatorError(
-                    f"daemon: {len(fds)} descriptors for segment {segment} instead of 2; versions differ?"
-                )
+            _check_came(fds, 2, what=f"segment {segment}")
             data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
             is_writable = bool(reply["writable"])
             if tier not in self.gpus:
@@ -401,6 +397,16 @@ def _checked(reply: Mapping[str, Any]) -> dict[str, Any]:
     if not reply["ok"]:
         raise error_of(str(reply.get("error")), str(reply.get("message")), status="refused")
     return reply
+
+
+def _check_came(fds: Sequence[int], count: int, *, what: str) -> None:
+    """Descriptors for which a process has no room are dropped by the kernel, so too few of them say that; too many, that they mean something else."""
+    if len(fds) < count:
+        raise Overloaded(
+            f"session socket: {len(fds)} of {count} descriptors for {what} came in: this process has as many open as it may; close some, or raise its limit (ulimit -n)"
+        )
+    if len(fds) > count:
+        raise OperatorError(f"daemon: {len(fds)} descriptors for {what} instead of {count}; versions differ?")
 
 
 def _close(fds: Iterable[int]) -> None:

@@ -20,6 +20,7 @@ from tierd.client.connection import Connector, Link
 from tierd.client.credits import pause_s
 from tierd.client.early import EarlyCopy
 from tierd.client.lease import Lease
+from tierd.client.lines import LineLost
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
@@ -208,6 +209,7 @@ class Verbs:
     def reserved(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
     ) -> Steps[ReservedPages]:
+        """The inner half of `reserve`: whatever fails is raised. durable: what the commit will ask for."""
         self._check_local("reserve")
         yield from self._check_device(tier, deadline)
         link, reply = yield from self._ask(
@@ -238,9 +240,10 @@ class Verbs:
         link = yield from self._link(deadline)
         if isinstance(self.connector.target, RemoteTarget):
             return (yield from remote.put(link, group, sources, durable=durable, deadline=deadline))
-        return (yield from writing.put(self, link, group, sources, durable=durable, deadline=deadline))
+        return (yield from writing.put(self, link, writing.Write(group, sources, deadline, durable)))
 
     def committed(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
+        """The inner half of `commit`: whatever fails is raised."""
         hold = pages.held()
         pages.seal(_indices(request) if request.keep_open else None)
         reply = yield from self._ask_holder(hold, "Commit", request, deadline)
@@ -299,8 +302,8 @@ class Verbs:
                 link.is_broken = True
                 if not is_first:
                     raise
-            except Unavailable:
-                if link.is_usable or not is_first:
+            except Unavailable as error:
+                if not is_first or (link.is_usable and not isinstance(error, LineLost)):
                     raise
             is_first = False
 

@@ -9,6 +9,7 @@ Invariants: a put answers with what the daemon said of each block; one into spar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import buffers, protocol
@@ -30,26 +31,42 @@ TELL_BYTES = 1 << 20
 """Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
 
 
-def put(
-    verbs: Verbs, link: Link, group: PutGroup, sources: Sequence[buffers.Bytes], *, durable: bool, deadline: float
-) -> Steps[PutResult]:
-    """Stores blocks, one source each."""
-    size, length = sum(map(len, sources)), max(map(len, sources))
-    spares = link.spares if size >= LEAST_BYTES and _can_wait_for_names(group) else None
-    if spares is None or durable or verbs.tells_events:
-        return PutResult((yield from _into_reserved(verbs, group, sources, durable=durable, deadline=deadline)))
-    spare = yield Do(lambda: spares.take(group, length=length, deadline=deadline))
-    number, is_long = spare[0] if spare else 0, size >= LONG_BYTES
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What a put is to do: a source for each block of a group, by when, and whether onto NVMe."""
+
+    group: PutGroup
+    sources: Sequence[buffers.Bytes]
+    deadline: float
+    durable: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(map(len, self.sources))
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether a reserve must say what no commit can."""
+        group = self.group
+        says_more = group.priority is not None or group.retention_s is not None
+        return self.durable or says_more or len(group.parent) != HASH_BYTES
+
+
+def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
+    """Stores blocks."""
+    group, spares = write.group, link.spares
+    if spares is None or write.bytes < LEAST_BYTES or write.needs_names or verbs.tells_events:
+        return PutResult((yield from _into_reserved(verbs, write)))
+    length, is_long = max(map(len, write.sources)), write.bytes >= LONG_BYTES
+    spare = yield Do(lambda: spares.take(group, length=length, deadline=write.deadline))
     if is_long:
-        spares.order(group, length=length, taken=number)
+        spares.order(group, length=length, taken=spare[0] if spare else 0)
     statuses = None
     if spare is not None:
-        handles = spare[1][: len(sources)]
-        handles["length"] = [len(source) for source in sources]
-        pages = verbs.pages(Hold(link, reservation=number), handles)
-        statuses = yield from _into_spare(verbs, pages, group, sources, deadline)
+        statuses = yield from _into_spare(verbs, link, spare, write)
     if statuses is None:
-        statuses = yield from _into_reserved(verbs, group, sources, durable=False, deadline=deadline)
+        statuses = yield from _into_reserved(verbs, write)
     if (statuses != BlockStatus.READY).any():
         yield Do(spares.pause)
     elif not is_long:
@@ -57,27 +74,18 @@ def put(
     return PutResult(statuses)
 
 
-def _can_wait_for_names(group: PutGroup) -> bool:
-    """Whether a commit can say all that a reserve would."""
-    return group.priority is None and group.retention_s is None and len(group.parent) == HASH_BYTES
-
-
-def _into_reserved(
-    verbs: Verbs, group: PutGroup, sources: Sequence[buffers.Bytes], *, durable: bool, deadline: float
-) -> Steps[Any]:
+def _into_reserved(verbs: Verbs, write: Write) -> Steps[Any]:
     """u2 [n] of BlockStatus."""
-    pages = yield from verbs.reserved([group], "host", deadline, durable=durable)
+    pages = yield from verbs.reserved([write.group], "host", write.deadline, durable=write.durable)
     statuses = pages.statuses.copy()
     if pages:
-        written = yield from _written(verbs, pages, sources, None, durable=durable, deadline=deadline)
-        statuses[statuses == BlockStatus.RESERVED] = written
+        statuses[statuses == BlockStatus.RESERVED] = yield from _written(verbs, pages, write, None)
     return statuses
 
 
-def _into_spare(
-    verbs: Verbs, pages: ReservedPages, group: PutGroup, sources: Sequence[buffers.Bytes], deadline: float
-) -> Steps[Any]:
+def _into_spare(verbs: Verbs, link: Link, spare: tuple[int, StructArray], write: Write) -> Steps[Any]:
     """u2 [n] of BlockStatus; None: nothing was stored, for a reason that reserving tells."""
+    group, sources = write.group, write.sources
     names = group.namespace.naming(
         protocol.checked_hashes(group.hashes),
         index=range(len(sources)),
@@ -85,29 +93,23 @@ def _into_spare(
         position=group.position,
         tokens=group.tokens,
     )
-    names["length"] = [len(source) for source in sources]
+    handles = spare[1][: len(sources)]
+    names["length"] = handles["length"] = [len(source) for source in sources]
+    pages = verbs.pages(Hold(link, reservation=spare[0]), handles)
     try:
-        yield from verbs.mapped(pages, deadline)
-        statuses = yield from _written(verbs, pages, sources, names, durable=False, deadline=deadline)
+        yield from verbs.mapped(pages, write.deadline)
+        statuses = yield from _written(verbs, pages, write, names)
     except (NotFound, StaleHandle):
         return None
     return None if (statuses == BlockStatus.FAILED).any() else statuses
 
 
-def _written(
-    verbs: Verbs,
-    pages: ReservedPages,
-    sources: Sequence[buffers.Bytes],
-    names: StructArray | None,
-    *,
-    durable: bool,
-    deadline: float,
-) -> Steps[Any]:
+def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArray | None) -> Steps[Any]:
     """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
     try:
-        yield Do(lambda: _fill(pages, sources))
-        request = protocol.commit_request(pages.id, names, durable=durable, lease=False, keep_open=False)
-        return (yield from verbs.committed(pages, request, deadline)).statuses
+        yield Do(lambda: _fill(pages, write.sources))
+        request = protocol.commit_request(pages.id, names, durable=write.durable, lease=False, keep_open=False)
+        return (yield from verbs.committed(pages, request, write.deadline)).statuses
     except BaseException:
         pages.drop()
         raise

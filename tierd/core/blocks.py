@@ -170,12 +170,21 @@ class Blocks:
     def ancestors(self, ids: Ids) -> Ids:
         """The blocks before these, nearest first, each once and none of these."""
         parents, seen, out = self.parent[ids], set(ids.tolist()), []
+        parent = self.parent.data  # an element of it costs a third of one of the array
         for start in dict.fromkeys(parents[parents >= 0].tolist()):
             above = start
             while above >= 0 and above not in seen:
                 seen.add(above)
                 out.append(above)
-                above = int(self.parent[above])
+                above = parent[above]
+        return np.asarray(out, np.int64)
+
+    def upwards(self, start: int, limit: int) -> Ids:
+        """The block (-1: none) and those before it, nearest first, at most so many."""
+        parent, out = self.parent.data, list[int]()
+        while start >= 0 and len(out) < limit:
+            out.append(start)
+            start = parent[start]
         return np.asarray(out, np.int64)
 
     def fade(self, ids: Ids) -> None:

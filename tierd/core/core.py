@@ -38,9 +38,11 @@ from tierd.core.plan import (
     Found,
     GroupQuery,
     Ids,
+    OpenPages,
     PagesHeld,
     Plan,
     PutQuery,
+    Question,
     Reserved,
     Restored,
     Served,
@@ -125,6 +127,10 @@ class Core:
         """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from."""
         return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
 
+    def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers = NO_TIERS) -> Acquisition:
+        """What an acquisition of a moment ago comes to now that its lease is released; its question was asked, and its blocks were used, once."""
+        return self._gets.acquire_again(session, question, now=now, shut=shut)
+
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.
 
@@ -176,8 +182,8 @@ class Core:
         """The put has come that a reservation was made ahead for; nothing if there is no such reservation."""
         self._puts.take_ahead(session, reservation)
 
-    def open_pages(self, session: int, *, reservation: int) -> tuple[Ids, StructArray, StructArray]:
-        """Indices int64 [n], EXTENT [n] and META [n] (names as far as they are known) of the blocks of a reservation that are still open. Raises NotFound."""
+    def open_pages(self, session: int, *, reservation: int) -> OpenPages:
+        """The blocks of a reservation that are still open. Raises NotFound."""
         return self._puts.open_pages(session, reservation=reservation)
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
@@ -244,6 +250,10 @@ class Core:
         place or block, a digest that contradicts another tier's.
         """
         return self._upkeep.adopt(tier, segments=segments, extents=extents, metas=metas, now=now)
+
+    def close_empty(self) -> None:
+        """After every adopt and restore, once: segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
+        self._upkeep.close_empty()
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Plan:
         """Nothing in them is found again; pinned pages are freed when they are released. Commits under way into them are FAILED."""

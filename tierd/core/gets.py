@@ -22,7 +22,7 @@ from tierd.core.eviction import Asked
 from tierd.core.groups import Span, block_tokens, check_groups, ends, longest, needed
 from tierd.core.leases import Held, Lease, Session, Sessions
 from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
-from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Served, ServedGroup
+from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Question, Served, ServedGroup
 from tierd.core.planner import Planner, Where
 from tierd.core.sets import among, in_order, kinds, true_rows
 from tierd.errors import InvalidArgument
@@ -37,11 +37,13 @@ ATTEMPTS = 8
 
 @dataclass(slots=True)
 class Sight:
-    """A question with what is known of its blocks. ids, tier: int64 and int8 [ranks, n] per group; -1 where nothing can be read."""
+    """A question with what is known of its blocks. ids, tier: int64 and int8 [ranks, n] per group; -1 where nothing can be read. used: blocks that
+    count as used by it already."""
 
     groups: Sequence[GroupQuery]
     ids: list[Ids]
     tier: list[NDArray[np.int8]]
+    used: tuple[Ids, ...] = ()
 
     def there(self, but: Ids | None = None) -> list[Bools]:
         """Per group, which blocks can be read for every rank; not those in `but`."""
@@ -86,21 +88,31 @@ class Gets:
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
     ) -> Acquisition:
         """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
-        holder, draft = self._sessions.get(session), Draft(now)
-        sight = self._look(groups, holder.domain)
+        sight = self._look(groups, self._sessions.get(session).domain)
         self._relax(groups)
         self._tell(sight, now)
+        return self._acquire(session, sight, Question(tuple(groups), kind), Draft(now), shut)
+
+    def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
+        """As `acquire`, of a question that was told of already."""
+        sight = self._look(question.groups, self._sessions.get(session).domain)
+        sight.used = question.used
+        return self._acquire(session, sight, question, Draft(now), shut)
+
+    def _acquire(self, session: int, sight: Sight, question: Question, draft: Draft, shut: Tiers) -> Acquisition:
+        holder, groups, kind = self._sessions.get(session), question.groups, question.kind
         most = longest(groups, sight.there())
         tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
         tier_tokens = self._tier_tokens(sight, tokens)
         lies_shut = tokens < most and any(among(tier, list(shut)).any() for tier in sight.tier)
         if tokens == 0:
-            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut)
-        lease = Lease(self._sessions.next_id(), session, kind, tuple(groups), self._held(sight, tokens, kind), tokens)
+            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut, question)
+        lease = Lease(self._sessions.next_id(), session, kind, groups, self._held(sight, tokens, kind), tokens)
         self._pin(lease, holder)
         for held in lease.held:
             self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
-        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut)
+        question = replace(question, used=(*question.used, *(held.blocks.ravel() for held in lease.held)))
+        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question)
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
         """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
@@ -204,7 +216,8 @@ class Gets:
                 reason = Reason.PREFETCH if holder is None else Reason.DEMAND
                 over = self._bring(blocks, away, kind=kind, reason=reason, draft=draft)
             if len(over) == 0:
-                self._used(blocks, brought, kind=kind, demand=holder is not None, now=draft.now)
+                if holder is not None:
+                    self._used(_without(blocks, sight.used), brought, kind=kind, now=draft.now)
                 return tokens
             failed = np.concatenate((failed, over))
         return 0
@@ -249,17 +262,14 @@ class Gets:
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
         return over
 
-    def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, demand: bool, now: float) -> None:
+    def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, now: float) -> None:
         """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
         serving = self._index.serving(kind)
-        if demand:
-            arrived = among(blocks, brought)
-            self._index.blocks.touch(
-                blocks, now
-            )  # first, so that policies can tell uses by requests from other touches
-            for tier in self._index.serving():
-                self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
-            self._index.note_use(blocks[::-1], now)
+        arrived = among(blocks, brought)
+        self._index.blocks.touch(blocks, now)  # first, so that policies can tell uses by requests from other touches
+        for tier in self._index.serving():
+            self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
+        self._index.note_use(blocks[::-1], now)
 
     # -- inside: leases
 
@@ -327,3 +337,8 @@ class Gets:
                 extents[here] = self._index.tiers[tier].extents(held.pages[here])
         tokens = block_tokens(group)[held.first : held.first + shape[1]].astype(np.uint32)
         return ServedGroup(held.first, shape[1], extents, tokens, held.blocks)
+
+
+def _without(blocks: Ids, others: Sequence[Ids]) -> Ids:
+    """Those that are not among the others, in their order."""
+    return blocks[~among(blocks, np.concatenate(others))] if others else blocks

@@ -350,8 +350,8 @@ class Index:
         out = np.zeros(len(pages), FREED)
         out["extent"] = pages_of.extents(pages)
         out["reason"] = reasons
-        out["was_ready"] = pages_of.state[pages] >= PageState.READY
         blocks = pages_of.block[pages]
+        out["was_ready"] = (pages_of.state[pages] >= PageState.READY) & (blocks >= 0)
         known = true_rows(blocks >= 0)
         out["namespace"][known] = self.blocks.namespace[blocks[known]]
         out["hash"][known] = np.ascontiguousarray(self.blocks.hash[blocks[known]]).view(np.uint8).reshape(-1, 32)

@@ -21,6 +21,7 @@ from tierd.core.model import (
     SegmentAssignment,
     StructArray,
     TierKind,
+    Wanted,
 )
 
 Bools = NDArray[np.bool_]
@@ -133,12 +134,21 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What was acquired, and the blocks that count as used by it."""
+
+    groups: tuple[GroupQuery, ...] = ()
+    kind: Wanted = TierKind.HOST
+    used: tuple[Ids, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Acquisition:
     """A lease in the making. Run the plan's transfers, await its waits, then `settle` (also with nothing to run).
 
     lease: 0 if nothing can be served (the plan is then empty, or only what was planned on the way). tokens: servable if every transfer succeeds.
     tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now. shut: blocks of it lie in
-    tiers that were not to be read from.
+    tiers that were not to be read from. question: to be asked again, where that may come to more.
     """
 
     lease: int
@@ -147,6 +157,7 @@ class Acquisition:
     plan: Plan
     whole: bool
     shut: bool = False
+    question: Question = Question()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +215,15 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenPages:
+    """What of a reservation is still to be committed. indices: int64 [n] over all of it; extents: EXTENT [n]; metas: META [n], names as far as they are known."""
+
+    indices: Ids
+    extents: StructArray
+    metas: StructArray
+
+
+@dataclass(frozen=True, slots=True)
 class Committing:
     """Pages between begin_commit and finish_commit: written by the client, being hashed outside.
 
@@ -238,10 +258,9 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """lease and reservation: 0 if nothing was taken. pinned, reserved: bool, which of the extents were."""
+    """lease: on all that was taken, 0 if nothing was. pinned, reserved: bool, which of the extents were."""
 
     lease: int
-    reservation: int
     pinned: Bools
     reserved: Bools
 

@@ -33,7 +33,7 @@ from tierd.core.model import (
     Wanted,
 )
 from tierd.core.pages import DAEMON
-from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, PutQuery, Reserved
+from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, OpenPages, PutQuery, Reserved
 from tierd.core.planner import Planner, Where
 from tierd.core.said import Said, keep_said, said_by
 from tierd.core.segment import Key
@@ -42,8 +42,6 @@ from tierd.errors import InvalidArgument, NotFound
 
 AHEAD_SHARE = 16
 """One part in so many of a kind of tier is at most reserved for puts that may come."""
-UNKNOWN_NAMESPACE = 0xFFFF_FFFF
-"""Of pages that were reserved under a former daemon: they cannot be committed, only let go."""
 
 
 class Puts:
@@ -51,7 +49,7 @@ class Puts:
 
     def __init__(self, planner: Planner, sessions: Sessions, gets: Gets) -> None:
         self._planner, self._index, self._sessions, self._gets = planner, planner.index, sessions, gets
-        self.dead = {UNKNOWN_NAMESPACE}
+        self.dead: set[int] = set()
 
     # -- reserve
 
@@ -146,12 +144,12 @@ class Puts:
 
     # -- commit
 
-    def open_pages(self, session: int, *, reservation: int) -> tuple[Ids, StructArray, StructArray]:
+    def open_pages(self, session: int, *, reservation: int) -> OpenPages:
         """Which rows are still open, where they lie, and what is known of them."""
         held = self._held(session, reservation)
         rows = held.rows(OPEN)
         extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
-        return rows, extents, _metas(held, rows, extents)
+        return OpenPages(rows, extents, _metas(held, rows, extents))
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
         """Marks rows busy and names them."""
@@ -290,15 +288,6 @@ class Puts:
         if held is not None:
             held.closing = True
             self._take_back(held, held.state == OPEN, reason, draft)
-
-    def adopt(self, holder: Session, where: Where, lengths: Lengths) -> int:
-        """A reservation of pages that were reserved under a former daemon."""
-        wish = _blank(len(lengths), session=holder.id, domain=holder.domain)
-        wish.tiers[:], wish.pages[:], wish.lengths[:], wish.state[:] = where.tiers, where.pages, lengths, OPEN
-        wish.namespaces[:] = UNKNOWN_NAMESPACE
-        for tier in kinds(where.tiers):
-            self._sessions.reserve(holder, tier, where.pages[where.tiers == tier], step=1)
-        return self._keep(holder, wish)
 
     # -- inside
 

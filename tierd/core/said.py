@@ -24,6 +24,8 @@ _LAST_S = (1 << 32) - 1
 _RANK_BITS = 32
 _NOTHING = PRIORITY_DEFAULT << _RANK_BITS | _LAST_S
 """Rank of a word that was not said, or has run out."""
+FIRST_LOOK = 16
+"""Blocks whose words are looked at together at first, going up a chain; then four times as many each time."""
 
 Ranks = NDArray[np.int64]
 """Of two words the one with the greater rank holds: the priority, then the end."""
@@ -105,15 +107,24 @@ def raise_before(blocks: Blocks, ids: Ids, time_s: float) -> Ids:
     ids = ids[(blocks.parent[ids] >= 0) & ~blocks.lax[ids] & Said.of_blocks(blocks, ids).hold(time_s)]
     ranks = Said.of_blocks(blocks, ids).ranks(time_s)
     less = ranks > Said.of_blocks(blocks, blocks.parent[ids].astype(np.int64)).ranks(time_s)
-    out: dict[int, None] = {}
+    lifted = [no_ids()]
     # The greatest first: so every block is written once, however many follow it.
     for row in np.flatnonzero(less)[np.argsort(-ranks[less], kind="stable")].tolist():
-        start, above = int(ids[row]), int(blocks.parent[ids[row]])
-        while above >= 0 and _rank(blocks, above, time_s) < ranks[row]:
-            blocks.priority[above], blocks.until_s[above] = blocks.priority[start], blocks.until_s[start]
-            out[above] = None
-            above = int(blocks.parent[above])
-    return np.fromiter(out, np.int64, len(out))
+        lifted += _raise_above(blocks, int(ids[row]), int(ranks[row]), time_s)
+    return in_order(np.concatenate(lifted))  # clients may say that blocks follow one another in a circle
+
+
+def _raise_above(blocks: Blocks, start: int, rank: int, time_s: float) -> list[Ids]:
+    """Gives the word of a block to those before it, as far as theirs are less. These, nearest first."""
+    above, limit, out = int(blocks.parent[start]), FIRST_LOOK, list[Ids]()
+    while above >= 0 and _rank(blocks, above, time_s) < rank:
+        part = blocks.upwards(above, limit)
+        more = np.flatnonzero(Said.of_blocks(blocks, part).ranks(time_s) >= rank)
+        part = part[: more[0]] if len(more) else part
+        blocks.priority[part], blocks.until_s[part] = blocks.priority[start], blocks.until_s[start]
+        out.append(part)
+        above, limit = int(blocks.parent[part[-1]]), 4 * limit
+    return out
 
 
 def _rank(blocks: Blocks, block: int, time_s: float) -> int:

@@ -83,32 +83,30 @@ class Upkeep:
         self._planner.room.next_segment = max(
             [self._planner.room.next_segment, *(given.segment + 1 for given in segments)]
         )
-        pages_of.close_empty()
         return good
 
     def restore(self, holder: Session, *, pinned: StructArray, reserved: StructArray) -> Restored:
         """Pins and reservations of a former daemon's session, whatever its share is now: its process touches them already.
 
-        A pinned page that holds no block any more (its epoch was bumped, its entry is torn) is kept from everybody like a reserved one.
+        A page that holds no block (it was being written, its epoch was bumped, its entry is torn) is kept from everybody until nobody has it.
         """
-        where, readable = self._find(pinned, PageState.READY)
+        held = np.concatenate((pinned, reserved))
+        self._keep_blank(held)
+        where, kept = self._find(held, PageState.RETIRING)
+        readable = self._find(pinned, PageState.READY)[1]
+        kept[: len(pinned)] |= readable
         lease = 0
-        if readable.any():
-            where = where.at(readable)
-            blocks = self._owners(where)
-            lease = self._gets.hold(holder, kind=TierKind.HOST, where=where, blocks=blocks, within_share=False)
-        wanted = np.concatenate((reserved, pinned))
-        spots, free = self._find(wanted, PageState.FREE)
-        number = 0
-        if free.any():
-            spots = spots.at(free)
-            for tier, page, generation in zip(*spots, wanted["generation"][free].tolist(), strict=True):
-                self._index.tiers[tier].take_exactly(page, generation)
-                self._index.tiers[tier].length[page] = 1
-                self._index.generation = max(self._index.generation, generation + 1)
-            number = self._puts.adopt(holder, spots, wanted["length"][free])
-        count = len(reserved)
-        return Restored(lease, number, readable | free[count:], free[:count])
+        if kept.any():
+            where = where.at(kept)
+            lease = self._gets.hold(
+                holder, kind=TierKind.HOST, where=where, blocks=self._owners(where), within_share=False
+            )
+        return Restored(lease, kept[: len(pinned)], kept[len(pinned) :])
+
+    def close_empty(self) -> None:
+        """Sends segments in which nothing was found and nobody holds anything to the pool."""
+        for pages_of in self._index.tiers:
+            pages_of.close_empty()
 
     # -- verdicts
 
@@ -236,6 +234,16 @@ class Upkeep:
             else:
                 good[rows] &= _firsts(pages[rows], good[rows])
         return Where(extents["tier"].astype(np.int64), pages), good
+
+    def _keep_blank(self, extents: StructArray) -> None:
+        """Those of the pages that are free are doomed, as if a block in them had gone: whoever pins one has it, the last one frees it."""
+        where, free = self._find(extents, PageState.FREE)
+        for tier, page, generation in zip(*where.at(free), extents["generation"][free].tolist(), strict=True):
+            pages_of, pages = self._index.tiers[tier], np.asarray([page], np.int64)
+            pages_of.take_exactly(page, generation)
+            pages_of.move(pages, PageState.RESERVED, PageState.RETIRING)
+            pages_of.doom[page], pages_of.length[page] = Reason.SESSION_ENDED, 1
+            self._index.generation = max(self._index.generation, generation + 1)
 
     def _owners(self, where: Where) -> Ids:
         blocks = [self._index.tiers[t].block[p] for t, p in zip(where.tiers, where.pages, strict=True)]

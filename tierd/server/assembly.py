@@ -233,6 +233,9 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             seed=opened.draw(64),
         )
     )
+    for each in opened.former:  # all, before any of them ends: a segment may hold nothing but what they do
+        cache.restore_session(each)
+    core.close_empty()
     stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
     cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
     cache.health.tolerate({tier.position: GPU_TOLERANCE for tier in tiers if is_device(tier)})

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import cast
 
 from tierd.errors import InvalidArgument
+from tierd.server.backlog import NOTED_BYTES, Backlog
 
 HEAD = struct.Struct("<I")
 MESSAGE_MAX_BYTES = 8 << 20
@@ -20,10 +21,11 @@ MESSAGE_MAX_BYTES = 8 << 20
 
 
 class Line(asyncio.Protocol):
-    """The daemon's end. on_over: called once, when the other end has gone."""
+    """The daemon's end. on_over: called once, when the other end has gone; backlog: is told what is kept."""
 
-    def __init__(self, on_over: Callable[[], object]) -> None:
-        self._on_over = on_over
+    def __init__(self, on_over: Callable[[], object], backlog: Backlog) -> None:
+        self._on_over, self._backlog = on_over, backlog
+        self._is_noted = False
         self._buffer = bytearray()
         self._awaited: asyncio.Future[None] | None = None
         self._writable = asyncio.Event()
@@ -39,6 +41,7 @@ class Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Part of a message, or more than one."""
         self._buffer += data
+        self._note()
         if self._awaited is None:
             self._transport.pause_reading()
         else:
@@ -60,6 +63,7 @@ class Line(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It has."""
         self._writable.set()
+        self._note()
 
     async def read(self, *, patience_s: float) -> bytes | None:
         """The next message; None when the other end has gone. Raises InvalidArgument for one too long, or begun and not ended within patience_s, after
@@ -80,11 +84,13 @@ class Line(asyncio.Protocol):
                 ) from None
         raw = bytes(memoryview(self._buffer)[HEAD.size : end])
         del self._buffer[:end]
+        self._note()
         return raw
 
     def write(self, message: bytes) -> None:
         """Gives a message away."""
         self._transport.write(HEAD.pack(len(message)) + message)
+        self._note()
 
     @property
     def has_more(self) -> bool:
@@ -104,6 +110,13 @@ class Line(asyncio.Protocol):
         """Ends the line; what was written and not taken is lost. Safe to call twice."""
         self._is_over = True
         self._transport.abort()
+        self._buffer.clear()
+        self._note()
+
+    def end(self) -> None:
+        """Ends the line as if the other end had gone."""
+        self._is_noted = False
+        self._transport.abort()
 
     async def _more(self) -> None:
         """Waits for bytes, or the end."""
@@ -122,6 +135,15 @@ class Line(asyncio.Protocol):
         if length > MESSAGE_MAX_BYTES:
             raise InvalidArgument(f"line: a message of {length} bytes is above the {MESSAGE_MAX_BYTES}; send less")
         return HEAD.size + length if len(self._buffer) >= HEAD.size + length else None
+
+    def _note(self) -> None:
+        """Tells the backlog, where it is worth it, or was."""
+        kept = len(self._buffer)
+        if not self._writable.is_set():
+            kept += self._transport.get_write_buffer_size()
+        if kept > NOTED_BYTES or self._is_noted:
+            self._is_noted = kept > NOTED_BYTES
+            self._backlog.note(self, kept)
 
     def _wake(self) -> None:
         if self._awaited is not None and not self._awaited.done():

@@ -27,6 +27,7 @@ from structlog.contextvars import bind_contextvars
 
 from tierd._proto import cache_pb2 as pb
 from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError
+from tierd.server.backlog import Backlog
 from tierd.server.guard import CALLER, DETAILS_LIMIT_CHARS, Caller, Guard, parsed, said_of
 from tierd.server.line import Line
 from tierd.server.sessions import Session
@@ -62,6 +63,7 @@ class Lines:
         self._open: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._resting: dict[asyncio.Task[None], Session] = {}
+        self._backlog = Backlog()
         self._is_ending = False
 
     def open(self, session: Session) -> socket.socket:
@@ -106,7 +108,7 @@ class Lines:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         try:
-            _, line = await loop.connect_accepted_socket(lambda: Line(on_over=task.cancel), ours)
+            _, line = await loop.connect_accepted_socket(lambda: Line(task.cancel, self._backlog), ours)
         except BaseException:
             ours.close()
             raise

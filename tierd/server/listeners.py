@@ -106,7 +106,7 @@ class Listeners:
         self._metrics: metrics.Listener | None = None
 
     async def __aenter__(self) -> Self:
-        self._restore_sessions()
+        self._watch_former()
         return self
 
     async def __aexit__(
@@ -247,12 +247,11 @@ class Listeners:
         self._service.grants.forget(session)
         self._service.openings.forget(session)
 
-    def _restore_sessions(self) -> None:
+    def _watch_former(self) -> None:
         """Sessions of a former daemon: their pages stay theirs while their processes live."""
         for former in self._daemon.former:
             holder = former.holder
             peer = Peer(pid=holder.pid, uid=holder.uid, start_time=holder.start_time)
-            self._daemon.cache.restore_session(former)
             owner = Identity(holder.uid, holder.pid, holder.tenant, holder.domain, is_admin=False)
             if not self.sessions.restore(holder.session, peer=peer, identity=owner):
                 self._daemon.cache.end_session(holder.session)

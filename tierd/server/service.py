@@ -83,18 +83,16 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return pb.PrefetchReply(started=self._cache.prefetch(CALLER.get().session, groups, wanted))
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
-        caller = CALLER.get()
-        groups = self._put_queries(request.groups)
-        if request.taken:
-            self._cache.core.take_ahead(caller.session, request.taken)
-        reserved = await self._cache.reserve(
-            caller.session,
-            groups,
-            kind=self._wanted(request.tier, request.nth),
-            durability=wire.durability(request.durability),
-            timeout_s=caller.left_s * 0.8,
-            is_ahead=request.ahead,
-        )
+        caller, groups = CALLER.get(), self._put_queries(request.groups)
+        kind = self._wanted(request.tier, request.nth)
+        if request.ahead:
+            reserved = await self._cache.reserve_ahead(caller.session, groups, kind=kind, instead_of=request.taken)
+        else:
+            durability = wire.durability(request.durability)
+            left_s = caller.left_s * 0.8
+            reserved = await self._cache.reserve(
+                caller.session, groups, kind=kind, durability=durability, timeout_s=left_s
+            )
         given = [
             wire.handles(
                 extents,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from tests.unit.cache.world import BLOCK_BYTES, SOON_S, TOKENS, World, opened
-from tierd.cache.ahead import FOLLOWED_LIMIT
+from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
+from tierd.cache.ahead import FOLLOWED_LIMIT, SESSION_LIMIT
 from tierd.core.model import COMMIT_BLOCK, BlockStatus
 from tierd.errors import NotFound
 from tierd.testing import chain
@@ -17,17 +19,31 @@ NAMES = chain(1, 4)
 
 
 class Counted:
-    """How many pages the mover hashes for commits. found: the digests of the last commit."""
+    """How many pages the mover hashes for commits. meanwhile: what happens first each time."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.pages = 0
         mover, inner = world.cache.parts.mover, world.cache.parts.mover.hash_pages
 
         async def hash_pages(extents: np.ndarray, metas: np.ndarray) -> object:
+            meanwhile()
             self.pages += len(extents)
             return await inner(extents, metas)
 
         mover.hash_pages = hash_pages  # type: ignore[method-assign,assignment]
+
+
+def named(count: int) -> np.ndarray:
+    """COMMIT_BLOCK of the first blocks."""
+    blocks = np.zeros(count, COMMIT_BLOCK)
+    blocks["index"], blocks["hash"], blocks["tokens"], blocks["length"] = (
+        range(count),
+        NAMES[:count],
+        TOKENS,
+        BLOCK_BYTES,
+    )
+    blocks["parent"][1:], blocks["position"] = NAMES[: count - 1], range(count)
+    return blocks
 
 
 def digests(world: World, committed: object) -> bytes:
@@ -83,10 +99,8 @@ async def test_a_block_that_is_shorter_in_the_end() -> None:
     async with opened() as world:
         reserved = await world.reserve(NAMES)
         world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        blocks = np.zeros(4, COMMIT_BLOCK)
-        blocks["index"], blocks["hash"], blocks["tokens"], blocks["length"] = range(4), NAMES, TOKENS, BLOCK_BYTES
-        blocks["parent"][1:] = NAMES[:-1]
-        blocks["position"], blocks["length"][3], blocks["tokens"][3] = range(4), 4096, 8
+        blocks = named(4)
+        blocks["length"][3], blocks["tokens"][3] = 4096, 8
         committed = await world.commit(reserved.reservation, blocks)
         assert committed.statuses.tolist() == [BlockStatus.READY] * 4
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
@@ -109,17 +123,38 @@ async def test_a_reservation_that_ends_is_forgotten() -> None:
 
 
 async def test_no_more_reservations_are_followed_than_the_limit() -> None:
-    """Whoever speaks of more has them hashed by their commits."""
-    async with opened() as world:
-        reserved = [await world.reserve(chain(number, 1)) for number in range(FOLLOWED_LIMIT + 2)]
-        counted = Counted(world)
-        for each in reserved:
-            world.cache.ahead.note(world.session, each.reservation, end=1)
+    """One session has a part of them, all together no more than the limit; whoever speaks of more has them hashed by their commits."""
+    async with opened(CONFIG.replace('capacity = "4 MiB"', 'capacity = "12 MiB"')) as world:
+        tenant = world.cache.tenant_of(world.session)
+        counted, held = Counted(world), []
+        for session in range(901, 901 + FOLLOWED_LIMIT // SESSION_LIMIT + 1):
+            world.cache.open_session(session, tenant=tenant)
+            world.session = session
+            mine = [await world.reserve(chain(100 * session + number, 1)) for number in range(SESSION_LIMIT + 2)]
+            for each in mine:
+                world.cache.ahead.note(session, each.reservation, end=1)
+            held.append((session, mine))
+            followed = Counter(owner for owner, _ in world.cache.ahead._jobs)
+            assert followed[session] == min(SESSION_LIMIT, FOLLOWED_LIMIT - SESSION_LIMIT * (len(held) - 1))
         assert len(world.cache.ahead._jobs) == FOLLOWED_LIMIT
-        for each in reserved:
-            assert (await world.commit(each.reservation)).statuses.tolist() == [BlockStatus.READY]
-        assert counted.pages >= 2
-        assert not world.cache.ahead._jobs
+        for world.session, mine in held:
+            for each in mine:
+                assert (await world.commit(each.reservation)).statuses.tolist() == [BlockStatus.READY]
+        assert counted.pages == sum(len(mine) for _, mine in held) - FOLLOWED_LIMIT
+
+
+async def test_what_is_said_during_the_last_commit_is_forgotten_with_it() -> None:
+    """A reservation that ends with its commit leaves no job behind, also where its writer speaks while the commit is hashing."""
+    async with opened() as world:
+        reserved, ahead = await world.reserve(NAMES), world.cache.ahead
+
+        def speak() -> None:
+            ahead.note(world.session, reserved.reservation, end=4)
+            assert len(ahead._jobs) == 1
+
+        Counted(world, meanwhile=speak)
+        assert (await world.commit(reserved.reservation, named(2))).statuses.tolist() == [BlockStatus.READY] * 2
+        assert not ahead._jobs
 
 
 async def test_hashing_that_fails_is_done_by_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,16 @@ async def test_page_changed_after_its_commit_shortens_the_answer() -> None:
         assert world.pins == 0
 
 
+async def test_a_farther_copy_of_a_changed_page_is_used_once() -> None:
+    """A get that finds a page changed takes the copy of the store instead, and its blocks are used once by it."""
+    async with opened() as world:
+        names = chain(1, 4)
+        committed = await world.put(names, durability=Durability.DURABLE)
+        world.page(committed.extents[2])[0] ^= 0xFF
+        assert (await world.acquire(names)).served.tokens == 64
+        assert world.cache.core.describe(committed.blocks)["hits"].tolist() == [1] * 4
+
+
 async def test_commit_gives_no_lease_on_a_page_that_changed() -> None:
     """Who commits what exists already, with a lease, is never given a page that another writer has changed since its commit."""
     async with opened() as world:
@@ -183,6 +193,17 @@ async def test_watch_ends_with_its_session() -> None:
         with pytest.raises(SessionLost):
             await anext(events)
         assert reserved.reservation
+
+
+async def test_a_watch_that_hears_nothing_ends_with_its_session() -> None:
+    """Who waits for the next event is told at once that his session has ended, though nothing happens any more."""
+    async with opened() as world, aclosing(world.cache.watch(world.session, after=0, sees_all=False)) as events:
+        waiting = asyncio.ensure_future(anext(events))
+        await _turns(1)
+        world.cache.stop_session(world.session)
+        with pytest.raises(SessionLost):
+            async with asyncio.timeout(SOON_S):
+                await waiting
 
 
 async def _turns(count: int) -> None:

@@ -8,8 +8,10 @@ import os
 import pytest
 
 from tests.unit.cache.world import SOON_S, TOKENS, World, directories, opened
+from tierd.cache import holdings
 from tierd.cache.releases import LateReleases
 from tierd.core.model import BlockStatus
+from tierd.errors import Overloaded
 from tierd.testing import chain
 from tierd.tiers.holds import Holder, read_boot_id
 
@@ -78,6 +80,34 @@ async def test_a_get_finds_the_room() -> None:
         assert second.served.tokens == 4 * TOKENS
         assert world.cache.core.stats().leases == 1
         world.cache.release(world.session, [second.lease])
+
+
+async def test_a_session_that_holds_as_much_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has given back is not counted against it, and what it has not is."""
+    monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
+    async with opened() as world:
+        await world.put(NAMES)
+        leases = [(await world.acquire(NAMES)).lease for _ in range(2)]
+        for _ in range(3):
+            world.cache.release(world.session, [leases.pop(0)], is_awaited=False)
+            leases.append((await world.acquire(NAMES)).lease)
+            with pytest.raises(Overloaded):
+                await world.acquire(NAMES)
+            assert world.cache.core.stats().leases == 2
+        world.cache.release(world.session, leases)
+        assert not world.pins
+
+
+async def test_a_get_that_is_tried_again_counts_once() -> None:
+    """Blocks that a get asks for a second time, because a release has made room for more of them, are used once by it."""
+    async with opened(SMALL) as world:
+        both = chain(2, 4)
+        await world.put(NAMES)
+        blocks = (await world.put(both)).blocks
+        lease = (await world.acquire(NAMES[:2])).lease
+        world.cache.release(world.session, [lease], is_awaited=False)
+        assert (await world.acquire(both)).served.tokens == 4 * TOKENS
+        assert world.cache.core.describe(blocks)["hits"].tolist() == [1] * 4
 
 
 async def test_one_release_that_fails_keeps_none_of_the_others() -> None:

@@ -17,7 +17,16 @@ from tierd.client.mapping import Segment, map_segment
 from tierd.client.session import Session, _say_goodbye, connect_session
 from tierd.client.target import LocalTarget
 from tierd.core.model import HANDLE
-from tierd.errors import DeadlineExceeded, NotFound, OperatorError, SessionLost, TierFailed, Unavailable, Unsupported
+from tierd.errors import (
+    DeadlineExceeded,
+    NotFound,
+    OperatorError,
+    Overloaded,
+    SessionLost,
+    TierFailed,
+    Unavailable,
+    Unsupported,
+)
 
 SOON_S = 5.0
 
@@ -140,8 +149,11 @@ def test_descriptors_are_closed_whatever_comes(ends):
     before = len(os.listdir("/proc/self/fd"))
     with open("/dev/null", "rb") as file:
         answer(theirs, {"ok": True, "bytes": 1, "writable": False, "catalogue_bytes": 1}, [file.fileno()])
+        answer(theirs, {"ok": True, "bytes": 1, "writable": False, "catalogue_bytes": 1}, [file.fileno()] * 3)
         answer(theirs, {"ok": False, "error": "NotFound", "message": "x"}, [file.fileno()] * 2)
-    with pytest.raises(OperatorError, match="1 descriptors"):
+    with pytest.raises(Overloaded, match="1 of 2 descriptors"):
+        session.map(handles(), timeout_s=1)
+    with pytest.raises(OperatorError, match="3 descriptors"):
         session.map(handles(), timeout_s=1)
     with pytest.raises(NotFound):
         session.map(handles(), timeout_s=1)

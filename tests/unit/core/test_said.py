@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.core.kit import HOST, NVME, PAGE, TOKENS, Kit, chain, commit_blocks, group, tier
 from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus
 from tierd.core.plan import PutQuery, Start
+from tierd.core.said import raise_before
 from tierd.policies.eviction import EVICTION
 
 
@@ -85,6 +87,33 @@ def test_a_block_keeps_those_before_it() -> None:
     put(kit, chain("plain", 2))
     put(kit, chain("new", 3))
     assert held(kit, kept) == [True, True, True, False]
+
+
+@pytest.mark.parametrize("stronger", [0, 3, 15, 16, 17, 79, 80, 81, 200, 398])
+def test_a_word_goes_up_a_long_chain(stronger: int) -> None:
+    """It reaches every block before the last one, up to the first that has a stronger word, and none beyond, however far that is."""
+    kit, long = full(500), chain("long", 400)
+    put(kit, long, [40] * 400)
+    put(kit, long[: stronger + 1], [90], first=stronger)
+    put(kit, long, [60], first=399)
+    assert said(kit, long) == [91] * (stronger + 1) + [61] * (399 - stronger)
+
+
+def test_a_word_goes_round_a_circle_once() -> None:
+    """Where clients say that blocks follow one another in a circle, what is said of one behind it is said of each of them, once."""
+    kit, ring, tail = full(8), chain("ring", 3), chain("tail", 1)
+    for number in range(3):
+        asked = query(ring[: number + 1], first=number)
+        reserved = kit.core.reserve(
+            1, groups=[replace(asked, parent=ring[number - 1].tobytes())], kind=HOST, now=kit.tick()
+        )
+        kit.commit(reserved)
+    behind = replace(query(tail, [90]), parent=ring[2].tobytes())
+    kit.commit(kit.core.reserve(1, groups=[behind], kind=HOST, now=kit.tick()))
+    assert said(kit, ring) == [91] * 3
+    blocks, ids = kit.core._index.blocks, kit.ids(ring)
+    blocks.priority[ids] = 0
+    assert sorted(raise_before(blocks, kit.ids(tail), blocks.unix_s + kit.now).tolist()) == sorted(ids.tolist())
 
 
 def test_the_core_keeps_a_parent_of_low_priority_for_its_child() -> None:

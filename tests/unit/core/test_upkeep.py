@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, commit_blocks, group, tier
+from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core.core import Core
 from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, Reason
 from tierd.errors import InvalidArgument, NotFound
@@ -139,8 +139,50 @@ def test_what_a_living_writer_left_empty_is_there_for_others() -> None:
     new.core.open_session(2, domain=1)
     new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
     new.core.restore(1, pinned=held[:0], reserved=held, now=0.0)
+    new.core.close_empty()
     new.core.check()
     assert new.reserve(chain("c", 8), session=2).statuses[0].tolist() == [RESERVED] * 4 + [BlockStatus.NO_ROOM] * 4
+
+
+def test_a_page_of_an_ended_epoch_stays_its_readers() -> None:
+    """After a restart a segment that holds nothing but what a living session reads of an ended epoch is nobody else's."""
+    spec, a = tier(HOST, 8), chain("a", 8)
+    kit = Kit(spec)
+    kit.core.open_session(2, domain=1)
+    kit.put(a, session=2)
+    segments, extents, metas = survivors(kit, 0)
+    new = Kit(spec)
+    new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
+    restored = new.core.restore(1, pinned=extents[:1], reserved=extents[:0], now=0.0)
+    assert restored.pinned.tolist() == [True]
+    new.core.close_empty()
+    new.core.check()
+    given = new.reserve(chain("b", 8)).extents[0]
+    assert not (
+        (given["segment"] == extents["segment"][0]) & (given["slot"] == extents["slot"][0]) & (given["page"] >= 0)
+    ).any()
+
+
+def test_a_page_of_an_ended_epoch_is_kept_for_each_of_its_readers() -> None:
+    """Of two sessions that read one page of an ended epoch over a restart, the one that ends takes nothing from the other."""
+    spec, a = tier(HOST, 8), chain("a", 2)
+    kit = Kit(spec)
+    kit.put(a)
+    segments, extents, metas = survivors(kit, 0)
+    new = Kit(spec)
+    new.core.open_session(2, domain=1)
+    new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
+    for session in (1, 2):
+        assert new.core.restore(session, pinned=extents, reserved=extents[:0], now=0.0).pinned.all()
+        new.core.check()
+    new.core.close_empty()
+    assert not new.took(new.core.end_session(1, 1.0)).freed.size
+    new.core.check()
+    assert sorted(new.took(new.core.end_session(2, 2.0)).freed["extent"]["slot"].tolist()) == sorted(
+        extents["slot"].tolist()
+    )
+    new.core.check()
+    assert new.core.tier_stats()[0].assigned_bytes == 0
 
 
 def test_only_the_page_that_was_held_is_restored() -> None:
@@ -157,21 +199,6 @@ def test_only_the_page_that_was_held_is_restored() -> None:
     new.core.check()
     assert held.pinned.tolist() == [True, False]
     assert [used.pages_pinned for used in new.core.tier_stats()] == [1]
-
-
-def test_a_restored_reservation_cannot_be_committed() -> None:
-    """Its namespace is not known any more: the commit is FAILED, and the pages are freed."""
-    kit = Kit(tier(HOST, 8))
-    reserved = kit.reserve(chain("a", 1))
-    segments, _, _ = survivors(kit, 0)
-    new = Kit(tier(HOST, 8))
-    new.core.adopt(
-        0, segments=segments, extents=np.zeros(0, EXTENT), metas=kit.core.metas(np.zeros(0, np.int64)), now=0.0
-    )
-    held = new.core.restore(1, pinned=np.zeros(0, EXTENT), reserved=reserved.extents[0], now=1.0)
-    begun = new.core.begin_commit(1, reservation=held.reservation, blocks=commit_blocks(chain("a", 1), [0]), now=2.0)
-    assert new.finish_commit(begun).statuses.tolist() == [FAILED]
-    assert new.core.tier_stats()[0].used_bytes == 0
 
 
 def test_the_end_of_a_session_frees_what_it_held() -> None:

@@ -176,8 +176,6 @@ async def start(left: Left, held: set[tuple[int, int]]) -> str:
     """What the next life does: the name of the error with which it refuses, or how many blocks it serves."""
     try:
         async with opened(places=left.places) as world:
-            for former in world.daemon.former:
-                world.cache.restore_session(former)
             blocks = await served(world)
             assert not held & await given(world), "a page that a living client holds was given away"
             return str(blocks)

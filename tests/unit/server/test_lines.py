@@ -276,6 +276,26 @@ async def test_a_message_that_does_not_end_is_not_kept() -> None:
         assert (await resting.ask("Release", pb.ReleaseRequest())).status == ""
 
 
+async def test_lines_keep_no_more_than_the_daemon_gives_them() -> None:
+    """Where lines keep more of unfinished messages together than they may, the one that is slowest ends, of whichever session it is; whole messages are answered."""
+    async with talking() as (rig, cache, talk):
+        rig.lines._backlog._limit = (3 << 20) + 4096
+        group = await filled(rig, cache)
+        others = [await talk_of(rig) for _ in range(4)]
+        for number, other in enumerate(others):
+            await asyncio.get_running_loop().sock_sendall(other.connection, struct.pack("<I", 8 << 20) + bytes(1 << 20))
+            await until(lambda: len(rig.lines._backlog._bytes) == min(number + 1, 3))  # noqa: B023
+        assert await others[0].hear() is None
+        answer = await talk.ask("Lookup", pb.LookupRequest(groups=[group]))
+        assert pb.LookupReply.FromString(answer.message).tokens == 16 * len(MANY)
+        await talk.ask("Lookup", bytes(2 << 20))  # not one of them could be kept beside it
+        for other in others[1:]:
+            if other is not others[-1]:
+                assert await other.hear() is None
+            other.connection.close()
+        await until(lambda: not rig.lines._backlog._bytes and not rig.lines._backlog._total)
+
+
 async def test_a_client_that_sends_ahead_is_one_of_many() -> None:
     """However many messages came at once, the loop turns after each of them."""
     count, turns = 100, 0

@@ -192,7 +192,6 @@ class SimDaemon:
 
     def _take_up(self, former: FormerHolder) -> None:
         holder, cache = former.holder, self.assembly.cache
-        cache.restore_session(former)
         if self.ground.is_alive(holder.pid):
             self.restored[holder.session] = holder.pid
         else:

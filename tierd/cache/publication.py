@@ -1,0 +1,57 @@
+"""What a commit does to bytes and catalogues: sums of what was written, entries of what is new.
+
+Purpose: the two ends of a commit that touch tiers. Non-purpose: its order, its lease (cache.py), hashing itself (ahead.py, mover.py). Invariants: whatever fails,
+the commit goes on to its end, so that no page stays busy; entries are made in the step in which the core publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import structlog
+
+from tierd.cache.ahead import Ahead
+from tierd.cache.flights import Flights
+from tierd.cache.parts import Parts
+from tierd.core.model import BlockStatus, Reason, StructArray
+from tierd.core.plan import Committed, Committing
+from tierd.errors import TierFailed
+from tierd.tiers.tier import SliceTable, is_shared
+
+log = structlog.get_logger(__name__)
+
+
+class Publication:
+    """layers_of: namespace ids to layers per block."""
+
+    def __init__(
+        self, parts: Parts, ahead: Ahead, flights: Flights, *, layers_of: Callable[[StructArray], StructArray]
+    ) -> None:
+        self._parts, self._ahead, self._flights, self._layers_of = parts, ahead, flights, layers_of
+
+    async def hash(self, committing: Committing) -> list[SliceTable] | None:
+        """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
+        metas, registry = committing.metas, self._parts.registry
+        try:
+            metas["layers"] = self._layers_of(metas["namespace"])
+            metas["epoch"] = [registry.get(n).epoch for n in metas["namespace"].tolist()]
+            metas["time_ms"] = self._parts.clock.wall_ms()
+            hashed = await self._ahead.hash(committing)
+        except Exception as error:  # whatever it is, the pages must not stay busy
+            is_news = not isinstance(error, TierFailed)  # a GPU's process has ended
+            log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=is_news)
+            return None
+        metas["digest"], metas["slices"] = hashed.digests, [*map(len, hashed.slices)]
+        return hashed.slices
+
+    def publish(self, committed: Committed, metas: StructArray, slices: Sequence[SliceTable]) -> None:
+        """Catalogue entries of what is new, in the same step as the core's publication."""
+        new = np.flatnonzero(committed.statuses == BlockStatus.READY)
+        for tier in filter(is_shared, self._parts.tiers):
+            rows = new[committed.extents["tier"][new] == tier.position]
+            if len(rows):
+                tier.publish(committed.extents[rows], metas[rows], [slices[i] for i in rows])
+                self._parts.metrics.blocks_committed.labels(tier=tier.spec.name).inc(len(rows))
+        reasons = np.full(len(new), Reason.NONE, dtype=np.uint16)
+        self._flights.announce(metas[new], committed.extents["tier"][new], reasons)
