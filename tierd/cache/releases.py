@@ -13,8 +13,8 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-DELAY_S = 0.001
-"""A call takes less; and pages that are pinned for so long longer are nobody's loss."""
+DELAY_S = 0.005
+"""A few calls take less, and several releases at once take hardly more than one; that pages are pinned for so long longer is nobody's loss."""
 
 
 class LateReleases:
