@@ -25,7 +25,7 @@ from tierd.errors import NotFound, StaleHandle
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
-LONG_BYTES = 8 << 20
+LONG_BYTES = 16 << 20
 """Of a put that copies for so long that the daemon can reserve the next one's pages meanwhile; with less it is asked to afterwards."""
 TELL_BYTES = 1 << 20
 """Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
