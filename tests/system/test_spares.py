@@ -16,6 +16,7 @@ from tests.system.sdk import NOTHING, await_nothing_held, held
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares
+from tierd.client.lines import Line
 from tierd.client.local import LocalTransport
 from tierd.core.model import BlockStatus
 from tierd.core.puts import AHEAD_SHARE
@@ -69,9 +70,20 @@ def blocks_of(names: np.ndarray, *, last: int = SPEC.block_bytes) -> list[np.nda
 
 
 def put(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> list[int]:
-    """What became of each block."""
+    """What became of each block; the pages of the next put are there, if they were ordered."""
     names = chain(number, count)
-    return client.put(space, names, blocks_of(names)).statuses.tolist()
+    statuses = client.put(space, names, blocks_of(names)).statuses.tolist()
+    await_order(client)
+    return statuses
+
+
+def await_order(client: Client) -> None:
+    """Until what was ordered has come."""
+    link = client._connector.link
+    assert link is not None
+    assert link.spares is not None
+    order = link.spares._order
+    await_true(lambda: order is None or order.pending.has_reply, "the order's answer")
 
 
 def is_right(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> bool:
@@ -114,6 +126,7 @@ def test_a_sequence_that_goes_on(daemon: Daemon, waited: Counter[str]) -> None:
             parent = names[start - 1].tobytes() if start else bytes(32)
             group = PutGroup(space, part, parent=parent, position=start)
             assert client.put(space, group, blocks_of(part)).stored == BLOCKS
+            await_order(client)
         assert waited["Reserve"] == 2
         assert is_right(client, space, 3, 5 * BLOCKS)
 
@@ -129,6 +142,20 @@ def test_what_exists_is_said_to_exist(daemon: Daemon, waited: Counter[str]) -> N
             assert put(client, space, 0) == [EXISTS] * BLOCKS
         assert (waited["Reserve"], waited["Commit"]) == (2 + 4, 3 + 1)
         assert is_right(client, space, 0)
+
+
+def test_nobody_waits_for_an_order(daemon: Daemon, waited: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put whose pages are not there yet reserves for itself, and an order that is not wanted any more is given up: what it gives later comes back."""
+    monkeypatch.setattr(Line, "has_answer", False)
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(4):
+            names = chain(number, BLOCKS)
+            assert client.put(space, names, blocks_of(names)).stored == BLOCKS
+        assert waited["Reserve"] == 4
+        monkeypatch.setattr(spares, "STALE_S", 0.0)
+        client.lookup(space, chain(1, 1))
+        await_true(lambda: held(daemon) == NOTHING, "they went back")
 
 
 def test_what_nobody_takes_goes_back(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +237,9 @@ def test_threads_that_share_a_client(daemon: Daemon) -> None:
 
         def work(first: int) -> None:
             for number in range(first, first + 6):
-                if put(client, space, number) != [READY] * BLOCKS or not is_right(client, space, number):
+                names = chain(number, BLOCKS)
+                stored = client.put(space, names, blocks_of(names)).stored
+                if stored != BLOCKS or not is_right(client, space, number):
                     wrong.append(number)
 
         threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(4)]

@@ -10,6 +10,7 @@ closing it is what tells the daemon; a child of a fork closes its copies.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -63,6 +64,13 @@ class Line:
             parts.append(self._more(missing, deadline))
             missing -= len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether `receive` finds something, be it the end."""
+        look = select.poll()
+        look.register(self._socket, select.POLLIN)
+        return bool(look.poll(0))
 
     def close(self) -> None:
         """Ends the line. Of the thread that has it, and safe to call twice."""

@@ -57,10 +57,19 @@ class Sent:
             raise _refused(answer)
         return reply
 
-    def given_up(self, error: BaseException, deadline: float) -> BaseException:
-        """The call has failed in the middle; what it means."""
+    @property
+    def has_reply(self) -> bool:
+        """Whether `reply` waits for nothing."""
+        return self._line.has_answer
+
+    def give_up(self) -> None:
+        """Its reply is not wanted any more."""
         self._lines.drop(self._line)
         self._revoke()
+
+    def given_up(self, error: BaseException, deadline: float) -> BaseException:
+        """The call has failed in the middle; what it means."""
+        self.give_up()
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"daemon: no answer to {self._method} in time; allow more, or take it as a miss")
         if isinstance(error, OSError | EOFError):
@@ -88,17 +97,27 @@ class Sent:
 
 
 class Later:
-    """A call that has its turn until its reply is taken."""
+    """A call that has its turn until its reply is taken, or not wanted any more."""
 
-    def __init__(self, sent: Sent, link: Link, method: str) -> None:
-        self._sent, self._link, self._method = sent, link, method
+    def __init__(self, sent: Sent, link: Link, *, method: str, deadline: float) -> None:
+        self._sent, self._link, self._method, self._deadline = sent, link, method, deadline
 
-    def reply(self, *, deadline: float) -> Any:
+    @property
+    def has_reply(self) -> bool:
+        """Whether `reply` waits for nothing."""
+        return self._sent.has_reply
+
+    def reply(self) -> Any:
         """The reply. Raises TierdErrors."""
         try:
-            return self._sent.reply(deadline=deadline)
+            return self._sent.reply(deadline=self._deadline)
         finally:
             self._link.credits.give(self._method)
+
+    def give_up(self) -> None:
+        """Its reply is not wanted any more."""
+        self._sent.give_up()
+        self._link.credits.give(self._method)
 
 
 class LocalTransport:
@@ -132,15 +151,15 @@ class LocalTransport:
         if waiter is not None:
             turns.withdraw(waiter)
             return None
-        sent = None
+        sent, deadline = None, time.monotonic() + timeout_s
         try:
-            sent = self._send(method, request, deadline=time.monotonic() + timeout_s)
+            sent = self._send(method, request, deadline=deadline)
         except TierdError:
             return None
         finally:
             if sent is None:
                 turns.give(method)
-        return Later(sent, self._link, method) if sent is not None else None
+        return Later(sent, self._link, method=method, deadline=deadline) if sent is not None else None
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""

@@ -1,11 +1,11 @@
-"""Spares: pages that are reserved for the next put while this one copies, so that a put which follows another soon is one call.
+"""Spares: pages that are reserved for the next put while this one copies, or after it, so that a put which follows another soon is one call.
 
-    put ──▶ order ──▶ Reserve on its way, while the put copies and commits ──▶ the next put takes its pages, and orders again
+    put ──▶ order ──▶ Reserve is on its way, while nobody waits ──▶ the next put takes its pages, and orders again
 
 Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (verbs.py), how much the daemon gives ahead (core/puts.py).
-Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time; nobody waits for an order but the put
-that takes it; what nobody took goes back with the first call after STALE_S. Who puts what is held already is told so by Reserve and spared the copy: one
-commit that says EXISTS, and nothing is ordered for a while.
+Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it: a put whose pages are
+not there yet reserves for itself; what nobody took goes back with the first call after STALE_S. Who puts what is held already is told so by Reserve and spared
+the copy: one commit that says EXISTS, and nothing is ordered for a while.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ STALE_S = 1.0
 PUTS_WITHOUT = 32
 """After a refusal, or blocks that existed."""
 ANSWER_TIMEOUT_S = 5.0
+"""Of an order; it has come long before, or is given up."""
 
 Key = tuple[int, int]
 """Namespace and rank."""
@@ -39,8 +40,17 @@ Key = tuple[int, int]
 class Pending(Protocol):
     """A call that was sent."""
 
-    def reply(self, *, deadline: float) -> Any:
+    @property
+    def has_reply(self) -> bool:
+        """Whether `reply` waits for nothing."""
+        ...
+
+    def reply(self) -> Any:
         """Its reply. Raises TierdErrors."""
+        ...
+
+    def give_up(self) -> None:
+        """Its reply is not wanted any more."""
         ...
 
 
@@ -77,14 +87,16 @@ class Spares:
         order = self._order
         return order is not None and time.monotonic() - order.time_s > STALE_S
 
-    def take(self, group: PutGroup, *, length: int, deadline: float) -> tuple[int, StructArray] | None:
-        """A reservation of private pages, one at least for each block of the group, of so many bytes at least, and its HANDLE [n]; None: there is none."""
+    def take(self, group: PutGroup, *, length: int) -> tuple[int, StructArray] | None:
+        """A reservation of private pages, one at least for each block of the group, of so many bytes at least, and its HANDLE [n]; None: there is none yet."""
         with self._turn:
             order = self._order
             if order is None or order.key != _key(group) or order.length < length or order.count < len(group.hashes):
                 return None
+            if not order.pending.has_reply:
+                return None
             self._order = None
-        return self._taken(order, deadline=deadline)
+        return self._taken(order)
 
     def order(self, group: PutGroup, *, length: int, taken: int = 0) -> None:
         """Asks for pages like this put's, if one came before it a moment ago. taken: the spare reservation that this put has."""
@@ -106,15 +118,19 @@ class Spares:
         self.give_back()
 
     def give_back(self) -> None:
-        """Takes no time but that of an answer that is overdue."""
+        """What was ordered is not wanted any more."""
         with self._turn:
             order, self._order = self._order, None
-        if order is not None and (taken := self._taken(order, deadline=time.monotonic() + ANSWER_TIMEOUT_S)):
+        if order is None:
+            return
+        if not order.pending.has_reply:
+            order.pending.give_up()
+        elif taken := self._taken(order):
             self._let_go(taken[0])
 
-    def _taken(self, order: Order, *, deadline: float) -> tuple[int, StructArray] | None:
+    def _taken(self, order: Order) -> tuple[int, StructArray] | None:
         try:
-            reply = order.pending.reply(deadline=deadline)
+            reply = order.pending.reply()
             handles = protocol.handles_of(b"".join(reply.handles), count=order.count).copy()
         except TierdError:
             self._without = PUTS_WITHOUT

@@ -334,7 +334,7 @@ class Verbs:
         elif self.connector.forgettable:
             yield Do(self.connector.forget)
         if link.spares is not None and link.spares.is_stale:
-            yield Do(link.spares.give_back)
+            link.spares.give_back()
         if self._is_silent:
             yield from self._probe(link)
         return link

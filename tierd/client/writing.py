@@ -59,7 +59,7 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     if spares is None or write.bytes < LEAST_BYTES or write.needs_names or verbs.tells_events:
         return PutResult((yield from _into_reserved(verbs, write)))
     length, is_long = max(map(len, write.sources)), write.bytes >= LONG_BYTES
-    spare = yield Do(lambda: spares.take(group, length=length, deadline=write.deadline))
+    spare = spares.take(group, length=length)
     if is_long:
         spares.order(group, length=length, taken=spare[0] if spare else 0)
     statuses = None
@@ -68,7 +68,7 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     if statuses is None:
         statuses = yield from _into_reserved(verbs, write)
     if (statuses != BlockStatus.READY).any():
-        yield Do(spares.pause)
+        spares.pause()
     elif not is_long:
         spares.order(group, length=length)
     return PutResult(statuses)
