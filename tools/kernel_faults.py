@@ -25,7 +25,7 @@ class Mutant:
         return (sources / "src" / self.file).read_text(encoding="utf-8").count(self.old) == 1
 
 
-DECODE, PREFILL, PAGES, MERGE, HASH = "decode", "prefill", "pages", "merge", "hash"
+DECODE, PREFILL, PAGES, MERGE, HASH, READ = "decode", "prefill", "pages", "merge", "hash", "read"
 MUTANTS: tuple[Mutant, ...] = (
     # -- barriers and waits
     Mutant(
@@ -214,6 +214,47 @@ MUTANTS: tuple[Mutant, ...] = (
         "batch.h",
         "(i < skipped_from",
         "(i <= skipped_from",
+        DECODE,
+    ),
+    # -- chosen pages
+    Mutant(
+        "subset-head",
+        "every kv head sees the pages of the first",
+        "batch.h",
+        "batch.subsets + (int64_t)row * batch.subset_stride",
+        "batch.subsets + (int64_t)request * batch.kv_heads * batch.subset_stride",
+        PREFILL,
+    ),
+    Mutant(
+        "subset-size",
+        "every kv head sees as many pages as the first",
+        "batch.h",
+        "batch.subset_sizes[row]",
+        "batch.subset_sizes[0]",
+        DECODE,
+    ),
+    Mutant(
+        "subset-tile",
+        "of a chosen page the first tile is taken for all",
+        "batch.h",
+        "subset[i / page_tiles] * page_tiles + i % page_tiles",
+        "subset[i / page_tiles] * page_tiles",
+        PREFILL,
+    ),
+    Mutant(
+        "subset-order",
+        "chosen pages are taken for those at the beginning",
+        "batch.h",
+        "if (subset) return (subset[i / page_tiles] * page_tiles + i % page_tiles) * kTileTokens;",
+        "if (subset) return i * kTileTokens;",
+        PREFILL,
+    ),
+    Mutant(
+        "subset-row",
+        "every row of decode sees the pages of the first",
+        "decode.cu",
+        "p.batch.subsets + (int64_t)number * p.batch.subset_stride",
+        "p.batch.subsets",
         DECODE,
     ),
     # -- the plan and the merges
@@ -428,5 +469,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hash-empty", "a slice of no bytes is read", "hash.cu", "if (length == 0) return", "if (false) return", HASH
+    ),
+    # -- what benchmarks call the memory's bandwidth
+    Mutant("read-tail", "a piece behind the end is read", "read.cu", "at < p.pieces ?", "at <= p.pieces ?", READ),
+    Mutant("read-rest", "one turn of all blocks is read", "read.cu", "first += step)", "first = p.pieces)", READ),
+    Mutant(
+        "read-ahead",
+        "of loads under way one is left out",
+        "read.cu",
+        "i * kReadThreads",
+        "i / 2 * 2 * kReadThreads",
+        READ,
     ),
 )

@@ -141,6 +141,12 @@ def test_prefill_of_a_window_with_sinks(library: Emulated, sinks: int, window: i
     check_prefill(library, Shape(((40, 130), (9, 9)), sinks=sinks, window=window, group=2))
 
 
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_prefill_of_chosen_pages(library: Emulated, page_tokens: int) -> None:
+    """All queries of a chunk see the pages that were chosen for their kv head, up to themselves; some see nothing."""
+    check_prefill(library, Shape(((40, 500), (20, 20), (0, 9), (1, 300)), page_tokens=page_tokens, chosen=3, group=2))
+
+
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_prefill_of_flat_attention(library: Emulated, types: tuple[str, str]) -> None:
     """The same of chunks behind long prompts."""

@@ -19,24 +19,30 @@ LIMIT_S = 1500
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(
+    ("unit", "head_dim"),
+    [
+        *((unit, 64) for unit in UNITS),
+        *(pytest.param(unit, 256, marks=pytest.mark.slow) for unit in ("decode", "prefill")),
+    ],
+)
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-def test_sanitizers_find_nothing(sanitizer: str, unit: str) -> None:
+def test_sanitizers_find_nothing(sanitizer: str, unit: str, head_dim: int) -> None:
     """In the small cases of a source file no threads race and no address is out of bounds, whichever thread runs first."""
     try:
-        built = build_emulator(sanitizer, dims=[64], units=[unit])
+        built = build_emulator(sanitizer, dims=[head_dim], units=[unit])
     except MissingTool as error:
         pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
-    done = sanitized(built, sanitizer, unit)
+    done = sanitized(built, sanitizer, "--unit", unit, "--head-dim", str(head_dim))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "all right" in done.stdout
 
 
-def sanitized(built: Path, sanitizer: str, unit: str) -> subprocess.CompletedProcess[str]:
+def sanitized(built: Path, sanitizer: str, *chosen: str) -> subprocess.CompletedProcess[str]:
     """Those cases, in a process in which the sanitizer was loaded first."""
     orders = ",".join(ORDERS[: count(test=1, nightly=2, weekly=2)])
     return subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernels.small_cases", str(built), "--unit", unit, "--orders", orders],
+        [sys.executable, "-m", "tests.unit.kernels.small_cases", str(built), *chosen, "--orders", orders],
         env=sanitized_environment(sanitizer),
         cwd=Path(__file__).resolve().parents[3],
         capture_output=True,
