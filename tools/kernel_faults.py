@@ -1,6 +1,7 @@
 """What is broken in the kernels, one at a time, to see that their tests notice: `python -m tools.kernel_mutants` tries it.
 
 Purpose: the table `MUTANTS`. Non-purpose: how they are tried. Invariant: what is replaced stands in its file exactly once, which a test sees to.
+Every barrier and every wait has a row but the two waits at the ends of decode and prefill: all that they wait for is empty groups of copies.
 """
 
 from __future__ import annotations
@@ -155,6 +156,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "__syncthreads();  // before this stage is filled anew",
         "",
         PREFILL,
+    ),
+    Mutant(
+        "plan-next",
+        "the next step of the sums begins while this one is under way",
+        "decode.cu",
+        "sums[me] += before;\n    __syncthreads();",
+        "sums[me] += before;",
+        DECODE,
     ),
     # -- masks
     Mutant(
