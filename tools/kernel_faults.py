@@ -1,6 +1,7 @@
 """What is broken in the kernels, one at a time, to see that their tests notice: `python -m tools.kernel_mutants` tries it.
 
 Purpose: the table `MUTANTS`. Non-purpose: how they are tried. Invariant: what is replaced stands in its file exactly once, which a test sees to.
+Every barrier and every wait has a row but the two waits at the ends of decode and prefill: all that they wait for is empty groups of copies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Mutant:
         return (sources / "src" / self.file).read_text(encoding="utf-8").count(self.old) == 1
 
 
-DECODE, PREFILL, PAGES, MERGE, HASH = "decode", "prefill", "pages", "merge", "hash"
+DECODE, PREFILL, PAGES, MERGE, HASH, READ = "decode", "prefill", "pages", "merge", "hash", "read"
 MUTANTS: tuple[Mutant, ...] = (
     # -- barriers and waits
     Mutant(
@@ -156,6 +157,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         PREFILL,
     ),
+    Mutant(
+        "plan-next",
+        "the next step of the sums begins while this one is under way",
+        "decode.cu",
+        "sums[me] += before;\n    __syncthreads();",
+        "sums[me] += before;",
+        DECODE,
+    ),
     # -- masks
     Mutant(
         "decode-tail",
@@ -214,6 +223,47 @@ MUTANTS: tuple[Mutant, ...] = (
         "batch.h",
         "(i < skipped_from",
         "(i <= skipped_from",
+        DECODE,
+    ),
+    # -- chosen pages
+    Mutant(
+        "subset-head",
+        "every kv head sees the pages of the first",
+        "batch.h",
+        "batch.subsets + (int64_t)row * batch.subset_stride",
+        "batch.subsets + (int64_t)request * batch.kv_heads * batch.subset_stride",
+        PREFILL,
+    ),
+    Mutant(
+        "subset-size",
+        "every kv head sees as many pages as the first",
+        "batch.h",
+        "batch.subset_sizes[row]",
+        "batch.subset_sizes[0]",
+        DECODE,
+    ),
+    Mutant(
+        "subset-tile",
+        "of a chosen page the first tile is taken for all",
+        "batch.h",
+        "subset[i / page_tiles] * page_tiles + i % page_tiles",
+        "subset[i / page_tiles] * page_tiles",
+        PREFILL,
+    ),
+    Mutant(
+        "subset-order",
+        "chosen pages are taken for those at the beginning",
+        "batch.h",
+        "if (subset) return (subset[i / page_tiles] * page_tiles + i % page_tiles) * kTileTokens;",
+        "if (subset) return i * kTileTokens;",
+        PREFILL,
+    ),
+    Mutant(
+        "subset-row",
+        "every row of decode sees the pages of the first",
+        "decode.cu",
+        "p.batch.subsets + (int64_t)number * p.batch.subset_stride",
+        "p.batch.subsets",
         DECODE,
     ),
     # -- the plan and the merges
@@ -428,5 +478,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hash-empty", "a slice of no bytes is read", "hash.cu", "if (length == 0) return", "if (false) return", HASH
+    ),
+    # -- what benchmarks call the memory's bandwidth
+    Mutant("read-tail", "a piece behind the end is read", "read.cu", "at < p.pieces ?", "at <= p.pieces ?", READ),
+    Mutant("read-rest", "one turn of all blocks is read", "read.cu", "first += step)", "first = p.pieces)", READ),
+    Mutant(
+        "read-ahead",
+        "of loads under way one is left out",
+        "read.cu",
+        "i * kReadThreads",
+        "i / 2 * 2 * kReadThreads",
+        READ,
     ),
 )

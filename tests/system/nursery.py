@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from tests.still import stand_still
 from tests.system.blocks import BlockClient, Leased
 from tierd._proto import cache_pb2 as pb
 from tierd.testing import chain
@@ -38,7 +39,7 @@ class Ward:
 
     def stop(self) -> None:
         """SIGSTOP, and stopped."""
-        stop(self.pid)
+        stand_still(self.pid)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -84,14 +85,6 @@ class Nursery:
         self._process.stdin.close()
         self._process.wait(GRACE_S)
         self._process.stdout.close()
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP to a process that is perhaps no child of ours, and stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{pid}/stat")
-    while stat.read_text().rpartition(")")[2].split()[0] != "T":
-        pass
 
 
 def _lease(client: BlockClient, namespace: int, hashes: np.ndarray) -> Leased:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from tests.still import stand_still
 from tests.system.blocks import BlockClient, Leased, Memory
 from tierd._proto import cache_pb2 as pb
 from tierd.testing import chain, is_content
@@ -68,8 +69,7 @@ class Puppet:
 
     def stop(self) -> None:
         """SIGSTOP, and stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        stand_still(self.pid)
 
     def go_on(self) -> None:
         """SIGCONT."""

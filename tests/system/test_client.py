@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +11,7 @@ import textwrap
 import numpy as np
 import pytest
 
+from tests.still import stand_still
 from tests.system.sdk import await_nothing_held
 from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup
 from tierd.errors import NotPermitted, StaleHandle
@@ -164,7 +163,7 @@ def test_a_farewell_to_a_daemon_that_dies(own_daemon):
     with Client(own_daemon.target) as client:
         ns = put(client, model="farewell", seed=3)
         views = client.get(ns, TOKENS).views
-        os.kill(own_daemon.pid, signal.SIGSTOP)
+        stand_still(own_daemon.pid)
         del views
         client._connector.lose(client._connector.link)
         own_daemon.restart()
@@ -182,7 +181,7 @@ def test_a_client_that_is_closed_without_its_daemon(own_daemon, way):
     if way == "dead":
         own_daemon.kill()
     else:
-        os.kill(own_daemon.pid, signal.SIGSTOP)
+        stand_still(own_daemon.pid)
     del views, pages
     client.close()
     own_daemon.restart()

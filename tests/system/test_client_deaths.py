@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.depth import count, percentile, report
+from tests.still import stand_still
 from tests.system.blocks import BlockClient, await_true, connected
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.nursery import Nursery, Ward
@@ -207,7 +208,7 @@ def test_stopped_reader() -> None:
     lives = count(test=2, nightly=10, weekly=50)
     with Daemon(CONFIG) as daemon, Elsewhere(reader, daemon.target) as other:
         assert other.hear() == HELD
-        os.kill(other.pid, signal.SIGSTOP)
+        stand_still(other.pid)
         for life in range(lives):
             daemon.kill() if life % 2 else daemon.stop()
             daemon.start()

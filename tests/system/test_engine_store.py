@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.depth import report
+from tests.still import stand_still
 from tests.system.blocks import await_true
 from tierd.client import Group, NamespaceSpec, PutGroup
 from tierd.integrations.facts import EngineFacts
@@ -140,7 +141,7 @@ def test_a_daemon_that_hangs_in_the_middle_of_a_save(daemon: Daemon) -> None:
 
     class Stopping(list[Any]):
         def __iter__(self) -> Iterator[Any]:
-            os.kill(daemon.pid, signal.SIGSTOP)
+            stand_still(daemon.pid)
             return super().__iter__()
 
     kv, timeout_s = memory(4), 1.0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.depth import count, percentile, report
+from tests.still import stand_still
 from tests.system.blocks import SOON_S, BlockClient, await_true, connected
 from tests.system.raw import put_blocks
 from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, WRITES
@@ -235,7 +236,7 @@ def test_stopped_daemon_is_not_wedged() -> None:
     with Daemon(config(server=WATCHED)) as daemon, connected(daemon) as client:
         namespace = client.open_namespace()
         assert client.put(namespace, NEAR) == len(NEAR)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stand_still(daemon.pid)
         try:
             begun = time.monotonic()
             while time.monotonic() - begun < 3.0:
@@ -253,7 +254,7 @@ def test_hung_daemon_costs_its_deadline_once() -> None:
         namespace = client.open_namespace(NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096))
         blocks = [content_of(name, 4096) for name in NEAR]
         assert client.put(namespace, NEAR, blocks).stored == len(NEAR)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stand_still(daemon.pid)
         try:
             begun = time.monotonic()
             assert client.lookup(namespace, NEAR).tokens == 0

@@ -15,6 +15,7 @@ import weakref
 import pytest
 
 from tests.depth import count
+from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.live_session import LiveSession
@@ -73,7 +74,7 @@ def test_a_failed_call_keeps_nothing_alive() -> None:
     """What the caller holds while a call fails goes when the caller lets go of it, not with the next collection: views are such things."""
     with Daemon() as daemon, Client(daemon.target) as client:
         namespace = client.open_namespace(SPEC)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stand_still(daemon.pid)
 
         def call() -> weakref.ref[Thing]:
             thing = Thing()
@@ -103,7 +104,7 @@ def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
                 client.lookup(namespace, held, timeout_s=timeout_s)
             order.append(timeout_s)
 
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stand_still(daemon.pid)
         try:
             threads = [threading.Thread(target=call, args=(timeout_s,)) for timeout_s in (4.0, 3.0, 0.2)]
             for thread in threads:
@@ -122,7 +123,7 @@ def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
 def test_a_hello_that_is_answered_too_late() -> None:
     """A client that does not wait for the answer leaves no session behind, of which there may be so many and no more."""
     with Daemon() as daemon, connect(daemon.target) as operator:
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stand_still(daemon.pid)
         try:
             for _ in range(5):
                 with Client(daemon.target, timeout_s=0.02) as client, pytest.raises(DeadlineExceeded):

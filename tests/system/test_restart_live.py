@@ -17,9 +17,9 @@ from typing import Self
 import pytest
 
 from tests.depth import count, percentile, report
+from tests.still import stand_still
 from tests.system.blocks import BlockClient, await_true, connected
 from tests.system.crash_load import Chain, chain_of, open_all
-from tests.system.nursery import stop
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client
 from tierd.testing import Daemon, is_content
@@ -183,7 +183,7 @@ class Run:
         """One restart, with one of the clients stopped now and then."""
         stopped = self.chance.randrange(WORKERS) if self.chance.random() < 0.3 else None
         if stopped is not None:
-            stop(workers.processes[stopped].pid)
+            stand_still(workers.processes[stopped].pid)
         seconds, killed = restart(daemon, self.chance, kills=kills)
         self.seconds.append(seconds)
         self.starts_killed += killed

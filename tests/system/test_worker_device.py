@@ -5,8 +5,6 @@ Each worker is a process of its own. What it computes is numpy's; keys, values a
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.depth import report
+from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.system.device_worker import evict, gpu_process
 from tests.system.elsewhere import Elsewhere, Talk
@@ -243,7 +242,7 @@ def test_the_gpu_process_hangs_and_dies(daemon: Daemon, want: list[int]) -> None
     are stored and found again."""
     with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
         child = gpu_process(daemon)
-        os.kill(child.pid, signal.SIGSTOP)
+        stand_still(child.pid)
         assert one.ask(["begin"]) == {}
         tokens = one.ask(["end"])
         lost, faults = one.ask(["recomputed"]), one.ask(["faults"])

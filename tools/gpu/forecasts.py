@@ -95,7 +95,7 @@ def _correctness() -> Iterator[Forecast]:
     yield Forecast("decodes", "decode_flat", 1.7e-3, told, at_most=2e-3)
     for name, meaning in {
         "prefill_types": "prefill of every type and head dim",
-        "prefill_groups": "prefill of groups, and windows with sinks",
+        "prefill_groups": "prefill of groups, windows with sinks, and chosen pages",
         "prefill_long": "chunks of up to 1,000 tokens behind up to 3,000",
         "prefill_narrow": "prefill with 99 KiB, and by stages of two tiles",
         "merge": "parts by their log-sum-exps",

@@ -41,6 +41,7 @@ def _full() -> dict[str, list[Shape]]:
         "prefill_groups": [
             *(Shape(((30, 41), (0, 9), (5, 5)), group=n, kv_heads=1, page_tokens=32) for n in GROUPS),
             *(Shape(((40, 130), (9, 9)), sinks=sinks, window=window, group=2) for sinks, window in WINDOWS),
+            *(Shape(((40, 500), (20, 20)), page_tokens=n, chosen=3, group=2) for n in (16, 64)),
         ],
         "prefill_long": [
             Shape(((600, 2000), (1, 900), (333, 333)), head_dim=128),

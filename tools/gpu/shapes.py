@@ -176,7 +176,7 @@ def _tables(lengths: Sequence[int], pages: int) -> list[Array]:
     return made
 
 
-class _Read(ctypes.Structure):
+class ReadParams(ctypes.Structure):
     """read.cu"""
 
     _fields_ = [("from_", ctypes.c_void_p), ("sums", ctypes.c_void_p), ("pieces", ctypes.c_int64)]
@@ -193,7 +193,7 @@ class Reader:
         """All of it, in pieces of 16 bytes."""
         pieces = length_bytes // PIECE_BYTES
         blocks = min(self._blocks, -(-pieces // (READ_THREADS * READ_AT_ONCE)))
-        self._gpu.kernels.launch("read_all", (blocks, 1, 1), _Read(address, self.sums.address, pieces))
+        self._gpu.kernels.launch("read_all", (blocks, 1, 1), ReadParams(address, self.sums.address, pieces))
 
     def runs(self, memory: DeviceArray, length_bytes: int, *, most: int = 8) -> list[Callable[[], None]]:
         """Launches, each on other memory as long as there is some."""

@@ -14,6 +14,7 @@ import subprocess
 import pytest
 
 from tests.depth import count, report
+from tests.still import stand_still
 from tests.unit.gpu.processes import (
     HOST,
     LENGTH,
@@ -138,7 +139,7 @@ async def test_all_that_wait_are_told_and_the_owner_once(monkeypatch: pytest.Mon
     await gpu.start()
     slab = await gpu.make(1, SLAB)
     await gpu.attach(HOST, host, LENGTH)
-    os.kill(gpu.pid, signal.SIGSTOP)
+    stand_still(gpu.pid)
     pieces = pieces_of()
     asked = [call(pieces) for _ in range(30) for call in (gpu.load, gpu.store, gpu.sums)]
     calls = [
@@ -162,7 +163,7 @@ async def test_a_process_that_hangs_is_killed_when_patience_ends() -> None:
     """It stands still: the call that waits fails after its patience, the process is gone, its slab goes on in the next one."""
     async with running(patience_s=PATIENCE_S) as (hung, owner), running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
-        os.kill(hung.pid, signal.SIGSTOP)
+        stand_still(hung.pid)
         begun = asyncio.get_running_loop().time()
         calls = [asyncio.create_task(hung.make(1, SLAB)), asyncio.create_task(hung.drop(5))]
         for call in calls:
@@ -226,7 +227,7 @@ def parent(is_stopped: str) -> None:
         gpu = Owner().process()
         await gpu.start()
         if is_stopped == "True":
-            os.kill(gpu.pid, signal.SIGSTOP)
+            stand_still(gpu.pid)
         print(gpu.pid, flush=True)
         await asyncio.Event().wait()
 

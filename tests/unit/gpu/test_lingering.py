@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.unit.gpu.processes import Owner, descriptors, pieces_of
 from tierd.errors import TierFailed
@@ -27,7 +28,7 @@ async def immortal(monkeypatch: pytest.MonkeyPatch) -> tuple[GpuProcess, Owner]:
     gpu = owner.process(patience_s=PATIENCE_S)
     await gpu.start()
     monkeypatch.setattr(gpu._child, "kill", lambda: None)
-    os.kill(gpu.pid, signal.SIGSTOP)
+    stand_still(gpu.pid)
     return gpu, owner
 
 

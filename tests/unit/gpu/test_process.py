@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.still import stand_still
+from tests.system.blocks import await_true
 from tests.unit.gpu.processes import (
     HOST,
     LENGTH,
@@ -144,7 +146,8 @@ async def test_a_gpu_that_is_full_refuses(driver: pytest.MonkeyPatch) -> None:
             with pytest.raises(Overloaded, match="OUT_OF_MEMORY"):
                 await gpu.make(2, 2 * SLAB)
         assert len(descriptors()) == before
-        assert len(descriptors(gpu.pid)) <= FEW + 1
+        # A thread of it that has sent a slab's descriptor closes its own a moment later.
+        await asyncio.to_thread(await_true, lambda: len(descriptors(gpu.pid)) == FEW + 1, "no more than the first slab")
         await gpu.drop(1)
         os.close(first)
         os.close(await gpu.make(2, 2 * SLAB))
@@ -168,7 +171,7 @@ async def test_nothing_leaks() -> None:
             await gpu.detach(HOST)
             os.close(slab)
             assert len(descriptors()) == before
-            assert len(descriptors(gpu.pid)) == FEW
+            await asyncio.to_thread(await_true, lambda: len(descriptors(gpu.pid)) == FEW, "as few as at first")
     os.close(host)
     assert descriptors() == outside
 
@@ -193,7 +196,7 @@ async def test_many_calls_are_in_flight_and_none_is_lost() -> None:
     async with running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
         os.pwrite(slab, np.random.default_rng(2).bytes(SLAB), 0)
-        os.kill(gpu.pid, signal.SIGSTOP)
+        stand_still(gpu.pid)
         asked = [pieces_of([number, *[0] * (PIECES_MAX - 1)], gap=0) for number in range(CALLS_MAX + 4)]
         calls = [asyncio.create_task(gpu.sums(pieces)) for pieces in asked[:9]]
         hosts = [memory(seed=number) for number in range(3)]
@@ -233,7 +236,7 @@ async def test_a_cancelled_call_ends_with_what_it_began() -> None:
     """Not before the process has answered; a slab that was made for it is given back, its descriptor closed."""
     before = descriptors()
     async with running() as (gpu, _):
-        os.kill(gpu.pid, signal.SIGSTOP)
+        stand_still(gpu.pid)
         making = asyncio.create_task(gpu.make(1, SLAB))
         waiting = [asyncio.create_task(gpu.sums(pieces_of([1], slab=2))) for _ in range(CALLS_MAX)]
         await asyncio.sleep(0)

@@ -1,6 +1,7 @@
 """Cases of paged attention for the kernels of cuda/, and what they must give: the plain reference, in float64.
 
-Whatever a kernel must not read is poison: stale tails and unused pages are NaN, unused entries of tables and subsets point far away, outputs begin as NaN.
+Whatever a kernel must not read is poison: stale tails and unused pages are NaN, unused entries of tables and subsets point far away, those of every other
+kv head to a page that is there, outputs begin as NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WILD = 2**31 - 1
 
 @dataclass(frozen=True)
 class Shape:
-    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees; 0: all. spread: of the queries; the less, the flatter is attention."""
+    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees, in any order; 0: all. spread: of the queries; the less, the flatter is attention."""
 
     sequences: tuple[tuple[int, int], ...]
     types: tuple[str, str] = ("bf16", "bf16")
@@ -83,7 +84,7 @@ def made(shape: Shape) -> Case:
     )
     batch = PagedBatch(starts, kv_lens, tables, sinks=shape.sinks, window=shape.window)
     if shape.chosen:
-        seen = [[np.sort(rng.permutation(n)[: shape.chosen]).tolist() for _ in range(shape.kv_heads)] for n in needed]
+        seen = [[rng.permutation(n)[: shape.chosen].tolist() for _ in range(shape.kv_heads)] for n in needed]
         batch = replace(batch, subsets=seen)
     return Case(shape, q, pool, batch, _on_device(batch, shape))
 
@@ -97,6 +98,7 @@ def _on_device(batch: PagedBatch, shape: Shape) -> DeviceBatch:
     if batch.subsets is None:
         return device
     subsets = np.full((n, shape.kv_heads, shape.chosen), WILD // 1024, np.int32)
+    subsets[:, ::2] = 0
     sizes = np.array([[len(head) for head in heads] for heads in batch.subsets], np.int32)
     for i, heads in enumerate(batch.subsets):
         for h, seen in enumerate(heads):
@@ -231,15 +233,17 @@ DECODES = (
     Shape(((1, 200), (1, 20), (1, 3)), types=("f16", "f16"), page_tokens=32, sinks=4, window=50),
     Shape(((1, 200), (1, 20), (1, 3)), types=("bf16", "e4m3"), page_tokens=32, chosen=2, group=16, kv_heads=1),
     Shape(((1, 777),), kv_heads=1, spread=0.5),
+    Shape(((1, 200), (1, 0), (1, 40)), page_tokens=32, chosen=3),
 )
 PREFILLS = (
     Shape(((20, 150), (40, 40), (1, 30))),
     Shape(((50, 90), (0, 20), (33, 33)), types=("bf16", "e4m3"), page_tokens=32, group=3),
     Shape(((40, 96), (10, 10)), types=("f16", "f16"), sinks=4, window=26, group=1),
+    Shape(((30, 150), (0, 20), (9, 9)), page_tokens=32, chosen=2, group=2),
 )
 """Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
 anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row
-does, and is so long that each warp fills a place of its ring anew; the last decode is of flat attention."""
+does, and is so long that each warp fills a place of its ring anew; the decode of one request is of flat attention."""
 NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
 NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])
 """Of both sizes of elements; decodes with a partial result for each of several rows, and one that comes round its ring many times."""

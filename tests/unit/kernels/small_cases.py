@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.unit.kernels.kernel_cases import (
     NARROW_DECODES,
     NARROW_PREFILLS,
     PREFILLS,
+    Shape,
     check_decode,
     check_merge,
     check_narrow_decode,
@@ -36,6 +38,7 @@ from tests.unit.kernels.page_cases import (
     check_store,
     check_summary,
 )
+from tests.unit.kernels.read_cases import READS, check_read
 from tests.unit.kernels.sum_cases import SUMS, check_sums
 from tierd.kernels.library import Emulated
 
@@ -60,6 +63,7 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
         for shape in shapes
     ],
     "hash": [(check_sums, spans) for spans in SUMS],
+    "read": [(check_read, shape) for shape in READS],
 }
 """By the source file of the kernels."""
 
@@ -69,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs small cases of the kernels of an emulated library.")
     parser.add_argument("library", type=Path)
     parser.add_argument("--unit", action="append", choices=UNITS, help="of this source file alone")
+    parser.add_argument("--head-dim", type=int, default=64, help="of decode and prefill")
     parser.add_argument("--orders", default="0", help="of threads, as in SIMT_ORDER")
     parser.add_argument("--cpu-limit-s", type=int, default=resource.RLIM_INFINITY, help="for kernels that may hang")
     given = parser.parse_args()
@@ -78,12 +83,17 @@ def main() -> int:
         os.environ["SIMT_ORDER"] = order
         for check, shape in chain.from_iterable(UNITS[unit] for unit in given.unit or UNITS):
             try:
-                check(library, shape)
+                check(library, _of_dim(shape, given.head_dim))
             except AssertionError as error:
                 print(f"{check.__name__}, order {order}: {str(error).strip().splitlines()[0]}")
                 return 1
     print("all right")
     return 0
+
+
+def _of_dim(shape: Any, head_dim: int) -> Any:
+    """A shape of attention with heads of so many channels; any other as it is."""
+    return replace(shape, head_dim=head_dim) if isinstance(shape, Shape) else shape
 
 
 if __name__ == "__main__":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,13 +29,10 @@ from tests.unit.kernels.kernel_cases import (
 from tierd.kernels import Attended
 from tierd.kernels.library import Emulated
 from tierd.kernels.paged import DecodeShape, PagedDecode
-from tools.kernels import MissingTool, build_emulator, sanitized_environment
 
 TYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
 SMALLEST_BLOCK = 101_376
 """Bytes of shared memory of a thread block of sm_86, 89 and 120: 99 KiB."""
-SANITIZED_S = 3000
-"""Wall time of the small cases under ThreadSanitizer, which computes for minutes: tenfold, since other tests run beside it."""
 RAGGED = ((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))
 
 
@@ -147,6 +141,12 @@ def test_prefill_of_a_window_with_sinks(library: Emulated, sinks: int, window: i
     check_prefill(library, Shape(((40, 130), (9, 9)), sinks=sinks, window=window, group=2))
 
 
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_prefill_of_chosen_pages(library: Emulated, page_tokens: int) -> None:
+    """All queries of a chunk see the pages that were chosen for their kv head, up to themselves; some see nothing."""
+    check_prefill(library, Shape(((40, 500), (20, 20), (0, 9), (1, 300)), page_tokens=page_tokens, chosen=3, group=2))
+
+
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_prefill_of_flat_attention(library: Emulated, types: tuple[str, str]) -> None:
     """The same of chunks behind long prompts."""
@@ -211,33 +211,3 @@ def test_decode_with_little_memory_in_any_order_of_threads(library: Emulated, sh
 def test_prefill_with_little_memory_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
     """With stages of two tiles in place of four."""
     check_narrow_prefill(library, shape)
-
-
-# -- sanitizers
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
-def test_sanitizers_find_nothing(sanitizer: str) -> None:
-    """No race between the threads of a block and no address out of bounds, in two orders of threads."""
-    try:
-        built = build_emulator(sanitizer, dims=[64])
-    except MissingTool as error:
-        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
-    done = sanitized(built, sanitizer)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "all right" in done.stdout
-
-
-def sanitized(built: Path, sanitizer: str) -> subprocess.CompletedProcess[str]:
-    """The small cases, in a process in which the sanitizer was loaded first."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernels.small_cases", str(built), "--orders", "1,2"],
-        env=sanitized_environment(sanitizer),
-        cwd=Path(__file__).resolve().parents[3],
-        capture_output=True,
-        text=True,
-        timeout=SANITIZED_S,
-        check=False,
-    )

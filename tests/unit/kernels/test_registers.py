@@ -1,10 +1,12 @@
-"""What nvcc's assembler says of registers and spills, and what is made of it. The check itself needs nvcc: `python -m tools.kernels registers`."""
+"""What nvcc's assembler says of registers and spills, and what is made of it; at night, where there is an nvcc, of the kernels as they are."""
 
 from __future__ import annotations
 
 import pytest
 
-from tools.kernels import CompilerError, Taken, parsed, spilling
+from tests.depth import report
+from tools import fatbins
+from tools.kernels import CompilerError, MissingTool, Taken, parsed, resources, spilling
 
 SAID = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'prefill_f16_f16_96' for 'sm_90'
@@ -32,3 +34,16 @@ def test_not_one_byte_is_allowed() -> None:
     assert spilling({80: {"decode_bf16_bf16_64": none}, 90: {"decode_bf16_bf16_64": none, "copy_rows_16": some}}) == []
     for name in ("decode_bf16_bf16_64_mass", "decode_plan", "prefill_f16_f16_96", "slice_sums"):
         assert spilling({80: {name: none}, 120: {name: some}}) == [f"{name} (sm_120)"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("architecture", fatbins.ARCHITECTURES)
+def test_the_kernels_spill_nothing(architecture: int) -> None:
+    """Of every architecture that fatbins are made for."""
+    try:
+        found = resources(architecture)
+    except MissingTool as error:
+        pytest.skip(str(error))
+    report(f"registers on sm_{architecture}", most=max(taken.registers for taken in found.values()))
+    assert spilling({architecture: found}) == []

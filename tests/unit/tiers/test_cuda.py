@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.still import stand_still
 from tests.unit.kernels.fake_driver import SLAB, fake_environment
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, SegmentAssignment, StructArray, TierKind, TierSpec
@@ -286,7 +287,7 @@ async def test_who_waits_for_a_slab_is_told_in_time(monkeypatch: pytest.MonkeyPa
     slabs = Slabs(name="device.0", segment_bytes=SLAB, places=2)
     gpu = GpuProcess(0, patience_s=10 * PATIENCE_S, on_death=lambda _: None)
     await slabs.hand_over(gpu)
-    os.kill(gpu.pid, signal.SIGSTOP)
+    stand_still(gpu.pid)
     with monkeypatch.context() as patch:
         patch.setattr("tierd.tiers.slabs.TAKE_S", 0.2)
         taking = asyncio.create_task(asyncio.to_thread(slabs.take, 4))

@@ -1,0 +1,94 @@
+"""A worker on a GPU's tier dies within each call of the driver that it makes: pages come back, others lose nothing, and what it committed is whole or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.depth import count, report
+from tests.system.blocks import await_true
+from tests.system.device_worker import CONFIG, Worker, gpu_process, serve
+from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.sdk import await_nothing_held
+from tests.unit.gpu.processes import descriptors
+from tests.unit.kernels.fake_driver import fake_environment
+from tierd.testing import Daemon
+
+BLOCKS, RESERVED = 4, 2
+OTHERS = 1
+"""The seed of a chain that all share; those of workers that die follow it."""
+CALLS = 30
+"""Of the driver in a life, at least."""
+LIVED = {"put": BLOCKS, "found": BLOCKS, "right": [BLOCKS, BLOCKS], "reserved": RESERVED}
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    for name, value in fake_environment().items():
+        monkeypatch.setenv(name, value)
+    with Daemon(CONFIG.replace('"16 MiB"', '"64 MiB"')) as running:  # room for all of them
+        yield running
+
+
+def live(talk: Talk, target: str, seed: int) -> None:
+    """Runs there: writes and commits a chain, reads another's in place, holds pages of its own, gives all back."""
+    worker = Worker(target)
+    said = {"put": worker.put(seed, BLOCKS), "found": worker.lease(OTHERS, BLOCKS), "right": worker.right()}
+    said["reserved"] = worker.reserve(RESERVED)
+    worker.drop()
+    worker.client.close()
+    talk.say(said)
+
+
+def lived(daemon: Daemon, seed: int) -> dict[str, object] | None:
+    """What it said in the end; None if it was killed before."""
+    with Elsewhere(live, daemon.target, seed=seed) as worker:
+        status = worker.finish()
+        assert status in (0, -9), status
+        return None if status else worker.hear()
+
+
+def kept_by(pid: int) -> int:
+    """How many descriptors a process has, without slabs, of which there are as many as chains are kept, and without those that watch a process that lives."""
+    return sum(
+        "tierd-fake-gpu" not in name and not ("pidfd" in name and watches_one_that_lives(pid, fd))
+        for fd, name in descriptors(pid).items()
+    )
+
+
+def watches_one_that_lives(pid: int, fd: str) -> bool:
+    return "\nPid:\t-1\n" not in Path(f"/proc/{pid}/fdinfo/{fd}").read_text()
+
+
+def test_a_worker_dies_in_each_call_of_the_driver(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL in each: its pages are free again, its chain is whole or a miss, a chain that it read is as it was, and neither the daemon nor its GPU process keeps a
+    descriptor of it."""
+    with Elsewhere(serve, daemon.target) as other:
+        assert other.ask(["put", [OTHERS, BLOCKS]]) == BLOCKS
+        assert lived(daemon, OTHERS + 1) == LIVED
+        await_nothing_held(daemon, "a worker that ended")
+        both = (daemon.pid, gpu_process(daemon).pid)
+        before = {pid: kept_by(pid) for pid in both}
+        call, deaths, step = 1, 0, max(1, CALLS // count(test=7, nightly=CALLS, weekly=CALLS))
+        while True:
+            seed = OTHERS + 1 + call
+            monkeypatch.setenv("TIERD_FAKE_CUDA_STRIKE", f"*:{call}:9")
+            said = lived(daemon, seed)
+            monkeypatch.delenv("TIERD_FAKE_CUDA_STRIKE")
+            await_nothing_held(daemon, f"a worker that ended by call {call} of its driver")
+            for chain, least in ((OTHERS, BLOCKS), (seed, BLOCKS if said else 0)):
+                found = other.ask(["lease", [chain, BLOCKS]])
+                assert found in (least, BLOCKS)
+            pages = other.ask(["right", []])
+            assert pages[0] == pages[1] and pages[0] in (BLOCKS, 2 * BLOCKS)
+            other.ask(["drop", []])
+            if said:
+                break
+            call, deaths = call + step, deaths + 1
+        assert said == LIVED
+        for pid in both:
+            await_true(lambda pid=pid: kept_by(pid) <= before[pid], f"the descriptors of {pid} as before")
+    report("worker killed in a call of the driver", deaths=deaths, of_calls=call - 1)
+    assert deaths * step >= CALLS

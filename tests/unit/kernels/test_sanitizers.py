@@ -1,0 +1,52 @@
+"""The kernels under AddressSanitizer and under ThreadSanitizer, which knows only barriers as order between threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.depth import count
+from tests.unit.kernels.small_cases import UNITS
+from tools.kernels import MissingTool, build_emulator, sanitized_environment
+
+ORDERS = ("2", "1")
+"""Of threads, the first of which every commit is tried in."""
+LIMIT_S = 1500
+"""Of wall time for what takes up to two minutes of a core: tenfold, since other tests run beside it."""
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize(
+    ("unit", "head_dim"),
+    [
+        *((unit, 64) for unit in UNITS),
+        *(pytest.param(unit, 256, marks=pytest.mark.slow) for unit in ("decode", "prefill")),
+    ],
+)
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_sanitizers_find_nothing(sanitizer: str, unit: str, head_dim: int) -> None:
+    """In the small cases of a source file no threads race and no address is out of bounds, whichever thread runs first."""
+    try:
+        built = build_emulator(sanitizer, dims=[head_dim], units=[unit])
+    except MissingTool as error:
+        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
+    done = sanitized(built, sanitizer, "--unit", unit, "--head-dim", str(head_dim))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "all right" in done.stdout
+
+
+def sanitized(built: Path, sanitizer: str, *chosen: str) -> subprocess.CompletedProcess[str]:
+    """Those cases, in a process in which the sanitizer was loaded first."""
+    orders = ",".join(ORDERS[: count(test=1, nightly=2, weekly=2)])
+    return subprocess.run(
+        [sys.executable, "-m", "tests.unit.kernels.small_cases", str(built), *chosen, "--orders", orders],
+        env=sanitized_environment(sanitizer),
+        cwd=Path(__file__).resolve().parents[3],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
