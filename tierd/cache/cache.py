@@ -61,7 +61,7 @@ log = structlog.get_logger(__name__)
 
 NOTHING = Served(0, [], Plan())
 MEANWHILE_S = 0.001
-"""What is reserved ahead stands back for so long: a call that its client makes right away is served first."""
+"""What is reserved ahead after a put stands back for so long: a call that its client makes right away is served first. While a put copies there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +308,10 @@ class Cache:
             raise Unsupported(
                 "reserve: nothing ahead under a replay clock, which knows no meanwhile; reserve for a put"
             )
-        self.core.take_ahead(session, instead_of)
-        await asyncio.sleep(MEANWHILE_S)
+        if instead_of:
+            self.core.take_ahead(session, instead_of)
+        else:
+            await asyncio.sleep(MEANWHILE_S)
         self._check_puts(session, groups)
         reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now(), is_ahead=True)
         async with self._given(session, reserved):
