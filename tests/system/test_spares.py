@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.depth import count, report
 from tests.system.blocks import await_true
 from tests.system.sdk import NOTHING, await_nothing_held, held
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
-from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
 from tierd.client.lines import Line
 from tierd.client.local import LocalTransport
 from tierd.core.model import BlockStatus
 from tierd.core.puts import AHEAD_SHARE
-from tierd.errors import StaleHandle
+from tierd.errors import RetryError, StaleHandle
 from tierd.testing import Daemon, chain, content_of
 
 SPEC = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=256 << 10)
 BLOCKS = 8
+KILLS = count(test=6, nightly=200, weekly=2_000)
 CONFIG = """\
 nvme = []
 [[host]]
@@ -260,3 +264,78 @@ def test_a_replay_reserves_nothing_ahead() -> None:
         for number in range(4):
             assert put(client, space, number) == [READY] * BLOCKS
         assert held(daemon) == NOTHING
+
+
+class Writer(threading.Thread):
+    """Puts one sequence after another, whatever becomes of the daemon. stored: which of them were acknowledged."""
+
+    def __init__(self, target: str, first: int) -> None:
+        super().__init__()
+        self.stored: list[int] = []
+        self.failure: BaseException | None = None
+        self.is_over = False
+        self._target, self._next = target, first
+
+    def run(self) -> None:
+        """Until `is_over`."""
+        try:
+            with Client(self._target, timeout_s=20.0) as client:
+                space = OpenedNamespace(SPEC)
+                while not self.is_over:
+                    self._put(client, space)
+        except BaseException as error:
+            self.failure = error
+
+    def _put(self, client: Client, space: OpenedNamespace) -> None:
+        names = chain(self._next, BLOCKS)
+        self._next += 1
+        try:
+            if client.put(space, names, blocks_of(names)).stored == BLOCKS:
+                self.stored.append(self._next - 1)
+        except (RetryError, StaleHandle):
+            pass
+
+
+def test_killed_while_pages_are_reserved_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons die in the middle of puts into spare pages: whatever is served afterwards is byte for byte what was put, and in the end nobody holds anything."""
+    seed = int(os.environ.get("SPARES_SEED", time.time_ns() % 1_000_000))
+    print(f"SPARES_SEED={seed}")
+    chance, taken, inner = random.Random(seed), list[int](), writing._into_spare
+
+    def into_spare(*given: Any) -> Any:
+        taken.append(1)
+        return inner(*given)
+
+    monkeypatch.setattr(writing, "_into_spare", into_spare)
+    with Daemon(CONFIG) as daemon:
+        writers = [Writer(daemon.target, 1000 * i) for i in (1, 2)]
+        for writer in writers:
+            writer.start()
+        try:
+            for _ in range(KILLS):
+                before = len(taken)
+                await_true(lambda before=before: len(taken) > before + 3, "puts into spare pages")  # type: ignore[misc]
+                threading.Event().wait(chance.random() * 0.02)
+                daemon.kill()
+                daemon.start()
+                with Client(daemon.target) as reader:
+                    space = reader.open_namespace(SPEC)
+                    for writer in writers:
+                        check(reader, space, writer.stored[-4:])
+        finally:
+            for writer in writers:
+                writer.is_over = True
+            for writer in writers:
+                writer.join(60)
+        assert [writer.failure for writer in writers] == [None, None]
+        assert "Traceback" not in daemon.log, daemon.log
+        await_nothing_held(daemon, "the last put")
+    report("SIGKILL in puts into spare pages", seed=seed, kills=KILLS, into_spares=len(taken), wrong=0)
+
+
+def check(client: Client, space: OpenedNamespace, numbers: Sequence[int]) -> None:
+    """What is there of these sequences is what was put."""
+    for number in numbers:
+        names = chain(number, BLOCKS)
+        views = client.get(space, names).views
+        assert all(np.array_equal(view, block) for view, block in zip(views, blocks_of(names), strict=False)), number
