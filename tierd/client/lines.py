@@ -10,6 +10,7 @@ closing it is what tells the daemon; a child of a fork closes its copies.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -47,6 +48,13 @@ class Line:
         """The first half of `ask`."""
         self._wait(deadline)
         self._socket.sendall(HEAD.pack(len(message)) + message, socket.MSG_NOSIGNAL)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is something to receive, or nothing will ever come."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def receive(self, *, deadline: float) -> bytes:
         """The second half of `ask`."""
@@ -106,11 +114,9 @@ class Lines:
 
     def take(self, *, timeout_s: float) -> Line | None:
         """A line to ask on; None: all are in use, or the daemon gives no more. Raises SessionLost, DeadlineExceeded."""
+        if line := self.take_resting():
+            return line
         with self._turn:
-            if self._resting:
-                line = self._resting.pop()
-                self._busy.add(line)
-                return line
             if self._is_closed or len(self._busy) + self._opening >= self._session.lines:
                 return None
             self._opening += 1
@@ -123,6 +129,15 @@ class Lines:
         with self._turn:
             self._busy.add(line)
         return line
+
+    def take_resting(self) -> Line | None:
+        """One that is there already."""
+        with self._turn:
+            if not self._resting:
+                return None
+            line = self._resting.pop()
+            self._busy.add(line)
+            return line
 
     def rest(self, line: Line) -> None:
         """The call has been answered."""
