@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.system.blocks import await_true
 from tests.system.sdk import NOTHING, await_nothing_held, held
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
-from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares
+from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
 from tierd.client.local import LocalTransport
 from tierd.core.model import BlockStatus
 from tierd.core.puts import AHEAD_SHARE
@@ -185,6 +186,69 @@ def test_a_daemon_that_dies_between_two_puts() -> None:
         for number in range(3, 6):
             assert put(client, space, number) == [READY] * BLOCKS
         assert all(is_right(client, space, number) for number in range(6))
+
+
+def test_a_daemon_that_dies_while_a_put_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written to a spare of the dead daemon is written once more, to its successor's pages."""
+    with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
+        space, inner = client.open_namespace(SPEC), writing._fill
+        for number in range(3):
+            put(client, space, number)
+
+        def fill(*what: Any) -> None:
+            inner(*what)
+            monkeypatch.undo()
+            daemon.kill()
+            daemon.start()
+
+        monkeypatch.setattr(writing, "_fill", fill)
+        assert put(client, space, 3) == [READY] * BLOCKS
+        assert all(is_right(client, space, number) for number in range(4))
+
+
+def test_ranks_have_pages_of_their_own(daemon: Daemon) -> None:
+    """What was reserved for one rank's next put serves no other rank's."""
+    with Client(daemon.target) as client:
+        space, names = client.open_namespace(replace(SPEC, model="ranks", rank_count=2)), chain(4, BLOCKS)
+        for number in range(3):
+            put(client, space, number)
+        assert client.put(space, PutGroup(space, names, rank=1), blocks_of(names)).stored == BLOCKS
+        assert not client.acquire([Group(space, names, ranks=(0,))])
+        with client.acquire([Group(space, names, ranks=(1,))]) as lease:
+            assert len(lease) == BLOCKS
+
+
+def test_longer_blocks_reserve_for_themselves(daemon: Daemon, waited: Counter[str]) -> None:
+    """A put whose blocks are longer than those before it is stored whole."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(3):
+            names = chain(number, BLOCKS)
+            short = [block[: 160 << 10] for block in blocks_of(names)]
+            group = PutGroup(space, names, lengths=[len(block) for block in short])
+            assert client.put(space, group, short).stored == BLOCKS
+        assert waited["Reserve"] == 2
+        assert put(client, space, 3) == [READY] * BLOCKS
+        assert is_right(client, space, 3)
+
+
+def test_part_of_the_pages_is_none(daemon: Daemon) -> None:
+    """Where there is room for some of the next put's pages only, they go back at the next put, which reserves for itself."""
+    pinned = (32 << 20) // SPEC.block_bytes - BLOCKS + 2  # of half the tier
+    with Client(daemon.target) as client, Client(daemon.target) as other:
+        space, names = client.open_namespace(SPEC), chain(50, pinned)
+        its = other.open_namespace(SPEC)
+        for start in range(0, pinned, BLOCKS):
+            part = names[start : start + BLOCKS]
+            assert other.put(its, part, blocks_of(part)).stored == len(part)
+        other.close()
+        put(client, space, 1)
+        with client.acquire([Group(space, names)]) as lease:
+            assert len(lease) == pinned
+            put(client, space, 2, 4)
+            await_true(lambda: held(daemon)[2:] == (pinned, BLOCKS - 2), "as many as there is room for are reserved")
+            assert put(client, space, 3, 4) == [READY] * 4
+            await_true(lambda: held(daemon) == (1, 0, pinned, 0), "nothing is reserved")
 
 
 def test_a_child_reserves_for_itself(daemon: Daemon) -> None:

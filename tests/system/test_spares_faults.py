@@ -142,6 +142,22 @@ def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: p
         assert put(client, space, 5) == [READY] * BLOCKS
 
 
+def test_an_order_that_nobody_wants_any_more_when_it_is_sent(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are given back by one thread while another asks for them go back too."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        its = client._verbs.connector.link.spares
+        inner = its._begin
+
+        def begin(*what: Any) -> Any:
+            its.give_back(time.monotonic() + 1.0)
+            return inner(*what)
+
+        monkeypatch.setattr(its, "_begin", begin)
+        in_a_row(client, space)
+        await_true(lambda: held(daemon) == NOTHING, "they went back")
+
+
 def test_a_put_that_is_wrong_keeps_no_pages(daemon: Daemon) -> None:
     """Hashes that are none raise InvalidArgument, and what was reserved for the put goes back or serves the next."""
     with Client(daemon.target) as client:
