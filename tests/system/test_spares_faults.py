@@ -159,14 +159,16 @@ def test_an_order_that_nobody_wants_any_more_when_it_is_sent(daemon: Daemon, mon
 
 
 def test_a_put_that_is_wrong_keeps_no_pages(daemon: Daemon) -> None:
-    """Hashes that are none raise InvalidArgument, and what was reserved for the put goes back or serves the next."""
+    """Hashes or positions that are none raise, as without a spare, and what was reserved for the put goes back or serves the next."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         in_a_row(client, space)
         blocks = [content_of(name, SPEC.block_bytes) for name in chain(5, BLOCKS)]
         for number in range(6, 10):
-            with pytest.raises(InvalidArgument):
-                client.put(space, PutGroup(space, chain(5, BLOCKS).astype(np.uint16)), blocks)
+            hashes = chain(5, BLOCKS)
+            wrong = PutGroup(space, hashes.astype(np.uint16)) if number % 2 else PutGroup(space, hashes, position=-1)
+            with pytest.raises((InvalidArgument, ValueError)):
+                client.put(space, wrong, blocks)
             gc.collect()
             assert put(client, space, number) == [READY] * BLOCKS
         await_true(lambda: held(daemon) in ((0, 1, 0, BLOCKS), NOTHING), "one reservation at most is left")

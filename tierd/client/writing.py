@@ -29,9 +29,8 @@ LONG_BYTES = 8 << 20
 """Of a put that copies for so long that the daemon can reserve the next one's pages meanwhile; with less it is asked to afterwards."""
 TELL_BYTES = 1 << 20
 """Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
-
-
 POSITION_LIMIT = 1 << 32
+"""Of blocks; with a greater one no message is made."""
 
 
 @dataclass(frozen=True, slots=True)
