@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.system.blocks import await_true
 from tests.system.sdk import NOTHING, await_nothing_held, held
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
-from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
+from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
 from tierd.client.lines import Line
 from tierd.client.local import LocalTransport
 from tierd.core.model import BlockStatus
@@ -87,7 +88,7 @@ def await_order(client: Client) -> None:
     assert link is not None
     assert link.spares is not None
     order = link.spares._order
-    await_true(lambda: order is None or order.pending.has_reply, "the order's answer")
+    await_true(lambda: order is None or order.pending.is_answered, "the order's answer")
 
 
 def is_right(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> bool:
@@ -150,7 +151,7 @@ def test_what_exists_is_said_to_exist(daemon: Daemon, waited: Counter[str]) -> N
 
 def test_nobody_waits_for_an_order(daemon: Daemon, waited: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A put whose pages are not there yet reserves for itself, and an order that is not wanted any more is given up: what it gives later comes back."""
-    monkeypatch.setattr(Line, "has_answer", False)
+    monkeypatch.setattr(Line, "is_answered", False)
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(4):
@@ -216,6 +217,69 @@ def test_a_daemon_that_dies_between_two_puts() -> None:
         for number in range(3, 6):
             assert put(client, space, number) == [READY] * BLOCKS
         assert all(is_right(client, space, number) for number in range(6))
+
+
+def test_a_daemon_that_dies_while_a_put_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written to a spare of the dead daemon is written once more, to its successor's pages."""
+    with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
+        space, inner = client.open_namespace(SPEC), writing._fill
+        for number in range(3):
+            put(client, space, number)
+
+        def fill(*what: Any) -> None:
+            inner(*what)
+            monkeypatch.undo()
+            daemon.kill()
+            daemon.start()
+
+        monkeypatch.setattr(writing, "_fill", fill)
+        assert put(client, space, 3) == [READY] * BLOCKS
+        assert all(is_right(client, space, number) for number in range(4))
+
+
+def test_ranks_have_pages_of_their_own(daemon: Daemon) -> None:
+    """What was reserved for one rank's next put serves no other rank's."""
+    with Client(daemon.target) as client:
+        space, names = client.open_namespace(replace(SPEC, model="ranks", rank_count=2)), chain(4, BLOCKS)
+        for number in range(3):
+            put(client, space, number)
+        assert client.put(space, PutGroup(space, names, rank=1), blocks_of(names)).stored == BLOCKS
+        assert not client.acquire([Group(space, names, ranks=(0,))])
+        with client.acquire([Group(space, names, ranks=(1,))]) as lease:
+            assert len(lease) == BLOCKS
+
+
+def test_longer_blocks_reserve_for_themselves(daemon: Daemon, waited: Counter[str]) -> None:
+    """A put whose blocks are longer than those before it is stored whole."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(3):
+            names = chain(number, BLOCKS)
+            short = [block[: 160 << 10] for block in blocks_of(names)]
+            group = PutGroup(space, names, lengths=[len(block) for block in short])
+            assert client.put(space, group, short).stored == BLOCKS
+        assert waited["Reserve"] == 2
+        assert put(client, space, 3) == [READY] * BLOCKS
+        assert is_right(client, space, 3)
+
+
+def test_part_of_the_pages_is_none(daemon: Daemon) -> None:
+    """Where there is room for some of the next put's pages only, they go back at the next put, which reserves for itself."""
+    pinned = (32 << 20) // SPEC.block_bytes - BLOCKS + 2  # of half the tier
+    with Client(daemon.target) as client, Client(daemon.target) as other:
+        space, names = client.open_namespace(SPEC), chain(50, pinned)
+        its = other.open_namespace(SPEC)
+        for start in range(0, pinned, BLOCKS):
+            part = names[start : start + BLOCKS]
+            assert other.put(its, part, blocks_of(part)).stored == len(part)
+        other.close()
+        put(client, space, 1)
+        with client.acquire([Group(space, names)]) as lease:
+            assert len(lease) == pinned
+            put(client, space, 2, 4)
+            await_true(lambda: held(daemon)[2:] == (pinned, BLOCKS - 2), "as many as there is room for are reserved")
+            assert put(client, space, 3, 4) == [READY] * 4
+            await_true(lambda: held(daemon) == (1, 0, pinned, 0), "nothing is reserved")
 
 
 def test_a_child_reserves_for_itself(daemon: Daemon) -> None:

@@ -146,7 +146,7 @@ class Cache:
         self.stop_session(session)
         self._give_back(session, self._holdings.numbers(session, HoldKind.LEASE))
         for reservation in self._holdings.numbers(session, HoldKind.RESERVATION):
-            self._abort(session, reservation)
+            self.abort(session, reservation)
         self._holdings.end(session)
 
     def end_session(self, session: int, *, into: int = 0) -> None:
@@ -355,7 +355,11 @@ class Cache:
 
     def abort(self, session: int, reservation: int) -> None:
         """Frees a reservation's pages as if nothing had been; an unknown one is ignored."""
-        self._abort(session, reservation)
+        with contextlib.suppress(NotFound):  # the session has ended, and everything of it
+            self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
+        self.ahead.drop(session, reservation)
+        self._holdings.drop((session, HoldKind.RESERVATION, reservation))
+        self.background.wake()
 
     # -- what workers tell
 
@@ -467,15 +471,8 @@ class Cache:
                 where = np.flatnonzero(np.concatenate(reserved.statuses) == BlockStatus.RESERVED)
                 self._hold((session, HoldKind.RESERVATION, reserved.reservation), reserved.pages, at=where)
         except BaseException:
-            self._abort(session, reserved.reservation)
+            self.abort(session, reserved.reservation)
             raise
-        self.background.wake()
-
-    def _abort(self, session: int, reservation: int) -> None:
-        with contextlib.suppress(NotFound):  # the session has ended, and everything of it
-            self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
-        self.ahead.drop(session, reservation)
-        self._holdings.drop((session, HoldKind.RESERVATION, reservation))
         self.background.wake()
 
     def _give_back(self, session: int, leases: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 
@@ -31,6 +31,8 @@ class Credits:
         self._free = count
         self._waiting: deque[Future[None]] = deque()
         self._turn = threading.Lock()
+        self.on_wait: Callable[[float], None] = lambda _deadline: None
+        """Called where a call has to wait for a turn, with its deadline: for who has one that he can do without."""
 
     @contextlib.contextmanager
     def turn(self, method: str, *, timeout_s: float) -> Iterator[float]:
@@ -39,7 +41,8 @@ class Credits:
         waiter = self.ask(method)
         if waiter is not None:
             try:
-                waiter.result(timeout_s)
+                self.on_wait(deadline)
+                waiter.result(max(0.0, deadline - time.monotonic()))
             except BaseException as error:
                 self.withdraw(waiter)
                 if isinstance(error, TooLate):

@@ -49,6 +49,13 @@ class Line:
         self._wait(deadline)
         self._socket.sendall(HEAD.pack(len(message)) + message, socket.MSG_NOSIGNAL)
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is something to receive, or nothing will ever come."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def receive(self, *, deadline: float) -> bytes:
         """The second half of `ask`."""
         self._wait(deadline)
@@ -64,13 +71,6 @@ class Line:
             parts.append(self._more(missing, deadline))
             missing -= len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether `receive` finds something, be it the end."""
-        look = select.poll()
-        look.register(self._socket, select.POLLIN)
-        return bool(look.poll(0))
 
     def close(self) -> None:
         """Ends the line. Of the thread that has it, and safe to call twice."""
@@ -114,11 +114,9 @@ class Lines:
 
     def take(self, *, timeout_s: float) -> Line | None:
         """A line to ask on; None: all are in use, or the daemon gives no more. Raises SessionLost, DeadlineExceeded."""
+        if line := self.take_resting():
+            return line
         with self._turn:
-            if self._resting:
-                line = self._resting.pop()
-                self._busy.add(line)
-                return line
             if self._is_closed or len(self._busy) + self._opening >= self._session.lines:
                 return None
             self._opening += 1
@@ -131,6 +129,15 @@ class Lines:
         with self._turn:
             self._busy.add(line)
         return line
+
+    def take_resting(self) -> Line | None:
+        """One that is there already."""
+        with self._turn:
+            if not self._resting:
+                return None
+            line = self._resting.pop()
+            self._busy.add(line)
+            return line
 
     def rest(self, line: Line) -> None:
         """The call has been answered."""

@@ -58,18 +58,18 @@ class Sent:
         return reply
 
     @property
-    def has_reply(self) -> bool:
-        """Whether `reply` waits for nothing."""
-        return self._line.has_answer
+    def is_answered(self) -> bool:
+        """Whether the reply, or the end of the line, is there to be read."""
+        return self._line.is_answered
 
-    def give_up(self) -> None:
-        """Its reply is not wanted any more."""
+    def drop(self) -> None:
+        """Nobody wants the reply."""
         self._lines.drop(self._line)
         self._revoke()
 
     def given_up(self, error: BaseException, deadline: float) -> BaseException:
         """The call has failed in the middle; what it means."""
-        self.give_up()
+        self.drop()
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"daemon: no answer to {self._method} in time; allow more, or take it as a miss")
         if isinstance(error, OSError | EOFError):
@@ -97,27 +97,29 @@ class Sent:
 
 
 class Later:
-    """A call that has its turn until its reply is taken, or not wanted any more."""
+    """A call that has its turn until its reply is taken."""
 
-    def __init__(self, sent: Sent, link: Link, *, method: str, deadline: float) -> None:
-        self._sent, self._link, self._method, self._deadline = sent, link, method, deadline
+    def __init__(self, sent: Sent, link: Link, method: str) -> None:
+        self._sent, self._link, self._method = sent, link, method
 
     @property
-    def has_reply(self) -> bool:
-        """Whether `reply` waits for nothing."""
-        return self._sent.has_reply
+    def is_answered(self) -> bool:
+        """Whether the reply, or the end of the line, is there to be read."""
+        return self._sent.is_answered
 
-    def reply(self) -> Any:
+    def reply(self, *, deadline: float) -> Any:
         """The reply. Raises TierdErrors."""
         try:
-            return self._sent.reply(deadline=self._deadline)
+            return self._sent.reply(deadline=deadline)
         finally:
             self._link.credits.give(self._method)
 
-    def give_up(self) -> None:
-        """Its reply is not wanted any more."""
-        self._sent.give_up()
-        self._link.credits.give(self._method)
+    def drop(self) -> None:
+        """Gives the call up: what it gives goes back."""
+        try:
+            self._sent.drop()
+        finally:
+            self._link.credits.give(self._method)
 
 
 class LocalTransport:
@@ -129,7 +131,8 @@ class LocalTransport:
         self._lines = Lines(link.session)
         self._opened: SyncTransport | None = None
         self._turn = threading.Lock()
-        link.spares = Spares(self.begin, lambda number: link.session.let_go(reservations=[number]))  # type: ignore[union-attr]
+        self._spares = Spares(self.begin, lambda number: self._session.let_go(reservations=[number]))
+        link.spares, link.credits.on_wait = self._spares, self._spares.give_back
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
         """One request, one reply. meanwhile: what to do while the daemon is at it; its time is not the call's."""
@@ -145,21 +148,23 @@ class LocalTransport:
             return sent.reply(deadline=deadline)
 
     def begin(self, method: str, request: Any, timeout_s: float) -> Later | None:
-        """Sends a call whose reply is taken later; None: there is no turn or no line for it now, or the daemon does not hear."""
+        """Sends a call whose reply is taken later; None: there is no turn or no line that rests for it now, or the daemon does not hear."""
         turns = self._link.credits
+        if turns.count == 1:  # it is wanted for the call that comes next
+            return None
         waiter = turns.ask(method)
         if waiter is not None:
             turns.withdraw(waiter)
             return None
-        sent, deadline = None, time.monotonic() + timeout_s
+        sent = None
         try:
-            sent = self._send(method, request, deadline=deadline)
+            sent = self._send(method, request, deadline=time.monotonic() + timeout_s, is_patient=False)
         except TierdError:
             return None
         finally:
             if sent is None:
                 turns.give(method)
-        return Later(sent, self._link, method=method, deadline=deadline) if sent is not None else None
+        return Later(sent, self._link, method) if sent is not None else None
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
@@ -175,6 +180,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """Ends what is in flight."""
+        self._spares.close()
         self._lines.close()
         if self._opened is not None:
             self._opened.close()
@@ -188,14 +194,16 @@ class LocalTransport:
                 self._opened = SyncTransport(self._link, self._address)
             return self._opened
 
-    def _send(self, method: str, request: Any, *, deadline: float) -> Sent | None:
-        """The call, under way; None: lines do not carry it, or none is free. Raises TierdErrors."""
+    def _send(self, method: str, request: Any, *, deadline: float, is_patient: bool = True) -> Sent | None:
+        """The call, under way; None: lines do not carry it, or none is free. is_patient: a new line may be asked for. Raises TierdErrors."""
         name = self._session.next_request() if method in GIVING else ""
         left_s = max(0.0, deadline - time.monotonic())
         message = request.SerializeToString()
         ask = pb.Ask(method=method, message=message, timeout_us=max(1, int(left_s * 1e6)), request=name)
         raw = ask.SerializeToString()
-        line = self._lines.take(timeout_s=left_s) if len(raw) <= MESSAGE_MAX_BYTES else None
+        if len(raw) > MESSAGE_MAX_BYTES:
+            return None
+        line = self._lines.take(timeout_s=left_s) if is_patient else self._lines.take_resting()
         if line is None:
             return None
         sent = Sent(self._link, self._lines, line, method=method, name=name)

@@ -3,8 +3,9 @@
     put ──▶ order ──▶ Reserve is on its way, while nobody waits ──▶ the next put takes its pages, and orders again
 
 Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (verbs.py), how much the daemon gives ahead (core/puts.py).
-Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it: a put whose pages are
-not there yet reserves for itself; what nobody took goes back with the first call after STALE_S. Who puts what is held already is told so by Reserve and spared
+Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it but who has no room
+without its pages: a put whose pages are not there yet reserves for itself; no lock is held while anything is sent or read; what nobody took goes back with the first
+call after STALE_S, when its turn among the calls is wanted, and with its link. Who puts what is held already is told so by Reserve and spared
 the copy: one commit that says EXISTS, and nothing is ordered for a while.
 """
 
@@ -31,7 +32,6 @@ STALE_S = 1.0
 PUTS_WITHOUT = 32
 """After a refusal, or blocks that existed."""
 ANSWER_TIMEOUT_S = 5.0
-"""Of an order; it has come long before, or is given up."""
 
 Key = tuple[int, int]
 """Namespace and rank."""
@@ -41,16 +41,16 @@ class Pending(Protocol):
     """A call that was sent."""
 
     @property
-    def has_reply(self) -> bool:
-        """Whether `reply` waits for nothing."""
+    def is_answered(self) -> bool:
+        """Whether its reply, or the end of its line, is there to be read."""
         ...
 
-    def reply(self) -> Any:
+    def reply(self, *, deadline: float) -> Any:
         """Its reply. Raises TierdErrors."""
         ...
 
-    def give_up(self) -> None:
-        """Its reply is not wanted any more."""
+    def drop(self) -> None:
+        """Gives it up, without waiting: what it gives goes back."""
         ...
 
 
@@ -78,6 +78,7 @@ class Spares:
         self._begin, self._let_go = begin, let_go
         self._turn = threading.Lock()
         self._order: Order | None = None
+        self._is_ordering, self._is_unwanted, self._is_closed = False, False, False
         self._last: tuple[Key, int, float] | None = None
         self._without = 0
 
@@ -87,50 +88,82 @@ class Spares:
         order = self._order
         return order is not None and time.monotonic() - order.time_s > STALE_S
 
-    def take(self, group: PutGroup, *, length: int) -> tuple[int, StructArray] | None:
+    def take(self, group: PutGroup, *, length: int, deadline: float) -> tuple[int, StructArray] | None:
         """A reservation of private pages, one at least for each block of the group, of so many bytes at least, and its HANDLE [n]; None: there is none yet."""
         with self._turn:
             order = self._order
             if order is None or order.key != _key(group) or order.length < length or order.count < len(group.hashes):
                 return None
-            if not order.pending.has_reply:
+            if not order.pending.is_answered:
                 return None
             self._order = None
-        return self._taken(order)
+        return self._taken(order, deadline=deadline)
 
-    def order(self, group: PutGroup, *, length: int, taken: int = 0) -> None:
+    def order(self, group: PutGroup, *, length: int, deadline: float, taken: int = 0) -> None:
         """Asks for pages like this put's, if one came before it a moment ago. taken: the spare reservation that this put has."""
         now, key, count = time.monotonic(), _key(group), len(group.hashes)
         with self._turn:
             last, self._last = self._last, (key, count, now)
             self._without -= self._without > 0
-            if self._without or self._order is not None or last is None:
+            if self._without or self._order is not None or self._is_ordering or self._is_closed or last is None:
                 return
-            if last[0] != key or now - last[2] > STALE_S:
+            if last[0] != key or now - last[2] > STALE_S or now >= deadline:
                 return
             count = max(count, last[1])
-            pending = self._begin("Reserve", _request(key, count, length, taken), ANSWER_TIMEOUT_S)
-            self._order = Order(key, count, length, pending, now) if pending is not None else None
+            self._is_ordering, self._is_unwanted = True, False
+        pending = None
+        try:
+            pending = self._begin("Reserve", _request(key, count, length, taken), min(ANSWER_TIMEOUT_S, deadline - now))
+        finally:
+            self._placed(Order(key, count, length, pending, now) if pending is not None else None)
 
-    def pause(self) -> None:
+    def pause(self, deadline: float) -> None:
         """Nothing is ordered for a while, and what was is given back."""
         self._without = PUTS_WITHOUT
-        self.give_back()
+        self.give_back(deadline)
 
-    def give_back(self) -> None:
-        """What was ordered is not wanted any more."""
-        with self._turn:
-            order, self._order = self._order, None
+    def give_back(self, deadline: float) -> None:
+        """Waits for no answer: an order without one is given up. deadline: of reading one that has begun to come."""
+        order = self._picked_up()
         if order is None:
             return
-        if not order.pending.has_reply:
-            order.pending.give_up()
-        elif taken := self._taken(order):
+        if not order.pending.is_answered:
+            order.pending.drop()
+        elif taken := self._taken(order, deadline=deadline):
             self._let_go(taken[0])
 
-    def _taken(self, order: Order) -> tuple[int, StructArray] | None:
+    def reservation(self, *, deadline: float) -> int:
+        """That of an order, for who wants to give it back and know when that is done; 0: there is none."""
+        order = self._picked_up()
+        taken = self._taken(order, deadline=deadline) if order is not None else None
+        return taken[0] if taken else 0
+
+    def close(self) -> None:
+        """The link has ended: nothing is ordered any more, and nobody reads an answer."""
+        self._is_closed = True
+        order = self._picked_up()
+        if order is not None:
+            order.pending.drop()
+
+    def _picked_up(self) -> Order | None:
+        with self._turn:
+            order, self._order = self._order, None
+            self._is_unwanted = self._is_ordering
+        return order
+
+    def _placed(self, order: Order | None) -> None:
+        """An order was sent, or could not be."""
+        with self._turn:
+            self._is_ordering = False
+            is_wanted = not self._is_unwanted
+            if is_wanted:
+                self._order = order
+        if order is not None and not is_wanted:
+            order.pending.drop()
+
+    def _taken(self, order: Order, *, deadline: float) -> tuple[int, StructArray] | None:
         try:
-            reply = order.pending.reply()
+            reply = order.pending.reply(deadline=deadline)
             handles = protocol.handles_of(b"".join(reply.handles), count=order.count).copy()
         except TierdError:
             self._without = PUTS_WITHOUT

@@ -165,6 +165,22 @@ class Verbs:
             yield from self._opened(_spaces(groups), deadline)
             return self._empty_lease()
         yield from self._check_device(tier, deadline)
+        link, lease = yield from self._leased(groups, wanted, deadline, meanwhile=meanwhile)
+        if not lease.whole and (yield from self._without_spare(link, deadline)):
+            link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
+        if not lease:
+            return lease
+        yield from self._map(link, lease.handles, deadline)
+        return lease
+
+    def _leased(
+        self,
+        groups: Sequence[Group],
+        wanted: dict[str, Any],
+        deadline: float,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Steps[tuple[Link, Lease]]:
         link, reply = yield from self._ask(
             lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), **wanted)),
             _spaces(groups),
@@ -172,11 +188,8 @@ class Verbs:
             meanwhile=meanwhile,
         )
         leased = protocol.leased(reply, groups)
-        if not leased.lease:
-            return Lease(None, leased)
-        lease = Lease(Hold(link, lease=leased.lease), leased, is_acknowledged=self._is_acknowledged)
-        yield from self._map(link, lease.handles, deadline)
-        return lease
+        hold = Hold(link, lease=leased.lease) if leased.lease else None
+        return link, Lease(hold, leased, is_acknowledged=self._is_acknowledged)
 
     def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> Steps[GetResult]:
         yield from self._named(namespace, deadline)
@@ -224,6 +237,9 @@ class Verbs:
         handles = protocol.joined(given)
         hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
         pages = self.pages(hold, handles)
+        if (handles["status"] == BlockStatus.NO_ROOM).any() and (yield from self._without_spare(link, deadline)):
+            yield from self.abort(pages, deadline)
+            return (yield from self.reserved(groups, tier, deadline, durable=durable))
         yield from self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
         return pages
 
@@ -264,6 +280,18 @@ class Verbs:
             session = (yield from self._link(deadline)).session
             if session is not None and session.gpus:
                 yield Do(lambda: session.check_gpus(tier))
+
+    def knows(self, namespace: OpenedNamespace, link: Link) -> bool:
+        """Whether its number is one that the link's daemon has given it."""
+        return namespace.link == link.number and namespace.owner is self
+
+    def _without_spare(self, link: Link, deadline: float) -> Steps[bool]:
+        """Gives pages back that were reserved for a put that may come, since they count as the session's; whether there were any."""
+        spares = link.spares
+        number = (yield Do(lambda: spares.reservation(deadline=deadline))) if spares is not None else 0
+        if number:
+            yield from _called(link, "Abort", pb.AbortRequest(reservation=number), deadline)
+        return bool(number)
 
     def mapped(self, pages: ReservedPages, deadline: float) -> Steps[None]:
         """The segments of pages that are reserved."""
@@ -334,7 +362,8 @@ class Verbs:
         elif self.connector.forgettable:
             yield Do(self.connector.forget)
         if link.spares is not None and link.spares.is_stale:
-            link.spares.give_back()
+            spares = link.spares
+            yield Do(lambda: spares.give_back(deadline))
         if self._is_silent:
             yield from self._probe(link)
         return link
@@ -354,7 +383,7 @@ class Verbs:
         self._is_silent = False
 
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
-        if namespace.link != link.number or namespace.owner is not self:
+        if not self.knows(namespace, link):
             request = protocol.open_namespace_request(namespace.spec)
             reply = yield from _called(link, "OpenNamespace", request, deadline)
             protocol.take_namespace(namespace, reply, link=link.number)

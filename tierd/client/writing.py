@@ -16,7 +16,7 @@ from tierd.client import buffers, protocol
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.reservation import ReservedPages
-from tierd.client.spares import LEAST_BYTES
+from tierd.client.spares import LEAST_BYTES, Spares
 from tierd.client.steps import Do, Steps
 from tierd.client.values import PutGroup, PutResult
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
@@ -29,6 +29,8 @@ LONG_BYTES = 16 << 20
 """Of a put that copies for so long that the daemon can reserve the next one's pages meanwhile; with less it is asked to afterwards."""
 TELL_BYTES = 1 << 20
 """Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
+POSITION_LIMIT = 1 << 32
+"""Of blocks; with a greater one no message is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +52,32 @@ class Write:
         """Whether a reserve must say what no commit can."""
         group = self.group
         says_more = group.priority is not None or group.retention_s is not None
-        return self.durable or says_more or len(group.parent) != HASH_BYTES
+        is_odd = len(group.parent) != HASH_BYTES or not 0 <= group.position < POSITION_LIMIT
+        return self.durable or says_more or is_odd
 
 
 def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     """Stores blocks."""
     group, spares = write.group, link.spares
-    if spares is None or write.bytes < LEAST_BYTES or write.needs_names or verbs.tells_events:
+    is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
+    if spares is None or not is_plain or write.bytes < LEAST_BYTES:
         return PutResult((yield from _into_reserved(verbs, write)))
     length, is_long = max(map(len, write.sources)), write.bytes >= LONG_BYTES
-    spare = spares.take(group, length=length)
-    if is_long:
-        spares.order(group, length=length, taken=spare[0] if spare else 0)
-    statuses = None
-    if spare is not None:
-        statuses = yield from _into_spare(verbs, link, spare, write)
+    pages = yield Do(lambda: _spare(verbs, link, spares, write))
+    try:
+        if is_long:
+            spares.order(group, length=length, deadline=write.deadline, taken=pages.id if pages else 0)
+        statuses = (yield from _into_spare(verbs, pages, write)) if pages else None
+    except BaseException:
+        if pages:
+            pages.drop()
+        raise
     if statuses is None:
         statuses = yield from _into_reserved(verbs, write)
     if (statuses != BlockStatus.READY).any():
-        spares.pause()
+        yield Do(lambda: spares.pause(write.deadline))
     elif not is_long:
-        spares.order(group, length=length)
+        spares.order(group, length=length, deadline=write.deadline)
     return PutResult(statuses)
 
 
@@ -83,7 +90,18 @@ def _into_reserved(verbs: Verbs, write: Write) -> Steps[Any]:
     return statuses
 
 
-def _into_spare(verbs: Verbs, link: Link, spare: tuple[int, StructArray], write: Write) -> Steps[Any]:
+def _spare(verbs: Verbs, link: Link, spares: Spares, write: Write) -> ReservedPages | None:
+    """Pages that were reserved for such a put; what nobody writes to goes back with them."""
+    lengths = [len(source) for source in write.sources]
+    taken = spares.take(write.group, length=max(lengths), deadline=write.deadline)
+    if taken is None:
+        return None
+    handles = taken[1][: len(lengths)]
+    handles["length"] = lengths
+    return verbs.pages(Hold(link, reservation=taken[0]), handles)
+
+
+def _into_spare(verbs: Verbs, pages: ReservedPages, write: Write) -> Steps[Any]:
     """u2 [n] of BlockStatus; None: nothing was stored, for a reason that reserving tells."""
     group, sources = write.group, write.sources
     names = group.namespace.naming(
@@ -93,9 +111,7 @@ def _into_spare(verbs: Verbs, link: Link, spare: tuple[int, StructArray], write:
         position=group.position,
         tokens=group.tokens,
     )
-    handles = spare[1][: len(sources)]
-    names["length"] = handles["length"] = [len(source) for source in sources]
-    pages = verbs.pages(Hold(link, reservation=spare[0]), handles)
+    names["length"] = pages.handles["length"]
     try:
         yield from verbs.mapped(pages, write.deadline)
         statuses = yield from _written(verbs, pages, write, names)

@@ -151,6 +151,7 @@ class Audit:
     def _reserved(self, tier: int) -> Ids:
         """Pages of reservations in a tier, each once."""
         held = {r.id: r for s in self._sessions.open.values() for r in s.reservations.values()}
+        assert self._sessions.ahead_bytes == sum(r.ahead_bytes for r in held.values()), "bytes ahead of nobody"
         held |= {commit.reservation.id: commit.reservation for commit in self._sessions.commits.values()}
         parts = [r.pages[(r.tiers == tier) & ((r.state == OPEN) | (r.state == BUSY))] for r in held.values()]
         pages = np.concatenate([np.zeros(0, np.int64), *parts])

@@ -118,7 +118,7 @@ class Session:
 
 
 class Sessions:
-    """See the module. `domains` is every open session's domain, by id; others may read it."""
+    """See the module. `domains` is every open session's domain, by id; others may read it. ahead_bytes: of pages that all have for puts that may come."""
 
     def __init__(self, tiers: Sequence[Pages], *, share: float, first_id: int = 1) -> None:
         if not 0 < first_id <= ID_LIMIT:
@@ -129,6 +129,7 @@ class Sessions:
         self.open: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
         self.commits: dict[int, Commit] = {}
+        self.ahead_bytes = 0
         self._next = first_id
 
     def next_id(self) -> int:
@@ -172,9 +173,10 @@ class Sessions:
         """What it may still pin and reserve in the tier."""
         return self.limits[tier] - session.pinned_bytes[tier] - session.reserved_bytes[tier]
 
-    def ahead_bytes(self) -> int:
-        """Of pages that all sessions have for puts that may come."""
-        return sum(held.ahead_bytes for session in self.open.values() for held in session.reservations.values())
+    def set_ahead(self, held: Reservation, count: int) -> None:
+        """So many bytes of it are for a put that may come."""
+        self.ahead_bytes += count - held.ahead_bytes
+        held.ahead_bytes = count
 
     def pin(self, session: Session, tier: int, pages: Ids) -> None:
         """Counts pins of the session; pages may repeat."""

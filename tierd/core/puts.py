@@ -67,8 +67,8 @@ class Puts:
         self._say(np.where(where.pages >= 0, ids, -1), wish.said, now)
         query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
-        wish.ahead_bytes = int(wish.lengths.sum(dtype=np.int64)) if is_ahead else 0
-        if self._is_little(wish.ahead_bytes, kind):
+        ahead_bytes = self._page_bytes(wish, kind) if is_ahead else 0
+        if self._is_little(ahead_bytes, kind):
             self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
@@ -77,7 +77,7 @@ class Puts:
         extents = self._extents(
             Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.pages, where.pages))
         )
-        number = self._keep(holder, wish) if given.any() else 0
+        number = self._keep(holder, wish, ahead_bytes) if given.any() else 0
         spans = _spans([len(group.blocks) for group in groups])
         return Reserved(number, [statuses[span] for span in spans], [extents[span] for span in spans], draft.plan())
 
@@ -85,14 +85,19 @@ class Puts:
         """The put has come that a reservation was made ahead for."""
         held = self._sessions.get(session).reservations.get(reservation)
         if held is not None:
-            held.ahead_bytes = 0
+            self._sessions.set_ahead(held, 0)
+
+    def _page_bytes(self, wish: Reservation, kind: Wanted) -> int:
+        """Of the pages that it takes, in the first of the tiers where they may lie."""
+        serving = self._index.writable(kind)
+        return int(self._index.tiers[serving[0]].class_of(wish.lengths).sum(dtype=np.int64)) if serving else 0
 
     def _is_little(self, ahead_bytes: int, kind: Wanted) -> bool:
         """Whether so much more leaves what is reserved ahead a small part of the tiers where it lies."""
         if not ahead_bytes:
             return True
         capacity = sum(self._index.tiers[tier].spec.capacity_bytes for tier in self._index.writable(kind))
-        return (self._sessions.ahead_bytes() + ahead_bytes) * AHEAD_SHARE <= capacity
+        return (self._sessions.ahead_bytes + ahead_bytes) * AHEAD_SHARE <= capacity
 
     def _say(self, ids: Ids, said: Said, now: float) -> None:
         """What a put says of blocks that are held already (-1: are not), its first block first."""
@@ -129,9 +134,10 @@ class Puts:
         for tier in kinds(tiers):
             self._sessions.reserve(holder, tier, wish.pages[(wish.pages >= 0) & (wish.tiers == tier)], step=1)
 
-    def _keep(self, holder: Session, wish: Reservation) -> int:
+    def _keep(self, holder: Session, wish: Reservation, ahead_bytes: int) -> int:
         wish.id = self._sessions.next_id()
         holder.reservations[wish.id] = wish
+        self._sessions.set_ahead(wish, ahead_bytes)
         return wish.id
 
     def _parents(self, groups: Sequence[PutQuery]) -> Ids:
@@ -163,7 +169,8 @@ class Puts:
             held.hash[rows], held.parent[rows] = blocks["hash"], blocks["parent"]
             held.positions[rows], held.tokens[rows] = blocks["position"], blocks["tokens"]
             self._shorten(held, rows, blocks["length"])
-        held.state[rows], held.ahead_bytes = BUSY, 0
+        held.state[rows] = BUSY
+        self._sessions.set_ahead(held, 0)
         extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
         commit = Commit(self._sessions.next_id(), held, rows, _metas(held, rows, extents))
         self._sessions.commits[commit.id] = commit
@@ -286,6 +293,7 @@ class Puts:
         """The reservation ends; busy pages go on to their finish_commit."""
         held = holder.reservations.pop(reservation, None)
         if held is not None:
+            self._sessions.set_ahead(held, 0)
             held.closing = True
             self._take_back(held, held.state == OPEN, reason, draft)
 

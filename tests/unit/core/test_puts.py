@@ -353,3 +353,10 @@ def test_little_is_reserved_ahead() -> None:
     kit.took(kit.core.end_session(2, now=kit.tick()))
     assert statuses(kit.reserve(private, is_ahead=True)) == [RESERVED] * 2
     kit.core.take_ahead(1, 999)
+
+
+def test_what_is_reserved_ahead_counts_in_whole_pages() -> None:
+    """Blocks that fill little of their pages are reserved ahead to the same share of the tier's memory as others."""
+    kit = Kit(tier(HOST, 64))
+    assert statuses(kit.reserve(np.zeros((5, 32), np.uint8), length=100, is_ahead=True)) == [NO_ROOM] * 5
+    assert statuses(kit.reserve(np.zeros((4, 32), np.uint8), length=100, is_ahead=True)) == [RESERVED] * 4

@@ -1,0 +1,213 @@
+"""Puts in a row where something is wrong: a spare costs nobody a byte, a wait or a page."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import await_true
+from tests.system.sdk import NOTHING, await_nothing_held, held
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
+from tierd.core.model import BlockStatus
+from tierd.errors import DeadlineExceeded, InvalidArgument
+from tierd.testing import Daemon, chain, content_of
+
+SPEC = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=256 << 10)
+BLOCKS = 8
+CONFIG = """\
+nvme = []
+[[host]]
+capacity = "64 MiB"
+segment = "4 MiB"
+"""
+READY = BlockStatus.READY
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Daemon]:
+    """Of which puts of 2 MiB are a small part."""
+    with Daemon(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def daemon(shared: Daemon) -> Iterator[Daemon]:
+    """With nothing in it."""
+    yield shared
+    await_nothing_held(shared, "a test of spares")
+    with connect(shared.target) as operator:
+        operator.ask(pb.EvictRequest())
+
+
+def put(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> list[int]:
+    """What became of each block."""
+    names = chain(number, count)
+    return client.put(space, names, [content_of(name, space.spec.block_bytes) for name in names]).statuses.tolist()
+
+
+def in_a_row(client: Client, space: OpenedNamespace) -> None:
+    """Puts after which pages are reserved for another."""
+    for number in range(3):
+        assert put(client, space, number) == [READY] * BLOCKS
+
+
+def test_a_namespace_that_another_daemon_has_named(daemon: Daemon) -> None:
+    """A spare is never taken for a namespace that this connection has not opened, though it has the same number elsewhere."""
+    other = NamespaceSpec(model="other", tokens_per_block=16, block_bytes=SPEC.block_bytes)
+    with Daemon(CONFIG) as second, Client(daemon.target) as client, Client(second.target) as its:
+        mine, strange = client.open_namespace(SPEC), its.open_namespace(other)
+        while strange.id < mine.id:  # others have opened some
+            strange = its.open_namespace(
+                NamespaceSpec(model=f"other {strange.id}", tokens_per_block=16, block_bytes=SPEC.block_bytes)
+            )
+        assert strange.id == mine.id
+        in_a_row(client, mine)
+        assert put(client, strange, 9) == [READY] * BLOCKS
+        assert client.get(mine, chain(9, BLOCKS)).blocks == 0
+        assert client.get(strange, chain(9, BLOCKS)).blocks == BLOCKS
+
+
+@pytest.mark.parametrize("size", [256 << 10, 2 << 20], ids=["short", "long"])
+@pytest.mark.parametrize("credits", [1, 2])
+def test_a_session_of_few_calls_at_a_time(size: int, credits: int) -> None:
+    """Who has few credits, and all but one in use, puts and gets as if nothing were reserved for him."""
+    spec = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=size)
+    config = f"nvme = []\n[server]\nsession_credits = {credits}\n[[host]]\ncapacity = '512 MiB'\nsegment = '16 MiB'\n"
+    with Daemon(config) as daemon, Client(daemon.target, timeout_s=3.0) as client:
+        space = client.open_namespace(spec)
+        in_a_row(client, space)
+        turns = client._verbs.connector.link.credits
+        others = [turns.ask("Acquire") for _ in range(credits - 1)]
+        assert client.get(space, chain(1, BLOCKS)).blocks == BLOCKS
+        assert put(client, space, 4) == [READY] * BLOCKS
+        for _ in others:
+            turns.give("Acquire")
+
+
+def test_a_daemon_that_hangs_costs_a_call_no_more_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that has no answer and is old is given up, not waited for; its pages go back when the daemon goes on."""
+    with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        its = client._verbs.connector.link.spares
+        inner = its._begin
+
+        def begin(*what: Any) -> Any:
+            os.kill(daemon.pid, signal.SIGSTOP)
+            return inner(*what)
+
+        monkeypatch.setattr(its, "_begin", begin)
+        monkeypatch.setattr(spares, "STALE_S", 60.0)
+        for number in range(2):
+            assert put(client, space, number) == [READY] * BLOCKS
+        try:
+            monkeypatch.setattr(spares, "STALE_S", -1.0)
+            begun = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                client.get(space, chain(1, BLOCKS), timeout_s=0.1)
+            assert time.monotonic() - begun < spares.ANSWER_TIMEOUT_S
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        await_true(lambda: held(daemon) == NOTHING, "what was ordered went back")
+        monkeypatch.undo()
+        in_a_row(client, client.open_namespace(NamespaceSpec(model="next", tokens_per_block=16, block_bytes=256 << 10)))
+
+
+def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after a put has taken a spare, and before it writes, gives the spare back."""
+    spec = NamespaceSpec(model="long", tokens_per_block=16, block_bytes=256 << 10)
+
+    def begin(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with Client(daemon.target) as client:
+        space = client.open_namespace(spec)
+        monkeypatch.setattr(writing, "LONG_BYTES", 1 << 20)
+        in_a_row(client, space)
+        await_true(lambda: held(daemon) == (0, 1, 0, BLOCKS), "pages are reserved")
+        link = client._verbs.connector.link
+        monkeypatch.setattr(link.spares, "_begin", begin)
+        with pytest.raises(KeyboardInterrupt):
+            put(client, space, 5)
+        await_true(lambda: held(daemon) == NOTHING, "they went back")
+        monkeypatch.undo()
+        assert put(client, space, 5) == [READY] * BLOCKS
+
+
+def test_an_order_that_nobody_wants_any_more_when_it_is_sent(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are given back by one thread while another asks for them go back too."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        its = client._verbs.connector.link.spares
+        inner = its._begin
+
+        def begin(*what: Any) -> Any:
+            its.give_back(time.monotonic() + 1.0)
+            return inner(*what)
+
+        monkeypatch.setattr(its, "_begin", begin)
+        in_a_row(client, space)
+        await_true(lambda: held(daemon) == NOTHING, "they went back")
+
+
+def test_a_put_that_is_wrong_keeps_no_pages(daemon: Daemon) -> None:
+    """Hashes or positions that are none raise, as without a spare, and what was reserved for the put goes back or serves the next."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        in_a_row(client, space)
+        blocks = [content_of(name, SPEC.block_bytes) for name in chain(5, BLOCKS)]
+        for number in range(6, 10):
+            hashes = chain(5, BLOCKS)
+            wrong = PutGroup(space, hashes.astype(np.uint16)) if number % 2 else PutGroup(space, hashes, position=-1)
+            with pytest.raises((InvalidArgument, ValueError)):
+                client.put(space, wrong, blocks)
+            gc.collect()
+            assert put(client, space, number) == [READY] * BLOCKS
+        await_true(lambda: held(daemon) in ((0, 1, 0, BLOCKS), NOTHING), "one reservation at most is left")
+
+
+def descriptors() -> int:
+    """Open in this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_closed_client_keeps_no_descriptor(daemon: Daemon) -> None:
+    """The line of an order that nobody has taken is closed with the client."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        client = Client(daemon.target)
+        in_a_row(client, client.open_namespace(SPEC))
+        client.close()
+        assert descriptors() == before
+    finally:
+        gc.enable()
+
+
+def test_a_get_of_all_that_a_session_may_hold(daemon: Daemon) -> None:
+    """Pages for a put that may come shorten no get, and no reservation."""
+    half = (32 << 20) // SPEC.block_bytes
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        names = chain(50, half)
+        for start in range(0, half, BLOCKS):
+            part = names[start : start + BLOCKS]
+            group = PutGroup(space, part, parent=names[start - 1].tobytes() if start else bytes(32), position=start)
+            assert client.put(space, group, [content_of(name, SPEC.block_bytes) for name in part]).stored == BLOCKS
+        await_true(lambda: held(daemon)[1] == 1, "pages are reserved")
+        got = client.get(space, names)
+        assert got.blocks == half
+        del got
+        in_a_row(client, client.open_namespace(NamespaceSpec(model="next", tokens_per_block=16, block_bytes=256 << 10)))
+        await_true(lambda: held(daemon) == (0, 1, 0, BLOCKS), "pages are reserved")
+        with client.reserve(PutGroup.private(space, half)) as pages:
+            assert (pages.statuses == BlockStatus.RESERVED).all()
