@@ -20,7 +20,7 @@ from pathlib import Path
 from tierd.core.model import TierSpec
 from tierd.errors import ConfigError
 from tierd.tiers.lock import private_directory
-from tierd.tiers.mapping import address_of, map_file, populate
+from tierd.tiers.mapping import HUGE_BYTES, address_of, allocate, map_file, populate
 
 SHM = Path("/dev/shm")
 HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
@@ -202,9 +202,11 @@ def measure_touch(directory: Path) -> Touch | None:
         os.ftruncate(fd, length)
         view = map_file(fd, length)
         start = time.perf_counter()
+        for at in range(0, length, HUGE_BYTES):
+            allocate(fd, view, at)
         done = populate(view)
         seconds = time.perf_counter() - start
-        return Touch(length / seconds, _huge_share(view)) if done else None
+        return Touch(length / seconds, huge_share(view)) if done else None
     except OSError:
         return None
     finally:
@@ -226,7 +228,8 @@ def describe(spec: TierSpec, place: ArenaPlace, touch: Touch | None) -> str:
     return said
 
 
-def _huge_share(view: memoryview) -> float:
+def huge_share(view: memoryview) -> float:
+    """How much of mapped memory this process has in huge pages, 0 to 1."""
     address, inside, huge_kib = address_of(view), False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)

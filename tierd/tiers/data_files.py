@@ -20,13 +20,13 @@ import structlog
 
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.mapping import map_file, populate
+from tierd.tiers.mapping import HUGE_BYTES, allocate, map_file, populate
 
 log = structlog.get_logger(__name__)
 
 SUFFIX = ".data"
 SPARE = "spare-"
-_STEP_BYTES = 2 << 20
+_STEP_BYTES = HUGE_BYTES
 """Made at once: as long as its pages are touched nobody in the process can map or unmap anything."""
 _NICE = 10
 """How far the thread that makes spare files stands back."""
@@ -215,13 +215,12 @@ class DataFiles:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, self._segment_bytes)
-            memory = map_file(fd, self._segment_bytes)
+            memory, is_huge = map_file(fd, self._segment_bytes), True
             for start in range(0, self._segment_bytes, _STEP_BYTES):
-                step = min(_STEP_BYTES, self._segment_bytes - start)
-                os.posix_fallocate(fd, start, step)
+                is_huge = allocate(fd, memory, start, huge=is_huge)  # once refused, not asked again for this file
                 if touch:
-                    populate(memory[start : start + step])
-                    self._touched_bytes = start + step
+                    populate(memory[start : start + _STEP_BYTES])
+                    self._touched_bytes = min(start + _STEP_BYTES, self._segment_bytes)
                 if touch and self._stop.is_set():
                     os.unlink(path)
                     return None

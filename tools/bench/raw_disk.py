@@ -34,7 +34,8 @@ class RawFile:
         self._path = directory / "raw.bin"
         self._length, self._piece_bytes, self._count = length_bytes, piece_bytes, count
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-        self._memory = mmap.mmap(-1, count * piece_bytes)
+        self._memory = mmap.mmap(-1, count * piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)  # the best a disk can be given, as an arena's
         self._threads = ThreadPoolExecutor(max(DEPTHS))
         self._at = 0
         self.depths = {"read": 1, "write": 4}
