@@ -232,7 +232,7 @@ def test_numbers_of_another_life_after_a_restart(daemon: Daemon, way: str) -> No
             for seed in range(20):
                 fresh.put(fresh.open_namespace(), chain(100 + seed, COUNT))
             check_bytes(leased, chain(1, 8))
-            await_true(lambda: held(daemon)[2:] == (8, 4), "no transfer under way, and what its process holds")
+            await_true(lambda: held(daemon)[2:] == (12, 0), "no transfer under way, and what its process holds")
             for session in (old.hello["session"], writer.hello["session"]):
                 ask(fresh.socket, {"op": "forget", "session": session})
             assert not ask(fresh.socket, {"op": "forget", "session": old.hello["session"]})[0]["ok"]

@@ -258,6 +258,7 @@ def test_longer_blocks_reserve_for_themselves(daemon: Daemon, waited: Counter[st
             short = [block[: 160 << 10] for block in blocks_of(names)]
             group = PutGroup(space, names, lengths=[len(block) for block in short])
             assert client.put(space, group, short).stored == BLOCKS
+            await_order(client)
         assert waited["Reserve"] == 2
         assert put(client, space, 3) == [READY] * BLOCKS
         assert is_right(client, space, 3)
