@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,9 +176,13 @@ def test_a_put_that_is_wrong_keeps_no_pages(daemon: Daemon) -> None:
         await_true(lambda: held(daemon) in ((0, 1, 0, BLOCKS), NOTHING), "one reservation at most is left")
 
 
-def descriptors() -> int:
-    """Open in this process."""
-    return len(os.listdir("/proc/self/fd"))
+def descriptors() -> set[str]:
+    """What this process has open, by the names that the kernel gives to it."""
+    found = set[str]()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add(os.readlink(path))
+    return found
 
 
 def test_a_closed_client_keeps_no_descriptor(daemon: Daemon) -> None:
@@ -188,7 +194,7 @@ def test_a_closed_client_keeps_no_descriptor(daemon: Daemon) -> None:
         client = Client(daemon.target)
         in_a_row(client, client.open_namespace(SPEC))
         client.close()
-        assert descriptors() == before
+        assert descriptors() <= before
     finally:
         gc.enable()
 
