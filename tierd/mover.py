@@ -47,6 +47,8 @@ LAST = 3
 """The priority of what nobody waits for."""
 AT_ONCE_BYTES = 2 << 20
 """So much, or less, is hashed or copied on the event loop: 0.1 ms, when to wake a thread and be woken by it takes 0.2."""
+BEGIN_S = 10.0
+"""Within which the threads that hash have begun."""
 HASH_SPLIT_BYTES = 4 << 20
 """A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""
 
@@ -298,12 +300,12 @@ def _begin(threads: ThreadPoolExecutor, count: int) -> None:
     try:
         for _ in range(count):
             threads.submit(all_here.wait)
-    except RuntimeError as error:
+        all_here.wait(BEGIN_S)
+    except RuntimeError as error:  # a barrier that is late raises one too
         all_here.abort()
         raise TierFailed(
             f"mover.hash_threads: {count} cannot be started ({error}); raise the limit of tasks"
         ) from error
-    all_here.wait()
 
 
 def _each(
