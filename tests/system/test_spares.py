@@ -16,7 +16,7 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.blocks import await_true
-from tests.system.sdk import NOTHING, await_nothing_held, held
+from tests.system.sdk import NOTHING, await_nothing_held, empty, held
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
@@ -50,9 +50,7 @@ def shared() -> Iterator[Daemon]:
 def daemon(shared: Daemon) -> Iterator[Daemon]:
     """With nothing in it."""
     yield shared
-    await_nothing_held(shared, "a test of spares")
-    with connect(shared.target) as operator:
-        operator.ask(pb.EvictRequest())
+    empty(shared, "a test of spares")
 
 
 @pytest.fixture

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 from tests.system.blocks import await_true
-from tests.system.sdk import NOTHING, await_nothing_held, held
-from tierd._proto import admin_pb2 as pb
-from tierd.cli.admin import connect
+from tests.system.sdk import NOTHING, empty, held
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
 from tierd.core.model import BlockStatus
 from tierd.errors import DeadlineExceeded, InvalidArgument
@@ -45,9 +43,7 @@ def shared() -> Iterator[Daemon]:
 def daemon(shared: Daemon) -> Iterator[Daemon]:
     """With nothing in it."""
     yield shared
-    await_nothing_held(shared, "a test of spares")
-    with connect(shared.target) as operator:
-        operator.ask(pb.EvictRequest())
+    empty(shared, "a test of spares")
 
 
 def put(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> list[int]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.compilers import skip_without
 from tests.depth import report
 from tests.still import stand_still
 from tests.system.blocks import await_true
@@ -156,7 +157,7 @@ def driver() -> Iterator[None]:
         try:
             patch.setenv("TIERD_FATBINS_FOLDER", str(build_fatbins()))
         except MissingTool as error:
-            pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
+            skip_without(error, "g++", "nvcc")
         for name, value in fake_environment().items():
             patch.setenv(name, value)
         patch.delenv("TIERD_KERNELS", raising=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.compilers import skip_without
 from tests.system.lone_worker import OPTIONS, PROMPT, REQUEST, random_model
 from tests.system.test_worker_pages import HOST_ONLY, ROOMY
 from tierd.client import Client
@@ -43,7 +44,7 @@ def emulated() -> Path:
     try:
         return build_emulator()
     except MissingTool as error:
-        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
+        skip_without(error, "g++", "nvcc")
 
 
 @pytest.fixture(scope="module")

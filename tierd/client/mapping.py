@@ -28,6 +28,7 @@ from tierd.core.layout import (
 from tierd.core.versions import CATALOGUE
 from tierd.core.words import Words, words_of
 from tierd.errors import TierFailed
+from tierd.huge_pages import free_boundary
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -41,7 +42,6 @@ _writable: dict[int, int] = {}
 _FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10  # the module mmap has no name for it
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
-_HUGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ def map_words(segment: int, catalogue: tuple[int, int]) -> Words:
 def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
     """The first length bytes of a file, shared, left out of core dumps. Raises TierFailed."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _libc.mmap(_free_boundary(length), length, protection, mmap.MAP_SHARED, fd, 0)
+    address = _libc.mmap(free_boundary(length), length, protection, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
         code = ctypes.get_errno()
         raise TierFailed(f"mmap of {length} bytes: {os.strerror(code)}; close other mappings or raise vm.max_map_count")
@@ -106,17 +106,6 @@ def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
         _writable[address] = length
     view = memoryview(memory)
     return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
-
-
-def _free_boundary(length: int) -> int | None:
-    """An address on a boundary of huge pages at which so much is free, so that what lies in some is mapped as such; a mere hint."""
-    if length < _HUGE_BYTES:
-        return None
-    room = _libc.mmap(None, length + _HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if room == _FAILED:
-        return None
-    _libc.munmap(room, length + _HUGE_BYTES)
-    return int(-(-room // _HUGE_BYTES) * _HUGE_BYTES)
 
 
 def populate(segment: Segment, pages: Sequence[tuple[int, int]]) -> None:

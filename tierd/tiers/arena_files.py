@@ -19,8 +19,9 @@ from pathlib import Path
 
 from tierd.core.model import TierSpec
 from tierd.errors import ConfigError
+from tierd.huge_pages import HUGE_BYTES
 from tierd.tiers.lock import private_directory
-from tierd.tiers.mapping import HUGE_BYTES, address_of, allocate, map_file, populate
+from tierd.tiers.mapping import address_of, allocate, map_file, populate
 
 SHM = Path("/dev/shm")
 HUGE_POOLS = Path("/sys/kernel/mm/hugepages")

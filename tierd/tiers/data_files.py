@@ -20,7 +20,8 @@ import structlog
 
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.mapping import HUGE_BYTES, allocate, map_file, populate
+from tierd.huge_pages import HUGE_BYTES
+from tierd.tiers.mapping import allocate, map_file, populate
 
 log = structlog.get_logger(__name__)
 

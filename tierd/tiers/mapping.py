@@ -16,6 +16,8 @@ import weakref
 
 import numpy as np
 
+from tierd.huge_pages import HUGE_BYTES, free_boundary
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -26,16 +28,13 @@ _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap does not name it
 _MADV_COLLAPSE = 25  # Linux 6.1; nor this
 
-HUGE_BYTES = 2 << 20
-"""A huge page. Where it is another size nothing collapses, and all goes on in small ones."""
-
 
 def map_file(fd: int, length: int) -> memoryview:
     """The first length bytes of the file, shared and writable, left out of core dumps. The caller may close fd at once.
 
     Raises OSError (ENOMEM: too many mappings or no huge pages left).
     """
-    address = _libc.mmap(_free_boundary(length), length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    address = _libc.mmap(free_boundary(length), length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap of {length} bytes: {os.strerror(code)}")
@@ -67,17 +66,6 @@ def populate(view: memoryview) -> bool:
     """
     address = address_of(view)
     return bool(_libc.madvise(address, view.nbytes, _MADV_POPULATE_WRITE) == 0)
-
-
-def _free_boundary(length: int) -> int | None:
-    """An address on a boundary of huge pages at which so much is free; a mere hint, since another thread may map there first."""
-    if length < HUGE_BYTES:
-        return None
-    room = _libc.mmap(None, length + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if room == _FAILED:
-        return None
-    _libc.munmap(room, length + HUGE_BYTES)
-    return int(-(-room // HUGE_BYTES) * HUGE_BYTES)
 
 
 def address_of(view: memoryview) -> int:

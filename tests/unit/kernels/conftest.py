@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.compilers import skip_without
 from tierd.kernels.library import Emulated
 from tools.kernels import MissingTool, build_emulator
 
@@ -17,7 +18,7 @@ def library() -> Emulated:
     try:
         return Emulated(build_emulator())
     except MissingTool as error:
-        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
+        skip_without(error, "g++", "nvcc")
 
 
 @pytest.fixture(params=ORDERS)

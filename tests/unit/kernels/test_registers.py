@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.compilers import skip_without
 from tests.depth import report
 from tools import fatbins
 from tools.kernels import CompilerError, MissingTool, Taken, parsed, resources, spilling
@@ -44,6 +45,6 @@ def test_the_kernels_spill_nothing(architecture: int) -> None:
     try:
         found = resources(architecture)
     except MissingTool as error:
-        pytest.skip(str(error))
+        skip_without(error, "nvcc")
     report(f"registers on sm_{architecture}", most=max(taken.registers for taken in found.values()))
     assert spilling({architecture: found}) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compilers import skip_without
 from tests.depth import count
 from tests.unit.kernels.small_cases import UNITS
 from tools.kernels import MissingTool, build_emulator, sanitized_environment
@@ -32,7 +33,7 @@ def test_sanitizers_find_nothing(sanitizer: str, unit: str, head_dim: int) -> No
     try:
         built = build_emulator(sanitizer, dims=[head_dim], units=[unit])
     except MissingTool as error:
-        pytest.skip(f"the kernels cannot be compiled for the CPU here: {error}")
+        skip_without(error, "g++", "nvcc")
     done = sanitized(built, sanitizer, "--unit", unit, "--head-dim", str(head_dim))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "all right" in done.stdout
