@@ -197,7 +197,7 @@ class Model:
 
     # -- what happens outside
 
-    def land(self, flight_id: int, status: BlockStatus) -> None:
+    def land(self, flight_id: int, status: int) -> None:
         """A transfer has ended (before the plan of `finish` is applied)."""
         flight = self.flights.pop(flight_id)
         self.pins[flight.target] -= 1

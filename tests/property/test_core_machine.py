@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tierd.core.core import Core
-from tierd.core.model import BlockStatus, TierKind
+from tierd.core.model import TierKind
 from tierd.core.plan import Start
 
 requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
@@ -65,8 +65,8 @@ class CoreMachine(Tangles):
 
     @precondition(lambda self: self.model.flights)
     @rule(how_many=st.integers(1, 8), which=picks, bad=st.sampled_from([READY, READY, READY, FAILED, CORRUPT]))
-    def finish(self, how_many: int, which: int, bad: BlockStatus) -> None:
-        statuses: dict[int, BlockStatus] = {}
+    def finish(self, how_many: int, which: int, bad: int) -> None:
+        statuses: dict[int, int] = {}
         for _ in range(how_many):
             able = [f for f in self.model.flights.values() if f.started and f.id not in statuses]
             if not able:
@@ -80,12 +80,12 @@ class CoreMachine(Tangles):
             self.model.land(failed, FAILED)
         self.tell(statuses)
 
-    def fail_followers(self, first: int, statuses: dict[int, BlockStatus]) -> None:
+    def fail_followers(self, first: int, statuses: dict[int, int]) -> None:
         for follower in [f.id for f in self.model.flights.values() if f.after == first]:
             statuses[follower] = FAILED
             self.fail_followers(follower, statuses)
 
-    def tell(self, statuses: dict[int, BlockStatus]) -> None:
+    def tell(self, statuses: dict[int, int]) -> None:
         ids = np.array(list(statuses), np.uint64)
         codes = np.array(list(statuses.values()), np.uint16)
         self.apply(self.core.finish(ids, statuses=codes, now=self.tick()))

@@ -32,4 +32,4 @@ def count_served(
 def count_reserved(metrics: Metrics, reserved: Reserved) -> None:
     """What became of the blocks of a Reserve."""
     for code, count in Counter(np.concatenate(reserved.statuses).tolist()).items():
-        metrics.reserve.labels(status=BlockStatus(code).name.lower()).inc(count)
+        metrics.reserve.labels(status=BlockStatus.names()[code]).inc(count)

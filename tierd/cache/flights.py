@@ -205,7 +205,7 @@ class Flights:
             self.corrupt[source] += bad
             self._metrics.corrupt.labels(tier=self._tiers[source].spec.name).inc(bad)
         for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):
-            outcome = BlockStatus(status).name.lower()
+            outcome = BlockStatus.names()[status]
             self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))
             if status != BlockStatus.READY:
                 log.warning("transfers failed", link=link, outcome=outcome, count=int(count))

@@ -369,7 +369,7 @@ def statuses_of(data: bytes, *, count: int) -> NDArray[np.uint16]:
     return np.frombuffer(data, dtype="<u2").astype(np.uint16)
 
 
-def all_statuses(count: int, status: BlockStatus) -> NDArray[np.uint16]:
+def all_statuses(count: int, status: int) -> NDArray[np.uint16]:
     """The same status for each of so many blocks."""
     return np.full(count, status, dtype=np.uint16)
 

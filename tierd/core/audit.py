@@ -78,12 +78,10 @@ class Audit:
         place, states = tier.place[: tier.top], tier.state[: tier.top]
         live = np.flatnonzero(place >= 0)
         assert (states[place < 0] == PageState.FREE).all(), f"{tier.spec.name}: a page outside segments is in use"
-        for state in PageState:
+        for state, name in PageState.names().items():
             pages = live[states[live] == state]
-            assert tier.counts[state] == len(pages), f"{tier.spec.name}: count of {state.name} pages"
-            assert tier.bytes_in[state] == tier.class_bytes(pages).sum(), (
-                f"{tier.spec.name}: bytes of {state.name} pages"
-            )
+            assert tier.counts[state] == len(pages), f"{tier.spec.name}: count of {name} pages"
+            assert tier.bytes_in[state] == tier.class_bytes(pages).sum(), f"{tier.spec.name}: bytes of {name} pages"
         whole = sum(s.pages * s.key.class_bytes for s in tier.segments if s is not None)
         assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the states do not add up to the segments"
         assert tier.used_bytes <= tier.spec.capacity_bytes, f"{tier.spec.name}: more in use than its capacity"

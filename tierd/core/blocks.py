@@ -25,7 +25,7 @@ from tierd.core.draft import no_ids
 from tierd.core.meta import new_meta
 from tierd.core.model import HASH_BYTES, StructArray
 from tierd.core.plan import Bytes, Ids
-from tierd.core.sets import among, distinct, true_rows
+from tierd.core.sets import among, distinct, some, true_rows
 from tierd.core.table import Table
 
 Column = NDArray[Any]
@@ -74,8 +74,11 @@ class Names:
         """Which names stand in no earlier row."""
         out = np.ones(len(self.hash), bool)
         keys = self.hash[:, 0]
-        order = np.argsort(keys)
-        again = true_rows(keys[order][1:] == keys[order][:-1])
+        order = keys.argsort()
+        ascending = keys[order]
+        again = true_rows(ascending[1:] == ascending[:-1])
+        if len(again) == 0:
+            return out
         rows = np.unique(order[np.concatenate((again, again + 1))])
         seen: set[bytes] = set()
         for row in rows.tolist():
@@ -153,9 +156,10 @@ class Blocks:
     def link(self, ids: Ids, parents: Bytes, now: float) -> Ids:
         """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
         rows = true_rows((self.parent[ids] < 0) & parents.any(axis=1))
-        ids, names = ids[rows], Names(self.namespace[ids[rows]], words(parents[rows]))
-        found = self._before(ids, names)
-        unknown = true_rows((found < 0) & names.firsts()) if (found < 0).any() else no_ids()
+        prior, ids = ids[rows - 1], ids[rows]
+        names = Names(self.namespace[ids], words(parents[rows]))
+        found = self._before(prior, names)
+        unknown = true_rows((found < 0) & names.firsts()) if some(found < 0) else no_ids()
         if len(unknown):
             blank = new_meta(len(unknown))
             blank["namespace"], blank["hash"] = names.namespace[unknown], parents[rows[unknown]]
@@ -211,7 +215,7 @@ class Blocks:
         """Chains of these namespaces need not keep their heads (windows, states). Ids whose column changed."""
         new = namespaces - self._lax_namespaces
         if not new:
-            return np.zeros(0, np.int64)
+            return no_ids()
         self._lax_namespaces |= new
         ids = self.known()
         ids = ids[among(self.namespace[ids], list(new))]
@@ -246,14 +250,13 @@ class Blocks:
         keys = halves.astype(np.uint64) @ self._factors[1:] + names.namespace.astype(np.uint64) * self._factors[0]
         return np.asarray(keys, np.uint64)
 
-    def _before(self, ids: Ids, names: Names) -> Ids:
-        """The ids with the names of these blocks' parents: as a rule, each is the block before it."""
-        found = np.full(len(ids), -1, np.int64)
-        prior = ids[:-1]
-        is_prior = self._same(names, np.arange(1, len(ids)), prior) & self.named[prior]
-        found[1:][is_prior] = prior[is_prior]
-        rest = true_rows(found < 0)
-        found[rest] = self.find(names.at(rest))
+    def _before(self, prior: Ids, names: Names) -> Ids:
+        """The ids with the names of some blocks' parents. prior: where to look first, since as a rule each is the block before it."""
+        is_prior = self._same(names, np.arange(len(prior)), prior) & self.named[prior]
+        found = np.where(is_prior, prior, -1)
+        rest = true_rows(~is_prior)
+        if len(rest):
+            found[rest] = self.find(names.at(rest))
         return found
 
     def _same(self, names: Names, rows: Ids, ids: Ids) -> NDArray[np.bool_]:
@@ -282,7 +285,7 @@ class Blocks:
         self._lengthen(self._rows + count - reused)
         fresh = np.arange(self._rows, self._rows + count - reused)
         self._rows += count - reused
-        return np.concatenate((old, fresh))
+        return np.concatenate((old, fresh)) if len(fresh) else old
 
     def _erase(self, ids: Ids) -> None:
         self.unname(ids[self.named[ids]])

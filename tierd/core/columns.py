@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.sets import true_rows
+from tierd.core.sets import every, true_rows
 
 LEAST_STEP_ROWS = 256
 MOST_STEP_ROWS = 1 << 14
@@ -83,7 +83,7 @@ def runs(*keys: NDArray[Any]) -> list[NDArray[np.int64]]:
     """Indices grouped by equal keys; groups in the order of their first member, members ascending."""
     if len(keys[0]) == 0:
         return []
-    if all((key == key[0]).all() for key in keys):
+    if all(every(key == key[0]) for key in keys):
         return [np.arange(len(keys[0]), dtype=np.int64)]
     order = np.lexsort(keys[::-1])
     edge = np.zeros(len(order), dtype=bool)

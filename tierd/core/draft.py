@@ -48,10 +48,9 @@ class Draft:
         """What was collected."""
         reserved, freed = _joined(self._reserved, NO_EXTENTS), _joined(self._freed, NONE_FREED)
         if len(reserved) and len(freed):  # what was both, nobody ever saw
-            seen = ~among(freed["extent"]["generation"], reserved["generation"])
-            if not seen.all():
-                reserved = reserved[~among(reserved["generation"], freed["extent"]["generation"])]
-                freed = freed[seen]
+            old, new = freed["extent"]["generation"], reserved["generation"]
+            if old.max() >= new.min():
+                reserved, freed = reserved[~among(new, old)], freed[~among(old, new)]
         transfers = _joined(self._transfers, NO_TRANSFERS)
         waits = _joined(self._waits, NO_WAITS)
         if len(waits):

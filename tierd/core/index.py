@@ -43,7 +43,7 @@ from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
 from tierd.core.said import Said, raise_before, raise_said
 from tierd.core.segment import Key
-from tierd.core.sets import distinct, true_rows
+from tierd.core.sets import distinct, every, some, true_rows
 
 Column = NDArray[Any]
 
@@ -144,8 +144,8 @@ class Index:
 
     def discard(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
         """reserved -> free: pages that were never attached."""
-        assert (self.tiers[tier].block[pages] < 0).all(), "a page with a block is doomed, not discarded"
-        self._free(tier, pages, np.full(len(pages), reason), draft)
+        assert every(self.tiers[tier].block[pages] < 0), "a page with a block is doomed, not discarded"
+        self._free(tier, pages, np.full(len(pages), int(reason)), draft)
 
     def vacate(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
         """ready -> free: attached pages without pins."""
@@ -165,7 +165,7 @@ class Index:
     def attach(self, tier: int, pages: Ids, blocks: Ids, now: float) -> None:
         """Reserved pages get their blocks, which are tracked from now on, in this order (cold to hot)."""
         pages_of, table = self.tiers[tier], self.page[tier]
-        assert (table[blocks] == NO_PAGE).all(), "a block has one page per tier"
+        assert every(table[blocks] == NO_PAGE), "a block has one page per tier"
         pages_of.block[pages] = blocks
         table[blocks] = pages
         self.blocks.places[blocks] += 1
@@ -177,12 +177,13 @@ class Index:
         pages_of = self.tiers[tier]
         blocks = pages_of.block[pages].astype(np.int64)
         self._leave(tier, blocks)
-        ready = pages[pages_of.state[pages] == PageState.READY]
-        pages_of.move(ready, PageState.READY, PageState.RETIRING)
         self.page[tier][blocks] = NO_PAGE
         self._note_kept(tier, blocks)
-        pages_of.doom[pages] = reason
-        self._weigh(tier, blocks)
+        pages_of.doom[pages] = int(reason)
+        stays = (pages_of.pins[pages] > 0) | (pages_of.fault[pages] > 0)
+        if some(stays):
+            stay = pages[stays]
+            pages_of.move(stay[pages_of.state[stay] == PageState.READY], PageState.READY, PageState.RETIRING)
         self._sweep(tier, pages, draft)
 
     def pin(self, tier: int, pages: Ids) -> None:
@@ -199,7 +200,7 @@ class Index:
         """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
         pages_of = self.tiers[tier]
         each, pins = distinct(pages), pages_of.pins
-        assert (pins[each] > 0).all(), "a page is unpinned more often than pinned"
+        assert every(pins[each] > 0), "a page is unpinned more often than pinned"
         if len(each) == len(pages):
             pins[each] -= 1
         else:
@@ -279,7 +280,7 @@ class Index:
         self._weigh(tier, blocks)
 
     def _leave(self, tier: int, blocks: Ids) -> None:
-        """Call before the page's state or attachment changes; the caller weighs the blocks after it, or this does."""
+        """Call before the page's state or attachment changes."""
         if len(blocks) == 0:
             return
         self.policies[tier].forget(blocks)
@@ -336,14 +337,17 @@ class Index:
         pages_of = self.tiers[tier]
         blocks = pages_of.block[pages].astype(np.int64)
         draft.free(self._freed(tier, pages, reasons))
-        np.add.at(self.freed_by_reason, reasons.astype(np.int64), 1)
+        self.freed_by_reason += np.bincount(reasons, minlength=len(Reason))
         bad = pages_of.fault[pages] > 0
-        pages_of.withhold(pages[bad], draft.now)
-        pages_of.give_back(pages[~bad])
+        if some(bad):
+            pages_of.withhold(pages[bad], draft.now)
+            pages = pages[~bad]
+        pages_of.give_back(pages)
         blocks = blocks[blocks >= 0]
-        np.subtract.at(self.blocks.places, blocks, 1)
-        blocks = distinct(blocks)
-        self.blocks.fade(blocks[self.blocks.places[blocks] == 0])
+        if len(blocks):
+            np.subtract.at(self.blocks.places, blocks, 1)
+            blocks = distinct(blocks)
+            self.blocks.fade(blocks[self.blocks.places[blocks] == 0])
 
     def _freed(self, tier: int, pages: Ids, reasons: Column) -> StructArray:
         pages_of = self.tiers[tier]
@@ -351,8 +355,11 @@ class Index:
         out["extent"] = pages_of.extents(pages)
         out["reason"] = reasons
         blocks = pages_of.block[pages]
-        out["was_ready"] = (pages_of.state[pages] >= PageState.READY) & (blocks >= 0)
-        known = true_rows(blocks >= 0)
-        out["namespace"][known] = self.blocks.namespace[blocks[known]]
-        out["hash"][known] = np.ascontiguousarray(self.blocks.hash[blocks[known]]).view(np.uint8).reshape(-1, 32)
+        is_known = blocks >= 0
+        out["was_ready"] = (pages_of.state[pages] >= PageState.READY) & is_known
+        known = true_rows(is_known)
+        if len(known):
+            blocks = blocks[known]
+            out["namespace"][known] = self.blocks.namespace[blocks]
+            out["hash"][known] = self.blocks.hash.take(blocks, axis=0).view(np.uint8)
         return out

@@ -27,7 +27,7 @@ from tierd.core.columns import Columns
 from tierd.core.model import EXTENT, NOBODY, PAGE_ALIGN_BYTES, PageState, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Bools, Ids
 from tierd.core.segment import Found, Key, Segment, Usage
-from tierd.core.sets import among, kinds, starts, true_rows
+from tierd.core.sets import among, every, kinds, starts, true_rows
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
@@ -41,6 +41,7 @@ NEAR_PAGES = 256
 """A segment's next free pages are looked for among so many at first: as a rule they lie in a row."""
 PAGE_LIMIT = (1 << 31) - 1
 """Page ids of one tier: they lie in int32 columns."""
+_NAMES = PageState.names()
 
 
 class Pages:
@@ -64,8 +65,8 @@ class Pages:
         self.doom: Column = column(np.uint8)
         self.generation: Column = column(np.uint64)
         self.fault: Column = column(np.uint8)
-        self.counts = [0] * len(PageState)
-        self.bytes_in = [0] * len(PageState)
+        self.counts = [0] * len(PageState.names())
+        self.bytes_in = [0] * len(PageState.names())
         self.quarantine: dict[int, Found] = {}
         self._spots: dict[int, list[Found]] = {}  # of places whose next life begins with them
         self.quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
@@ -112,7 +113,7 @@ class Pages:
             pages = self._take_from(place, count)
             count -= len(pages)
             taken.append(pages)
-        pages = np.concatenate(taken) if taken else np.zeros(0, np.int64)
+        pages = taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int64)
         self.generation[pages] = np.arange(generation, generation + len(pages), dtype=np.uint64)
         return pages
 
@@ -133,15 +134,19 @@ class Pages:
         """reserved, retiring, quarantined -> free; segments that are empty now go to the pool."""
         if len(pages) == 0:
             return
-        for state in (PageState.RESERVED, PageState.RETIRING, PageState.QUARANTINED):
-            self.move(pages[self.state[pages] == state], state, PageState.FREE)
+        states = self.state[pages]
+        for state in kinds(states):
+            self.move(pages[states == state], state, PageState.FREE)
         self._clear(pages)
-        pages = pages[np.argsort(self.place[pages], kind="stable")]
         places = self.place[pages]
-        begins = starts(places)
-        lows, counts = np.minimum.reduceat(pages, begins), np.diff(begins, append=len(pages))
-        for place, low, count in zip(places[begins].tolist(), lows.tolist(), counts.tolist(), strict=True):
-            self._returned(place, low, count)
+        order = places.argsort(kind="stable")
+        begins = starts(places[order])
+        lows = np.minimum.reduceat(pages[order], begins)
+        ends = [*begins[1:].tolist(), len(pages)]
+        for place, low, begin, end in zip(
+            places[order[begins]].tolist(), lows.tolist(), begins.tolist(), ends, strict=True
+        ):
+            self._returned(place, low, end - begin)
 
     def withhold(self, pages: Ids, now: float) -> None:
         """retiring -> quarantined; those that have been there longest come back where that is more than the bound."""
@@ -185,11 +190,11 @@ class Pages:
         ]
         return np.asarray(sealed, bool)[self.place[pages]]
 
-    def move(self, pages: Ids, old: PageState, new: PageState) -> None:
+    def move(self, pages: Ids, old: int, new: int) -> None:
         """The books of a change of state; the arrows themselves are in index.py."""
         if len(pages) == 0:
             return
-        assert (self.state[pages] == old).all(), f"{self.spec.name}: a page to become {new.name} is not {old.name}"
+        assert every(self.state[pages] == old), f"{self.spec.name}: a page to become {_NAMES[new]} is not {_NAMES[old]}"
         self.state[pages] = new
         size = int(self.class_bytes(pages).sum())
         self.counts[old] -= len(pages)
@@ -206,15 +211,16 @@ class Pages:
         """EXTENT of each page; all zero with page -1 where a page is negative."""
         out = np.zeros(len(pages), EXTENT)
         out["tier"] = self.position
-        out["page"] = -1
-        at = true_rows(pages >= 0)
-        real = pages[at]
-        rows = self._place_table[self.place[real]]
-        slots = real - rows[:, 1]
+        is_there = pages >= 0
+        if not every(is_there):
+            out["page"] = -1
+            pages = pages[is_there]
+        at = true_rows(is_there) if len(pages) < len(out) else slice(None)
+        rows = self._place_table[self.place[pages]]
+        slots = pages - rows[:, 1]
         out["segment"][at], out["slot"][at], out["offset"][at] = rows[:, 0], slots, slots * rows[:, 2]
-        for name in ("flags", "length", "generation"):
-            out[name][at] = getattr(self, name)[real]
-        out["page"][at] = real
+        out["flags"][at], out["length"][at] = self.flags[pages], self.length[pages]
+        out["generation"][at], out["page"][at] = self.generation[pages], pages
         return out
 
     def find(self, extents: StructArray) -> Ids:

@@ -23,6 +23,7 @@ from tierd.core.model import (
     TierKind,
     Wanted,
 )
+from tierd.core.sets import every
 
 Bools = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
@@ -210,8 +211,11 @@ class Reserved:
     @property
     def pages(self) -> StructArray:
         """EXTENT of the pages that are the caller's to write."""
-        given = [e[s == BlockStatus.RESERVED] for e, s in zip(self.extents, self.statuses, strict=True)]
-        return np.concatenate([np.zeros(0, dtype=EXTENT), *given])
+        given = [
+            e if every(is_given := s == BlockStatus.RESERVED) else e[is_given]
+            for e, s in zip(self.extents, self.statuses, strict=True)
+        ]
+        return given[0] if len(given) == 1 else np.concatenate([NO_EXTENTS, *given])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from tierd.core.blocks import Names, hash_rows, words
 from tierd.core.columns import runs
-from tierd.core.draft import Draft
+from tierd.core.draft import Draft, no_ids
 from tierd.core.gets import Gets
 from tierd.core.leases import BUSY, GONE, OPEN, Commit, Reservation, Session, Sessions
 from tierd.core.meta import new_meta
@@ -26,6 +26,7 @@ from tierd.core.model import (
     HASH_BYTES,
     NO_PAGE,
     PUT_BLOCK,
+    ROOT,
     UNVERIFIED,
     BlockStatus,
     Reason,
@@ -37,7 +38,7 @@ from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Len
 from tierd.core.planner import Planner, Where
 from tierd.core.said import Said, keep_said, said_by
 from tierd.core.segment import Key
-from tierd.core.sets import among, distinct, in_order, kinds, true_rows
+from tierd.core.sets import among, distinct, every, in_order, kinds, some, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
 AHEAD_SHARE = 16
@@ -60,11 +61,13 @@ class Puts:
         holder, draft = self._sessions.get(session), Draft(now)
         wish = _wish(groups, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
-        statuses[among(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
-        ids = self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
+        if self.dead:
+            statuses[among(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
+        ids = self._known(wish)
         where = self._nearest(ids)
-        statuses[where.pages >= 0] = BlockStatus.EXISTS
-        self._say(np.where(where.pages >= 0, ids, -1), wish.said, now)
+        exists = where.pages >= 0
+        statuses[exists] = BlockStatus.EXISTS
+        self._say(np.where(exists, ids, -1), wish.said, now)
         query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
         ahead_bytes = self._page_bytes(wish, kind) if is_ahead else 0
@@ -86,6 +89,12 @@ class Puts:
         held = self._sessions.get(session).reservations.get(reservation)
         if held is not None:
             self._sessions.set_ahead(held, 0)
+
+    def _known(self, wish: Reservation) -> Ids:
+        """The blocks that it names; -1: not known, or private."""
+        if not np.count_nonzero(wish.hash):
+            return np.full(len(wish.hash), -1, np.int64)
+        return self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
 
     def _page_bytes(self, wish: Reservation, kind: Wanted) -> int:
         """Of the pages that it takes, in the first of the tiers where they may lie."""
@@ -110,8 +119,7 @@ class Puts:
         serving, holder = self._index.writable(kind), self._sessions.get(wish.session)
         if not serving:
             return
-        stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))
-        tiers = np.asarray(serving, np.int64)[(stripe % np.uint64(len(serving))).astype(np.int64)]
+        tiers = _striped(wish, serving)
         classes = np.zeros(len(tiers), np.int64)
         free = statuses == BlockStatus.NO_ROOM
         fits = free.copy()
@@ -142,6 +150,9 @@ class Puts:
 
     def _parents(self, groups: Sequence[PutQuery]) -> Ids:
         """Ids of the blocks that the queries continue."""
+        groups = [group for group in groups if group.parent != ROOT]
+        if not groups:
+            return no_ids()
         names = Names(
             np.asarray([group.namespace for group in groups], np.uint32),
             np.concatenate([hash_rows(group.parent) for group in groups]),
@@ -162,7 +173,7 @@ class Puts:
         held = self._held(session, reservation)
         if blocks is None:
             rows = held.rows(OPEN)
-            if not held.hash[rows].any(axis=1).all():
+            if not every(held.hash[rows].any(axis=1)):
                 raise InvalidArgument(f"reservation {reservation}: it has private pages; commit must name its blocks")
         else:
             rows = _named_rows(held, blocks)
@@ -201,11 +212,12 @@ class Puts:
         where = Where(held.tiers[commit.rows], held.pages[commit.rows])
         statuses = np.full(count, BlockStatus.FAILED, np.uint16)
         ids = np.full(count, -1, np.int64)
-        if bool(ok.all()) and not self.dead & set(held.namespaces[commit.rows].tolist()):
+        if every(ok) and not (self.dead and self.dead & set(held.namespaces[commit.rows].tolist())):
             commit.metas["digest"] = digests
             ids = self._publish(commit, where, statuses, draft=draft)
-        self._close(commit, failed=bool((ids < 0).any()), keep_open=keep_open, draft=draft)
-        found, own = self._nearest(ids), statuses == BlockStatus.READY
+        self._close(commit, failed=some(ids < 0), keep_open=keep_open, draft=draft)
+        own = statuses == BlockStatus.READY
+        found = where if every(own) else self._nearest(ids)
         found.tiers[own], found.pages[own] = where.tiers[own], where.pages[own]
         number = self._lease(held, found, ids, now) if lease and count else 0
         return Committed(statuses, self._extents(found), ids, commit.metas, number, draft.plan())
@@ -218,14 +230,14 @@ class Puts:
         names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
         known = self._index.blocks.find(names)
         new, is_known = names.firsts(), known >= 0
-        if is_known.any():
+        if some(is_known):
             new &= self._nearest(known).pages < 0
         rows = true_rows(new)
-        self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
-        if is_known.any():
+        if some(is_known):
+            self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
             self._say(known, Said.of_metas(commit.metas), draft.now)
             keep_said(self._index.blocks, known, commit.metas, self._index.blocks.unix_s + draft.now)
-        unknown = not is_known[rows].any()
+        unknown = not some(is_known[rows])
         known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, unknown=unknown)
         self._index.link(ids, commit.metas["parent"][rows], draft.now)
         self._index.say_before(ids, draft.now)
@@ -244,15 +256,12 @@ class Puts:
         self._count_off(commit.reservation, commit.rows[rows])
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
-        again = true_rows(~new)  # names that came twice, of which what made way may have had another id
-        if len(again):
+        if len(again := true_rows(~new)):  # names that came twice, of which what made way may have had another id
             known[again] = self._index.blocks.find(names.at(again))
         return known
 
     def _make_way(self, ids: Ids, where: Where, digests: Bytes, draft: Draft) -> None:
         """Pages of those blocks that nobody can read now (tier out of service, transfer under way) go if they are in the way or differ."""
-        if not (ids >= 0).any():
-            return
         same = (self._index.blocks.digest[ids] == words(digests)).all(axis=1)
         for tier in range(len(self._index.tiers)):
             pages = self._index.attached(tier, ids)
@@ -273,7 +282,7 @@ class Puts:
             held.closing = True
             self._take_back(held, held.state == OPEN, Reason.ABORTED, draft)
         holder = self._sessions.open.get(held.session)
-        if holder is not None and (held.closing or (held.state == GONE).all()):
+        if holder is not None and (held.closing or every(held.state == GONE)):
             holder.reservations.pop(held.id, None)
 
     def _lease(self, held: Reservation, where: Where, ids: Ids, now: float) -> int:
@@ -302,6 +311,8 @@ class Puts:
     def _take_back(self, held: Reservation, rows: Bools, reason: Reason, draft: Draft) -> None:
         """reserved -> free for rows that have a page."""
         at = true_rows(rows & (held.pages >= 0))
+        if len(at) == 0:
+            return
         self._count_off(held, at)
         for part in runs(held.tiers[at]):
             self._index.discard(int(held.tiers[at[part[0]]]), held.pages[at[part]], reason, draft)
@@ -335,7 +346,7 @@ class Puts:
         return out
 
     def _shorten(self, held: Reservation, rows: Ids, lengths: Lengths) -> None:
-        if (held.lengths[rows] == lengths).all():
+        if every(held.lengths[rows] == lengths):
             return
         held.lengths[rows] = lengths
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
@@ -362,9 +373,20 @@ def _metas(held: Reservation, rows: Ids, extents: StructArray) -> StructArray:
 
 def _after_first(wrong: Bools, query: Ids) -> Bools:
     """Rows that are wrong, or come after one that is in the same query."""
+    if not some(wrong):
+        return wrong
     count = np.cumsum(wrong)
     starts = np.searchsorted(query, query)
     return np.asarray(count - (count[starts] - wrong[starts]) > 0, bool)
+
+
+def _striped(wish: Reservation, serving: Sequence[int]) -> Ids:
+    """The tier for each row: by the first 8 bytes of the hash, private pages in turns."""
+    if len(serving) == 1:
+        return np.full(len(wish.hash), serving[0], np.int64)
+    stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))
+    tiers: Ids = np.asarray(serving, np.int64)[(stripe % np.uint64(len(serving))).astype(np.int64)]
+    return tiers
 
 
 def _blank(count: int, *, session: int, domain: int) -> Reservation:
@@ -413,7 +435,7 @@ def _check_put(number: int, group: PutQuery) -> None:
         raise InvalidArgument(
             f"groups[{number}].parent: {len(group.parent)} bytes instead of {HASH_BYTES}; zeros at the start"
         )
-    if (group.blocks["length"] == 0).any():
+    if not every(group.blocks["length"] > 0):
         raise InvalidArgument(f"groups[{number}].blocks: a length of 0 bytes; give at least 1")
 
 
@@ -422,16 +444,16 @@ def _named_rows(held: Reservation, blocks: StructArray) -> Ids:
     if blocks.dtype != COMMIT_BLOCK:
         raise InvalidArgument(f"commit: dtype {blocks.dtype}; give COMMIT_BLOCK")
     rows = blocks["index"].astype(np.int64)
-    if (rows >= len(held.state)).any() or len(distinct(rows)) != len(rows):
+    if not every(rows < len(held.state)) or len(distinct(rows)) != len(rows):
         raise InvalidArgument(f"commit: an index twice or beyond the {len(held.state)} blocks of reservation {held.id}")
-    if (held.state[rows] != OPEN).any():
+    if not every(held.state[rows] == OPEN):
         raise InvalidArgument(
             f"commit: a block of reservation {held.id} has no page, or is committed already; leave it out"
         )
-    if (blocks["length"] > held.lengths[rows]).any() or (blocks["length"] == 0).any():
+    if some(blocks["length"] > held.lengths[rows]) or not every(blocks["length"] > 0):
         raise InvalidArgument(
             f"commit: a length is 0 or above what reservation {held.id} set aside; reserve the full length"
         )
-    if not blocks["hash"].any(axis=1).all():
+    if not every(blocks["hash"].any(axis=1)):
         raise InvalidArgument("commit: a hash of zeros; name every block")
     return rows

@@ -216,7 +216,7 @@ class Upkeep:
         good &= ~known | (blocks.digest[ids] == words(metas["digest"])).all(axis=1)
         return np.asarray(good, bool)
 
-    def _find(self, extents: StructArray, state: PageState) -> tuple[Where, Bools]:
+    def _find(self, extents: StructArray, state: int) -> tuple[Where, Bools]:
         """Pages by place; and which are in this state (a used one: with this generation; a free one: not twice)."""
         pages = np.full(len(extents), -1, np.int64)
         good = np.zeros(len(extents), bool)

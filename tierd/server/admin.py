@@ -237,7 +237,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         extent = page["extent"]
         return pb.PageInfo(
             tier=self._cache.tiers[int(extent["tier"])].spec.name,
-            state=PageState(int(page["state"])).name.lower(),
+            state=PageState.names()[int(page["state"])],
             segment=int(extent["segment"]),
             slot=int(extent["slot"]),
             offset=int(extent["offset"]),

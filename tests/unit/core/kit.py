@@ -136,7 +136,7 @@ class Kit:
     def release(self, *leases: int, session: int = 1) -> Plan:
         return self.took(self.core.release(session, leases=leases, now=self.tick()))
 
-    def land(self, status: BlockStatus = BlockStatus.READY, *, only: Sequence[int] | None = None) -> Plan:
+    def land(self, status: int = BlockStatus.READY, *, only: Sequence[int] | None = None) -> Plan:
         """Ends all transfers in flight, or some of them (numbers in `flying`)."""
         chosen = list(range(len(self.flying))) if only is None else list(only)
         ids = np.asarray([self.flying[i]["id"] for i in chosen], np.uint64)

@@ -84,7 +84,7 @@ def test_a_share_cuts_a_lease() -> None:
 
 
 @pytest.mark.parametrize("status", [FAILED, CORRUPT])
-def test_a_failed_transfer_shortens_the_lease(status: BlockStatus) -> None:
+def test_a_failed_transfer_shortens_the_lease(status: int) -> None:
     """Blocks from the first that did not arrive on are let go; what was before them is served. A corrupt one is never found again."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
     far(kit, a)

@@ -179,7 +179,7 @@ def test_blocks_that_no_far_segment_can_hold_do_not_block_the_way() -> None:
 
 
 @pytest.mark.parametrize("status", [FAILED, CORRUPT])
-def test_a_demotion_that_fails_keeps_the_block(status: BlockStatus) -> None:
+def test_a_demotion_that_fails_keeps_the_block(status: int) -> None:
     """A failed write leaves the near page READY; corrupt bytes in the near page are never found again."""
     kit, a = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.5), tier(NVME, 8)), chain("a", 3)
     kit.put(a)

@@ -11,7 +11,7 @@ from tierd.core.plan import PutQuery
 from tierd.errors import InvalidArgument, NotFound
 
 MISS, READY, RESERVED, EXISTS, NO_ROOM, REJECTED, FAILED = (
-    BlockStatus[name] for name in ("MISS", "READY", "RESERVED", "EXISTS", "NO_ROOM", "REJECTED", "FAILED")
+    getattr(BlockStatus, name) for name in ("MISS", "READY", "RESERVED", "EXISTS", "NO_ROOM", "REJECTED", "FAILED")
 )
 
 
