@@ -129,6 +129,7 @@ def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: p
     with Client(daemon.target) as client:
         space = client.open_namespace(spec)
         monkeypatch.setattr(writing, "LONG_BYTES", 1 << 20)
+        monkeypatch.setattr(spares, "PUTS_AHEAD", 1)
         in_a_row(client, space)
         await_true(lambda: held(daemon) == (0, 1, 0, BLOCKS), "pages are reserved")
         link = client._verbs.connector.link
@@ -169,7 +170,8 @@ def test_a_put_that_is_wrong_keeps_no_pages(daemon: Daemon) -> None:
                 client.put(space, wrong, blocks)
             gc.collect()
             assert put(client, space, number) == [READY] * BLOCKS
-        await_true(lambda: held(daemon) in ((0, 1, 0, BLOCKS), NOTHING), "one reservation at most is left")
+        await_true(lambda: held(daemon) == (0, (n := held(daemon)[1]), 0, n * BLOCKS), "what is left is whole")
+        assert held(daemon)[1] <= spares.PUTS_AHEAD
 
 
 def descriptors() -> set[str]:
@@ -205,11 +207,11 @@ def test_a_get_of_all_that_a_session_may_hold(daemon: Daemon) -> None:
             part = names[start : start + BLOCKS]
             group = PutGroup(space, part, parent=names[start - 1].tobytes() if start else bytes(32), position=start)
             assert client.put(space, group, [content_of(name, SPEC.block_bytes) for name in part]).stored == BLOCKS
-        await_true(lambda: held(daemon)[1] == 1, "pages are reserved")
+        await_true(lambda: held(daemon)[1] > 0, "pages are reserved")
         got = client.get(space, names)
         assert got.blocks == half
         del got
         in_a_row(client, client.open_namespace(NamespaceSpec(model="next", tokens_per_block=16, block_bytes=256 << 10)))
-        await_true(lambda: held(daemon) == (0, 1, 0, BLOCKS), "pages are reserved")
+        await_true(lambda: held(daemon)[1] > 0, "pages are reserved")
         with client.reserve(PutGroup.private(space, half)) as pages:
             assert (pages.statuses == BlockStatus.RESERVED).all()

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tierd/v1/cache.proto\x12\x08tierd.v1\"]\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\"\xd4\x01\n\x14OpenNamespaceRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\r\n\x05group\x18\x06 \x01(\t\x12\x0c\n\x04salt\x18\x07 \x01(\t\x12\x12\n\nrank_count\x18\x08 \x01(\r\x12$\n\x08geometry\x18\t \x01(\x0b\x32\x12.tierd.v1.Geometry\"F\n\x12OpenNamespaceReply\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\x96\x01\n\x05Group\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\x1c\n\x04need\x18\x06 \x01(\x0e\x32\x0e.tierd.v1.Need\x12\x13\n\x0bneed_tokens\x18\x07 \x01(\x04\"0\n\rLookupRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\"C\n\x0bLookupReply\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07tier_of\x18\x02 \x03(\x0c\x12\x13\n\x0btier_tokens\x18\x03 \x03(\x04\"`\n\x0e\x41\x63quireRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12\x0b\n\x03nth\x18\x03 \x01(\r\"=\n\x0cGroupHandles\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0f\n\x07handles\x18\x03 \x01(\x0c\"y\n\x0c\x41\x63quireReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.tierd.v1.GroupHandles\x12\x13\n\x0btier_tokens\x18\x04 \x03(\x04\x12\r\n\x05whole\x18\x05 \x01(\x08\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"\x0e\n\x0cReleaseReply\"\xe1\x01\n\x08PutGroup\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x15\n\rengine_hashes\x18\x06 \x01(\x0c\x12\x18\n\x10\x65ngine_per_block\x18\x07 \x01(\r\x12\x15\n\rengine_parent\x18\x08 \x01(\x0c\x12\x11\n\ttoken_ids\x18\t \x01(\x0c\x12\x12\n\npriorities\x18\n \x03(\r\x12\x13\n\x0bretention_s\x18\x0b \x03(\r\"\xab\x01\n\x0eReserveRequest\x12\"\n\x06groups\x18\x01 \x03(\x0b\x32\x12.tierd.v1.PutGroup\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\x0b\n\x03nth\x18\x04 \x01(\r\x12\r\n\x05\x61head\x18\x05 \x01(\x08\x12\r\n\x05taken\x18\x06 \x01(\x04\"J\n\x0cReserveReply\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x03(\x0cJ\x04\x08\x03\x10\x04R\x0eretry_after_ms\"\x1d\n\x0b\x43ommitGroup\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x0c\"\x97\x01\n\rCommitRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12%\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x15.tierd.v1.CommitGroup\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05lease\x18\x04 \x01(\x08\x12\x11\n\tkeep_open\x18\x05 \x01(\x08\"-\n\x0b\x43ommitReply\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\r\n\x05lease\x18\x02 \x01(\x04\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\"\x0c\n\nAbortReply\"a\n\x0fPrefetchRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12\x0b\n\x03nth\x18\x03 \x01(\r\" \n\rPrefetchReply\x12\x0f\n\x07started\x18\x01 \x01(\r\"\x96\x01\n\x08PutChunk\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.tierd.v1.PutGroup\x12(\n\ndurability\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"\x1c\n\x08PutReply\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\";\n\nGetRequest\x12\x1e\n\x05group\x18\x01 \x01(\x0b\x32\x0f.tierd.v1.Group\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"y\n\x08GetChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12\x0e\n\x06status\x18\x07 \x01(\r\"D\n\x16ReportAttentionRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0c\n\x04mass\x18\x03 \x01(\x0c\"\x16\n\x14ReportAttentionReply\"K\n\x03\x41sk\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\x0c\x12\x12\n\ntimeout_us\x18\x03 \x01(\x04\x12\x0f\n\x07request\x18\x04 \x01(\t\"[\n\x06\x41nswer\x12\x0f\n\x07message\x18\x01 \x01(\x0c\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x04 \x01(\t\x12\x10\n\x08retry_ms\x18\x05 \x01(\x04\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\")\n\x06\x45vents\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Event\"\xc8\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Event.Kind\x12\x0c\n\x04tier\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\"H\n\x04Kind\x12\x0f\n\x0bKIND_STORED\x10\x00\x12\x10\n\x0cKIND_REMOVED\x10\x01\x12\r\n\tKIND_LOST\x10\x02\x12\x0e\n\nKIND_ENDED\x10\x03*_\n\x08TierKind\x12\x14\n\x10TIER_KIND_DEVICE\x10\x00\x12\x12\n\x0eTIER_KIND_HOST\x10\x01\x12\x12\n\x0eTIER_KIND_NVME\x10\x02\x12\x15\n\x11TIER_KIND_ARCHIVE\x10\x03*\x8d\x02\n\x0b\x42lockStatus\x12\x15\n\x11\x42LOCK_STATUS_MISS\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x19\n\x15\x42LOCK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x42LOCK_STATUS_EXISTS\x10\x03\x12\x18\n\x14\x42LOCK_STATUS_NO_ROOM\x10\x04\x12\x19\n\x15\x42LOCK_STATUS_REJECTED\x10\x05\x12\x19\n\x15\x42LOCK_STATUS_DEFERRED\x10\x06\x12\x17\n\x13\x42LOCK_STATUS_FAILED\x10\x07\x12\x18\n\x14\x42LOCK_STATUS_CORRUPT\x10\x08\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\t*B\n\x04Need\x12\x0f\n\x0bNEED_PREFIX\x10\x00\x12\x14\n\x10NEED_LAST_TOKENS\x10\x01\x12\x13\n\x0fNEED_LAST_STATE\x10\x02*;\n\nDurability\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x00\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x01\x32\xe6\x05\n\x05\x43\x61\x63he\x12M\n\rOpenNamespace\x12\x1e.tierd.v1.OpenNamespaceRequest\x1a\x1c.tierd.v1.OpenNamespaceReply\x12\x38\n\x06Lookup\x12\x17.tierd.v1.LookupRequest\x1a\x15.tierd.v1.LookupReply\x12;\n\x07\x41\x63quire\x12\x18.tierd.v1.AcquireRequest\x1a\x16.tierd.v1.AcquireReply\x12;\n\x07Release\x12\x18.tierd.v1.ReleaseRequest\x1a\x16.tierd.v1.ReleaseReply\x12;\n\x07Reserve\x12\x18.tierd.v1.ReserveRequest\x1a\x16.tierd.v1.ReserveReply\x12\x38\n\x06\x43ommit\x12\x17.tierd.v1.CommitRequest\x1a\x15.tierd.v1.CommitReply\x12\x35\n\x05\x41\x62ort\x12\x16.tierd.v1.AbortRequest\x1a\x14.tierd.v1.AbortReply\x12>\n\x08Prefetch\x12\x19.tierd.v1.PrefetchRequest\x1a\x17.tierd.v1.PrefetchReply\x12/\n\x03Put\x12\x12.tierd.v1.PutChunk\x1a\x12.tierd.v1.PutReply(\x01\x12\x31\n\x03Get\x12\x14.tierd.v1.GetRequest\x1a\x12.tierd.v1.GetChunk0\x01\x12S\n\x0fReportAttention\x12 .tierd.v1.ReportAttentionRequest\x1a\x1e.tierd.v1.ReportAttentionReply\x12\x33\n\x05Watch\x12\x16.tierd.v1.WatchRequest\x1a\x10.tierd.v1.Events0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tierd/v1/cache.proto\x12\x08tierd.v1\"]\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\"\xd4\x01\n\x14OpenNamespaceRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\r\n\x05group\x18\x06 \x01(\t\x12\x0c\n\x04salt\x18\x07 \x01(\t\x12\x12\n\nrank_count\x18\x08 \x01(\r\x12$\n\x08geometry\x18\t \x01(\x0b\x32\x12.tierd.v1.Geometry\"F\n\x12OpenNamespaceReply\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\x96\x01\n\x05Group\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\x1c\n\x04need\x18\x06 \x01(\x0e\x32\x0e.tierd.v1.Need\x12\x13\n\x0bneed_tokens\x18\x07 \x01(\x04\"0\n\rLookupRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\"C\n\x0bLookupReply\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07tier_of\x18\x02 \x03(\x0c\x12\x13\n\x0btier_tokens\x18\x03 \x03(\x04\"`\n\x0e\x41\x63quireRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12\x0b\n\x03nth\x18\x03 \x01(\r\"=\n\x0cGroupHandles\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0f\n\x07handles\x18\x03 \x01(\x0c\"y\n\x0c\x41\x63quireReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.tierd.v1.GroupHandles\x12\x13\n\x0btier_tokens\x18\x04 \x03(\x04\x12\r\n\x05whole\x18\x05 \x01(\x08\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"\x0e\n\x0cReleaseReply\"\xe1\x01\n\x08PutGroup\x12\x11\n\tnamespace\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x0c\x12\x15\n\rengine_hashes\x18\x06 \x01(\x0c\x12\x18\n\x10\x65ngine_per_block\x18\x07 \x01(\r\x12\x15\n\rengine_parent\x18\x08 \x01(\x0c\x12\x11\n\ttoken_ids\x18\t \x01(\x0c\x12\x12\n\npriorities\x18\n \x03(\r\x12\x13\n\x0bretention_s\x18\x0b \x03(\r\"\xab\x01\n\x0eReserveRequest\x12\"\n\x06groups\x18\x01 \x03(\x0b\x32\x12.tierd.v1.PutGroup\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\x0b\n\x03nth\x18\x04 \x01(\r\x12\r\n\x05\x61head\x18\x05 \x01(\r\x12\r\n\x05taken\x18\x06 \x01(\x04\"Y\n\x0cReserveReply\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x03(\x0c\x12\r\n\x05\x61head\x18\x04 \x03(\x04J\x04\x08\x03\x10\x04R\x0eretry_after_ms\"\x1d\n\x0b\x43ommitGroup\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x0c\"\x97\x01\n\rCommitRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\x12%\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x15.tierd.v1.CommitGroup\x12(\n\ndurability\x18\x03 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05lease\x18\x04 \x01(\x08\x12\x11\n\tkeep_open\x18\x05 \x01(\x08\"-\n\x0b\x43ommitReply\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\r\n\x05lease\x18\x02 \x01(\x04\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0breservation\x18\x01 \x01(\x04\"\x0c\n\nAbortReply\"a\n\x0fPrefetchRequest\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Group\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.tierd.v1.TierKind\x12\x0b\n\x03nth\x18\x03 \x01(\r\" \n\rPrefetchReply\x12\x0f\n\x07started\x18\x01 \x01(\r\"\x96\x01\n\x08PutChunk\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.tierd.v1.PutGroup\x12(\n\ndurability\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Durability\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"\x1c\n\x08PutReply\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\";\n\nGetRequest\x12\x1e\n\x05group\x18\x01 \x01(\x0b\x32\x0f.tierd.v1.Group\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"y\n\x08GetChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12\x0e\n\x06status\x18\x07 \x01(\r\"D\n\x16ReportAttentionRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0c\n\x04mass\x18\x03 \x01(\x0c\"\x16\n\x14ReportAttentionReply\"K\n\x03\x41sk\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\x0c\x12\x12\n\ntimeout_us\x18\x03 \x01(\x04\x12\x0f\n\x07request\x18\x04 \x01(\t\"[\n\x06\x41nswer\x12\x0f\n\x07message\x18\x01 \x01(\x0c\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x04 \x01(\t\x12\x10\n\x08retry_ms\x18\x05 \x01(\x04\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\")\n\x06\x45vents\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.tierd.v1.Event\"\xc8\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tierd.v1.Event.Kind\x12\x0c\n\x04tier\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\"H\n\x04Kind\x12\x0f\n\x0bKIND_STORED\x10\x00\x12\x10\n\x0cKIND_REMOVED\x10\x01\x12\r\n\tKIND_LOST\x10\x02\x12\x0e\n\nKIND_ENDED\x10\x03*_\n\x08TierKind\x12\x14\n\x10TIER_KIND_DEVICE\x10\x00\x12\x12\n\x0eTIER_KIND_HOST\x10\x01\x12\x12\n\x0eTIER_KIND_NVME\x10\x02\x12\x15\n\x11TIER_KIND_ARCHIVE\x10\x03*\x8d\x02\n\x0b\x42lockStatus\x12\x15\n\x11\x42LOCK_STATUS_MISS\x10\x00\x12\x16\n\x12\x42LOCK_STATUS_READY\x10\x01\x12\x19\n\x15\x42LOCK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x42LOCK_STATUS_EXISTS\x10\x03\x12\x18\n\x14\x42LOCK_STATUS_NO_ROOM\x10\x04\x12\x19\n\x15\x42LOCK_STATUS_REJECTED\x10\x05\x12\x19\n\x15\x42LOCK_STATUS_DEFERRED\x10\x06\x12\x17\n\x13\x42LOCK_STATUS_FAILED\x10\x07\x12\x18\n\x14\x42LOCK_STATUS_CORRUPT\x10\x08\x12\x18\n\x14\x42LOCK_STATUS_PENDING\x10\t*B\n\x04Need\x12\x0f\n\x0bNEED_PREFIX\x10\x00\x12\x14\n\x10NEED_LAST_TOKENS\x10\x01\x12\x13\n\x0fNEED_LAST_STATE\x10\x02*;\n\nDurability\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x00\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x01\x32\xe6\x05\n\x05\x43\x61\x63he\x12M\n\rOpenNamespace\x12\x1e.tierd.v1.OpenNamespaceRequest\x1a\x1c.tierd.v1.OpenNamespaceReply\x12\x38\n\x06Lookup\x12\x17.tierd.v1.LookupRequest\x1a\x15.tierd.v1.LookupReply\x12;\n\x07\x41\x63quire\x12\x18.tierd.v1.AcquireRequest\x1a\x16.tierd.v1.AcquireReply\x12;\n\x07Release\x12\x18.tierd.v1.ReleaseRequest\x1a\x16.tierd.v1.ReleaseReply\x12;\n\x07Reserve\x12\x18.tierd.v1.ReserveRequest\x1a\x16.tierd.v1.ReserveReply\x12\x38\n\x06\x43ommit\x12\x17.tierd.v1.CommitRequest\x1a\x15.tierd.v1.CommitReply\x12\x35\n\x05\x41\x62ort\x12\x16.tierd.v1.AbortRequest\x1a\x14.tierd.v1.AbortReply\x12>\n\x08Prefetch\x12\x19.tierd.v1.PrefetchRequest\x1a\x17.tierd.v1.PrefetchReply\x12/\n\x03Put\x12\x12.tierd.v1.PutChunk\x1a\x12.tierd.v1.PutReply(\x01\x12\x31\n\x03Get\x12\x14.tierd.v1.GetRequest\x1a\x12.tierd.v1.GetChunk0\x01\x12S\n\x0fReportAttention\x12 .tierd.v1.ReportAttentionRequest\x1a\x1e.tierd.v1.ReportAttentionReply\x12\x33\n\x05Watch\x12\x16.tierd.v1.WatchRequest\x1a\x10.tierd.v1.Events0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tierd.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIERKIND']._serialized_start=2824
-  _globals['_TIERKIND']._serialized_end=2919
-  _globals['_BLOCKSTATUS']._serialized_start=2922
-  _globals['_BLOCKSTATUS']._serialized_end=3191
-  _globals['_NEED']._serialized_start=3193
-  _globals['_NEED']._serialized_end=3259
-  _globals['_DURABILITY']._serialized_start=3261
-  _globals['_DURABILITY']._serialized_end=3320
+  _globals['_TIERKIND']._serialized_start=2839
+  _globals['_TIERKIND']._serialized_end=2934
+  _globals['_BLOCKSTATUS']._serialized_start=2937
+  _globals['_BLOCKSTATUS']._serialized_end=3206
+  _globals['_NEED']._serialized_start=3208
+  _globals['_NEED']._serialized_end=3274
+  _globals['_DURABILITY']._serialized_start=3276
+  _globals['_DURABILITY']._serialized_end=3335
   _globals['_GEOMETRY']._serialized_start=34
   _globals['_GEOMETRY']._serialized_end=127
   _globals['_OPENNAMESPACEREQUEST']._serialized_start=130
@@ -66,45 +66,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEREQUEST']._serialized_start=1251
   _globals['_RESERVEREQUEST']._serialized_end=1422
   _globals['_RESERVEREPLY']._serialized_start=1424
-  _globals['_RESERVEREPLY']._serialized_end=1498
-  _globals['_COMMITGROUP']._serialized_start=1500
-  _globals['_COMMITGROUP']._serialized_end=1529
-  _globals['_COMMITREQUEST']._serialized_start=1532
-  _globals['_COMMITREQUEST']._serialized_end=1683
-  _globals['_COMMITREPLY']._serialized_start=1685
-  _globals['_COMMITREPLY']._serialized_end=1730
-  _globals['_ABORTREQUEST']._serialized_start=1732
-  _globals['_ABORTREQUEST']._serialized_end=1767
-  _globals['_ABORTREPLY']._serialized_start=1769
-  _globals['_ABORTREPLY']._serialized_end=1781
-  _globals['_PREFETCHREQUEST']._serialized_start=1783
-  _globals['_PREFETCHREQUEST']._serialized_end=1880
-  _globals['_PREFETCHREPLY']._serialized_start=1882
-  _globals['_PREFETCHREPLY']._serialized_end=1914
-  _globals['_PUTCHUNK']._serialized_start=1917
-  _globals['_PUTCHUNK']._serialized_end=2067
-  _globals['_PUTREPLY']._serialized_start=2069
-  _globals['_PUTREPLY']._serialized_end=2097
-  _globals['_GETREQUEST']._serialized_start=2099
-  _globals['_GETREQUEST']._serialized_end=2158
-  _globals['_GETCHUNK']._serialized_start=2160
-  _globals['_GETCHUNK']._serialized_end=2281
-  _globals['_REPORTATTENTIONREQUEST']._serialized_start=2283
-  _globals['_REPORTATTENTIONREQUEST']._serialized_end=2351
-  _globals['_REPORTATTENTIONREPLY']._serialized_start=2353
-  _globals['_REPORTATTENTIONREPLY']._serialized_end=2375
-  _globals['_ASK']._serialized_start=2377
-  _globals['_ASK']._serialized_end=2452
-  _globals['_ANSWER']._serialized_start=2454
-  _globals['_ANSWER']._serialized_end=2545
-  _globals['_WATCHREQUEST']._serialized_start=2547
-  _globals['_WATCHREQUEST']._serialized_end=2576
-  _globals['_EVENTS']._serialized_start=2578
-  _globals['_EVENTS']._serialized_end=2619
-  _globals['_EVENT']._serialized_start=2622
-  _globals['_EVENT']._serialized_end=2822
-  _globals['_EVENT_KIND']._serialized_start=2750
-  _globals['_EVENT_KIND']._serialized_end=2822
-  _globals['_CACHE']._serialized_start=3323
-  _globals['_CACHE']._serialized_end=4065
+  _globals['_RESERVEREPLY']._serialized_end=1513
+  _globals['_COMMITGROUP']._serialized_start=1515
+  _globals['_COMMITGROUP']._serialized_end=1544
+  _globals['_COMMITREQUEST']._serialized_start=1547
+  _globals['_COMMITREQUEST']._serialized_end=1698
+  _globals['_COMMITREPLY']._serialized_start=1700
+  _globals['_COMMITREPLY']._serialized_end=1745
+  _globals['_ABORTREQUEST']._serialized_start=1747
+  _globals['_ABORTREQUEST']._serialized_end=1782
+  _globals['_ABORTREPLY']._serialized_start=1784
+  _globals['_ABORTREPLY']._serialized_end=1796
+  _globals['_PREFETCHREQUEST']._serialized_start=1798
+  _globals['_PREFETCHREQUEST']._serialized_end=1895
+  _globals['_PREFETCHREPLY']._serialized_start=1897
+  _globals['_PREFETCHREPLY']._serialized_end=1929
+  _globals['_PUTCHUNK']._serialized_start=1932
+  _globals['_PUTCHUNK']._serialized_end=2082
+  _globals['_PUTREPLY']._serialized_start=2084
+  _globals['_PUTREPLY']._serialized_end=2112
+  _globals['_GETREQUEST']._serialized_start=2114
+  _globals['_GETREQUEST']._serialized_end=2173
+  _globals['_GETCHUNK']._serialized_start=2175
+  _globals['_GETCHUNK']._serialized_end=2296
+  _globals['_REPORTATTENTIONREQUEST']._serialized_start=2298
+  _globals['_REPORTATTENTIONREQUEST']._serialized_end=2366
+  _globals['_REPORTATTENTIONREPLY']._serialized_start=2368
+  _globals['_REPORTATTENTIONREPLY']._serialized_end=2390
+  _globals['_ASK']._serialized_start=2392
+  _globals['_ASK']._serialized_end=2467
+  _globals['_ANSWER']._serialized_start=2469
+  _globals['_ANSWER']._serialized_end=2560
+  _globals['_WATCHREQUEST']._serialized_start=2562
+  _globals['_WATCHREQUEST']._serialized_end=2591
+  _globals['_EVENTS']._serialized_start=2593
+  _globals['_EVENTS']._serialized_end=2634
+  _globals['_EVENT']._serialized_start=2637
+  _globals['_EVENT']._serialized_end=2837
+  _globals['_EVENT_KIND']._serialized_start=2765
+  _globals['_EVENT_KIND']._serialized_end=2837
+  _globals['_CACHE']._serialized_start=3338
+  _globals['_CACHE']._serialized_end=4080
 # @@protoc_insertion_point(module_scope)

@@ -219,17 +219,19 @@ class ReserveRequest(_message.Message):
     tier: TierKind
     durability: Durability
     nth: int
-    ahead: bool
+    ahead: int
     taken: int
-    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ..., nth: _Optional[int] = ..., ahead: bool = ..., taken: _Optional[int] = ...) -> None: ...
+    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ..., nth: _Optional[int] = ..., ahead: _Optional[int] = ..., taken: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("reservation", "handles")
+    __slots__ = ("reservation", "handles", "ahead")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     handles: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, reservation: _Optional[int] = ..., handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    ahead: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, reservation: _Optional[int] = ..., handles: _Optional[_Iterable[bytes]] = ..., ahead: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitGroup(_message.Message):
     __slots__ = ("blocks",)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,8 +42,10 @@ from tierd.core.plan import (
     Plan,
     PutQuery,
     Reserved,
+    ReservedAhead,
     Served,
 )
+from tierd.core.sets import kinds
 from tierd.errors import (
     InvalidArgument,
     NotFound,
@@ -89,13 +91,13 @@ class Cache:
             clock=parts.clock,
             events=parts.events,
             metrics=parts.metrics,
-            layers_of=self._layers_of,
+            layers_of=parts.registry.layers_of,
             limits=parts.limits,
         )
         self.background = Background(
             self.core, flights=self.flights, tiers=self.tiers, clock=self.clock, sync_interval_s=parts.sync_interval_s
         )
-        examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=self._layers_of)
+        examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=parts.registry.layers_of)
         self.persistence = Persistence(
             parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, examiner=examiner
         )
@@ -105,10 +107,14 @@ class Cache:
         self._tenants: dict[int, str] = {}
         self._commits: set[asyncio.Future[Committed]] = set()
         self._verification = Verification(
-            parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of, setting=(parts.verify, parts.seed)
+            parts.core,
+            parts.tiers,
+            mover=parts.mover,
+            layers_of=parts.registry.layers_of,
+            setting=(parts.verify, parts.seed),
         )
-        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=self._layers_of)
-        self._publication = Publication(parts, self.ahead, self.flights, layers_of=self._layers_of)
+        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=parts.registry.layers_of)
+        self._publication = Publication(parts, self.ahead, self.flights, layers_of=parts.registry.layers_of)
         self.releases = LateReleases(self._give_back)
         self.is_draining = False
 
@@ -294,29 +300,27 @@ class Cache:
         """
         self._check_puts(session, groups)
         reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
-        async with self._given(session, reserved):
+        pages = {reserved.reservation: reserved.pages} if reserved.reservation else {}
+        async with self._given(session, reserved.plan, pages, at=reserved.rows):
             if durability is Durability.DURABLE:
                 await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
         count_reserved(self.metrics, reserved)
         return reserved
 
     async def reserve_ahead(
-        self, session: int, groups: Sequence[PutQuery], *, kind: Wanted, instead_of: int = 0
-    ) -> Reserved:
-        """As `reserve`, for a put that may come; there are none where all such pages would be too many. instead_of: a reservation whose put has come. Raises Unsupported in a replay."""
+        self, session: int, group: PutQuery, *, puts: int, kind: Wanted, instead_of: int = 0
+    ) -> ReservedAhead:
+        """Private pages for so many puts that may come, or for fewer. instead_of: a reservation whose put has come. Raises Unsupported in a replay, as `reserve` else."""
         if self.clock.is_replay:
-            raise Unsupported(
-                "reserve: nothing ahead under a replay clock, which knows no meanwhile; reserve for a put"
-            )
+            raise Unsupported("ahead: a replay clock knows no meanwhile; reserve for a put")
         if instead_of:
             self.core.take_ahead(session, instead_of)
         else:
             await asyncio.sleep(MEANWHILE_S)
-        self._check_puts(session, groups)
-        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now(), is_ahead=True)
-        async with self._given(session, reserved):
-            pass
-        return reserved
+        self._check_puts(session, [group])
+        reserved = self.core.reserve_ahead(session, group=group, puts=puts, kind=kind, now=self.clock.now())
+        async with self._given(session, reserved.plan, dict(zip(reserved.reservations, reserved.extents, strict=True))):
+            return reserved
 
     async def commit(
         self,
@@ -459,19 +463,21 @@ class Cache:
         self.releases.make()
 
     @contextlib.asynccontextmanager
-    async def _given(self, session: int, reserved: Reserved) -> AsyncIterator[None]:
-        """Around what else a Reserve waits for before its handles leave; given back if that fails. Raises TierFailed."""
-        self.flights.start(reserved.plan)
+    async def _given(
+        self, session: int, plan: Plan, pages: Mapping[int, StructArray], *, at: Ids | None = None
+    ) -> AsyncIterator[None]:
+        """Around what else a Reserve waits for before its handles leave; given back if that fails. pages: EXTENT [n] by reservation. Raises TierFailed."""
+        self.flights.start(plan)
         try:
             # Every segment, not only those that begin here: another call may have begun one a moment ago.
-            await self.flights.prepared(np.unique(reserved.pages["segment"]).tolist())
+            await self.flights.prepared({segment for its in pages.values() for segment in kinds(its["segment"])})
             yield
-            if reserved.reservation:
+            for reservation, its in pages.items():
                 failpoint("cache.reserve.before_hold")
-                where = np.flatnonzero(np.concatenate(reserved.statuses) == BlockStatus.RESERVED)
-                self._hold((session, HoldKind.RESERVATION, reserved.reservation), reserved.pages, at=where)
+                self._hold((session, HoldKind.RESERVATION, reservation), its, at=at)
         except BaseException:
-            self.abort(session, reserved.reservation)
+            for reservation in pages:
+                self.abort(session, reservation)
             raise
         self.background.wake()
 
@@ -490,9 +496,6 @@ class Cache:
         if self._holdings.is_full(key[0]):
             self.releases.make()  # of what it has given back already
         self._holdings.add(key, extents, at=at)
-
-    def _layers_of(self, namespaces: StructArray) -> StructArray:
-        return np.array([self.registry.get(n).spec.geometry.layers for n in namespaces.tolist()], dtype=np.uint32)
 
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
         """The last look before the core, which knows no tenants. Raises NotFound, NotPermitted, StaleHandle."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import structlog
@@ -17,6 +17,7 @@ import structlog
 from tierd.cache.admission import Admission, Limits
 from tierd.cache.events import EventKind, EventLog
 from tierd.clock import Clock
+from tierd.core.columns import runs
 from tierd.core.core import Core
 from tierd.core.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
@@ -92,7 +93,7 @@ class Flights:
         _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
         return not late
 
-    async def prepared(self, segments: Sequence[int]) -> None:
+    async def prepared(self, segments: Iterable[int]) -> None:
         """Waits until the segments can be written. Raises TierFailed."""
         tasks = [task for segment in segments if (task := self._preparing.get(segment))]
         if tasks:  # not by gather: who is cut off in the moment of a failure would leave it to nobody
@@ -212,13 +213,12 @@ class Flights:
 
     def _announce_freed(self, freed: StructArray) -> None:
         gone = freed[freed["was_ready"]]
-        for tier, namespace, reason in _distinct(gone["extent"]["tier"], gone["namespace"], gone["reason"]):
-            rows = (gone["extent"]["tier"] == tier) & (gone["namespace"] == namespace) & (gone["reason"] == reason)
-            name = Reason(reason).name.lower()
-            self._metrics.freed.labels(tier=self._tiers[tier].spec.name, reason=name).inc(int(rows.sum()))
-            self._events.add(
-                EventKind.REMOVED, tier=tier, namespace=namespace, hashes=gone["hash"][rows].tobytes(), reason=name
-            )
+        for rows in runs(gone["extent"]["tier"], gone["namespace"], gone["reason"]):
+            first = gone[rows[0]]
+            tier, name = int(first["extent"]["tier"]), Reason(first["reason"]).name.lower()
+            self._metrics.freed.labels(tier=self._tiers[tier].spec.name, reason=name).inc(len(rows))
+            hashes, namespace = gone["hash"][rows].tobytes(), int(first["namespace"])
+            self._events.add(EventKind.REMOVED, tier=tier, namespace=namespace, hashes=hashes, reason=name)
 
     def _held(self, landed: StructArray) -> StructArray:
         """Those transfers whose targets hold their blocks: an epoch may have ended, or a tier been lost, while they flew."""
@@ -235,20 +235,16 @@ class Flights:
 
     def announce(self, metas: StructArray, tiers: StructArray, reasons: StructArray) -> None:
         """Tells watchers of blocks that are now held in tiers."""
-        for tier, namespace, reason in _distinct(tiers, metas["namespace"], reasons):
-            rows = (tiers == tier) & (metas["namespace"] == namespace) & (reasons == reason)
+        for rows in runs(tiers, metas["namespace"], reasons):
+            first = rows[0]
             self._events.add(
                 EventKind.STORED,
-                tier=tier,
-                namespace=namespace,
+                tier=int(tiers[first]),
+                namespace=int(metas["namespace"][first]),
                 hashes=metas["hash"][rows].tobytes(),
-                reason=Reason(reason).name.lower(),
+                reason=Reason(reasons[first]).name.lower(),
             )
 
 
 def _loop_time() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _distinct(*columns: StructArray) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(zip(*(c.tolist() for c in columns), strict=True)))

@@ -35,7 +35,7 @@ class Publication:
         metas, registry = committing.metas, self._parts.registry
         try:
             metas["layers"] = self._layers_of(metas["namespace"])
-            metas["epoch"] = [registry.get(n).epoch for n in metas["namespace"].tolist()]
+            metas["epoch"] = registry.epochs_of(metas["namespace"])
             metas["time_ms"] = self._parts.clock.wall_ms()
             hashed = await self._ahead.hash(committing)
         except Exception as error:  # whatever it is, the pages must not stay busy

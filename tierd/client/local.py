@@ -131,7 +131,7 @@ class LocalTransport:
         self._lines = Lines(link.session)
         self._opened: SyncTransport | None = None
         self._turn = threading.Lock()
-        self._spares = Spares(self.begin, lambda number: self._session.let_go(reservations=[number]))
+        self._spares = Spares(self.begin, lambda numbers: self._session.let_go(reservations=numbers))
         link.spares, link.credits.on_wait = self._spares, self._spares.give_back
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:

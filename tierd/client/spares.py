@@ -1,8 +1,8 @@
-"""Spares: pages that are reserved for the next put while this one copies, or after it, so that a put which follows another soon is one call.
+"""Spares: pages that are reserved for the next puts while one copies, or after it, so that a put which follows another soon is one call.
 
-    put ──▶ order ──▶ Reserve is on its way, while nobody waits ──▶ the next put takes its pages, and orders again
+    put ──▶ order ──▶ Reserve is on its way, while nobody waits ──▶ the next puts take pages of its stock, and the last but one of them orders again
 
-Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (verbs.py), how much the daemon gives ahead (core/puts.py).
+Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (writing.py), how much the daemon gives ahead (core/puts.py).
 Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it but who has no room
 without its pages: a put whose pages are not there yet reserves for itself; no lock is held while anything is sent or read; what nobody took goes back with the first
 call after STALE_S, when its turn among the calls is wanted, and with its link. Who puts what is held already is told so by Reserve and spared
@@ -22,13 +22,16 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client import protocol
 from tierd.client.values import PutGroup
-from tierd.core.model import PUT_BLOCK, BlockStatus, StructArray
+from tierd.core.model import PUT_BLOCK, StructArray
 from tierd.errors import TierdError
 
 LEAST_BYTES = 1 << 20
 """Of a put; with less, what Reserve takes is waited for."""
 STALE_S = 1.0
 """Between two puts that still count as in a row."""
+PUTS_AHEAD = 8
+STOCK_BYTES = 64 << 20
+"""What an order asks for at most: pages for so many puts like the last one, and so many bytes; for one put at least."""
 PUTS_WITHOUT = 32
 """After a refusal, or blocks that existed."""
 ANSWER_TIMEOUT_S = 5.0
@@ -56,19 +59,23 @@ class Pending(Protocol):
 
 Begin = Callable[[str, Any, float], Pending | None]
 """Sends a call: method, message, seconds that it may take. None: there is no room for it now."""
-LetGo = Callable[[int], None]
-"""Gives a reservation back, without waiting."""
+LetGo = Callable[[list[int]], None]
+"""Gives reservations back, without waiting."""
+Pages = tuple[int, StructArray]
+"""A reservation and its HANDLE [n]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Pages that were asked for: so many, of so many bytes each."""
+class Shape:
+    """What puts pages are for: of whom, up to so many blocks, of so many bytes each."""
 
     key: Key
     count: int
     length: int
-    pending: Pending
-    time_s: float
+
+    def fits(self, other: Shape) -> bool:
+        """Whether a put of the other shape finds all that it needs."""
+        return self.key == other.key and self.count >= other.count and self.length >= other.length
 
 
 class Spares:
@@ -77,45 +84,52 @@ class Spares:
     def __init__(self, begin: Begin, let_go: LetGo) -> None:
         self._begin, self._let_go = begin, let_go
         self._turn = threading.Lock()
-        self._order: Order | None = None
+        self._order: tuple[Shape, Pending] | None = None
+        self._shape: Shape | None = None
+        self._stock: list[Pages] = []
         self._is_ordering, self._is_unwanted, self._is_closed = False, False, False
-        self._last: tuple[Key, int, float] | None = None
+        self._last: Shape | None = None
+        self._last_s = 0.0
         self._without = 0
 
     @property
     def is_stale(self) -> bool:
-        """Whether an order waits in vain."""
-        order = self._order
-        return order is not None and time.monotonic() - order.time_s > STALE_S
+        """Whether pages, or an order, wait in vain."""
+        is_any = self._order is not None or bool(self._stock)
+        return is_any and time.monotonic() - self._last_s > STALE_S
 
-    def take(self, group: PutGroup, *, length: int, deadline: float) -> tuple[int, StructArray] | None:
+    def take(self, group: PutGroup, *, length: int, deadline: float) -> Pages | None:
         """A reservation of private pages, one at least for each block of the group, of so many bytes at least, and its HANDLE [n]; None: there is none yet."""
+        self._receive(deadline)
+        wanted = Shape(_key(group), len(group.hashes), length)
         with self._turn:
-            order = self._order
-            if order is None or order.key != _key(group) or order.length < length or order.count < len(group.hashes):
-                return None
-            if not order.pending.is_answered:
-                return None
-            self._order = None
-        return self._taken(order, deadline=deadline)
+            fits = self._shape is not None and self._shape.fits(wanted)
+            return self._stock.pop() if fits and self._stock else None
 
-    def order(self, group: PutGroup, *, length: int, deadline: float, taken: int = 0) -> None:
-        """Asks for pages like this put's, if one came before it a moment ago. taken: the spare reservation that this put has."""
-        now, key, count = time.monotonic(), _key(group), len(group.hashes)
+    def order(self, group: PutGroup, *, length: int, deadline: float, taken: int = 0, low: int = 0) -> None:
+        """Asks for pages like this put's, if one came before it a moment ago and the stock has those of so many puts, or fewer. taken: the spare reservation that this put has."""
+        now, this = time.monotonic(), Shape(_key(group), len(group.hashes), length)
         with self._turn:
-            last, self._last = self._last, (key, count, now)
+            last, last_s = self._last, self._last_s
+            self._last, self._last_s = this, now
             self._without -= self._without > 0
             if self._without or self._order is not None or self._is_ordering or self._is_closed or last is None:
                 return
-            if last[0] != key or now - last[2] > STALE_S or now >= deadline:
+            if last.key != this.key or now - last_s > STALE_S or now >= deadline:
                 return
-            count = max(count, last[1])
+            fits = self._shape is not None and self._shape.fits(this)
+            if fits and len(self._stock) > low:
+                return
             self._is_ordering, self._is_unwanted = True, False
-        pending = None
+            useless = [] if fits else [number for number, _ in self._stock]
+            self._stock = self._stock if fits else []
+        if useless:
+            self._let_go(useless)
+        shape, pending = Shape(this.key, max(this.count, last.count), length), None
         try:
-            pending = self._begin("Reserve", _request(key, count, length, taken), min(ANSWER_TIMEOUT_S, deadline - now))
+            pending = self._begin("Reserve", _request(shape, taken), min(ANSWER_TIMEOUT_S, deadline - now))
         finally:
-            self._placed(Order(key, count, length, pending, now) if pending is not None else None)
+            self._placed((shape, pending) if pending is not None else None)
 
     def pause(self, deadline: float) -> None:
         """Nothing is ordered for a while, and what was is given back."""
@@ -124,34 +138,37 @@ class Spares:
 
     def give_back(self, deadline: float) -> None:
         """Waits for no answer: an order without one is given up. deadline: of reading one that has begun to come."""
-        order = self._picked_up()
-        if order is None:
-            return
-        if not order.pending.is_answered:
-            order.pending.drop()
-        elif taken := self._taken(order, deadline=deadline):
-            self._let_go(taken[0])
+        self._receive(deadline)
+        order, numbers = self._picked_up()
+        if order is not None:
+            order[1].drop()
+        if numbers:
+            self._let_go(numbers)
 
-    def reservation(self, *, deadline: float) -> int:
-        """That of an order, for who wants to give it back and know when that is done; 0: there is none."""
-        order = self._picked_up()
-        taken = self._taken(order, deadline=deadline) if order is not None else None
-        return taken[0] if taken else 0
+    def reservations(self, *, deadline: float) -> list[int]:
+        """All that there are, for who wants to give them back and know when that is done; an order is waited for."""
+        self._receive(deadline, is_awaited=True)
+        order, numbers = self._picked_up()
+        if order is not None:
+            order[1].drop()
+        return numbers
 
     def close(self) -> None:
         """The link has ended: nothing is ordered any more, and nobody reads an answer."""
         self._is_closed = True
-        order = self._picked_up()
+        order, _ = self._picked_up()
         if order is not None:
-            order.pending.drop()
+            order[1].drop()
 
-    def _picked_up(self) -> Order | None:
+    def _picked_up(self) -> tuple[tuple[Shape, Pending] | None, list[int]]:
+        """What there is, which is the caller's now."""
         with self._turn:
             order, self._order = self._order, None
             self._is_unwanted = self._is_ordering
-        return order
+            numbers, self._stock = [number for number, _ in self._stock], []
+        return order, numbers
 
-    def _placed(self, order: Order | None) -> None:
+    def _placed(self, order: tuple[Shape, Pending] | None) -> None:
         """An order was sent, or could not be."""
         with self._turn:
             self._is_ordering = False
@@ -159,30 +176,47 @@ class Spares:
             if is_wanted:
                 self._order = order
         if order is not None and not is_wanted:
-            order.pending.drop()
+            order[1].drop()
 
-    def _taken(self, order: Order, *, deadline: float) -> tuple[int, StructArray] | None:
-        try:
-            reply = order.pending.reply(deadline=deadline)
-            handles = protocol.handles_of(b"".join(reply.handles), count=order.count).copy()
-        except TierdError:
+    def _receive(self, deadline: float, *, is_awaited: bool = False) -> None:
+        """What was ordered, if it has come, is the stock; what is left of a former one that differs goes back."""
+        with self._turn:
+            order = self._order
+            if order is None or not (is_awaited or order[1].is_answered):
+                return
+            self._order = None
+        shape, pages = order[0], self._delivered(*order, deadline=deadline)
+        if not pages:
             self._without = PUTS_WITHOUT
-            return None
-        if reply.reservation and (handles["status"] == BlockStatus.RESERVED).all():
-            return reply.reservation, handles
-        self._without = PUTS_WITHOUT
-        if reply.reservation:
-            self._let_go(reply.reservation)
-        return None
+            return
+        with self._turn:
+            is_alike = shape == self._shape
+            old, self._stock = ([], [*pages, *self._stock]) if is_alike else (self._stock, pages)
+            self._shape = shape
+        if old:
+            self._let_go([number for number, _ in old])
+
+    def _delivered(self, shape: Shape, pending: Pending, *, deadline: float) -> list[Pages]:
+        numbers: list[int] = []
+        try:
+            reply = pending.reply(deadline=deadline)
+            numbers = list(reply.ahead)
+            found = [protocol.handles_of(data, count=shape.count).copy() for data in reply.handles]
+            return list(zip(numbers, found, strict=True))
+        except (TierdError, ValueError):
+            if numbers:
+                self._let_go(numbers)
+            return []
 
 
 def _key(group: PutGroup) -> Key:
     return group.namespace.id, group.rank
 
 
-def _request(key: Key, count: int, length: int, taken: int) -> pb.ReserveRequest:
-    blocks = np.zeros(count, dtype=PUT_BLOCK)
-    blocks["length"], blocks["tokens"] = length, 1
-    namespace, rank = key
+def _request(shape: Shape, taken: int) -> pb.ReserveRequest:
+    blocks = np.zeros(shape.count, dtype=PUT_BLOCK)
+    blocks["length"], blocks["tokens"] = shape.length, 1
+    namespace, rank = shape.key
     group = pb.PutGroup(namespace=namespace, rank=rank, blocks=blocks.tobytes())
-    return pb.ReserveRequest(groups=[group], ahead=True, taken=taken, **protocol.wanted_tier("host"))
+    puts = max(1, min(PUTS_AHEAD, STOCK_BYTES // (shape.count * shape.length)))
+    return pb.ReserveRequest(groups=[group], ahead=puts, taken=taken, **protocol.wanted_tier("host"))

@@ -288,10 +288,10 @@ class Verbs:
     def _without_spare(self, link: Link, deadline: float) -> Steps[bool]:
         """Gives pages back that were reserved for a put that may come, since they count as the session's; whether there were any."""
         spares = link.spares
-        number = (yield Do(lambda: spares.reservation(deadline=deadline))) if spares is not None else 0
-        if number:
+        numbers = (yield Do(lambda: spares.reservations(deadline=deadline))) if spares is not None else []
+        for number in numbers:
             yield from _called(link, "Abort", pb.AbortRequest(reservation=number), deadline)
-        return bool(number)
+        return bool(numbers)
 
     def mapped(self, pages: ReservedPages, deadline: float) -> Steps[None]:
         """The segments of pages that are reserved."""

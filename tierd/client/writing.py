@@ -77,7 +77,7 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     if (statuses != BlockStatus.READY).any():
         yield Do(lambda: spares.pause(write.deadline))
     elif not is_long:
-        spares.order(group, length=length, deadline=write.deadline)
+        spares.order(group, length=length, deadline=write.deadline, low=1)
     return PutResult(statuses)
 
 

@@ -44,6 +44,7 @@ from tierd.core.plan import (
     PutQuery,
     Question,
     Reserved,
+    ReservedAhead,
     Restored,
     Served,
     SessionStats,
@@ -172,11 +173,13 @@ class Core:
 
     # -- puts
 
-    def reserve(
-        self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float, is_ahead: bool = False
-    ) -> Reserved:
-        """Sets pages aside for the session to write. is_ahead: for a put that may come."""
-        return self._puts.reserve(session, groups=groups, kind=kind, now=now, is_ahead=is_ahead)
+    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
+        """Sets pages aside for the session to write."""
+        return self._puts.reserve(session, groups=groups, kind=kind, now=now)
+
+    def reserve_ahead(self, session: int, *, group: PutQuery, puts: int, kind: Wanted, now: float) -> ReservedAhead:
+        """Private pages for so many puts that may come, each like the group; for fewer, or none, where all such pages would be more than a small part of the tiers."""
+        return self._puts.reserve_ahead(session, group=group, puts=puts, kind=kind, now=now)
 
     def take_ahead(self, session: int, reservation: int) -> None:
         """The put has come that a reservation was made ahead for; nothing if there is no such reservation."""

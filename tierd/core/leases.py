@@ -93,6 +93,24 @@ class Reservation:
         """Indices in that state."""
         return true_rows(self.state == state)
 
+    def part(self, rows: slice) -> Reservation:
+        """Those rows of one that is not kept, as a reservation of their own."""
+        return Reservation(
+            id=0,
+            session=self.session,
+            domain=self.domain,
+            namespaces=self.namespaces[rows],
+            hash=self.hash[rows],
+            parent=self.parent[rows],
+            positions=self.positions[rows],
+            tokens=self.tokens[rows],
+            lengths=self.lengths[rows],
+            said=Said(self.said.codes[rows], self.said.until_s[rows]),
+            tiers=self.tiers[rows],
+            pages=self.pages[rows],
+            state=self.state[rows],
+        )
+
 
 @dataclass(slots=True)
 class Commit:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec, bumped, namespace_digest
+from tierd.core.sets import kinds
 from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
 
 TENANT_LIMIT = 4096
@@ -64,6 +68,20 @@ class NamespaceRegistry:
         if namespace is None:
             raise NotFound(f"namespace {namespace_id}: not known to this daemon; open it with OpenNamespace")
         return namespace
+
+    def layers_of(self, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Layers of a block in each of these namespaces: [n]. Raises NotFound."""
+        return self._each(ids, lambda namespace: namespace.spec.geometry.layers)
+
+    def epochs_of(self, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Epoch of each of these namespaces: [n]. Raises NotFound."""
+        return self._each(ids, lambda namespace: namespace.epoch)
+
+    def _each(self, ids: NDArray[np.uint32], what: Callable[[Namespace], int]) -> NDArray[np.uint32]:
+        out = np.zeros(len(ids), np.uint32)
+        for one in kinds(ids):
+            out[ids == one] = what(self.get(one))
+        return out
 
     def is_current(self, namespace: Namespace) -> bool:
         """Whether no later epoch has begun."""

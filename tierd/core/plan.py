@@ -23,7 +23,7 @@ from tierd.core.model import (
     TierKind,
     Wanted,
 )
-from tierd.core.sets import every
+from tierd.core.sets import every, true_rows
 
 Bools = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
@@ -209,13 +209,27 @@ class Reserved:
     plan: Plan
 
     @property
+    def rows(self) -> Ids:
+        """Which blocks, over all queries, have pages that are the caller's to write."""
+        return true_rows(np.concatenate(self.statuses) == BlockStatus.RESERVED)
+
+    @property
     def pages(self) -> StructArray:
-        """EXTENT of the pages that are the caller's to write."""
+        """EXTENT of those pages."""
         given = [
             e if every(is_given := s == BlockStatus.RESERVED) else e[is_given]
             for e, s in zip(self.extents, self.statuses, strict=True)
         ]
         return given[0] if len(given) == 1 else np.concatenate([NO_EXTENTS, *given])
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedAhead:
+    """Pages for puts that may come. reservations: their numbers, one for each put that there are pages for; extents: EXTENT [reservations, blocks]."""
+
+    reservations: list[int]
+    extents: StructArray
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,26 @@ from tierd.core.model import (
     Wanted,
 )
 from tierd.core.pages import DAEMON
-from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids, Lengths, OpenPages, PutQuery, Reserved
+from tierd.core.plan import (
+    Bools,
+    Bytes,
+    Codes,
+    Committed,
+    Committing,
+    Ids,
+    Lengths,
+    OpenPages,
+    PutQuery,
+    Reserved,
+    ReservedAhead,
+)
 from tierd.core.planner import Planner, Where
 from tierd.core.said import Said, keep_said, said_by
 from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, every, in_order, kinds, some, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
-AHEAD_SHARE = 16
+AHEAD_SHARE = 8
 """One part in so many of a kind of tier is at most reserved for puts that may come."""
 
 
@@ -54,10 +66,8 @@ class Puts:
 
     # -- reserve
 
-    def reserve(
-        self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float, is_ahead: bool = False
-    ) -> Reserved:
-        """Pages for what is not held yet. is_ahead: for a put that may come; there are none where all such pages would be too many."""
+    def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
+        """Pages for what is not held yet."""
         holder, draft = self._sessions.get(session), Draft(now)
         wish = _wish(groups, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
@@ -70,9 +80,7 @@ class Puts:
         self._say(np.where(exists, ids, -1), wish.said, now)
         query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
-        ahead_bytes = self._page_bytes(wish, kind) if is_ahead else 0
-        if self._is_little(ahead_bytes, kind):
-            self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
+        self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         statuses[given] = BlockStatus.RESERVED
@@ -80,9 +88,35 @@ class Puts:
         extents = self._extents(
             Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.pages, where.pages))
         )
-        number = self._keep(holder, wish, ahead_bytes) if given.any() else 0
+        number = self._keep(holder, wish) if some(given) else 0
         spans = _spans([len(group.blocks) for group in groups])
         return Reserved(number, [statuses[span] for span in spans], [extents[span] for span in spans], draft.plan())
+
+    def reserve_ahead(self, session: int, *, group: PutQuery, puts: int, kind: Wanted, now: float) -> ReservedAhead:
+        """A reservation of private pages for each of some puts that may come, as many as there is room for and all such pages stay a small part of the tiers."""
+        holder, draft, numbers, count = self._sessions.get(session), Draft(now), list[int](), len(group.blocks)
+        if np.count_nonzero(group.blocks["hash"]):
+            raise InvalidArgument("groups[0].blocks: named; ask for private pages, the commit names them")
+        each = self._page_bytes(group.blocks["length"], kind)
+        puts = min(puts, self._ahead_bytes_left(kind) // each) if each and group.namespace not in self.dead else 0
+        if puts <= 0:
+            return ReservedAhead(numbers, np.zeros((0, count), EXTENT), draft.plan())
+        wish = _wish([group] * puts, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
+        statuses = np.full(puts * count, BlockStatus.NO_ROOM, np.uint16)
+        self._give(wish, statuses=statuses, query=np.repeat(np.arange(puts), count), kind=kind, draft=draft)
+        given = wish.pages >= 0
+        wish.state[given] = OPEN
+        whole = np.all(given.reshape(puts, count), axis=1)
+        extents = self._extents(Where(wish.tiers, wish.pages)).reshape(puts, count)[whole]
+        for rows, is_whole in zip(_spans([count] * puts), whole.tolist(), strict=True):
+            part = wish.part(rows)
+            number = self._keep(holder, part)
+            if is_whole:
+                self._sessions.set_ahead(part, each)
+                numbers.append(number)
+            else:
+                self.abort(holder, number, reason=Reason.ABORTED, draft=draft)
+        return ReservedAhead(numbers, extents, draft.plan())
 
     def take_ahead(self, session: int, reservation: int) -> None:
         """The put has come that a reservation was made ahead for."""
@@ -96,17 +130,15 @@ class Puts:
             return np.full(len(wish.hash), -1, np.int64)
         return self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
 
-    def _page_bytes(self, wish: Reservation, kind: Wanted) -> int:
-        """Of the pages that it takes, in the first of the tiers where they may lie."""
+    def _page_bytes(self, lengths: Lengths, kind: Wanted) -> int:
+        """Of the pages that blocks of such lengths take, in the first of the tiers where they may lie."""
         serving = self._index.writable(kind)
-        return int(self._index.tiers[serving[0]].class_of(wish.lengths).sum(dtype=np.int64)) if serving else 0
+        return int(self._index.tiers[serving[0]].class_of(lengths).sum(dtype=np.int64)) if serving else 0
 
-    def _is_little(self, ahead_bytes: int, kind: Wanted) -> bool:
-        """Whether so much more leaves what is reserved ahead a small part of the tiers where it lies."""
-        if not ahead_bytes:
-            return True
+    def _ahead_bytes_left(self, kind: Wanted) -> int:
+        """How much more may be reserved ahead."""
         capacity = sum(self._index.tiers[tier].spec.capacity_bytes for tier in self._index.writable(kind))
-        return (self._sessions.ahead_bytes + ahead_bytes) * AHEAD_SHARE <= capacity
+        return max(0, capacity // AHEAD_SHARE - self._sessions.ahead_bytes)
 
     def _say(self, ids: Ids, said: Said, now: float) -> None:
         """What a put says of blocks that are held already (-1: are not), its first block first."""
@@ -142,10 +174,9 @@ class Puts:
         for tier in kinds(tiers):
             self._sessions.reserve(holder, tier, wish.pages[(wish.pages >= 0) & (wish.tiers == tier)], step=1)
 
-    def _keep(self, holder: Session, wish: Reservation, ahead_bytes: int) -> int:
+    def _keep(self, holder: Session, wish: Reservation) -> int:
         wish.id = self._sessions.next_id()
         holder.reservations[wish.id] = wish
-        self._sessions.set_ahead(wish, ahead_bytes)
         return wish.id
 
     def _parents(self, groups: Sequence[PutQuery]) -> Ids:

@@ -22,8 +22,8 @@ LIMIT = 1024
 
 Call = tuple[int, str]
 """Session and request id."""
-Given = tuple[int, int]
-"""Lease and reservation; 0: none."""
+Given = tuple[int, Sequence[int]]
+"""Lease, 0: none; reservations."""
 T = TypeVar("T")
 
 
@@ -46,15 +46,15 @@ class Grants:
         self._given: dict[int, OrderedDict[str, Given]] = {}
         self._revoked: dict[int, OrderedDict[str, None]] = {}
 
-    def give(self, call: Call, reply: T, *, lease: int = 0, reservation: int = 0) -> T:
+    def give(self, call: Call, reply: T, *, lease: int = 0, reservations: Sequence[int] = ()) -> T:
         """The reply of a call, on its way. Raises Unavailable if its client has given the call up, SessionLost if it has gone."""
         try:
             self._check_wanted(*call)
         except TierdError:
-            self._take_back(call[0], (lease, reservation))
+            self._take_back(call[0], (lease, reservations))
             raise
-        if lease or reservation:
-            _remember(self._given, call, (lease, reservation))
+        if lease or reservations:
+            _remember(self._given, call, (lease, reservations))
         return reply
 
     def revoke(self, session: int, request: str) -> None:
@@ -83,10 +83,10 @@ class Grants:
             raise Unavailable(f"call {request}: its client gave it up; call again")
 
     def _take_back(self, session: int, given: Given) -> None:
-        lease, reservation = given
+        lease, reservations = given
         if lease:
             self._release(session, [lease])
-        if reservation:
+        for reservation in reservations:
             self._abort(session, reservation)
 
 

@@ -15,7 +15,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.core.block import Namespace
-from tierd.core.model import Wanted
+from tierd.core.model import BlockStatus, Wanted
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
@@ -83,16 +83,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return pb.PrefetchReply(started=self._cache.prefetch(CALLER.get().session, groups, wanted))
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
-        caller, groups = CALLER.get(), self._put_queries(request.groups)
-        kind = self._wanted(request.tier, request.nth)
         if request.ahead:
-            reserved = await self._cache.reserve_ahead(caller.session, groups, kind=kind, instead_of=request.taken)
-        else:
-            durability = wire.durability(request.durability)
-            left_s = caller.left_s * 0.8
-            reserved = await self._cache.reserve(
-                caller.session, groups, kind=kind, durability=durability, timeout_s=left_s
-            )
+            return await self._reserve_ahead(request)
+        caller, groups = CALLER.get(), self._put_queries(request.groups)
+        kind, durability = self._wanted(request.tier, request.nth), wire.durability(request.durability)
+        reserved = await self._cache.reserve(
+            caller.session, groups, kind=kind, durability=durability, timeout_s=caller.left_s * 0.8
+        )
         given = [
             wire.handles(
                 extents,
@@ -103,7 +100,25 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             for group, extents, statuses in zip(groups, reserved.extents, reserved.statuses, strict=True)
         ]
         reply = pb.ReserveReply(reservation=reserved.reservation, handles=given)
-        return self.grants.give((caller.session, caller.request), reply, reservation=reserved.reservation)
+        numbers = [reserved.reservation] if reserved.reservation else []
+        return self.grants.give((caller.session, caller.request), reply, reservations=numbers)
+
+    async def _reserve_ahead(self, request: pb.ReserveRequest) -> pb.ReserveReply:
+        """For puts that may come: of one group, repeated."""
+        caller, groups = CALLER.get(), self._put_queries(request.groups)
+        if len(groups) != 1:
+            raise InvalidArgument(f"groups: {len(groups)} of puts that may come; give one")
+        group = groups[0]
+        puts = min(request.ahead, max(1, self._batch_limit // max(1, len(group.blocks))))
+        kind = self._wanted(request.tier, request.nth)
+        reserved = await self._cache.reserve_ahead(
+            caller.session, group, puts=puts, kind=kind, instead_of=request.taken
+        )
+        epoch, tokens = self._cache.registry.get(group.namespace).epoch, group.blocks["tokens"]
+        status = np.full(len(group.blocks), BlockStatus.RESERVED, np.uint16)
+        given = [wire.handles(its, status=status, tokens=tokens, epoch=epoch).tobytes() for its in reserved.extents]
+        reply = pb.ReserveReply(ahead=reserved.reservations, handles=given)
+        return self.grants.give((caller.session, caller.request), reply, reservations=reserved.reservations)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         caller = CALLER.get()

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.model import SegmentAssignment, StructArray, TierSpec
+from tierd.core.sets import kinds
 from tierd.core.words import barrier
 from tierd.errors import CorruptRecord, TierFailed
 from tierd.failpoint import failpoint
@@ -225,7 +226,7 @@ class SegmentBooks(Generic[Memory]):
     def _rows(self, extents: StructArray) -> Iterator[tuple[Segment[Memory], NDArray[np.intp]]]:
         """The rows that lie in this tier, by segment; those of unknown segments are passed over."""
         mine = extents["tier"] == self.position
-        for segment_id in np.unique(extents["segment"][mine]).tolist():
+        for segment_id in kinds(extents["segment"][mine]):
             segment = self._segments.get(segment_id)
             if segment is not None:
                 yield segment, np.flatnonzero(mine & (extents["segment"] == segment_id))

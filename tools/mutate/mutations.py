@@ -279,8 +279,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "epoch-commit",
         "pages that were reserved before an epoch ended are not published in it",
         "tierd/core/puts.py",
-        "if bool(ok.all()) and not self.dead & set(held.namespaces[commit.rows].tolist()):",
-        "if bool(ok.all()):",
+        "if every(ok) and not (self.dead and self.dead & set(held.namespaces[commit.rows].tolist())):",
+        "if every(ok):",
         ("tests/unit/core/test_upkeep.py", "tests/unit/core/test_puts.py"),
     ),
     Mutation(

@@ -13,7 +13,18 @@ import numpy as np
 
 from tierd.core.core import Core
 from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, Need, StructArray, TierKind, TierSpec, Wanted
-from tierd.core.plan import Acquisition, Committed, GroupQuery, Ids, Plan, PutQuery, Reserved, Served, Start
+from tierd.core.plan import (
+    Acquisition,
+    Committed,
+    GroupQuery,
+    Ids,
+    Plan,
+    PutQuery,
+    Reserved,
+    ReservedAhead,
+    Served,
+    Start,
+)
 from tierd.policies.named import NamedPolicies
 
 PAGE = 4096
@@ -78,13 +89,21 @@ class Kit:
         namespace: int = 1,
         length: int = PAGE,
         kind: Wanted = HOST,
-        is_ahead: bool = False,
     ) -> Reserved:
         """Reserves a chain from its first block on."""
         blocks = np.zeros(len(hashes), PUT_BLOCK)
         blocks["hash"], blocks["tokens"], blocks["length"] = hashes, TOKENS, length
         query = PutQuery(namespace, ROOT, 0, blocks)
-        answer = self.core.reserve(session, groups=[query], kind=kind, now=self.tick(), is_ahead=is_ahead)
+        answer = self.core.reserve(session, groups=[query], kind=kind, now=self.tick())
+        self.took(answer.plan)
+        return answer
+
+    def reserve_ahead(self, puts: int, count: int, *, session: int = 1, length: int = PAGE) -> ReservedAhead:
+        """Private pages for so many puts of so many blocks."""
+        blocks = np.zeros(count, PUT_BLOCK)
+        blocks["tokens"], blocks["length"] = TOKENS, length
+        query = PutQuery(1, ROOT, 0, blocks)
+        answer = self.core.reserve_ahead(session, group=query, puts=puts, kind=HOST, now=self.tick())
         self.took(answer.plan)
         return answer
 

@@ -332,31 +332,62 @@ def test_a_name_that_comes_twice_in_a_commit_is_one_block() -> None:
 
 
 def test_little_is_reserved_ahead() -> None:
-    """Pages for puts that may come are a sixteenth of the tier at most, of all sessions together, and count no more once their put has come, or they are given back."""
-    kit, private = Kit(tier(HOST, 64)), np.zeros((2, 32), np.uint8)
+    """Pages for puts that may come are an eighth of the tier at most, of all sessions together, and count no more once their put has come, or they are given back."""
+    kit = Kit(tier(HOST, 64))
     kit.core.open_session(2, domain=1)
-    first, second = kit.reserve(private, is_ahead=True), kit.reserve(private, session=2, is_ahead=True)
-    assert statuses(first) == statuses(second) == [RESERVED] * 2
-    refused = kit.reserve(private, is_ahead=True)
-    assert (refused.reservation, statuses(refused)) == (0, [NO_ROOM] * 2)
+    first, second = kit.reserve_ahead(3, 2), kit.reserve_ahead(3, 2, session=2)
+    assert (len(first.reservations), len(second.reservations)) == (3, 1)
+    assert kit.reserve_ahead(1, 2).reservations == []
     assert statuses(kit.reserve(chain("a", 3))) == [RESERVED] * 3
-    kit.core.take_ahead(1, first.reservation)
-    third = kit.reserve(private, is_ahead=True)
-    assert statuses(third) == [RESERVED] * 2
-    kit.took(kit.core.abort(1, reservation=third.reservation, now=kit.tick()))
-    fourth = kit.reserve(private, is_ahead=True)
-    assert statuses(fourth) == [RESERVED] * 2
-    kit.core.begin_commit(
-        1, reservation=fourth.reservation, blocks=commit_blocks(chain("b", 2), range(2)), now=kit.tick()
-    )
-    assert statuses(kit.reserve(private, is_ahead=True)) == [RESERVED] * 2
+    kit.core.take_ahead(1, first.reservations[0])
+    (third,) = kit.reserve_ahead(5, 2).reservations
+    kit.took(kit.core.abort(1, reservation=third, now=kit.tick()))
+    (fourth,) = kit.reserve_ahead(5, 2).reservations
+    kit.core.begin_commit(1, reservation=fourth, blocks=commit_blocks(chain("b", 2), range(2)), now=kit.tick())
+    assert len(kit.reserve_ahead(5, 2).reservations) == 1
     kit.took(kit.core.end_session(2, now=kit.tick()))
-    assert statuses(kit.reserve(private, is_ahead=True)) == [RESERVED] * 2
+    assert len(kit.reserve_ahead(5, 2).reservations) == 1
     kit.core.take_ahead(1, 999)
 
 
 def test_what_is_reserved_ahead_counts_in_whole_pages() -> None:
     """Blocks that fill little of their pages are reserved ahead to the same share of the tier's memory as others."""
     kit = Kit(tier(HOST, 64))
-    assert statuses(kit.reserve(np.zeros((5, 32), np.uint8), length=100, is_ahead=True)) == [NO_ROOM] * 5
-    assert statuses(kit.reserve(np.zeros((4, 32), np.uint8), length=100, is_ahead=True)) == [RESERVED] * 4
+    assert kit.reserve_ahead(2, 9, length=100).reservations == []
+    assert len(kit.reserve_ahead(2, 8, length=100).reservations) == 1
+
+
+def test_each_put_that_may_come_has_pages_of_its_own() -> None:
+    """What is reserved ahead can be committed put by put, under any names, and is handed out once."""
+    kit = Kit(tier(HOST, 64))
+    ahead = kit.reserve_ahead(4, 2)
+    assert ahead.extents.shape == (4, 2)
+    assert len(set(ahead.extents["page"].ravel().tolist())) == 8
+    for row, number in enumerate(ahead.reservations):
+        names = chain("abcd"[row], 2)
+        begun = kit.core.begin_commit(1, reservation=number, blocks=commit_blocks(names, range(2)), now=kit.tick())
+        assert begun.extents["page"].tolist() == ahead.extents["page"][row].tolist()
+        done = kit.core.finish_commit(
+            begun, digests=np.ones((2, 16), np.uint8), ok=np.ones(2, bool), lease=False, keep_open=False, now=kit.tick()
+        )
+        assert done.statuses.tolist() == [READY] * 2
+    kit.core.check()
+
+
+def test_a_put_that_may_come_gets_all_its_pages_or_none() -> None:
+    """Where there is room for part of one put more, that part stays free."""
+    kit = Kit(tier(HOST, 64), share=1.0)
+    kit.put(pinned := chain("a", 61))
+    kit.core.pin_blocks(kit.ids(pinned))
+    ahead = kit.reserve_ahead(4, 2)
+    assert len(ahead.reservations) == len(ahead.extents) == 1
+    assert statuses(kit.reserve(chain("b", 2))) == [RESERVED, NO_ROOM]
+    kit.core.check()
+
+
+def test_named_blocks_are_not_reserved_ahead() -> None:
+    """Whoever knows names reserves for a put."""
+    kit, blocks = Kit(tier(HOST, 64)), np.zeros(2, PUT_BLOCK)
+    blocks["tokens"], blocks["length"], blocks["hash"] = 16, PAGE, chain("a", 2)
+    with pytest.raises(InvalidArgument, match="named"):
+        kit.core.reserve_ahead(1, group=PutQuery(1, ROOT, 0, blocks), puts=1, kind=HOST, now=kit.tick())

@@ -35,7 +35,7 @@ def test_given_up_after_its_end() -> None:
     """A call that has ended gives back its lease and its reservation, once."""
     cache = Cache()
     given = cache.grants()
-    assert given.give(CALL, "reply", lease=3, reservation=4) == "reply"
+    assert given.give(CALL, "reply", lease=3, reservations=[4]) == "reply"
     assert not cache.released
     for _ in range(2):
         given.revoke(*CALL)
@@ -57,7 +57,7 @@ def test_a_reservation_alone() -> None:
     """A call that gave no lease gives back its reservation and releases nothing."""
     cache = Cache()
     given = cache.grants()
-    given.give(CALL, "reply", reservation=4)
+    given.give(CALL, "reply", reservations=[4])
     given.revoke(*CALL)
     assert (cache.released, cache.aborted) == ([], [(7, 4)])
 
@@ -114,5 +114,5 @@ def test_a_call_that_ends_after_its_session() -> None:
     given = cache.grants()
     cache.stopped.add(7)
     with pytest.raises(SessionLost):
-        given.give(CALL, "reply", lease=3, reservation=4)
+        given.give(CALL, "reply", lease=3, reservations=[4])
     assert (cache.released, cache.aborted, given.count) == ([(7, [3])], [(7, 4)], 0)

@@ -292,7 +292,8 @@ class Client:
                 exist = np.flatnonzero(reserved.statuses[0] == BlockStatus.EXISTS)
                 self.world.acknowledge(assembly, [wanted.key(wanted.first + i) for i in exist.tolist()])
             call = held.session, request
-            return held.daemon.grants.give(call, reserved, reservation=reserved.reservation)
+            numbers = [reserved.reservation] if reserved.reservation else []
+            return held.daemon.grants.give(call, reserved, reservations=numbers)
 
         return await self.ask(held, work, timeout_s=2.0, request=request)
 
