@@ -83,6 +83,7 @@ class Cache:
         self.parts = parts
         self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
         self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
+        layers_of = parts.registry.layers_of
         self._holdings = Holdings(parts.holds)
         self.flights = Flights(
             parts.core,
@@ -91,13 +92,13 @@ class Cache:
             clock=parts.clock,
             events=parts.events,
             metrics=parts.metrics,
-            layers_of=parts.registry.layers_of,
+            layers_of=layers_of,
             limits=parts.limits,
         )
         self.background = Background(
             self.core, flights=self.flights, tiers=self.tiers, clock=self.clock, sync_interval_s=parts.sync_interval_s
         )
-        examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=parts.registry.layers_of)
+        examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=layers_of)
         self.persistence = Persistence(
             parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, examiner=examiner
         )
@@ -107,14 +108,10 @@ class Cache:
         self._tenants: dict[int, str] = {}
         self._commits: set[asyncio.Future[Committed]] = set()
         self._verification = Verification(
-            parts.core,
-            parts.tiers,
-            mover=parts.mover,
-            layers_of=parts.registry.layers_of,
-            setting=(parts.verify, parts.seed),
+            parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, setting=(parts.verify, parts.seed)
         )
-        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=parts.registry.layers_of)
-        self._publication = Publication(parts, self.ahead, self.flights, layers_of=parts.registry.layers_of)
+        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of)
+        self._publication = Publication(parts, self.ahead, self.flights)
         self.releases = LateReleases(self._give_back)
         self.is_draining = False
 

@@ -6,7 +6,7 @@ the commit goes on to its end, so that no page stays busy; entries are made in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import structlog
@@ -23,18 +23,16 @@ log = structlog.get_logger(__name__)
 
 
 class Publication:
-    """layers_of: namespace ids to layers per block."""
+    """See the module."""
 
-    def __init__(
-        self, parts: Parts, ahead: Ahead, flights: Flights, *, layers_of: Callable[[StructArray], StructArray]
-    ) -> None:
-        self._parts, self._ahead, self._flights, self._layers_of = parts, ahead, flights, layers_of
+    def __init__(self, parts: Parts, ahead: Ahead, flights: Flights) -> None:
+        self._parts, self._ahead, self._flights = parts, ahead, flights
 
     async def hash(self, committing: Committing) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
         metas, registry = committing.metas, self._parts.registry
         try:
-            metas["layers"] = self._layers_of(metas["namespace"])
+            metas["layers"] = registry.layers_of(metas["namespace"])
             metas["epoch"] = registry.epochs_of(metas["namespace"])
             metas["time_ms"] = self._parts.clock.wall_ms()
             hashed = await self._ahead.hash(committing)

@@ -84,8 +84,10 @@ class EarlyCopy:
         if len(handles) < len(self.handles) and isinstance(self._out, list | tuple):
             return 0  # a buffer may be there twice, and what was copied last is no part of the answer
         count = min(len(handles), len(self.handles))
-        same = self.handles[:count] == handles[:count]
-        return count if same.all() else int(np.argmin(same))
+        mine, given = self.handles[:count], handles[:count]
+        if mine.tobytes() == given.tobytes():  # numpy compares field by field, which takes thirty times as long
+            return count
+        return int(np.argmin(mine == given))
 
 
 def _key(group: Group) -> Key | None:

@@ -331,7 +331,7 @@ def only_place(handles: StructArray) -> Place | None:
     if not len(handles):
         return None
     tiers, segments = handles["tier"], handles["segment"]
-    if len(handles) > 1 and not ((tiers == tiers[0]).all() and (segments == segments[0]).all()):
+    if len(handles) > 1 and not ((segments == segments[0]).all() and (tiers == tiers[0]).all()):
         return None
     return int(tiers[0]), int(segments[0])
 
