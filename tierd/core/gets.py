@@ -24,7 +24,7 @@ from tierd.core.leases import Held, Lease, Session, Sessions
 from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
 from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Question, Served, ServedGroup
 from tierd.core.planner import Planner, Where
-from tierd.core.sets import among, in_order, kinds, true_rows
+from tierd.core.sets import among, every, in_order, kinds, some, true_rows
 from tierd.errors import InvalidArgument
 
 Tiers = frozenset[int]
@@ -111,7 +111,8 @@ class Gets:
         self._pin(lease, holder)
         for held in lease.held:
             self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
-        question = replace(question, used=(*question.used, *(held.blocks.ravel() for held in lease.held)))
+        used = (*question.used, *(held.blocks.ravel() for held in lease.held))
+        question = Question(question.groups, question.kind, used)
         return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question)
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
@@ -246,13 +247,13 @@ class Gets:
         if holder is None or len(blocks) == 0:
             return over
         tiers, is_near = near.tiers, near.tiers >= 0
-        if not is_near.all():
+        if not every(is_near):
             tiers = np.where(is_near, tiers, self._index.targets(blocks, serving))
         for tier in kinds(tiers):
             rows = true_rows(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
             cost = pages_of.class_bytes(near.pages[rows])  # more than the block takes, if it came shorter than reserved
-            if not is_near.all():
+            if not every(is_near):
                 away = true_rows(~is_near[rows])
                 cost[away] = pages_of.class_of(self._index.blocks.length[blocks[rows[away]]])
             if int(cost.sum()) <= self._sessions.room_bytes(holder, tier):
@@ -303,8 +304,8 @@ class Gets:
             if len(pages) == 0:
                 continue
             doom = pages_of.doom[pages]
-            lost = (doom == Reason.CORRUPTED) if lease.settled else (doom > 0)
-            if lost.any() or (pages_of.state[pages] < PageState.READY).any():
+            lost = (doom == int(Reason.CORRUPTED)) if lease.settled else (doom > 0)
+            if some(lost) or not every(pages_of.state[pages] >= PageState.READY):
                 return False
         return True
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tierd.core.model import HASH_BYTES, Need
 from tierd.core.plan import Bools, GroupQuery, Ids
-from tierd.core.sets import among, distinct
+from tierd.core.sets import among, distinct, every
 from tierd.errors import InvalidArgument
 
 
@@ -85,7 +85,7 @@ def needed(group: GroupQuery, tokens: int) -> Span:
 
 
 def _prefix(group: GroupQuery, there: Bools) -> int:
-    held = len(there) if there.all() else int(np.argmin(there))
+    held = len(there) if every(there) else int(np.argmin(there))
     return min(held * group.tokens_per_block, group.tokens)
 
 
