@@ -132,6 +132,19 @@ def test_arena_with_a_far_copy(daemon: Daemon) -> None:
     assert _corrupt(daemon, "host.0") == 1
 
 
+def test_both_copies(daemon: Daemon) -> None:
+    """A block that went bad in memory and on the store is found bad in both by one get, and whole again once it was put again."""
+    _put(daemon, durable=True)
+    daemon.kill()
+    flip(daemon.arena, BAD, shift=5)
+    flip(daemon.root / "state", BAD, shift=5)
+    daemon.start()
+    assert _read(daemon) == BAD
+    assert [_corrupt(daemon, tier) for tier in ("host.0", "nvme.0")] == [1, 1]
+    _put(daemon, durable=True)
+    assert _read(daemon) == len(NAMES)
+
+
 def test_bad_memory_does_not_reach_the_store(daemon: Daemon) -> None:
     """A page that went bad before it was written to the store is refused there: the put that wanted it durable is told."""
     _put(daemon, durable=False)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-engines run
 from tests.depth import report
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
-from tests.engines.vllm.tiered import VERIFIED, flushed, pages_like, prompt, spoil
+from tests.engines.vllm.tiered import VERIFIED, flushed, found_bad, pages_like, prompt, spoil
 from tests.system.damaged import Place, copy
 from tierd.testing import Daemon
 from tierd.tiers.slots import HEADER_BYTES
@@ -102,17 +102,19 @@ def test_what_one_rank_has_is_no_hit(llm: Engine, alone: Engine) -> None:
 @pytest.mark.parametrize("number", [0, 3])
 def test_one_ranks_damaged_block(llm: Engine, alone: Engine, daemon: Daemon, number: int) -> None:
     """A block that one rank cannot load is computed on both, with all after it; the other rank still loads all of its own. Where both copies are bad, in memory and on
-    the store, each is found when it is read: it costs two requests, and the third is served whole again, by what the second one stored."""
+    the store, one request finds both, and the next is served whole again, by what that one stored."""
     asked, known = [prompt(10 + number, PROMPT_TOKENS)], {place for place, _ in flushed(daemon)}
     expected = alone.generate(asked, max_tokens=24)[0]
     llm.generate(asked, max_tokens=24)
     assert llm.reset()
+    bad = found_bad(daemon)
     damage_one_rank(daemon, known, number)
-    for loaded in (WHOLE_BLOCKS + number, WHOLE_BLOCKS + number, RANKS * WHOLE_BLOCKS):
+    for loaded in (WHOLE_BLOCKS + number, RANKS * WHOLE_BLOCKS):
         before = loaded_blocks(llm)
         answer = llm.generate(asked, max_tokens=24)[0]
         assert_same(expected, answer, within=CLOSE)
         assert loaded_blocks(llm) - before == loaded and llm.reset()
+        assert found_bad(daemon) == [count + 1 for count in bad]
 
 
 def damage_one_rank(daemon: Daemon, known: set[Place], number: int) -> None:

@@ -83,6 +83,17 @@ def stored(daemon: Daemon) -> list[tuple[Place, Any]]:
     return found
 
 
+def names(found: list[tuple[Place, Any]]) -> set[bytes]:
+    """Hashes of blocks. A slot whose bytes went bad is another block's after a restart: neither places nor their number tell what is new."""
+    return {meta["hash"].tobytes() for _, meta in found}
+
+
+def found_bad(daemon: Daemon) -> list[int]:
+    """Pages that were found bad so far, in memory and on the store."""
+    with connected(daemon) as client:
+        return [client.counter(f'tierd_corrupt_total{{tier="{tier}"}}') for tier in ("host.0", "nvme.0")]
+
+
 def cold_restart(daemon: Daemon, *, config: str | None = None, failpoints: str = "") -> None:
     """The daemon ends in order and begins anew without its memory: everything comes from the store."""
     daemon.terminate()

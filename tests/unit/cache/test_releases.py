@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cache.world import SOON_S, TOKENS, World, directories, opened
 from tierd.cache import holdings
+from tierd.cache.operator import Operator
 from tierd.cache.releases import LateReleases
 from tierd.core.model import BlockStatus
 from tierd.errors import Overloaded
@@ -24,15 +25,15 @@ capacity = "64 KiB"
 segment = "32 KiB"
 arena_dir = "{arena}"
 """
-NAMES = chain(1, 4)
+NAMES, OTHERS = chain(1, 4), chain(2, 4)
 
 
-async def held(world: World) -> int:
-    """A lease whose release was asked for, and not made yet."""
+async def held(world: World, *, besides: int = 0) -> int:
+    """A lease whose release was asked for, and not made yet. besides: how many other leases there are."""
     await world.put(NAMES)
     lease = (await world.acquire(NAMES)).lease
     world.cache.release(world.session, [lease], is_awaited=False)
-    assert world.cache.core.stats().leases == 1
+    assert world.cache.core.stats().leases == 1 + besides
     return lease
 
 
@@ -62,7 +63,7 @@ async def test_a_put_finds_the_room() -> None:
         for number in (1, 2):  # all that the session may pin: half of the tier
             await world.put(chain(number, 4))
         lease = (await world.acquire(NAMES)).lease
-        other = (await world.acquire(chain(2, 4))).lease
+        other = (await world.acquire(OTHERS)).lease
         world.cache.release(world.session, [lease, other], is_awaited=False)
         reserved = await world.reserve(chain(3, 4))
         assert reserved.statuses[0].tolist() == [BlockStatus.RESERVED] * 4
@@ -73,13 +74,26 @@ async def test_a_get_finds_the_room() -> None:
     """An acquire within a share that an asked-for release gives back gets all of it."""
     async with opened(SMALL) as world:
         await world.put(NAMES)
-        await world.put(chain(2, 4))
+        await world.put(OTHERS)
         lease = (await world.acquire(NAMES)).lease
         world.cache.release(world.session, [lease], is_awaited=False)
-        second = await world.acquire(chain(2, 4))
+        second = await world.acquire(OTHERS)
         assert second.served.tokens == 4 * TOKENS
         assert world.cache.core.stats().leases == 1
         world.cache.release(world.session, [second.lease])
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+async def test_an_eviction_finds_what_was_given_back(is_named: bool) -> None:
+    """Pages whose release is asked for leave the tier when an operator evicts them; those that are leased still stay."""
+    async with opened() as world:
+        await world.put(OTHERS)
+        kept = (await world.acquire(OTHERS)).lease
+        await held(world, besides=1)
+        named = [name.tobytes().hex() for name in (*NAMES, *OTHERS)] if is_named else []
+        gone = Operator(world.cache).evict(named, "host.0")
+        assert (gone.blocks, gone.pinned) == (len(NAMES), len(OTHERS))
+        world.cache.release(world.session, [kept])
 
 
 async def test_a_session_that_holds_as_much_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
