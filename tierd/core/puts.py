@@ -205,8 +205,7 @@ class Puts:
             commit.metas["digest"] = digests
             ids = self._publish(commit, where, statuses, draft=draft)
         self._close(commit, failed=bool((ids < 0).any()), keep_open=keep_open, draft=draft)
-        found, own = self._nearest(ids), statuses == BlockStatus.READY
-        found.tiers[own], found.pages[own] = where.tiers[own], where.pages[own]
+        found = self._nearest(ids, besides=kinds(where.tiers))
         number = self._lease(held, found, ids, now) if lease and count else 0
         return Committed(statuses, self._extents(found), ids, commit.metas, number, draft.plan())
 
@@ -315,9 +314,10 @@ class Puts:
         for tier in kinds(held.tiers[rows]):
             self._sessions.reserve(holder, tier, held.pages[rows[held.tiers[rows] == tier]], step=-1)
 
-    def _nearest(self, ids: Ids) -> Where:
-        """The nearest readable page of each block in any tier in service."""
-        tiers = self._index.nearest(ids, self._index.serving()).astype(np.int64)
+    def _nearest(self, ids: Ids, *, besides: Sequence[int] = ()) -> Where:
+        """The nearest readable page of each block in any tier in service; of what is in none, its page in the tiers besides."""
+        serving = self._index.serving()
+        tiers = self._index.nearest(ids, [*serving, *(t for t in besides if t not in serving)]).astype(np.int64)
         pages = np.full(len(ids), NO_PAGE, np.int64)
         for tier in kinds(tiers[tiers >= 0]):
             pages[tiers == tier] = self._index.attached(tier, ids[tiers == tier])
