@@ -94,6 +94,7 @@ class Operator:
 
     def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
         """Drops blocks from a tier or from all; with no prefixes, every block there."""
+        self._cache.releases.make()  # nobody holds what was given back
         position = self.tier_position(tier)
         ids = self._named(prefixes) if prefixes else self._core.blocks(tier=position)
         before = self._core.describe(ids)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cache.world import SOON_S, TOKENS, World, directories, opened
 from tierd.cache import holdings
+from tierd.cache.operator import Evicted, Operator
 from tierd.cache.releases import LateReleases
 from tierd.core.model import BlockStatus
 from tierd.errors import Overloaded
@@ -80,6 +81,13 @@ async def test_a_get_finds_the_room() -> None:
         assert second.served.tokens == 4 * TOKENS
         assert world.cache.core.stats().leases == 1
         world.cache.release(world.session, [second.lease])
+
+
+async def test_an_eviction_finds_them_made() -> None:
+    """What a client has given back is held by nobody when an operator evicts."""
+    async with opened() as world:
+        await held(world)
+        assert Operator(world.cache).evict([], "host.0") == Evicted(4, 4 * world.namespace.spec.block_bytes, pinned=0)
 
 
 async def test_a_session_that_holds_as_much_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
