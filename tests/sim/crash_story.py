@@ -102,7 +102,7 @@ class Story:
         self._chance = chance
         self._store: NvmeStore
         self._segments: dict[int, int] = {}  # by place
-        self._held: dict[int, StructArray] = {}  # name to its extent, READY and not removed
+        self._held: dict[int, StructArray] = {}  # name to its extent, READY or found, and not removed
         self._keys: dict[int, int] = {}
         self._spaces: set[bytes] = set()
         self._busy: set[object] = set()  # names, slots and places in flight
@@ -146,8 +146,7 @@ class Story:
         self._keys = await judge_found(self._store, found, promise=self.promise, book=self.book)
         self.promise = Promise(dict(self._keys), set(found.namespaces), found.next_segment, found.next_generation)
         self._spaces = set(found.namespaces)
-        names = found.metas["hash"][:, 0].tolist()
-        self._held = {name: found.extents[i : i + 1] for i, name in enumerate(names) if name in self._keys}
+        self._held = {name: found.extents[i : i + 1] for i, name in enumerate(names_in(found))}
         self._segments = {s.slot: s.segment for s in found.segments}
         self._next_segment, self._next_generation = found.next_segment, found.next_generation
 
@@ -229,7 +228,7 @@ class Story:
         self.log.append(f"remove names {names}")
         extents = [self._held.pop(name) for name in names]
         for name in names:
-            del self._keys[name]
+            self._keys.pop(name, None)  # none of a block that was found and cannot be read
             self.promise.blocks.pop(name, None)
         self._store.apply(Plan(freed=freed(np.concatenate(extents))))
 
@@ -260,6 +259,11 @@ class Story:
         await asyncio.sleep(self._chance.choice((0.001, 1.5)))
 
 
+def names_in(found: Recovered) -> list[int]:
+    """Of what was found, readable or not, in its order."""
+    return [int(name) for name in found.metas["hash"][:, 0]]
+
+
 def shape(it: SegmentAssignment) -> tuple[int, ...]:
     """What names a segment."""
     return it.slot, it.segment, it.class_bytes, it.pages
@@ -284,6 +288,8 @@ async def judge_found(store: NvmeStore, found: Recovered, *, promise: Promise, b
         raise Violation("namespaces: {} were acknowledged, {} are there, {} were kept".format(*known))
     if not {shape(it) for it in found.segments} <= book.segments:
         raise Violation(f"of {found.segments} not all ever began")
+    if len(set(names_in(found))) < len(found.metas):
+        raise Violation(f"a name is there twice in {sorted(names_in(found))}")
     there = await _judge_blocks(store, found, book)
     lost = {name: key for name, key in promise.blocks.items() if there.get(name) != key}
     if lost:
@@ -309,8 +315,6 @@ async def _judge_blocks(store: NvmeStore, found: Recovered, book: Book) -> dict[
         name = int(meta["hash"][0])
         if key is None or key % NAMES != name or data != content(key, length_of(key)):
             raise Violation(f"name {name} has bytes that were never stored under it")
-        if name in there:
-            raise Violation(f"name {name} is there twice")
         there[name] = key
     return there
 

@@ -172,6 +172,8 @@ async def inside(config: str = CONFIG) -> AsyncIterator[Inside]:
                 asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
                 yield found
                 daemon.cache.events.close()
+                await listeners.wear.stop()
+                await listeners.learned.stop()
             await daemon.cache.background.stop()
             await daemon.cache.flights.idle(timeout_s=SOON_S)
 

@@ -27,6 +27,8 @@ SPEC = NamespaceSpec(model="race", tokens_per_block=16, block_bytes=4096)
 CHAIN_BLOCKS = 16
 KEYS = 4
 """That a round of writers fights for."""
+PATIENCE_S = 120
+"""Of a call: what is promised holds on a machine that stands still for a while, too."""
 HELD_TURNS = (3, 20)
 """So long a reader keeps views and then looks at them again: mostly a little, some until they are the coldest that there is."""
 
@@ -85,7 +87,7 @@ class Reader:
 def read(target: str, told: Queue[Any], *, chains: int, gets: int, seed: int) -> None:
     """A reader's process. Tells its counts, or the traceback of what it did not expect."""
     try:
-        with Client(target) as client:
+        with Client(target, timeout_s=PATIENCE_S) as client:
             reader = Reader(client, chains=chains, seed=seed)
             reader.run(gets)
         told.put(dict(reader.seen))
@@ -118,7 +120,7 @@ def writer_of(name: np.ndarray, page: np.ndarray) -> int:
 def write(target: str, told: Queue[Any], *, barrier: Barrier, rounds: int, first: int, threads: int) -> None:
     """A process of writers: per round and writer, what each put said and whose bytes it then reads."""
     try:
-        with Client(target) as client:
+        with Client(target, timeout_s=PATIENCE_S) as client:
             namespace = client.open_namespace(SPEC)
             rows: list[tuple[int, int, list[int], list[int]]] = []
             work = [
@@ -146,7 +148,7 @@ def _write_all(
         for turn in range(rounds):
             names = keys_of(turn)
             blocks = [bytes_of(name, writer) for name in names]
-            barrier.wait(60)
+            barrier.wait(2 * PATIENCE_S)
             statuses = _insisting(lambda: client.put(namespace, names, blocks)).statuses.tolist()  # noqa: B023
             views = _insisting(lambda: client.get(namespace, names)).views  # noqa: B023
             seen = [writer_of(name, view) for name, view in zip(names, views, strict=False)]
@@ -167,7 +169,7 @@ def _insisting(call: Any) -> Any:
 
 def die(target: str, told: Connection, *, rounds: int, writer: int) -> None:
     """A writer that has reserved every key before the others come, commits a few of them, and dies in a commit."""
-    client = Client(target)
+    client = Client(target, timeout_s=PATIENCE_S)
     namespace = client.open_namespace(SPEC)
     held = []
     for turn in range(rounds):

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import math
 import os
 import time
@@ -193,12 +195,20 @@ def _put(namespace: int, hashes: np.ndarray) -> list[Message]:
 
 @contextlib.asynccontextmanager
 async def life() -> AsyncIterator[Within]:
-    """A daemon, its session, and blocks that are kept."""
+    """A daemon, its session, and blocks that are kept. What the lives before left is collected first: no process has two of them."""
+    gc.collect()
     async with inside() as daemon:
         with daemon.connect() as client:
             within = Within(daemon, (await daemon.session(client))["token"])
             await within.keep()
             yield within
+
+
+async def test_a_daemon_that_ended_runs_no_more() -> None:
+    """A life leaves no task behind, which would keep the whole daemon."""
+    async with life():
+        pass
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def fuzz_within(within: Within, fuzzer: Fuzzer, messages: int, tally: Tally) -> None:

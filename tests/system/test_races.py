@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.depth import count, report
-from tests.system.race_load import CHAIN_BLOCKS, KEYS, die, is_stored, read, write
+from tests.system.race_load import CHAIN_BLOCKS, KEYS, PATIENCE_S, die, is_stored, read, write
 from tierd.core.model import BlockStatus
 from tierd.testing import Daemon
 
@@ -23,8 +23,11 @@ PROCESSES, THREADS = 4, 16
 MORTALS = 2
 HOST_BYTES = 2 << 20
 CONFIG = f"""\
+nvme = []
+
 [server]
 session_share = 0.9
+call_timeout = "{PATIENCE_S} s"
 
 [[host]]
 capacity = "{HOST_BYTES >> 20} MiB"

@@ -266,6 +266,7 @@ def test_evicted_and_promoted_pages_give_the_same_tokens(daemon: Daemon, want: l
     """A prefix that left the device for the host comes back to the device for the next worker, which attends to it there."""
     with Elsewhere(serve, daemon.target, durable=True) as one, Elsewhere(serve, daemon.target) as two:
         assert one.ask(["begin"]) == {} and one.ask(["end"]) == want
+        await_true(lambda: held(daemon)[0] == 0, "the end of its leases")
         evict(daemon.target, "device.0")
         (found,) = two.ask(["begin"]).items()
         assert found[0] in ("host.0", "nvme.0") and found[1] == PREFIX

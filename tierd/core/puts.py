@@ -247,9 +247,8 @@ class Puts:
             commit.metas["digest"] = digests
             ids = self._publish(commit, where, statuses, draft=draft)
         self._close(commit, failed=some(ids < 0), keep_open=keep_open, draft=draft)
-        own = statuses == BlockStatus.READY
-        found = where if every(own) else self._nearest(ids)
-        found.tiers[own], found.pages[own] = where.tiers[own], where.pages[own]
+        is_own = every(statuses == BlockStatus.READY)
+        found = where if is_own else self._nearest(ids, besides=kinds(where.tiers))
         number = self._lease(held, found, ids, now) if lease and count else 0
         return Committed(statuses, self._extents(found), ids, commit.metas, number, draft.plan())
 
@@ -357,9 +356,10 @@ class Puts:
         for tier in kinds(held.tiers[rows]):
             self._sessions.reserve(holder, tier, held.pages[rows[held.tiers[rows] == tier]], step=-1)
 
-    def _nearest(self, ids: Ids) -> Where:
-        """The nearest readable page of each block in any tier in service."""
-        tiers = self._index.nearest(ids, self._index.serving()).astype(np.int64)
+    def _nearest(self, ids: Ids, *, besides: Sequence[int] = ()) -> Where:
+        """The nearest readable page of each block in any tier in service; of what is in none, its page in the tiers besides."""
+        serving = self._index.serving()
+        tiers = self._index.nearest(ids, [*serving, *(t for t in besides if t not in serving)]).astype(np.int64)
         pages = np.full(len(ids), NO_PAGE, np.int64)
         for tier in kinds(tiers[tiers >= 0]):
             pages[tiers == tier] = self._index.attached(tier, ids[tiers == tier])

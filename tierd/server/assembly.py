@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import structlog
 
 from tierd.cache.admission import Limits
@@ -28,9 +29,9 @@ from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.block import Namespace
 from tierd.core.core import Core
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.model import FREED, Reason, TierKind, TierSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
-from tierd.core.plan import Start
+from tierd.core.plan import Plan, Start
 from tierd.errors import ConfigError, CorruptRecord
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
@@ -209,7 +210,11 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         core.open_session(session.session, domain=session.domain)
     failpoint("assembly.before_adoption")
     for position, found in enumerate(recovered):
-        adopt(core, position, found, registry=registry, now=clock.now())
+        older = adopt(core, position, found, registry=registry, now=clock.now())
+        if is_stored(tiers[position]):
+            freed = np.zeros(len(older), FREED)
+            freed["extent"], freed["reason"] = older, Reason.DUPLICATE
+            tiers[position].apply(Plan(freed=freed))
     metrics = Metrics()
     link_limit = max(1, config.mover.transfer_limit // config.mover.batch_blocks)
     mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 from tests.system.blocks import connected
 from tests.system.damaged import PAGE_BYTES, Place, paste
 from tierd._proto import admin_pb2 as apb
-from tierd.core.meta import META, META_BYTES, META_MAGIC
 from tierd.testing import Daemon
+from tierd.tiers.recovery import load_index
+from tierd.tiers.store_files import slots_path
 
 CHUNK_TOKENS = 64
 VERIFIED = """\
@@ -74,13 +76,12 @@ def flushed(daemon: Daemon) -> list[tuple[Place, Any]]:
 
 
 def stored(daemon: Daemon) -> list[tuple[Place, Any]]:
-    """Each block in the daemon's store, with its META."""
-    found = []
-    for path in sorted((daemon.root / "state" / "nvme-0").glob("seg-*.slots")):
-        rows = np.fromfile(path, dtype=np.uint8).reshape(-1, PAGE_BYTES)[:, :META_BYTES]
-        metas = np.ascontiguousarray(rows).view(META).reshape(-1)
-        found += [(Place(path, at * PAGE_BYTES), metas[at]) for at in np.flatnonzero(metas["magic"] == META_MAGIC)]
-    return found
+    """Each block in the daemon's store, with its META. By its index: the slot of a block that has gone keeps its header until another block takes it."""
+    directory = daemon.root / "state" / "nvme-0"
+    store = json.loads((directory / "store.json").read_text())["store"]
+    index = load_index(directory, store=bytes.fromhex(store)).index
+    files = {begun.segment: slots_path(directory, begun.place) for begun in index.segments.values()}
+    return [(Place(files[int(meta["segment"])], int(meta["offset"])), meta) for meta in index.metas]
 
 
 def names(found: list[tuple[Place, Any]]) -> set[bytes]:

@@ -75,6 +75,18 @@ def test_a_name_twice_in_one_commit_is_one_block() -> None:
     assert len(set(answer.extents["generation"].tolist())) == 1
 
 
+def test_a_name_twice_in_one_commit_has_its_page_also_out_of_service() -> None:
+    """Where the tier went out of service before the commit, the second of two equal names still gets the first one's page, and the lease holds both."""
+    kit, a = Kit(tier(HOST, 8)), chain("a", 2)
+    reserved = kit.reserve(np.concatenate((a, a)))
+    kit.core.set_serving(0, serving=False)
+    answer = kit.commit(reserved, lease=True)
+    assert answer.statuses.tolist() == [READY, READY, EXISTS, EXISTS]
+    assert answer.extents[2:].tolist() == answer.extents[:2].tolist()
+    assert answer.extents["page"].tolist() == [0, 1, 0, 1]
+    assert answer.lease
+
+
 def test_what_is_held_anywhere_need_not_be_written() -> None:
     """Reserve answers EXISTS for a block that only a farther tier holds."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.cache.world import CONFIG, SOON_S, World, directories, opened
 from tests.unit.core.kit import HOST, Kit, chain, tier
 from tests.unit.core.test_upkeep import survivors
+from tierd.cache.operator import Operator
 from tierd.core.meta import new_meta
-from tierd.core.model import EXTENT, SegmentAssignment
+from tierd.core.model import EXTENT, Durability, SegmentAssignment
 from tierd.server import adoption
 from tierd.tiers.tier import Recovered
 
@@ -60,3 +66,42 @@ def test_books_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         gone = [kit.took(kit.reserve(chain(f"b{i}", 1)).plan).freed["extent"]["slot"].tolist() for i in range(3)]
         books.append((there["segment"].tolist(), there["slot"].tolist(), gone))
     assert books[0] == books[1]
+
+
+FEW_SLOTS = CONFIG.replace('capacity = "8 MiB"\nsegment = "1 MiB"', 'capacity = "128 KiB"\nsegment = "64 KiB"')
+"""Two places of five slots on the store."""
+
+
+async def put_as(world: World, hashes: np.ndarray, fill: int, durability: Durability) -> None:
+    """Blocks that hold this byte alone."""
+    reserved = await world.reserve(hashes)
+    for extent in reserved.extents[0]:
+        world.page(extent)[:] = bytes([fill]) * int(extent["length"])
+    await world.commit(reserved.reservation, durability=durability)
+
+
+async def test_a_store_forgets_what_the_books_know_newer() -> None:
+    """Blocks left a store and were put anew with other bytes, and the power failed before their removal was durable: at the next start memory says what they are, and they are
+    that for good, also once they lie on the store in slots behind the old ones and memory is lost."""
+    ahead, beside, after, anew = (chain(name, count) for name, count in (("a", 5), ("b", 1), ("c", 1), ("x", 4)))
+    with directories() as places:
+        nvme, kept = Path(places["root"], "nvme"), Path(places["root"], "kept")
+        async with opened(FEW_SLOTS, places=places) as world:
+            operator = Operator(world.cache)
+            await put_as(world, ahead, 1, Durability.DURABLE)
+            await put_as(world, beside, 1, Durability.DURABLE)
+            await put_as(world, anew, 1, Durability.DURABLE)  # fills the second segment
+            operator.evict([name.tobytes().hex() for name in ahead], "")
+            await put_as(world, after, 1, Durability.DURABLE)  # a third one, at the place of the first
+            shutil.copytree(nvme, kept)
+            operator.evict([name.tobytes().hex() for name in anew], "")
+            await put_as(world, anew, 2, Durability.MEMORY)
+        shutil.rmtree(nvme)
+        shutil.move(kept, nvme)
+        async with opened(FEW_SLOTS, places=places) as world:
+            assert (await Operator(world.cache).flush(timeout_s=SOON_S)).left == 0
+        for name in os.listdir(places["arena"]):
+            shutil.rmtree(os.path.join(places["arena"], name))
+        async with opened(FEW_SLOTS, places=places) as world:
+            lease = await world.acquire(anew)
+            assert [bytes(world.page(extent)[:1]) for extent in lease.served.extents] == [b"\x02"] * len(anew)
