@@ -141,11 +141,15 @@ class Blocks:
         """The id with each name, else -1. It may have no page at the moment."""
         return self.table.find(self.keys_of(names), lambda rows, ids: self._same(names, rows, ids))
 
-    def add(self, metas: StructArray, now: float, *, unknown: bool = False) -> Ids:
+    def expect(self, count: int) -> None:
+        """So many more are going to be added, at a start."""
+        self.table.expect(count)
+
+    def add(self, metas: StructArray, now: float, *, known: Ids | None = None) -> Ids:
         """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
-        operator's pin, which is of the name. unknown: none had."""
+        operator's pin, which is of the name. known: these ids, -1 for a name that none had, where that has been looked up."""
         names = Names(metas["namespace"], words(metas["hash"]))
-        ids = np.full(len(metas), -1, np.int64) if unknown else self.find(names)
+        ids = self.find(names) if known is None else known.copy()
         new = true_rows(ids < 0)
         ids[new] = self._new_ids(len(new))
         self.pinned[ids[new]] = False
@@ -163,7 +167,7 @@ class Blocks:
         if len(unknown):
             blank = new_meta(len(unknown))
             blank["namespace"], blank["hash"] = names.namespace[unknown], parents[rows[unknown]]
-            self.add(blank, now, unknown=True)
+            self.add(blank, now, known=np.full(len(unknown), -1, np.int64))
             found = self.find(names)
         kin = found != ids
         self.parent[ids[kin]] = found[kin]

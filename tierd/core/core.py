@@ -254,6 +254,10 @@ class Core:
         """
         return self._upkeep.adopt(tier, segments=segments, extents=extents, metas=metas, now=now)
 
+    def expect(self, blocks: int) -> None:
+        """So many are going to be adopted: what grows with them grows once."""
+        self._index.blocks.expect(blocks)
+
     def close_empty(self) -> None:
         """After every adopt and restore, once: segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
         self._upkeep.close_empty()

@@ -267,8 +267,8 @@ class Puts:
             self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
             self._say(known, Said.of_metas(commit.metas), draft.now)
             keep_said(self._index.blocks, known, commit.metas, self._index.blocks.unix_s + draft.now)
-        unknown = not some(is_known[rows])
-        known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, unknown=unknown)
+        none = known[rows] if not some(is_known[rows]) else None
+        known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, known=none)
         self._index.link(ids, commit.metas["parent"][rows], draft.now)
         self._index.say_before(ids, draft.now)
         if self._index.listener is not None:

@@ -138,6 +138,15 @@ class Table:
         self.count += len(ids)
         self._move(len(ids))
 
+    def expect(self, count: int) -> None:
+        """So many more will come at once, while nobody waits: the array for them all is made now."""
+        slots = 1 << int((self.count + count) / AHEAD).bit_length()
+        if slots > self._slots.words.size:
+            self._move(None)
+            self._old, self._moved, self._next = self._slots, 0, None
+            self._slots = _Slots(_words_for(slots))
+            self._move(None)
+
     def remove(self, ids: Ids, keys: Keys) -> None:
         """Removes present ids, which were inserted with these keys."""
         marks = _marks(ids, keys)

@@ -21,7 +21,7 @@ from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where
 from tierd.core.puts import Puts
 from tierd.core.said import keep_said
-from tierd.core.sets import in_order
+from tierd.core.sets import among, every, in_order, some
 from tierd.errors import InvalidArgument
 
 
@@ -69,17 +69,18 @@ class Upkeep:
             is_kept = given.writer == NOBODY or given.writer in self._sessions.domains
             pages_of.adopt_segment(given, given.writer if is_kept else DAEMON)
         pages = pages_of.find(extents)
-        good = self._is_sound(tier, extents, metas, pages)
-        rows = np.flatnonzero(good)
-        ids = self._add(metas[rows], now)
-        pages_of.adopt(pages[rows], extents["generation"][rows])
-        pages_of.length[pages[rows]] = metas["stored_length"][rows]
-        pages_of.flags[pages[rows]] = extents["flags"][rows] & UNVERIFIED
-        self._index.attach(tier, pages[rows], ids, now)
-        self._index.publish(tier, pages[rows])
-        self._index.link(ids, metas["parent"][rows], now)
-        self._index.say_before(ids[self._index.blocks.priority[ids] > 0], now)
+        good, known = self._is_sound(tier, extents, metas, pages)
         self._index.generation = max(self._index.generation, 1 + int(extents["generation"].max(initial=0)))
+        if not every(good):
+            extents, metas, pages, known = extents[good], metas[good], pages[good], known[good]
+        ids = self._add(metas, known, now)
+        pages_of.adopt(pages, extents["generation"])
+        pages_of.length[pages] = metas["stored_length"]
+        pages_of.flags[pages] = extents["flags"] & UNVERIFIED
+        self._index.attach(tier, pages, ids, now)
+        self._index.publish(tier, pages)
+        self._index.link(ids, metas["parent"], now)
+        self._index.say_before(ids[self._index.blocks.priority[ids] > 0], now)
         self._planner.room.next_segment = max(
             [self._planner.room.next_segment, *(given.segment + 1 for given in segments)]
         )
@@ -178,13 +179,13 @@ class Upkeep:
 
     # -- inside
 
-    def _add(self, metas: StructArray, now: float) -> Ids:
-        """Of what two tiers say of a block, what is more holds."""
+    def _add(self, metas: StructArray, known: Ids, now: float) -> Ids:
+        """Of what two tiers say of a block, what is more holds. known: the blocks that there are of these names, else -1."""
         blocks = self._index.blocks
         if blocks.priority[: blocks.top].any():
-            known = blocks.find(Names(metas["namespace"], words(metas["hash"])))
+            metas = metas.copy()
             keep_said(blocks, known, metas, blocks.unix_s + now)
-        return blocks.add(metas, now)
+        return blocks.add(metas, now, known=known)
 
     def _set_pinned(self, blocks: Ids, *, pinned: bool) -> int:
         blocks = self.live(blocks)
@@ -199,8 +200,8 @@ class Upkeep:
         if len(pages):
             self._index.doom(tier, pages, reason, draft)
 
-    def _is_sound(self, tier: int, extents: StructArray, metas: StructArray, pages: Ids) -> Bools:
-        """Which survivors can be taken: a free page of a known segment, once; a new name here; nothing that contradicts."""
+    def _is_sound(self, tier: int, extents: StructArray, metas: StructArray, pages: Ids) -> tuple[Bools, Ids]:
+        """Which survivors can be taken: a free page of a known segment, once; a new name here; nothing that contradicts. And the ids of their names, -1: none."""
         pages_of, blocks = self._index.tiers[tier], self._index.blocks
         good = pages >= 0
         good[good] = pages_of.state[pages[good]] == PageState.FREE
@@ -209,12 +210,14 @@ class Upkeep:
         names = Names(metas["namespace"], words(metas["hash"]))
         for once in (_firsts(pages, good), names.firsts()):
             good &= once
-        good &= ~np.isin(metas["namespace"], list(self._puts.dead))
+        good &= ~among(metas["namespace"], list(self._puts.dead))
         ids = blocks.find(names)
-        good &= (ids < 0) | (self._index.attached(tier, ids) < 0)
-        known = (ids >= 0) & (blocks.places[ids] > 0)
-        good &= ~known | (blocks.digest[ids] == words(metas["digest"])).all(axis=1)
-        return np.asarray(good, bool)
+        is_known = ids >= 0
+        if some(is_known):
+            good &= ~is_known | (self._index.attached(tier, ids) < 0)
+            is_held = is_known & (blocks.places[ids] > 0)
+            good &= ~is_held | (blocks.digest[ids] == words(metas["digest"])).all(axis=1)
+        return np.asarray(good, bool), ids
 
     def _find(self, extents: StructArray, state: int) -> tuple[Where, Bools]:
         """Pages by place; and which are in this state (a used one: with this generation; a free one: not twice)."""
@@ -250,10 +253,12 @@ class Upkeep:
         return np.asarray(blocks, np.int64)
 
 
-def _firsts(pages: Ids, among: Bools) -> Bools:
-    """Which rows, of those among, hold a page for the first time."""
+def _firsts(pages: Ids, good: Bools) -> Bools:
+    """Which of the good rows hold a page for the first time."""
+    if every(pages[1:] > pages[:-1]):
+        return good
     out = np.zeros(len(pages), bool)
-    rows = np.flatnonzero(among)
+    rows = np.flatnonzero(good)
     out[rows[np.unique(pages[rows], return_index=True)[1]]] = True
     return out
 

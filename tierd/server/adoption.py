@@ -1,6 +1,6 @@
 """What tiers found at start gets into the books.
 
-Purpose: `adopt`, a few segments at a time. Non-purpose: reading what is stored (tiers), what the books make of it (core). Invariants: segments keep
+Purpose: `adopt`, some blocks at a time. Non-purpose: reading what is stored (tiers), what the books make of it (core). Invariants: segments keep
 their blocks, blocks their order, which says what leaves first; only blocks of current namespaces get in; of two contents of one name the newer stays, and a store
 keeps no older one, which a later start would find first.
 """
@@ -19,8 +19,8 @@ from tierd.tiers.tier import Recovered
 
 log = structlog.get_logger(__name__)
 
-ADOPTED_BLOCKS = 1 << 16
-"""Taken into the books at once, or a few more: the rest of the last segment."""
+ADOPTED_BLOCKS = 1 << 14
+"""Taken into the books at once: their META are 4 MiB."""
 
 
 def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> StructArray:
@@ -28,6 +28,7 @@ def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceReg
     current = [i for namespace in registry.current() for i in namespace.ids]
     known = taken = 0
     older = [found.extents[:0]]
+    core.expect(len(found.metas))
     for segments, rows in pieces_of(found):
         metas = found.metas[rows]
         mine = np.isin(metas["namespace"], current)
@@ -50,22 +51,11 @@ def _is_older(core: Core, meta: np.void) -> bool:
 
 
 def pieces_of(found: Recovered) -> Iterator[tuple[list[SegmentAssignment], slice]]:
-    """What was found, some segments at a time with all blocks in them, in the order in which they stand; in one piece where segments take turns in it.
+    """What was found, all segments first, then some blocks at a time in the order in which they stand.
 
     The books take a piece in while it is in the processor's caches, and need memory for one beside what they keep.
     """
-    ids = found.metas["segment"]
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)).tolist()
-    order = dict.fromkeys(ids[starts].tolist())
-    if len(ids) <= ADOPTED_BLOCKS or len(order) < len(starts):
-        yield found.segments, slice(0, len(ids))
-        return
-    by_id = {given.segment: given for given in found.segments}
-    empty = [given for given in found.segments if given.segment not in order]
-    segments, begun = empty, 0
-    for segment, end in zip(order, [*starts[1:], len(ids)], strict=True):
-        if segment in by_id:
-            segments.append(by_id[segment])
-        if end - begun >= ADOPTED_BLOCKS or end == len(ids):
-            yield segments, slice(begun, end)
-            segments, begun = [], end
+    segments = found.segments
+    for begun in range(0, max(1, len(found.metas)), ADOPTED_BLOCKS):
+        yield segments, slice(begun, begun + ADOPTED_BLOCKS)
+        segments = []

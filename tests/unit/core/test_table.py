@@ -88,3 +88,21 @@ def test_behaves_like_a_dict(steps: list[tuple[bool, set[int]]], spread: int) ->
             model -= chosen
         found = table.find(keys, lambda rows, candidates: rows == candidates)
         assert set(found[found >= 0].tolist()) == model
+
+
+def test_what_is_expected_comes_without_growth() -> None:
+    """After `expect` the array stays the same until so many more have come, and what was in the table before is found."""
+    keys = numbered(30_000)
+    table = Table()
+    put(table, np.arange(5_000), keys)
+    table.expect(25_000)
+    words = table._slots.words
+    for start in range(5_000, 30_000, 2_500):
+        put(table, np.arange(start, start + 2_500), keys)
+    assert table._slots.words is words
+    assert table._next is None
+    assert np.array_equal(find(table, keys, keys), np.arange(30_000))
+    take(table, np.arange(10_000), keys)
+    assert np.array_equal(table.ids(), np.arange(10_000, 30_000))
+    table.expect(5)
+    assert table._slots.words is words
