@@ -153,15 +153,16 @@ class Blocks:
         new = true_rows(ids < 0)
         ids[new] = self._new_ids(len(new))
         self.pinned[ids[new]] = False
-        self._write(ids, metas, now)
+        self._write(ids, metas, names, now)
         self.table.insert(ids[new], self.keys_of(names.at(new)))
         return ids
 
     def link(self, ids: Ids, parents: Bytes, now: float) -> Ids:
         """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
-        rows = true_rows((self.parent[ids] < 0) & parents.any(axis=1))
+        hashes = words(parents)
+        rows = true_rows((self.parent[ids] < 0) & (np.bitwise_or.reduce(hashes, axis=1) > 0))
         prior, ids = ids[rows - 1], ids[rows]
-        names = Names(self.namespace[ids], words(parents[rows]))
+        names = Names(self.namespace[ids], hashes[rows])
         found = self._before(prior, names)
         unknown = true_rows((found < 0) & names.firsts()) if some(found < 0) else no_ids()
         if len(unknown):
@@ -268,10 +269,10 @@ class Blocks:
         same = (alike.view(np.uint32)[:, 0] == _FOUR_TRUE) & (self.namespace[ids] == names.namespace[rows])
         return np.asarray(same, np.bool_)
 
-    def _write(self, ids: Ids, metas: StructArray, now: float) -> None:
+    def _write(self, ids: Ids, metas: StructArray, names: Names, now: float) -> None:
         for field, column in _META_COLUMNS.items():
             getattr(self, column)[ids] = metas[field]
-        self.hash[ids] = words(metas["hash"])
+        self.hash[ids] = names.hash
         self.digest[ids] = words(metas["digest"])
         self.named[ids] = True
         self.hits[ids] = 0
