@@ -19,6 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.registers import Taken, parsed, spilling
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "cuda"
 OBJECTS = ROOT / "build" / "cuda" / "objects"
@@ -92,6 +96,12 @@ def build(folder: Path, architectures: Sequence[int] = ARCHITECTURES, units: Seq
             yield f"{made.name}: {made.stat().st_size} bytes after {time.monotonic() - begun:.1f} s more"
 
 
+def taken_by(nvcc: Path, unit: Unit, architecture: int) -> dict[str, Taken]:
+    """Registers of a unit's kernels, by what nvcc said when it compiled it. Raises NvccError, also where one spills that must not."""
+    _, made = _object(nvcc, unit, _Kind("elf", architecture))
+    return parsed(made.with_suffix(".txt").read_text(encoding="utf-8"))
+
+
 def find_nvcc() -> Path | None:
     """The first that is new enough."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
@@ -128,7 +138,7 @@ class _Kind:
     def flags(self) -> list[str]:
         if self.form == "ptx":
             return ["-ptx", f"-arch=compute_{self.architecture}"]
-        return ["-cubin", f"-arch=sm_{self.architecture}"]
+        return ["-cubin", f"-arch=sm_{self.architecture}", "-Xptxas", "-v"]
 
 
 def _kinds(architectures: Sequence[int]) -> list[_Kind]:
@@ -142,9 +152,23 @@ def _object(nvcc: Path, unit: Unit, kind: _Kind) -> tuple[_Kind, Path]:
     if not made.exists():
         OBJECTS.mkdir(parents=True, exist_ok=True)
         unfinished = made.with_suffix(f".{os.getpid()}")
-        _run(str(nvcc), *flags, str(unit.path), "-o", str(unfinished))
+        said = _run(str(nvcc), *flags, str(unit.path), "-o", str(unfinished))
+        if kind.form == "elf":
+            _check_registers(said, kind)
+            made.with_suffix(".txt").write_text(said, encoding="utf-8")
         unfinished.rename(made)
     return kind, made
+
+
+def _check_registers(said: str, kind: _Kind) -> None:
+    """Raises NvccError if a kernel spills that must not."""
+    try:
+        spilled = spilling(parsed(said))
+    except ValueError as error:
+        raise NvccError(str(error)) from None
+    if spilled:
+        names = ", ".join(spilled)
+        raise NvccError(f"{names}: must not spill a register, and on sm_{kind.architecture} it does; make it smaller")
 
 
 def _join(nvcc: Path, to: Path, parts: Sequence[tuple[_Kind, Path]]) -> Path:
@@ -170,7 +194,7 @@ def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         raise NvccError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def main() -> None:

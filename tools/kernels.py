@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools import fatbins
+from tools.registers import Taken, spilling
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "cuda"
@@ -46,12 +45,6 @@ COMMON = (
 RUNTIMES = {"": (), "thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
 OPTIONS = {"TSAN_OPTIONS": "exitcode=66 history_size=4", "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
 LIMIT_S = 1800
-SPILL_FREE = ("decode", "prefill", "slice_sums")
-"""Kernels, by how their names begin, that spill nothing on any architecture: not one byte is allowed. The others may."""
-RESOURCES = re.compile(
-    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
-    re.DOTALL,
-)
 
 
 class MissingTool(Exception):
@@ -115,16 +108,8 @@ def sanitized_environment(sanitizer: str) -> dict[str, str]:
     return os.environ | OPTIONS | ({"LD_PRELOAD": " ".join(paths)} if paths else {})
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What a thread of a kernel takes. spilled: bytes that it stores to memory and loads from it, for want of registers."""
-
-    registers: int
-    spilled: int
-
-
 def resources(architecture: int) -> dict[str, Taken]:
-    """Of each kernel, as nvcc's assembler says. Raises MissingTool, CompilerError."""
+    """Of each kernel, as nvcc's assembler says. Raises MissingTool, NvccError."""
     nvcc = fatbins.find_nvcc()
     if nvcc is None:
         raise MissingTool(
@@ -132,39 +117,8 @@ def resources(architecture: int) -> dict[str, Taken]:
         )
     found: dict[str, Taken] = {}
     for unit in fatbins.UNITS:
-        found |= parsed(_said_of(nvcc, unit, architecture))
+        found |= fatbins.taken_by(nvcc, unit, architecture)
     return found
-
-
-def parsed(said: str) -> dict[str, Taken]:
-    """Of what the assembler said. Raises CompilerError if it told of no kernel."""
-    found = RESOURCES.findall(said)
-    if not found:
-        raise CompilerError(f"nvcc -Xptxas -v: tells nothing of registers any more\n{said[-4000:]}")
-    return {name: Taken(int(registers), int(stores) + int(loads)) for name, stores, loads, registers in found}
-
-
-def spilling(found: Mapping[int, Mapping[str, Taken]]) -> list[str]:
-    """Those of SPILL_FREE that do, by architecture."""
-    return [
-        f"{name} (sm_{number})"
-        for number, kernels in found.items()
-        for name, taken in kernels.items()
-        if taken.spilled and name.startswith(SPILL_FREE)
-    ]
-
-
-def _said_of(nvcc: Path, unit: fatbins.Unit, architecture: int) -> str:
-    """By the assembler; kept by content."""
-    flags = [*unit.flags, "-cubin", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
-    kept = BUILT / f"{unit.name}-registers{architecture}-{fatbins._digest(nvcc, unit, flags)}.txt"
-    if not kept.exists():
-        BUILT.mkdir(parents=True, exist_ok=True)
-        cubin = kept.with_suffix(f".{os.getpid()}")
-        said = _run(str(nvcc), *flags, str(unit.path), "-o", str(cubin))
-        cubin.write_text(said, encoding="utf-8")
-        cubin.rename(kept)
-    return kept.read_text(encoding="utf-8")
 
 
 def _digest(sources: Path, flags: Sequence[str]) -> str:
@@ -206,8 +160,8 @@ def registers(architecture: tuple[int, ...]) -> None:
     for name in found[chosen[0]]:
         made.add_row(name, *(_told(found[number][name]) for number in chosen))
     Console().print(made)
-    if spilled := spilling(found):
-        raise click.ClickException(f"{', '.join(spilled)}: must not spill")
+    if spilled := {name for kernels in found.values() for name in spilling(kernels)}:
+        raise click.ClickException(f"{', '.join(sorted(spilled))}: must not spill")
 
 
 def _told(taken: Taken) -> str:

@@ -22,7 +22,11 @@ from tools.kernels import MissingTool
 NVCC = """#!/bin/sh
 case "$1" in --version) echo "Cuda compilation tools, release {version}.0"; exit;; esac
 test {fault} = 0 || {{ echo "the compiler's words" >&2; exit 1; }}
-while [ $# -gt 0 ]; do case "$1" in -o) echo object > "$2";; --create=*) echo fatbin > "${{1#--create=}}";; esac; shift; done
+while [ $# -gt 0 ]; do case "$1" in -o) echo object > "$2";; -Xptxas) cat {registers} >&2;; --create=*) echo fatbin > "${{1#--create=}}";; esac; shift; done
+"""
+REGISTERS = """ptxas info    : Compiling entry function 'decode_plan' for 'sm_90'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers
 """
 
 Toolkit = Callable[..., Path]
@@ -35,8 +39,10 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
     def made(*, version: int = 13, fault: int = 0) -> Path:
         tools = tmp_path / "toolkit" / "bin"
         tools.mkdir(parents=True, exist_ok=True)
+        (registers := tmp_path / "registers").write_text(REGISTERS, encoding="utf-8")
         for name in ("nvcc", "fatbinary") if version else ():
-            (tools / name).write_text(NVCC.format(version=version, fault=fault), encoding="utf-8")
+            said = NVCC.format(version=version, fault=fault, registers=registers)
+            (tools / name).write_text(said, encoding="utf-8")
             (tools / name).chmod(0o755)
         for variable in ("CUDA_PATH", "TIERD_FATBINS"):
             monkeypatch.delenv(variable, raising=False)
@@ -115,7 +121,8 @@ def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("nvcc: not found; install a CUDA toolkit")
     monkeypatch.setattr(fatbins, "OBJECTS", tmp_path / "objects")
     list(build(tmp_path, [90], [Unit("merge")]))
-    objects = {path.name.split("-")[1]: path.read_bytes() for path in (tmp_path / "objects").iterdir()}
+    made = [path for path in (tmp_path / "objects").iterdir() if not path.suffix]
+    objects = {path.name.split("-")[1]: path.read_bytes() for path in made}
     assert set(objects) == {"elf90", f"ptx{PTX}"}
     for kernel in kernels_of(Unit("merge")):
         assert f".text.{kernel}\0".encode() in objects["elf90"]
