@@ -250,6 +250,11 @@ class Puts:
         own = statuses == BlockStatus.READY
         found = where if every(own) else self._nearest(ids)
         found.tiers[own], found.pages[own] = where.tiers[own], where.pages[own]
+        for row in true_rows(
+            (found.pages < 0) & (ids >= 0)
+        ).tolist():  # a name that came twice; its tier is out of service now
+            first = true_rows(own & (ids == ids[row]))[0]
+            found.tiers[row], found.pages[row] = where.tiers[first], where.pages[first]
         number = self._lease(held, found, ids, now) if lease and count else 0
         return Committed(statuses, self._extents(found), ids, commit.metas, number, draft.plan())
 
