@@ -42,13 +42,15 @@ class Entry:
 
 @dataclass
 class Reservation:
-    """entries: per index of the reservation, the block that is or will be there, and its parent's hash; pages: index -> generation."""
+    """entries: per index of the reservation, the block that is or will be there, and its parent's hash; pages: index -> generation.
+    ahead_bytes: of pages for a put that has not come yet."""
 
     session: int
     entries: list[Entry]
     private: bool
     pages: dict[int, int] = field(default_factory=dict)
     busy: set[int] = field(default_factory=set)
+    ahead_bytes: int = 0
 
     @property
     def idle(self) -> list[int]:
@@ -296,6 +298,7 @@ class Clients(RuleBasedStateMachine):
         assert committing.extents["generation"].tolist() == generations
         assert all(g in self.model.pages for g in generations)
         made.busy |= set(chosen)
+        made.ahead_bytes = 0
         keys = [made.entries[i].key for i in chosen]
         assert [(int(m["namespace"]), m["hash"].tobytes()) for m in committing.metas] == keys
         self.commits.append(Commit(committing, keys, generations))

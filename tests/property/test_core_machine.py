@@ -11,9 +11,9 @@ import sys
 
 import numpy as np
 import pytest
+from core_ahead import Ahead
 from core_clients import CORRUPT, FAILED, READY, SHARE, Lease, chains, kinds, new_core, picks
 from core_model import Stage
-from core_tangles import Tangles
 from core_world import CHAINS, DEPTH, DOMAINS, WORLDS, chain
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -25,7 +25,7 @@ from tierd.core.plan import Start
 requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
 
 
-class CoreMachine(Tangles):
+class CoreMachine(Ahead):
     """What the daemon and its operators do, and what is true after every step."""
 
     @initialize(world=st.sampled_from(sorted(WORLDS)), wanted=requests)

@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from tests.system.blocks import await_true
 from tests.system.sdk import NOTHING, empty, held
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
+from tierd.client.local import Later, LocalTransport
 from tierd.core.model import BlockStatus
 from tierd.errors import DeadlineExceeded, InvalidArgument
 from tierd.testing import Daemon, chain, content_of
@@ -46,9 +49,9 @@ def daemon(shared: Daemon) -> Iterator[Daemon]:
     empty(shared, "a test of spares")
 
 
-def put(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> list[int]:
+def put(client: Client, space: OpenedNamespace, number: int, blocks: int = BLOCKS) -> list[int]:
     """What became of each block."""
-    names = chain(number, count)
+    names = chain(number, blocks)
     return client.put(space, names, [content_of(name, space.spec.block_bytes) for name in names]).statuses.tolist()
 
 
@@ -195,6 +198,74 @@ def test_a_closed_client_keeps_no_descriptor(daemon: Daemon) -> None:
         assert descriptors() <= before
     finally:
         gc.enable()
+
+
+def test_a_closed_client_keeps_no_pages_for_puts(daemon: Daemon) -> None:
+    """What was reserved for puts that may come goes back with the client, though a view of it is alive and keeps its session."""
+    client = Client(daemon.target)
+    space = client.open_namespace(SPEC)
+    in_a_row(client, space)
+    await_true(lambda: held(daemon)[1] > 1, "pages for several puts are reserved")
+    assert put(client, space, 3) == [READY] * BLOCKS
+    view = client.get(space, chain(1, BLOCKS)).views[0]
+    client.close()
+    await_true(lambda: held(daemon) == (1, 0, BLOCKS, 0), "the view's pages alone are held")
+    assert np.array_equal(view, content_of(chain(1, 1)[0], SPEC.block_bytes))
+
+
+def test_pages_of_others_do_not_wait_for_puts_to_end(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody takes goes back though puts into other namespaces, that find nothing in it, go on without a pause."""
+    monkeypatch.setattr(spares, "STALE_S", 0.2)
+    with Client(daemon.target) as client:
+        in_a_row(client, client.open_namespace(SPEC))
+        await_true(lambda: held(daemon)[1] > 0, "pages are reserved")
+        others = [client.open_namespace(replace(SPEC, model=model)) for model in ("one", "other")]
+        turns = count()
+
+        def is_back() -> bool:
+            number = next(turns)
+            assert put(client, others[number % 2], number) == [READY] * BLOCKS
+            return held(daemon) == NOTHING
+
+        await_true(is_back, "they went back")
+
+
+def test_pages_that_come_when_nobody_wants_them_any_more(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one thread gives back while another reads the answer goes back too, though it is not there yet."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        in_a_row(client, space)
+        its, inner = client._verbs.connector.link.spares, Later.reply
+
+        def reply(self: Later, *, deadline: float) -> Any:
+            its.give_back(deadline)
+            return inner(self, deadline=deadline)
+
+        monkeypatch.setattr(Later, "reply", reply)
+        await_true(lambda: its._order is not None and its._order[1].is_answered, "the order's answer")
+        group = PutGroup(space, chain(9, BLOCKS))
+        assert its.take(group, length=SPEC.block_bytes, deadline=time.monotonic() + 5.0) is None
+        await_true(lambda: held(daemon) == NOTHING, "they went back")
+
+
+def test_a_call_that_fails_while_it_gives_pages_back(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a reservation needs the room of pages for puts, and its time is over before all of them are given back, none of them stay."""
+    inner, aborted = LocalTransport.call, list[str]()
+
+    def call(self: LocalTransport, method: str, request: Any, **how: Any) -> Any:
+        if method == "Abort" and aborted:
+            raise DeadlineExceeded("no answer in time")
+        aborted.extend([method] if method == "Abort" else [])
+        return inner(self, method, request, **how)
+
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        in_a_row(client, space)
+        await_true(lambda: held(daemon)[1] > 1, "pages for several puts are reserved")
+        monkeypatch.setattr(LocalTransport, "call", call)
+        with pytest.raises(DeadlineExceeded):
+            client.reserve(PutGroup.private(space, (32 << 20) // SPEC.block_bytes))
+        await_true(lambda: held(daemon) == NOTHING, "they went back")
 
 
 def test_a_get_of_all_that_a_session_may_hold(daemon: Daemon) -> None:

@@ -87,24 +87,29 @@ class Spares:
         self._order: tuple[Shape, Pending] | None = None
         self._shape: Shape | None = None
         self._stock: list[Pages] = []
-        self._is_ordering, self._is_unwanted, self._is_closed = False, False, False
+        self._is_ordering, self._is_closed = False, False
+        self._pickups = 0
+        """How often all was given back: what is under way then is wanted no more."""
         self._last: Shape | None = None
-        self._last_s = 0.0
+        self._last_s, self._used_s = 0.0, 0.0
+        """When the last put came; and when the last one that took pages, or ordered some."""
         self._without = 0
 
     @property
     def is_stale(self) -> bool:
         """Whether pages, or an order, wait in vain."""
         is_any = self._order is not None or bool(self._stock)
-        return is_any and time.monotonic() - self._last_s > STALE_S
+        return is_any and time.monotonic() - self._used_s > STALE_S
 
     def take(self, group: PutGroup, *, length: int, deadline: float) -> Pages | None:
         """A reservation of private pages, one at least for each block of the group, of so many bytes at least, and its HANDLE [n]; None: there is none yet."""
         self._receive(deadline)
         wanted = Shape(_key(group), len(group.hashes), length)
         with self._turn:
-            fits = self._shape is not None and self._shape.fits(wanted)
-            return self._stock.pop() if fits and self._stock else None
+            if self._shape is None or not self._shape.fits(wanted) or not self._stock:
+                return None
+            self._used_s = time.monotonic()
+            return self._stock.pop()
 
     def order(self, group: PutGroup, *, length: int, deadline: float, taken: int = 0, low: int = 0) -> None:
         """Asks for pages like this put's, if one came before it a moment ago and the stock has those of so many puts, or fewer. taken: the spare reservation that this put has."""
@@ -120,7 +125,7 @@ class Spares:
             fits = self._shape is not None and self._shape.fits(this)
             if fits and len(self._stock) > low:
                 return
-            self._is_ordering, self._is_unwanted = True, False
+            self._is_ordering, self._used_s, pickups = True, now, self._pickups
             useless = [] if fits else [number for number, _ in self._stock]
             self._stock = self._stock if fits else []
         if useless:
@@ -129,7 +134,7 @@ class Spares:
         try:
             pending = self._begin("Reserve", _request(shape, taken), min(ANSWER_TIMEOUT_S, deadline - now))
         finally:
-            self._placed((shape, pending) if pending is not None else None)
+            self._placed((shape, pending) if pending is not None else None, pickups)
 
     def pause(self, deadline: float) -> None:
         """Nothing is ordered for a while, and what was is given back."""
@@ -154,45 +159,50 @@ class Spares:
         return numbers
 
     def close(self) -> None:
-        """The link has ended: nothing is ordered any more, and nobody reads an answer."""
+        """The link has ended: nothing is ordered any more, and nobody reads an answer. Its session may last as long as views do, so pages go back."""
         self._is_closed = True
-        order, _ = self._picked_up()
+        order, numbers = self._picked_up()
         if order is not None:
             order[1].drop()
+        if numbers:
+            self._let_go(numbers)
 
     def _picked_up(self) -> tuple[tuple[Shape, Pending] | None, list[int]]:
         """What there is, which is the caller's now."""
         with self._turn:
             order, self._order = self._order, None
-            self._is_unwanted = self._is_ordering
+            self._pickups += 1
             numbers, self._stock = [number for number, _ in self._stock], []
         return order, numbers
 
-    def _placed(self, order: tuple[Shape, Pending] | None) -> None:
-        """An order was sent, or could not be."""
+    def _placed(self, order: tuple[Shape, Pending] | None, pickups: int) -> None:
+        """An order was sent, or could not be. pickups: at its beginning."""
         with self._turn:
             self._is_ordering = False
-            is_wanted = not self._is_unwanted
+            is_wanted = pickups == self._pickups
             if is_wanted:
                 self._order = order
         if order is not None and not is_wanted:
             order[1].drop()
 
     def _receive(self, deadline: float, *, is_awaited: bool = False) -> None:
-        """What was ordered, if it has come, is the stock; what is left of a former one that differs goes back."""
+        """What was ordered, if it has come, is the stock; what is left of a former one that differs goes back, and so does what nobody wants any more."""
         with self._turn:
             order = self._order
             if order is None or not (is_awaited or order[1].is_answered):
                 return
-            self._order = None
+            self._order, pickups = None, self._pickups
         shape, pages = order[0], self._delivered(*order, deadline=deadline)
         if not pages:
             self._without = PUTS_WITHOUT
             return
         with self._turn:
-            is_alike = shape == self._shape
-            old, self._stock = ([], [*pages, *self._stock]) if is_alike else (self._stock, pages)
-            self._shape = shape
+            if pickups != self._pickups:
+                old = pages
+            elif shape == self._shape:
+                old, self._stock = [], [*pages, *self._stock]
+            else:
+                old, self._stock, self._shape = self._stock, pages, shape
         if old:
             self._let_go([number for number, _ in old])
 

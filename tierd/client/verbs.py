@@ -289,8 +289,13 @@ class Verbs:
         """Gives pages back that were reserved for a put that may come, since they count as the session's; whether there were any."""
         spares = link.spares
         numbers = (yield Do(lambda: spares.reservations(deadline=deadline))) if spares is not None else []
-        for number in numbers:
-            yield from _called(link, "Abort", pb.AbortRequest(reservation=number), deadline)
+        try:
+            for number in numbers:
+                yield from _called(link, "Abort", pb.AbortRequest(reservation=number), deadline)
+        except BaseException:
+            if link.session is not None:
+                link.session.let_go(reservations=numbers)
+            raise
         return bool(numbers)
 
     def mapped(self, pages: ReservedPages, deadline: float) -> Steps[None]:

@@ -3,7 +3,7 @@
 Purpose: keeps blocks, pages and eviction policies in step. Non-purpose: choosing. An arrow is one function:
 
     set_aside  free -> reserved            publish  reserved -> ready            vacate   ready -> free
-    discard    reserved -> free            doom     ready -> retiring -> free    condemn  ready, retiring -> quarantined
+    discard    reserved -> free            doom     ready (-> retiring) -> free  condemn  ready, retiring -> quarantined
 
 A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready one as a copy to read.
 A page is *doomed* when it is detached but something still pins it: it is retiring, nobody finds it again, and it is freed with its last

@@ -62,7 +62,7 @@ class Codes:
 
 
 class PageState(Codes):
-    """free -> reserved -> ready -> retiring -> free; also reserved -> free and retiring -> quarantined -> free."""
+    """free -> reserved -> ready -> free; also reserved -> free, ready -> retiring -> free while something pins it, and retiring -> quarantined -> free."""
 
     FREE = 0
     RESERVED = 1

@@ -131,10 +131,11 @@ class Pages:
         self.move(pages, PageState.FREE, PageState.RESERVED)
 
     def give_back(self, pages: Ids) -> None:
-        """reserved, retiring, quarantined -> free; segments that are empty now go to the pool."""
+        """Any state but free -> free; segments that are empty now go to the pool."""
         if len(pages) == 0:
             return
         states = self.state[pages]
+        assert every(states != PageState.FREE), f"{self.spec.name}: a page that is free is given back"
         for state in kinds(states):
             self.move(pages[states == state], state, PageState.FREE)
         self._clear(pages)
