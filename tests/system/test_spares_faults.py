@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from tests.system.blocks import await_true
+from tests.system.raw import RawClient, put_blocks
 from tests.system.sdk import NOTHING, empty, held
+from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
 from tierd.client.local import Later, LocalTransport
 from tierd.core.model import BlockStatus
@@ -266,6 +268,20 @@ def test_a_call_that_fails_while_it_gives_pages_back(daemon: Daemon, monkeypatch
         with pytest.raises(DeadlineExceeded):
             client.reserve(PutGroup.private(space, (32 << 20) // SPEC.block_bytes))
         await_true(lambda: held(daemon) == NOTHING, "they went back")
+
+
+def test_an_order_is_no_greater_than_a_call_may_be() -> None:
+    """However many puts are asked for, the pages of one order are no more than the blocks of one call; and they are for one group."""
+    with Daemon(CONFIG + "[server]\nmax_batch_blocks = 16\n") as daemon, RawClient(daemon.target) as client:
+        blocks = put_blocks(np.zeros((7, 32), np.uint8)).tobytes()
+        group = pb.PutGroup(namespace=client.open_namespace(), blocks=blocks)
+        wanted = {"tier": pb.TIER_KIND_HOST, "ahead": 1000}
+        reply = client.call(client.cache.Reserve, pb.ReserveRequest(groups=[group], **wanted))
+        assert (reply.reservation, len(reply.ahead), len(reply.handles)) == (0, 2, 2)
+        for groups in ([], [group] * 2):
+            error = client.error_of(client.cache.Reserve, pb.ReserveRequest(groups=groups, **wanted))
+            assert error == "InvalidArgument"
+        assert held(daemon) == (0, 2, 0, 14)
 
 
 def test_a_get_of_all_that_a_session_may_hold(daemon: Daemon) -> None:

@@ -232,6 +232,19 @@ async def test_a_session_holds_only_so_much(monkeypatch: pytest.MonkeyPatch) -> 
         assert world.pins == 0
 
 
+async def test_of_several_reservations_all_are_recorded_or_none_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a session may hold some of the reservations that it asks for ahead, and not all, it holds none of them."""
+    monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
+    async with opened() as world:
+        group = world.put_query(np.zeros((2, 32), np.uint8))
+        with pytest.raises(Overloaded, match="holds 2"):
+            await world.cache.reserve_ahead(world.session, group, puts=3, kind=TierKind.HOST)
+        assert world.cache.core.stats().reservations == 0
+        ahead = await world.cache.reserve_ahead(world.session, group, puts=2, kind=TierKind.HOST)
+        assert len(ahead.reservations) == 2
+        world.cache.core.check()
+
+
 async def test_what_cannot_be_recorded_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the session table is full and cannot grow, calls fail and count for nothing: when it can, the session gets as many leases as ever."""
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)

@@ -410,6 +410,17 @@ def test_a_put_that_may_come_gets_all_its_pages_or_none() -> None:
     kit.core.check()
 
 
+def test_nothing_is_reserved_ahead_for_a_namespace_that_ended() -> None:
+    """Nobody could commit it; what was reserved before is not stored and goes back."""
+    kit = Kit(tier(HOST, 64))
+    (before,) = kit.reserve_ahead(1, 2).reservations
+    kit.took(kit.core.forget_namespaces([1], now=kit.tick()))
+    assert kit.reserve_ahead(1, 2).reservations == []
+    begun = kit.core.begin_commit(1, reservation=before, blocks=commit_blocks(chain("a", 2), range(2)), now=kit.tick())
+    assert kit.finish_commit(begun).statuses.tolist() == [FAILED] * 2
+    assert kit.core.stats().reservations == 0
+
+
 def test_named_blocks_are_not_reserved_ahead() -> None:
     """Whoever knows names reserves for a put."""
     kit, blocks = Kit(tier(HOST, 64)), np.zeros(2, PUT_BLOCK)

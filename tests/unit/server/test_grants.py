@@ -62,6 +62,18 @@ def test_a_reservation_alone() -> None:
     assert (cache.released, cache.aborted) == ([], [(7, 4)])
 
 
+def test_several_reservations() -> None:
+    """A call that gave several reservations gives all of them back, whether it is given up after its end or before."""
+    cache = Cache()
+    given = cache.grants()
+    given.give(CALL, "reply", reservations=[4, 5, 6])
+    given.revoke(*CALL)
+    given.revoke(7, "7-2")
+    with pytest.raises(Unavailable):
+        given.give((7, "7-2"), "reply", reservations=[8, 9])
+    assert cache.aborted == [(7, number) for number in (4, 5, 6, 8, 9)]
+
+
 def test_calls_of_others() -> None:
     """A session gives up its own calls only."""
     cache = Cache()
