@@ -33,6 +33,18 @@ def test_the_lowest_free_page_is_given() -> None:
         assert pages.take(KEY, 2, 9).tolist() == [1, 2]
 
 
+def test_pages_come_back_from_any_state_but_free() -> None:
+    """Pages in several states are given back in one go, each counted off where it was; none is given back twice."""
+    pages = pages_with(KEY)
+    taken = pages.take(KEY, 4, 1)
+    pages.move(taken[:1], PageState.RESERVED, PageState.READY)
+    pages.move(taken[1:2], PageState.RESERVED, PageState.RETIRING)
+    pages.give_back(taken[:3])
+    assert pages.counts == [3, 1, 0, 0, 0]
+    with pytest.raises(AssertionError, match="free is given back"):
+        pages.give_back(taken[2:])
+
+
 def test_an_empty_segment_goes_to_the_pool() -> None:
     """A place whose last page came back can begin a life of any other class, domain and writer."""
     pages = pages_with(KEY)

@@ -406,6 +406,8 @@ def test_a_put_that_may_come_gets_all_its_pages_or_none() -> None:
     kit.core.pin_blocks(kit.ids(pinned))
     ahead = kit.reserve_ahead(4, 2)
     assert len(ahead.reservations) == len(ahead.extents) == 1
+    assert ahead.plan.reserved["generation"].tolist() == ahead.extents["generation"].ravel().tolist()
+    assert len(ahead.plan.freed) == 0
     assert statuses(kit.reserve(chain("b", 2))) == [RESERVED, NO_ROOM]
     kit.core.check()
 
