@@ -343,19 +343,6 @@ def test_a_name_that_comes_twice_in_a_commit_is_one_block() -> None:
     assert answer.extents["generation"][2] == answer.extents["generation"][0]
 
 
-def test_a_name_that_comes_twice_while_its_tier_goes_out_of_service() -> None:
-    """Both rows of it lead to the one page, though nobody else is served there now."""
-    kit, name = Kit(tier(HOST, 8)), chain("a", 1)
-    reserved = kit.reserve(np.concatenate((name, name)))
-    begun = kit.core.begin_commit(1, reservation=reserved.reservation, blocks=None, now=kit.tick())
-    kit.core.set_serving(0, False)
-    done = kit.finish_commit(begun, lease=True)
-    assert done.statuses.tolist() == [READY, EXISTS]
-    assert done.extents[0] == done.extents[1]
-    assert done.extents["page"].tolist() == [begun.extents["page"][0]] * 2
-    assert done.lease
-
-
 def test_little_is_reserved_ahead() -> None:
     """Pages for puts that may come are an eighth of the tier at most, of all sessions together, and count no more once their put has come, or they are given back."""
     kit = Kit(tier(HOST, 64))
