@@ -311,7 +311,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "settle-doomed",
         "a lease is not settled on pages that were taken out while their transfers flew",
         "tierd/core/gets.py",
-        "lost = (doom == Reason.CORRUPTED) if lease.settled else (doom > 0)",
+        "lost = (doom == int(Reason.CORRUPTED)) if lease.settled else (doom > 0)",
         "lost = doom < 0",
         ("tests/unit/core/test_gets.py", "tests/unit/core/test_upkeep.py"),
     ),
