@@ -7,10 +7,11 @@ from typing import NoReturn
 
 import pytest
 
+from tools.fatbins import MissingNvcc
 from tools.kernels import MissingTool
 
 
-def skip_without(error: MissingTool, *tools: str) -> NoReturn:
+def skip_without(error: MissingTool | MissingNvcc, *tools: str) -> NoReturn:
     """Skips where the machine lacks one of the tools; where it has all, the fault is ours. Raises the error."""
     lacking = [tool for tool in tools if shutil.which(tool) is None]
     if not lacking:

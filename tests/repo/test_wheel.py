@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.compilers import skip_without
 from tests.repo.source import ROOT
 from tierd.kernels.arguments import HEAD_DIMS
 from tools import fatbins
 from tools.fake_cuda import MAGIC, kernels_of
-from tools.fatbins import DIMS, PTX, UNITS, MissingNvcc, NvccError, Unit, build, find_nvcc, for_wheel
+from tools.fatbins import DIMS, PTX, UNITS, MissingNvcc, NvccError, Unit, build, for_wheel
 from tools.kernels import MissingTool
 
 NVCC = """#!/bin/sh
@@ -108,7 +109,7 @@ def test_units_hold_every_kernel() -> None:
         whole = {kernel for source in {unit.source for unit in split} for kernel in kernels_of(Unit(source))}
         parts = {kernel for unit in split for kernel in kernels_of(unit)}
     except MissingTool as error:
-        pytest.skip(f"no preprocessor for the kernels: {error}")
+        skip_without(error, "g++", "nvcc")
     assert len(whole) > 40
     assert parts == whole
     assert DIMS == HEAD_DIMS
@@ -117,10 +118,11 @@ def test_units_hold_every_kernel() -> None:
 
 def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By nvcc a unit becomes machine code and PTX with its kernels, by their names and with the launch bound that the loader asks for, joined to a fatbin."""
-    if find_nvcc() is None:
-        pytest.skip("nvcc: not found; install a CUDA toolkit")
     monkeypatch.setattr(fatbins, "OBJECTS", tmp_path / "objects")
-    list(build(tmp_path, [90], [Unit("merge")]))
+    try:
+        list(build(tmp_path, [90], [Unit("merge")]))
+    except MissingNvcc as error:
+        skip_without(error, "nvcc")
     made = [path for path in (tmp_path / "objects").iterdir() if not path.suffix]
     objects = {path.name.split("-")[1]: path.read_bytes() for path in made}
     assert set(objects) == {"elf90", f"ptx{PTX}"}
