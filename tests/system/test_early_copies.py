@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from tests.depth import count
+from tests.system.damaged import flip, pages
+from tests.system.test_restart import wipe_arena
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec
@@ -24,6 +26,13 @@ nvme = []
 capacity = "1 MiB"
 segment = "256 KiB"
 eviction = "lru"
+"""
+LARGE = NamespaceSpec(model="large", tokens_per_block=16, block_bytes=1 << 20)
+ROOMY = """\
+nvme = []
+[[host]]
+capacity = "64 MiB"
+segment = "4 MiB"
 """
 BLOCKS, SEQUENCES = 8, 40
 ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
@@ -47,6 +56,11 @@ def blocks_of(number: int) -> list[np.ndarray]:
     return [content_of(name, SPEC.block_bytes) for name in chain(number, BLOCKS)]
 
 
+def large(number: int) -> list[np.ndarray]:
+    """What a sequence of large blocks holds."""
+    return [content_of(name, LARGE.block_bytes) for name in chain(number, BLOCKS)]
+
+
 def test_the_second_get_copies_early(covered: list[int]) -> None:
     """What one get gave, the next one of the same sequence copies while it asks; of one buffer or many, with the same bytes."""
     with Daemon(TIGHT) as daemon, Client(daemon.target) as client:
@@ -57,7 +71,7 @@ def test_the_second_get_copies_early(covered: list[int]) -> None:
                 np.frombuffer(out, np.uint8)[:] = 7
                 assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
                 assert bytes(out) == b"".join(block.tobytes() for block in blocks_of(1))
-        assert covered == [BLOCKS] * 3
+        assert covered == [0, *[BLOCKS] * 3]
 
 
 def test_no_early_copy_is_served_without_an_answer() -> None:
@@ -69,6 +83,64 @@ def test_no_early_copy_is_served_without_an_answer() -> None:
         with client.acquire(space, chain(1, BLOCKS)):  # whose pins keep the pages what they are
             operator.ask(pb.BumpEpochRequest(model=SPEC.model))
             assert client.get(client.open_namespace(SPEC), chain(1, BLOCKS), out=out).blocks == 0
+
+
+def test_the_first_get_copies_while_it_is_verified(covered: list[int]) -> None:
+    """What is large is copied while the daemon looks at it, also by a client that has mapped nothing yet; from then on nothing is told before."""
+    with Daemon(ROOMY) as daemon, Client(daemon.target) as writer, Client(daemon.target) as reader:
+        writer.put(writer.open_namespace(LARGE), chain(1, BLOCKS), large(1))
+        space, out = reader.open_namespace(LARGE), np.zeros((BLOCKS, LARGE.block_bytes), np.uint8)
+        assert reader.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
+        assert covered == [BLOCKS] and (out == np.stack(large(1))).all()
+
+
+@pytest.mark.parametrize("bad", range(BLOCKS))
+def test_what_is_no_longer_what_was_put_is_not_served(covered: list[int], bad: int) -> None:
+    """A block that changed since its commit is a miss, with what follows it, though it may have been copied early; those before it are served, and again by the next get."""
+    with Daemon(ROOMY) as daemon, Client(daemon.target) as client:
+        space, names = client.open_namespace(LARGE), chain(1, BLOCKS)
+        client.put(space, names, large(1))
+        flip(pages(daemon, names)[names[bad].tobytes()], 4097)
+        for _ in range(2):
+            out = np.zeros((BLOCKS, LARGE.block_bytes), np.uint8)
+            assert client.get(space, names, out=out).blocks == bad
+            assert (out[:bad] == np.stack(large(1))[:bad]).all()
+        assert set(covered) <= {bad, 0}
+
+
+def test_an_early_copy_of_a_daemon_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon with a new arena takes the place of the one that a get was sent to, and its handles look just like those that were copied: its bytes are served."""
+    with Daemon(TIGHT) as daemon, Client(daemon.target) as client:
+        space, out, ask = (
+            client.open_namespace(SPEC),
+            np.zeros((BLOCKS, SPEC.block_bytes), np.uint8),
+            LocalTransport.call,
+        )
+        client.put(space, chain(1, BLOCKS), blocks_of(1))
+        assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
+        answers = [_handles_of(client)]
+
+        def ask_late(self: Any, method: str, request: Any, **given: Any) -> Any:
+            late.undo()
+            given.pop("meanwhile").run()
+            daemon.kill()
+            wipe_arena(daemon)
+            daemon.start()
+            with Client(daemon.target) as other:
+                other.put(other.open_namespace(SPEC), chain(1, BLOCKS), blocks_of(2))
+                answers.append(_handles_of(other))
+            return ask(self, method, request, **given)
+
+        with monkeypatch.context() as late:
+            late.setattr(LocalTransport, "call", ask_late)
+            assert client.get(space, chain(1, BLOCKS), out=out).blocks == BLOCKS
+        assert answers[0] == answers[1]
+        assert bytes(out) == b"".join(block.tobytes() for block in blocks_of(2))
+
+
+def _handles_of(client: Client) -> bytes:
+    with client.acquire(client.open_namespace(SPEC), chain(1, BLOCKS)) as lease:
+        return lease.handles.tobytes()
 
 
 def test_right_bytes_while_pages_change_hands(covered: list[int]) -> None:
@@ -102,7 +174,7 @@ def test_right_bytes_where_pages_are_reused_in_the_middle(monkeypatch: pytest.Mo
             def ask_late(self: Any, method: str, request: Any, *, again: bool = again, **given: Any) -> Any:
                 """The copy first, then others' puts, which displace what was copied; the question after them."""
                 if given.get("meanwhile") is not None:
-                    given.pop("meanwhile")()
+                    given.pop("meanwhile").run()
                     for number in (*range(2, 20), *(range(1, 2) if again else ())):
                         other.put(theirs, chain(number, BLOCKS), blocks_of(number))
                 return ask(self, method, request, **given)

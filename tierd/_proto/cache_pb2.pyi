@@ -138,14 +138,16 @@ class LookupReply(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., tier_of: _Optional[_Iterable[bytes]] = ..., tier_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("groups", "tier", "nth")
+    __slots__ = ("groups", "tier", "nth", "preview")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     tier: TierKind
     nth: int
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ...) -> None: ...
+    preview: bool
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., preview: bool = ...) -> None: ...
 
 class GroupHandles(_message.Message):
     __slots__ = ("first", "count", "handles")
@@ -362,18 +364,20 @@ class Ask(_message.Message):
     def __init__(self, method: _Optional[str] = ..., message: _Optional[bytes] = ..., timeout_us: _Optional[int] = ..., request: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("message", "status", "error", "details", "retry_ms")
+    __slots__ = ("message", "status", "error", "details", "retry_ms", "preview")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     message: bytes
     status: str
     error: str
     details: str
     retry_ms: int
-    def __init__(self, message: _Optional[bytes] = ..., status: _Optional[str] = ..., error: _Optional[str] = ..., details: _Optional[str] = ..., retry_ms: _Optional[int] = ...) -> None: ...
+    preview: bool
+    def __init__(self, message: _Optional[bytes] = ..., status: _Optional[str] = ..., error: _Optional[str] = ..., details: _Optional[str] = ..., retry_ms: _Optional[int] = ..., preview: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("after",)

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import structlog
@@ -23,6 +24,7 @@ from tierd.cache.events import Event
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import Holdings, Key
+from tierd.cache.lease import NOTHING, Lease, Preview
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
@@ -61,19 +63,8 @@ from tierd.tiers.tier import is_mapped
 
 log = structlog.get_logger(__name__)
 
-NOTHING = Served(0, [], Plan())
 MEANWHILE_S = 0.001
 """What is reserved ahead after a put stands back for so long: a call that its client makes right away is served first. While a put copies there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """What acquire answers. whole: False if more is held than is served now. tier_tokens: where it was found."""
-
-    lease: int
-    served: Served
-    tier_tokens: list[int]
-    whole: bool
 
 
 class Cache:
@@ -203,12 +194,14 @@ class Cache:
             self.prefetch(session, groups, TierKind.HOST)
         return found
 
-    async def acquire(self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float) -> Lease:
+    async def acquire(
+        self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float, preview: Preview = None
+    ) -> Lease:
         """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises Overloaded for none, and a full queue."""
         self._check_groups(session, groups)
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
-        got, served = await self._bring(session, groups, kind=kind, timeout_s=timeout_s)
+        got, served = await self._bring(session, groups, kind=kind, timeout_s=timeout_s, preview=preview)
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way: there may be a good one farther off.
             self._give_back(session, [got.lease])
@@ -230,6 +223,7 @@ class Cache:
         *,
         kind: Wanted,
         timeout_s: float,
+        preview: Preview = None,
         again: Acquisition | None = None,
     ) -> tuple[Acquisition, Served]:
         """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. again: what was tried before."""
@@ -252,7 +246,7 @@ class Cache:
         try:
             failpoint("cache.acquire.before_landing")
             await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
-            served = await self._settle(got.lease)
+            served = await self._settle(got.lease, preview)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
                 self._hold((session, HoldKind.LEASE, got.lease), served.extents)
@@ -389,12 +383,13 @@ class Cache:
 
     # -- inner steps
 
-    async def _settle(self, lease: int) -> Served:
+    async def _settle(self, lease: int, preview: Preview) -> Served:
         """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
         while True:
             served = self.core.settle(lease, now=self.clock.now())
             self.flights.start(served.plan)
-            bad = await self._verification.find_bad(served.extents, served.blocks)
+            told = partial(preview, served) if preview is not None else None
+            bad = await self._verification.find_bad(served.extents, served.blocks, before=told)
             if bad is None:
                 return NOTHING
             if not len(bad):

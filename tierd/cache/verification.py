@@ -16,7 +16,7 @@ from tierd.core.core import Core
 from tierd.core.model import UNVERIFIED, StructArray
 from tierd.core.plan import Bools, Ids
 from tierd.errors import TierFailed
-from tierd.mover import Mover
+from tierd.mover import AT_ONCE_BYTES, Mover
 from tierd.tiers.tier import Tier, is_shared
 
 log = structlog.get_logger(__name__)
@@ -40,14 +40,18 @@ class Verification:
         self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
         self._verify, self._sampling = setting[0], np.random.default_rng(setting[1])
 
-    async def find_bad(self, extents: StructArray, blocks: Ids) -> StructArray | None:
-        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified.
+    async def find_bad(
+        self, extents: StructArray, blocks: Ids, *, before: Callable[[], None] | None = None
+    ) -> StructArray | None:
+        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified. before: is called first where that takes a while.
 
         None where a device cannot be asked now: it is the device that is in trouble, so its blocks stay, and nobody is served them.
         """
         suspect = self._suspect(extents)
         if not suspect.any():
             return extents[:0]
+        if before is not None and int(extents["length"][suspect].sum(dtype=np.int64)) > AT_ONCE_BYTES:
+            before()
         bad = [extents[:0]]
         for position in np.unique(extents["tier"][suspect]).tolist():
             rows = suspect & (extents["tier"] == position)

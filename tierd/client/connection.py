@@ -38,10 +38,22 @@ _closed: dict[str, deque[int]] = {}
 """By target: sessions of clients that were closed, which a daemon has heard of, unless it was dying: told again with the next connection."""
 
 
+class Meanwhile(Protocol):
+    """Work beside a call. Its time is not the call's."""
+
+    def run(self) -> None:
+        """The request has gone."""
+        ...
+
+    def hear(self, reply: Any) -> None:
+        """This is what the reply is going to be, if nothing comes between."""
+        ...
+
+
 class Transport(Protocol):
     """gRPC to one daemon: plain results from the synchronous one, awaitables from the other. All raise TierdErrors."""
 
-    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
+    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
         """One request, one reply. meanwhile: what may be done, or not, while it is under way."""
         ...
 

@@ -1,29 +1,38 @@
-"""Early copies: a get begins to copy what the last get of the same sequence gave, while the daemon is asked what holds now.
+"""Early copies: a get begins to copy while the daemon is asked what holds now: what the last get of the same sequence gave, or what the daemon tells that
+it is about to verify.
 
-    last answer ──▶ Known ──▶ copied while Acquire is under way ──▶ what the answer names alike is there already
+    last answer ──▶ Known ──┐
+                            ├─▶ copied while Acquire is under way ──▶ what the answer names alike is there already
+    preview ────────────────┘
 
-Purpose: a call that costs a get little beyond its copy. Non-purpose: the call, the look at the generation words afterwards (lease.py). Invariants: nothing
-is served because of it: the answer alone says what is leased, and a block counts as copied only where the answer has the very same handle, whose
-generation is never used twice; so its page held these bytes from before the copy until the look that follows it. Of a daemon that has gone nothing is known.
+Purpose: a call that costs a get little beyond its copy, and a verification that costs it nothing. Non-purpose: the call, the look at the generation words
+afterwards (lease.py). Invariants: nothing is served because of it: the answer alone says what is leased, and a block counts as copied only where the answer
+has the very same handle, of the same daemon, whose generation is never used twice; so its page held these bytes from before the copy until the look that
+follows it. Of a daemon that has gone nothing is known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
+from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers
 from tierd.client.mapping import Segment
+from tierd.client.protocol import leased
 from tierd.client.session import Session, by_place
 from tierd.client.values import Group
-from tierd.core.model import Need, StructArray
-from tierd.errors import InvalidArgument
+from tierd.core.model import HANDLE, Need, StructArray
+from tierd.errors import InvalidArgument, TierdError
 
 SEQUENCES_LIMIT, HANDLES_LIMIT = 1024, 1 << 16
 """Of which handles are remembered: 40 bytes each."""
+_NONE: StructArray = np.zeros(0, dtype=HANDLE)
 Key = tuple[int, tuple[int, ...], bytes]
 """Of a sequence: namespace, ranks, hash of the last block, which covers those before it."""
 
@@ -59,25 +68,36 @@ class Known:
 
 
 class EarlyCopy:
-    """The copy of one get. handles: what was copied, from the first block on; empty before `run`."""
+    """The copy of one get. known: what the last get gave; deadline: of time.monotonic(). handles: what was copied, from the first block on."""
 
-    def __init__(self, session: Session, known: StructArray, out: Any) -> None:
-        self._session, self._known, self._out = session, known, out
-        self.handles = known[:0]
+    def __init__(self, session: Session, group: Group, out: Any, *, known: StructArray | None, deadline: float) -> None:
+        self.session, self._group, self._out = session, group, out
+        self._known, self._deadline = known, deadline
+        self.handles: StructArray = _NONE
 
     def run(self) -> None:
-        """Copies, once; nothing where a page has gone, or the buffers do not fit what is known."""
-        if len(self.handles):
-            return
-        pages = _pages(self._session, self._known)
+        """Copies what is known."""
+        if self._known is not None:
+            self._copy(self._known)
+
+    def hear(self, reply: pb.AcquireReply) -> None:
+        """Copies what the daemon looks at meanwhile."""
+        handles = leased(reply, [self._group]).groups[0].handles.reshape(-1) if reply.groups else _NONE
+        with contextlib.suppress(TierdError):  # the answer's own will say why
+            self.session.map(handles, timeout_s=self._deadline - time.monotonic())
+            self._copy(handles)
+
+    def _copy(self, handles: StructArray) -> None:
+        """Once; nothing where a page has gone, or the buffers do not fit."""
+        pages = _pages(self.session, handles) if len(handles) and not len(self.handles) else None
         if pages is None:
             return
         try:
-            targets = buffers.pieces(self._out, self._known["length"].tolist(), writable=True)
+            targets = buffers.pieces(self._out, handles["length"].tolist(), writable=True)
         except InvalidArgument:  # the answer may be shorter, and fit
             return
         buffers.copy_all(targets, pages)
-        self.handles = self._known
+        self.handles = handles
 
     def covers(self, handles: StructArray) -> int:
         """How many of these blocks, from the first on, need not be copied."""

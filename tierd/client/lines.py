@@ -37,12 +37,15 @@ class Line:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._rest = b""  # of what came at once, what follows the message that was received
         weakref.finalize(self, connection.close).atexit = False
 
     def ask(self, message: bytes, *, deadline: float) -> bytes:
         """The answer. Raises TimeoutError, EOFError, OSError, OperatorError; after any exception the line is to be dropped."""
         self.send(message, deadline=deadline)
-        return self.receive(deadline=deadline)
+        answer = self.receive(deadline=deadline)
+        self.check_over()
+        return answer
 
     def send(self, message: bytes, *, deadline: float) -> None:
         """The first half of `ask`."""
@@ -57,20 +60,24 @@ class Line:
         return bool(poll.poll(0))
 
     def receive(self, *, deadline: float) -> bytes:
-        """The second half of `ask`."""
-        self._wait(deadline)
-        data = self._socket.recv(FIRST_BYTES)
+        """The second half of `ask`: the next message."""
+        data, self._rest = self._rest, b""
         while len(data) < HEAD.size:
-            data += self._more(HEAD.size - len(data), deadline)
+            data += self._more(FIRST_BYTES, deadline)
         end = HEAD.size + HEAD.unpack_from(data)[0]
-        if not len(data) <= end <= HEAD.size + MESSAGE_MAX_BYTES:
-            raise OperatorError(f"daemon: {len(data)} bytes of an answer that ends at {end}; versions differ?")
-        parts = [data[HEAD.size :]]
+        if end > HEAD.size + MESSAGE_MAX_BYTES:
+            raise OperatorError(f"daemon: an answer of {end} bytes; versions differ?")
+        parts, self._rest = [data[HEAD.size : end]], data[end:]
         missing = end - len(data)
-        while missing:
+        while missing > 0:
             parts.append(self._more(missing, deadline))
             missing -= len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def check_over(self) -> None:
+        """Nothing may follow the answer: it would be taken for the next call's. Raises OperatorError."""
+        if self._rest:
+            raise OperatorError(f"daemon: {len(self._rest)} bytes after its answer; versions differ?")
 
     def close(self) -> None:
         """Ends the line. Of the thread that has it, and safe to call twice."""

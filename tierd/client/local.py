@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client.connection import Link
+from tierd.client.connection import Link, Meanwhile
 from tierd.client.lines import MESSAGE_MAX_BYTES, Line, LineLost, Lines
 from tierd.client.protocol import GIVING, error_of
 from tierd.client.spares import Spares
@@ -37,17 +38,16 @@ class Sent:
     def __init__(self, link: Link, lines: Lines, line: Line, *, method: str, name: str) -> None:
         self._link, self._lines, self._line, self._method, self._name = link, lines, line, method, name
 
-    def during(self, work: Callable[[], None], *, deadline: float) -> None:
-        """Work to be done before the reply is waited for; if it fails, the call is given up."""
+    def reply(self, *, deadline: float, meanwhile: Meanwhile | None = None) -> Any:
+        """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
         try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised again, in our words
-            raise self.given_up(error, deadline) from None
-
-    def reply(self, *, deadline: float) -> Any:
-        """The reply. Raises TierdErrors."""
-        try:
-            answer = pb.Answer.FromString(self._line.receive(deadline=deadline))
+            deadline += _seconds_of(meanwhile.run) if meanwhile is not None else 0.0
+            answer = self._receive(deadline)
+            if answer.preview:
+                preview = _REPLIES[self._method](answer.message)
+                deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
+                answer = self._receive(deadline)
+            self._line.check_over()
             reply = None if answer.status else _REPLIES[self._method](answer.message)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise self.given_up(error, deadline) from None
@@ -90,6 +90,9 @@ class Sent:
         except TierdError:
             return False
         return True
+
+    def _receive(self, deadline: float) -> pb.Answer:
+        return pb.Answer.FromString(self._line.receive(deadline=deadline))
 
     def _revoke(self) -> None:
         if self._name and self._link.session is not None:
@@ -134,18 +137,14 @@ class LocalTransport:
         self._spares = Spares(self.begin, lambda numbers: self._session.let_go(reservations=numbers))
         link.spares, link.credits.on_wait = self._spares, self._spares.give_back
 
-    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
-        """One request, one reply. meanwhile: what to do while the daemon is at it; its time is not the call's."""
+    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
+        """One request, one reply. meanwhile: what to do while the daemon is at it."""
         with self._link.credits.turn(method, timeout_s=timeout_s) as left_s:
             deadline = time.monotonic() + left_s
             sent = self._send(method, request, deadline=deadline)
             if sent is None:
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
-            if meanwhile is not None:
-                begun = time.monotonic()
-                sent.during(meanwhile, deadline=deadline)
-                deadline += time.monotonic() - begun
-            return sent.reply(deadline=deadline)
+            return sent.reply(deadline=deadline, meanwhile=meanwhile)
 
     def begin(self, method: str, request: Any, timeout_s: float) -> Later | None:
         """Sends a call whose reply is taken later; None: there is no turn or no line that rests for it now, or the daemon does not hear."""
@@ -212,6 +211,13 @@ class LocalTransport:
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise sent.given_up(error, deadline) from None
         return sent
+
+
+def _seconds_of(work: Callable[[], None]) -> float:
+    """What it took."""
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
 
 
 def _refused(answer: pb.Answer) -> TierdError:

@@ -15,7 +15,7 @@ import grpc
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.client import forks
-from tierd.client.connection import Link
+from tierd.client.connection import Link, Meanwhile
 from tierd.client.protocol import GET, GIVING, REQUEST_KEY, error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, Overloaded, TierdError, Unavailable
 
@@ -47,7 +47,7 @@ class SyncTransport:
         self.stub.Put = self._channel.stream_unary(_path("Put"), None, pb.PutReply.FromString)
         self.stub.Get = self._channel.unary_stream(_path("Get"), pb.GetRequest.SerializeToString, GET.decode)
 
-    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Any:
+    def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
         """One request, one reply."""
         with self.link.credits.turn(method, timeout_s=timeout_s) as left_s:
             return self.ask(method, request, timeout_s=left_s)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from tierd.client import forks
-from tierd.client.connection import Link
+from tierd.client.connection import Link, Meanwhile
 from tierd.client.credits import Credits
 from tierd.client.rpc import SyncTransport, named, translated
 
@@ -24,9 +24,7 @@ class AsyncTransport:
     def __init__(self, link: Link, address: str) -> None:
         self._sync = SyncTransport(link, address)
 
-    async def call(
-        self, method: str, request: Any, *, timeout_s: float, meanwhile: Callable[[], None] | None = None
-    ) -> Any:
+    async def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
         """One request, one reply."""
         link = self._sync.link
         async with _turn(link.credits, method, timeout_s=timeout_s) as left_s:

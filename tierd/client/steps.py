@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tierd.client.connection import Link, OpenTransport
+from tierd.client.connection import Link, Meanwhile, OpenTransport
 
 T = TypeVar("T")
 Steps = Generator[Any, Any, T]
@@ -45,7 +45,7 @@ class Call:
     method: str
     request: Any
     timeout_s: float
-    meanwhile: Callable[[], None] | None = None
+    meanwhile: Meanwhile | None = None
 
     def send(self, open_transport: OpenTransport) -> Any:
         """The reply, or an awaitable of it."""

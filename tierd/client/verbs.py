@@ -16,7 +16,7 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, protocol, remote, writing
 from tierd.client.complaints import Complaints
-from tierd.client.connection import Connector, Link
+from tierd.client.connection import Connector, Link, Meanwhile
 from tierd.client.credits import pause_s
 from tierd.client.early import EarlyCopy
 from tierd.client.lease import Lease
@@ -157,7 +157,7 @@ class Verbs:
     # -- inner steps
 
     def _acquire(
-        self, groups: Sequence[Group], tier: str, deadline: float, *, meanwhile: Callable[[], None] | None = None
+        self, groups: Sequence[Group], tier: str, deadline: float, *, early: EarlyCopy | None = None
     ) -> Steps[Lease]:
         self._check_local("acquire")
         wanted = protocol.wanted_tier(tier)
@@ -165,7 +165,7 @@ class Verbs:
             yield from self._opened(_spaces(groups), deadline)
             return self._empty_lease()
         yield from self._check_device(tier, deadline)
-        link, lease = yield from self._leased(groups, wanted, deadline, meanwhile=meanwhile)
+        link, lease = yield from self._leased(groups, wanted, deadline, early=early)
         if not lease.whole and (yield from self._without_spare(link, deadline)):
             link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
         if not lease:
@@ -179,13 +179,14 @@ class Verbs:
         wanted: dict[str, Any],
         deadline: float,
         *,
-        meanwhile: Callable[[], None] | None = None,
+        early: EarlyCopy | None = None,
     ) -> Steps[tuple[Link, Lease]]:
+        copies = early is not None
         link, reply = yield from self._ask(
-            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), **wanted)),
+            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), preview=copies, **wanted)),
             _spaces(groups),
             deadline,
-            meanwhile=meanwhile,
+            meanwhile=early,
         )
         leased = protocol.leased(reply, groups)
         hold = Hold(link, lease=leased.lease) if leased.lease else None
@@ -199,13 +200,15 @@ class Verbs:
         if isinstance(self.connector.target, RemoteTarget):
             return (yield from remote.get((yield from self._link(deadline)), group, out, deadline))
         early = (yield from self._early(group, out, deadline)) if out is not None else None
-        lease = yield from self._acquire([group], "host", deadline, meanwhile=early.run if early else None)
+        lease = yield from self._acquire([group], "host", deadline, early=early)
         if not lease:
             return GetResult()
         try:
             if out is None:
                 views = tuple(lease.views())
                 return GetResult(lease.tokens, len(views), views, lease.tier_tokens)
+            if lease.hold is not None and early is not None and early.session is not lease.hold.link.session:
+                early = None  # another daemon has answered, whose handles may look like those of the one that has gone
             blocks = yield Do(lambda: lease.copy_into(out, early=early))
             if lease.hold is not None:
                 lease.hold.link.known.note(group, lease.handles)
@@ -214,10 +217,11 @@ class Verbs:
             lease.detach()
 
     def _early(self, group: Group, out: Any, deadline: float) -> Steps[EarlyCopy | None]:
-        """The copy that is worth beginning before the daemon has answered, if there is one."""
+        """The copy that may begin before the daemon has answered."""
         link = yield from self._link(deadline)
-        known = link.known.find(group)
-        return EarlyCopy(link.session, known, out) if known is not None and link.session is not None else None
+        if link.session is None:
+            return None
+        return EarlyCopy(link.session, group, out, known=link.known.find(group), deadline=deadline)
 
     def reserved(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
@@ -315,7 +319,7 @@ class Verbs:
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
         *,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> Steps[tuple[Link, Any]]:
         """One call over the current link, its namespaces opened there; once more over a new link if the daemon has gone.
 
@@ -429,7 +433,7 @@ class Verbs:
 
 
 def _called(
-    link: Link, method: str, request: Any, deadline: float, *, meanwhile: Callable[[], None] | None = None
+    link: Link, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
 ) -> Steps[Any]:
     """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few times."""
     tries = 1

@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from tierd.clock import Clock
 from tierd.errors import (
@@ -54,13 +54,14 @@ read; its other errors say that it was used wrongly."""
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is behind a call. session: the core's id; deadline: in the loop's time."""
+    """Who is behind a call. session: the core's id; deadline: in the loop's time; preview: tells what the reply is going to be, where the way of the call allows it."""
 
     session: int
     tenant: str
     is_admin: bool
     request: str
     deadline: float
+    preview: Callable[[Message], None] | None = None
 
     @property
     def left_s(self) -> float:

@@ -20,9 +20,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
+from google.protobuf.message import Message
 from structlog.contextvars import bind_contextvars
 
 from tierd._proto import cache_pb2 as pb
@@ -114,7 +116,7 @@ class Lines:
             raise
         try:
             while (raw := await self._next(line, task, session)) is not None:
-                line.write((await self._answer(raw, session)).SerializeToString())
+                line.write((await self._answer(raw, session, line)).SerializeToString())
                 if not line.is_taken:
                     async with asyncio.timeout(self._guard.call_timeout_s):  # who does not read keeps nothing for ever
                         await line.taken()
@@ -137,14 +139,14 @@ class Lines:
         finally:
             del self._resting[task]
 
-    async def _answer(self, raw: bytes, session: Session) -> pb.Answer:
+    async def _answer(self, raw: bytes, session: Session, line: Line) -> pb.Answer:
         """The reply to one message, or why there is none."""
         begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
         try:
             ask = parsed(pb.Ask.FromString, raw)
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
-            return await self._made(verb, ask, session, request)
+            return await self._made(verb, ask, session, request, line)
         except (TierdError, TimeoutError) as error:
             outcome = type(error).__name__
             return _refusal(error)
@@ -164,10 +166,10 @@ class Lines:
             raise InvalidArgument(f"ask.method: {name!r:.80} is none that a line takes; call it over gRPC")
         return verb
 
-    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str) -> pb.Answer:
+    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, line: Line) -> pb.Answer:
         bind_contextvars(request=request, call=verb.name)
         who, deadline = session.identity, self._guard.deadline(ask.timeout_us / 1e6)
-        caller = Caller(session.id, who.tenant, who.is_admin, request, deadline)
+        caller = Caller(session.id, who.tenant, who.is_admin, request, deadline, partial(_preview, line))
         with self._guard.place(verb.path, session.id):
             CALLER.set(caller)
             message = parsed(verb.parse, ask.message)
@@ -191,6 +193,10 @@ def _verbs_of(service: Any) -> list[Verb]:
         for method in described.methods
         if not (method.client_streaming or method.server_streaming)
     ]
+
+
+def _preview(line: Line, reply: Message) -> None:
+    line.write(pb.Answer(message=reply.SerializeToString(), preview=True).SerializeToString())
 
 
 def _refusal(error: TierdError | TimeoutError) -> pb.Answer:

@@ -16,7 +16,7 @@ from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.core.block import Namespace
 from tierd.core.model import BlockStatus, Wanted
-from tierd.core.plan import GroupQuery, PutQuery
+from tierd.core.plan import GroupQuery, PutQuery, Served
 from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
 from tierd.events.told import Names
@@ -67,8 +67,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         # Time is left for the answer, so that a slow disk costs a smaller hit and not the call.
         timeout_s = caller.left_s * 0.8
         kind = self._wanted(request.tier, request.nth)
-        lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s)
-        epochs = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups]
+        epochs, tell = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups], caller.preview
+
+        def preview(served: Served) -> None:
+            if request.preview and tell is not None:
+                tell(wire.acquire_reply(served, lease=0, tier_tokens=[], whole=False, epochs=epochs))
+
+        lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s, preview=preview)
         reply = wire.acquire_reply(
             lease.served, lease=lease.lease, tier_tokens=lease.tier_tokens, whole=lease.whole, epochs=epochs
         )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierd.cache.cache import Cache, Lease
+from tierd.cache.cache import Cache
+from tierd.cache.lease import Lease
 from tierd.config import read_config, resolve
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, Durability, StructArray, TierKind

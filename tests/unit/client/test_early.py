@@ -28,9 +28,14 @@ def handles(count: int) -> np.ndarray:
 
 def copied(known: np.ndarray, out: Any = None) -> EarlyCopy:
     """An early copy that was made."""
-    early = EarlyCopy(SimpleNamespace(), known, out)  # type: ignore[arg-type]
+    early = fresh(known, out)
     early.handles = known
     return early
+
+
+def fresh(known: np.ndarray, out: Any = None) -> EarlyCopy:
+    """An early copy that is still to be made."""
+    return EarlyCopy(SimpleNamespace(), group(1), out, known=known, deadline=0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", HANDLE.names)
@@ -47,7 +52,7 @@ def test_more_and_less_than_is_known() -> None:
     known = handles(5)
     assert copied(known).covers(known[:2]) == 2
     assert copied(known[:2]).covers(known) == 2
-    assert EarlyCopy(SimpleNamespace(), known, None).covers(known) == 0  # type: ignore[arg-type]
+    assert fresh(known).covers(known) == 0
     assert copied(known).covers(known[:0]) == 0
 
 

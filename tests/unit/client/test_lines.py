@@ -111,6 +111,18 @@ def test_what_is_no_answer(pair: tuple[Line, socket.socket], said: bytes) -> Non
         line.ask(b"x", deadline=soon())
 
 
+def test_messages_that_come_at_once(pair: tuple[Line, socket.socket]) -> None:
+    """Each is received by itself, though one look at the socket gave all, and part of the last."""
+    line, theirs = pair
+    said = [b"first", b"", b"third" * 20_000]
+    raw = b"".join(struct.pack("<I", len(each)) + each for each in said)
+    theirs.sendall(raw[:-9])
+    assert [line.receive(deadline=soon()) for _ in said[:2]] == said[:2]
+    theirs.sendall(raw[-9:])
+    assert line.receive(deadline=soon()) == said[2]
+    line.check_over()
+
+
 def test_as_many_lines_as_were_told() -> None:
     """A pool takes no more than it may; one that rests is taken again, one that was dropped makes room for another."""
     given = Given(2)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from tierd.cache.cache import Lease
+from tierd.cache.lease import Lease
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.model import (
     BlockStatus,
