@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -201,11 +201,13 @@ class Cache:
         self._check_groups(session, groups)
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
-        got, served = await self._bring(session, groups, kind=kind, timeout_s=timeout_s, preview=preview)
+        first = partial(self.core.acquire, session, groups=groups, kind=kind)
+        got, served = await self._bring(session, groups, first, timeout_s=timeout_s, preview=preview)
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way: there may be a good one farther off.
             self._give_back(session, [got.lease])
-            again, served = await self._bring(session, groups, kind=kind, timeout_s=deadline - now(), again=got)
+            second = partial(self.core.acquire_again, session, got.question)
+            again, served = await self._bring(session, groups, second, timeout_s=deadline - now())
             got = replace(again, tokens=max(again.tokens, got.tokens))
         count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
         if not got.lease:
@@ -220,19 +222,15 @@ class Cache:
         self,
         session: int,
         groups: Sequence[GroupQuery],
+        ask: Callable[..., Acquisition],
         *,
-        kind: Wanted,
         timeout_s: float,
         preview: Preview = None,
-        again: Acquisition | None = None,
     ) -> tuple[Acquisition, Served]:
-        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. again: what was tried before."""
+        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. ask: the core's verb."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
-        if again is None:
-            got = self.core.acquire(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
-        else:
-            got = self.core.acquire_again(session, again.question, now=self.clock.now(), shut=shut)
+        got = ask(now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
         if not got.whole and self.releases.make():  # their pages may be the room that was missing
             self._give_back(session, [got.lease])
