@@ -145,12 +145,19 @@ class Flights:
             del self._preparing[segment.segment]
 
     def _batches(self, transfers: StructArray) -> Iterator[StructArray]:
-        # Those that wait for another flight fly apart: they must not hold up what could go at once.
+        # Those that wait for another flight fly apart: they must not hold up what could go at once. So do those into memory that is still to be made.
         links = link_of(transfers) << 1 | (transfers["after"] > 0)
-        for link in dict.fromkeys(links.tolist()):
-            same = transfers[links == link]
-            for i in range(0, len(same), self._batch_blocks):
-                yield same[i : i + self._batch_blocks]
+        unready = [self._unready(*where) for where in transfers["target"][["tier", "segment"]].tolist()]
+        alike: dict[tuple[int, int], list[int]] = {}
+        for row, key in enumerate(zip(links.tolist(), unready, strict=True)):
+            alike.setdefault(key, []).append(row)
+        for rows in alike.values():
+            for i in range(0, len(rows), self._batch_blocks):
+                yield transfers[rows[i : i + self._batch_blocks]]
+
+    def _unready(self, tier: int, segment: int) -> int:
+        """The segment, if its memory is still to be made; else 0."""
+        return segment if segment in self._preparing and not is_stored(self._tiers[tier]) else 0
 
     async def _fly(self, batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> Outcome:
         """before: the flights that fill this plan's sources."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, opened
 from tierd.cache.events import Event, EventKind
 from tierd.cache.operator import Operator
-from tierd.core.model import BlockStatus, PageState, TierKind
+from tierd.core.model import BlockStatus, PageState, SegmentAssignment, TierKind
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
 from tierd.mover import Link
@@ -81,6 +81,28 @@ async def test_what_waits_holds_nothing_up() -> None:
             query = world.query(NAMES)
             lease = await world.cache.acquire(world.session, [query], kind=TierKind.DEVICE, timeout_s=0.5)
         assert lease.served.tokens == 32
+
+
+async def test_memory_that_is_still_made_holds_up_only_what_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come into the first segment of several while the next is being made, and those behind them once it is there."""
+    names = chain(1, 16)
+    async with opened(CONFIG.replace('"1 MiB"', '"64 KiB"', 1)) as world:
+        await _far(world, names)
+        host, made, asked = world.cache.tiers[0], asyncio.Event(), list[int]()
+        prepare = host.prepare
+
+        async def prepare_slowly(segments: Sequence[SegmentAssignment]) -> None:
+            asked.append(segments[0].segment)
+            if len(asked) > 1:
+                await made.wait()
+            await prepare(segments)
+
+        monkeypatch.setattr(host, "prepare", prepare_slowly)
+        first = await world.cache.acquire(world.session, [world.query(names)], kind=TierKind.HOST, timeout_s=0.5)
+        made.set()
+        rest = await world.acquire(names)
+        assert len(asked) > 1
+        assert 0 < first.served.tokens < rest.served.tokens == 16 * 16
 
 
 async def test_many_wait_for_one_flight() -> None:
