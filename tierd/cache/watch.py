@@ -22,7 +22,7 @@ from tierd.tiers.tier import Tier, WatchedTier, is_watched
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 0.1
+LOOK_S = 0.2
 """Between two looks at a tier: adds to the time for which it serves although it hangs."""
 
 
