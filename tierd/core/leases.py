@@ -210,14 +210,16 @@ class Sessions:
 
     def unpin(self, session: Session, tier: int, pages: Ids) -> None:
         """Counts them off; call before the pages are freed."""
-        mine, gone = session.pinned[tier], []
-        for key in pages.tolist():
-            if mine[key] == 1:
+        mine, keys = session.pinned[tier], pages.tolist()
+        if list(map(mine.get, keys)).count(1) == len(keys):
+            for key in keys:
                 del mine[key]
-                gone.append(key)
-            else:
+        else:
+            for key in keys:
                 mine[key] -= 1
-        if len(gone) < len(pages):
+            gone = [key for key in dict.fromkeys(keys) if not mine[key]]
+            for key in gone:
+                del mine[key]
             pages = np.asarray(gone, np.int64)
         session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(pages).sum())
 
