@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Iterator
 
@@ -133,3 +134,31 @@ def test_exceptions_that_nobody_takes_are_noted(loop: SimLoop) -> None:
 
     loop.run(main())
     assert len(loop.unforeseen) == 1
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_what_nobody_could_take_is_not_noted(loop: SimLoop, dies: bool) -> None:
+    """A failure on its way to who waits for it when the life ends is nobody's; of a life that goes on it is noted when nobody takes it."""
+
+    async def fail() -> None:
+        raise ValueError
+
+    async def work() -> None:
+        failing = asyncio.ensure_future(fail())
+        failing.add_done_callback(lambda _: loop.end_life(life) if dies else None)
+        outer = asyncio.shield(failing)
+        if dies:
+            await asyncio.wait_for(outer, 1)
+        else:
+            await asyncio.wait([outer])
+
+    async def main() -> None:
+        loop.create_task(work(), context=loop.context_of(life))
+        await asyncio.sleep(1)
+        loop.end_life(life)
+        loop.bury(life)
+
+    life = loop.new_life()
+    loop.run(main())
+    gc.collect()
+    assert len(loop.unforeseen) == (0 if dies else 1)

@@ -66,9 +66,9 @@ class SimLoop(asyncio.BaseEventLoop):
         self._numbers = itertools.count(1)
         self._lives = itertools.count(1)
         self._tasks: dict[int, list[asyncio.Task[Any]]] = {}
-        self._failed: dict[int, list[asyncio.Future[Any]]] = {}  # work in threads that failed
         self._ended: set[int] = set()
         self.set_exception_handler(self._note)
+        self.set_task_factory(_Task.made)
 
     # -- lives
 
@@ -93,8 +93,6 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def bury(self, life: int) -> None:
         """Closes the coroutines of an ended life. Whatever they do while they unwind reaches nobody: the caller puts back what outlives them."""
-        for future in self._failed.pop(life, []):
-            future.exception()  # nobody is left who could look at it
         context, tasks = self.context_of(life), self._tasks.pop(life, [])
         self._tasks[life] = tasks
         for task in tasks:  # more may join while these unwind
@@ -137,21 +135,25 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         """As asyncio's; noted under its life."""
-        task = super().create_task(coro, **options)
+        task: _Task = super().create_task(coro, **options)  # type: ignore[assignment]
         context = options.get("context")
-        life = LIFE.get() if context is None else context.get(LIFE, OUTSIDE)
-        tasks = self._tasks.setdefault(life, [])
+        task.life = LIFE.get() if context is None else context.get(LIFE, OUTSIDE)
+        tasks = self._tasks.setdefault(task.life, [])
         if len(tasks) > 256 and LIFE.get() not in self._ended:
             tasks[:] = [t for t in tasks if not t.done()]
         tasks.append(task)
         return task
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """As asyncio's; it belongs to a life."""
+        return _Future(loop=self)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Runs func inline at a moment that the pace chooses; its result is there later. A life that ends in between has not run it."""
         future = self.create_future()
         if self.is_ended():
             return future
-        pace, job = self.pace(func), _Job(future, func, args, failed=self._failed.setdefault(LIFE.get(), []))
+        pace, job = self.pace(func), _Job(future, func, args)
         if pace.moves_at <= 0:
             job.move()
         else:
@@ -214,26 +216,41 @@ class SimLoop(asyncio.BaseEventLoop):
                 self._fired = self.turns
 
     def _note(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, Killed):
+        error, future = context.get("exception"), context.get("future")
+        is_left = (
+            isinstance(future, _Future | _Task) and future.life in self._ended
+        )  # who was about to look at it has gone
+        if not isinstance(error, Killed) and not is_left:
             self.unforeseen.append(f"{context['message']}: {error!r}")
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Cancelled timers are passed over when their time comes."""
 
 
+class _Future(asyncio.Future[Any]):
+    """A future of a life."""
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.life = LIFE.get()
+
+
+class _Task(asyncio.Task[Any]):
+    """A task of a life."""
+
+    life = OUTSIDE
+
+    @classmethod
+    def made(cls, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> _Task:
+        """What a loop calls for a new one."""
+        return cls(coro, loop=loop, **options)
+
+
 class _Job:
     """Work for a thread: done once, told once."""
 
-    def __init__(
-        self,
-        future: asyncio.Future[Any],
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        *,
-        failed: list[asyncio.Future[Any]],
-    ) -> None:
-        self._future, self._func, self._args, self._failed = future, func, args, failed
+    def __init__(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._future, self._func, self._args = future, func, args
         self._result: Any = None
         self._error: BaseException | None = None
         self._is_done = False
@@ -252,7 +269,6 @@ class _Job:
         if self._future.cancelled() or isinstance(self._error, Killed):
             return
         if self._error is not None:
-            self._failed.append(self._future)
             self._future.set_exception(self._error)
         else:
             self._future.set_result(self._result)
