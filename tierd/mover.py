@@ -49,6 +49,8 @@ AT_ONCE_BYTES = 2 << 20
 """So much, or less, is hashed or copied on the event loop: 0.1 ms, when to wake a thread and be woken by it takes 0.2."""
 BEGIN_S = 10.0
 """Within which the threads that hash have begun."""
+PIECE_BYTES = 256 << 10
+"""What is copied and hashed is hashed piece by piece, while it is still in the processor's caches."""
 HASH_SPLIT_BYTES = 4 << 20
 """A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""
 
@@ -239,6 +241,16 @@ class Mover:
                 slices[row] = table
         return _hashed(slices)
 
+    async def seal(self, sources: StructArray, extents: StructArray, metas: StructArray) -> Hashed:
+        """Copies pages that a writer can still reach into others that he cannot, of mapped tiers, and hashes these."""
+        of, to = self._mapped_views(sources, metas), self._mapped_views(extents, metas)
+        return _hashed(await self._in_threads(_copy_and_sum, to, list(zip(of, _cuts(metas), strict=True)), passes=2))
+
+    def _mapped_views(self, extents: StructArray, metas: StructArray) -> list[memoryview]:
+        tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
+        lengths = metas["stored_length"].tolist()
+        return [tier.view(row)[:length] for tier, row, length in zip(tiers, extents, lengths, strict=True)]
+
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
         """Which pages of shared tiers hold exactly the blocks that metas describe. Raises TierFailed."""
         hashed = await self.hash_pages(extents, metas)
@@ -251,13 +263,18 @@ class Mover:
         return (await self.hash(_views(tier, extents, metas), metas)).slices
 
     async def _in_threads(
-        self, work: Callable[[memoryview, Second], Result], first: Sequence[memoryview], second: Sequence[Second]
+        self,
+        work: Callable[[memoryview, Second], Result],
+        first: Sequence[memoryview],
+        second: Sequence[Second],
+        *,
+        passes: int = 1,
     ) -> list[Result]:
-        """[work(a, b) for a, b in zip(first, second)], at once where it is little, in one thread, or in several where it is much.
+        """[work(a, b) for a, b in zip(first, second)], at once where it is little, in one thread, or in several where it is much. passes: over the bytes of `first`.
 
         Ends when the last thread has let go of the pages, also where one has failed. Raises TierFailed where none can be started.
         """
-        size = sum(map(len, first))
+        size = sum(map(len, first)) * passes
         if size <= AT_ONCE_BYTES:
             return _each(work, first, second)
         parts = self._hash_threads if size > HASH_SPLIT_BYTES else 1
@@ -316,6 +333,21 @@ def _each(
 
 def _copy_views(source: memoryview, target: memoryview) -> None:
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))  # releases the GIL
+
+
+def _copy_and_sum(target: memoryview, given: tuple[memoryview, list[int]]) -> SliceTable:
+    """Sums of what has come to the target: the source may change at any time."""
+    source, cuts = given
+    of, to = np.frombuffer(source, dtype=np.uint8), np.frombuffer(target, dtype=np.uint8)
+    tables, piece, begun, end = list[SliceTable](), list[int](), 0, 0
+    for length in cuts:
+        piece.append(length)
+        end += length
+        if end - begun >= PIECE_BYTES or end == len(target):
+            np.copyto(to[begun:end], of[begun:end])  # releases the GIL
+            tables.append(slice_sums(target[begun:end], piece))
+            piece, begun = [], end
+    return np.concatenate(tables)
 
 
 def _views(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
