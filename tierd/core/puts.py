@@ -170,18 +170,30 @@ class Puts:
             self._sessions.reserve(holder, tier, wish.pages_in(tier, true_rows(wish.pages >= 0)), step=1)
 
     def _set_aside(self, wish: Reservation, at: Ids, class_bytes: int, draft: Draft) -> None:
-        """Pages for rows of one tier and class, as far as there is room: a staging page for each where puts are sealed, and its own."""
+        """Pages for rows of one tier and class, as far as there is room."""
         tier = int(wish.tiers[at[0]])
         spec, key = self._index.tiers[tier].spec, Key(wish.domain, class_bytes, wish.session)
-        if spec.sealed_puts:  # staging first, so that empty segments of the session are not given up for the others
-            staging = self._reserved(tier, key, wish.lengths[at], draft)
-            at = at[: len(staging)]
-            wish.staging[at] = staging
-        if spec.sealed_puts or not spec.writer_owned:
-            key = key._replace(writer=spec.own_writer)
-        pages = self._reserved(tier, key, wish.lengths[at], draft)
+        if not spec.sealed_puts:
+            key = key if spec.writer_owned else key._replace(writer=spec.own_writer)
+            pages = self._reserved(tier, key, wish.lengths[at], draft)
+            wish.pages[at[: len(pages)]] = pages
+            return
+        count = len(at)
+        while count and len(at):
+            given = self._set_aside_two(wish, at[:count], key, draft)
+            at = at[given:]
+            count = count if given == count else count // 2  # fewer staging pages may leave a segment for the others
+
+    def _set_aside_two(self, wish: Reservation, at: Ids, key: Key, draft: Draft) -> int:
+        """A staging page and its own for each row, as far as there is room; how many. Staging first, so that empty segments of the session are not given up for the others."""
+        tier = int(wish.tiers[at[0]])
+        staging = self._reserved(tier, key, wish.lengths[at], draft)
+        wish.staging[at[: len(staging)]] = staging
+        own = key._replace(writer=self._index.tiers[tier].spec.own_writer)
+        pages = self._reserved(tier, own, wish.lengths[at[: len(staging)]], draft)
         wish.pages[at[: len(pages)]] = pages
         self._unstage(wish, at[len(pages) :], Reason.ABORTED, draft)
+        return len(pages)
 
     def _reserved(self, tier: int, key: Key, lengths: Lengths, draft: Draft) -> Ids:
         """Pages of the key for blocks of such lengths, from the first one on, as far as there is room."""
