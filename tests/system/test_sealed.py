@@ -207,7 +207,8 @@ def test_a_daemon_that_dies_between_reserve_and_commit_leaves_nothing(daemon: Da
         for view in views:  # that process has them still
             view[:] = 0xEE
         assert is_right(client, new)
-        del views, reserved
+        del view, views, reserved
+        assert is_right(client, NAMES)  # the next call tells of what is gone
     await_nothing_held(daemon, "a daemon's death between reserve and commit")
 
 
