@@ -49,7 +49,7 @@ AT_ONCE_BYTES = 2 << 20
 """So much, or less, is hashed or copied on the event loop: 0.1 ms, when to wake a thread and be woken by it takes 0.2."""
 BEGIN_S = 10.0
 """Within which the threads that hash have begun."""
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 1 << 20
 """What is copied and hashed is hashed piece by piece, while it is still in the processor's caches."""
 HASH_SPLIT_BYTES = 4 << 20
 """A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""

@@ -17,7 +17,7 @@ from tierd.core.blocks import Names
 from tierd.core.flights import Flights
 from tierd.core.index import Index
 from tierd.core.leases import BUSY, GONE, OPEN, Sessions
-from tierd.core.model import PageState, Reason
+from tierd.core.model import SEALED, PageState, Reason
 from tierd.core.pages import Pages
 from tierd.core.plan import Ids
 from tierd.core.sets import true_rows
@@ -109,7 +109,7 @@ class Audit:
             )
             is_open = place in tier.open_places(segment.key)
             assert is_open == (segment.spare > 0), f"{tier.spec.name}: segment {segment.id} among the open ones"
-            is_lost = place in empty and segment.key.writer not in self._sessions.domains
+            is_lost = place in empty and segment.key.writer not in {SEALED, *self._sessions.domains}
             assert not is_lost, f"{tier.spec.name}: segment {segment.id} is empty and not in the pool"
             assert segment.pages * segment.key.class_bytes <= tier.spec.segment_bytes, "a segment is over-full"
         spans.sort()

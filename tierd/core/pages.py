@@ -3,14 +3,14 @@
 Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is
 cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
 run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives and has committed into it, as soon
-as somebody needs its place; until then the writer has memory that it has mapped already.
+as somebody needs its place; until then the writer has memory that it has mapped already. So do those of sealed puts, which readers have mapped.
 
 A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back.
 Where its segment holds nothing else and the place is wanted (`reclaim`), the pages of the next life that lie on the same bytes are quarantined from its
 beginning, unless that life gets another file. The books of it are kept here; none outlives a restart.
 
 Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living
-writer; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
+writer and sealed ones; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
 given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
@@ -88,7 +88,7 @@ class Pages:
         self._files = Files(places)
         self.vacant = set(range(places))
         self.idle: dict[int, None] = {}
-        """Places of empty segments whose writer lives, in the order in which they emptied."""
+        """Places of empty segments whose writer lives, or that are sealed, in the order in which they emptied."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
@@ -460,7 +460,7 @@ class Pages:
         segment.low = min(segment.low, page - segment.first)
         if segment.spare < segment.pages:
             self._reopen(place)
-        elif segment.is_proven and segment.key.writer not in LIFELESS:
+        elif segment.is_proven and segment.key.writer not in (DAEMON, NOBODY):
             self._reopen(place)
             self.idle[place] = None
         else:

@@ -172,14 +172,14 @@ def test_a_segment_that_lost_its_writer_takes_no_blocks() -> None:
 
 
 def test_the_memory_that_a_writer_has_mapped_stays_with_it() -> None:
-    """Put after put stages in the same segment, so that the client maps nothing anew, though the tier is full."""
-    kit = sealed(16)
-    segments = set[int]()
+    """Put after put stages in the same segment and displaces the coldest in segments that stay, so that nobody maps anything anew, though the tier is full."""
+    kit, staged = sealed(16), set[int]()
     for i in range(12):
-        reserved = kit.reserve(chain(f"c{i}", 2))
-        segments |= set(reserved.extents[0]["segment"].tolist())
-        assert kit.commit(reserved).statuses.tolist() == [READY] * 2
-    assert len(segments) == 1
+        reserved = kit.reserve(chain(f"c{i}", 4))
+        staged |= set(reserved.extents[0]["segment"].tolist())
+        assert kit.commit(reserved).statuses.tolist() == [READY] * 4
+        assert i < 3 or not reserved.plan.segments
+    assert len(staged) == 1
 
 
 def test_nothing_is_hashed_ahead_of_what_is_staged() -> None:
