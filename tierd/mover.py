@@ -26,6 +26,7 @@ from tierd.core.block import slice_lengths
 from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
+from tierd.tiers import staged
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.tier import (
     DeviceTier,
@@ -242,14 +243,12 @@ class Mover:
         return _hashed(slices)
 
     async def seal(self, sources: StructArray, extents: StructArray, metas: StructArray) -> Hashed:
-        """Copies pages that a writer can still reach into others that he cannot, of mapped tiers, and hashes these."""
-        of, to = self._mapped_views(sources, metas), self._mapped_views(extents, metas)
-        return _hashed(await self._in_threads(_copy_and_sum, to, list(zip(of, _cuts(metas), strict=True)), passes=2))
-
-    def _mapped_views(self, extents: StructArray, metas: StructArray) -> list[memoryview]:
+        """Copies staging pages into others, in which no client can write, and hashes these. Raises TierFailed where a writer has cut his memory short."""
         tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
         lengths = metas["stored_length"].tolist()
-        return [tier.view(row)[:length] for tier, row, length in zip(tiers, extents, lengths, strict=True)]
+        views = [tier.view(row)[:length] for tier, row, length in zip(tiers, extents, lengths, strict=True)]
+        staging = list(zip(tiers, sources, _cuts(metas), strict=True))
+        return _hashed(await self._in_threads(_copy_and_sum, views, staging, passes=2))
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
         """Which pages of shared tiers hold exactly the blocks that metas describe. Raises TierFailed."""
@@ -335,16 +334,15 @@ def _copy_views(source: memoryview, target: memoryview) -> None:
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))  # releases the GIL
 
 
-def _copy_and_sum(target: memoryview, given: tuple[memoryview, list[int]]) -> SliceTable:
+def _copy_and_sum(target: memoryview, staging: tuple[MappedTier, np.void, list[int]]) -> SliceTable:
     """Sums of what has come to the target: the source may change at any time."""
-    source, cuts = given
-    of, to = np.frombuffer(source, dtype=np.uint8), np.frombuffer(target, dtype=np.uint8)
+    tier, source, cuts = staging
     tables, piece, begun, end = list[SliceTable](), list[int](), 0, 0
     for length in cuts:
         piece.append(length)
         end += length
         if end - begun >= PIECE_BYTES or end == len(target):
-            np.copyto(to[begun:end], of[begun:end])  # releases the GIL
+            staged.read(tier, source, target[begun:end], at=begun)
             tables.append(slice_sums(target[begun:end], piece))
             piece, begun = [], end
     return np.concatenate(tables)

@@ -30,6 +30,7 @@ HOST = """\
 [[host]]
 capacity = "16 MiB"
 segment = "1 MiB"
+eviction = "lru"
 sealed_puts = true
 """
 CONFIG = f"""\
@@ -148,6 +149,31 @@ def _refuses_writers(client: BlockClient, handle: np.void) -> None:
         os.pwrite(fds[0], b"x", int(handle["offset"]))
     for fd in fds:
         os.close(fd)
+
+
+def test_a_writer_that_cuts_its_file_short_harms_nobody_else(daemon: Daemon) -> None:
+    """Who truncates the file of his staging pages has his commit FAILED; the daemon lives, and puts of others, many times the tier, are stored and right."""
+    pid = daemon.pid
+    with connected(daemon) as writer, Client(daemon.target) as other:
+        space = other.open_namespace(SPEC)
+        assert other.put(space, NAMES, blocks_of(NAMES)).stored == len(NAMES)
+        reservation, handles = writer.reserve(writer.open_namespace(), chain(57, 4))
+        writer.write(handles, chain(57, 4))
+        place = {"op": "map", "tier": int(handles[0]["tier"]), "segment": int(handles[0]["segment"])}
+        reply, fds = ask(writer.socket, place)
+        assert reply["writable"]
+        os.ftruncate(fds[0], 0)
+        answer = writer.call(writer.cache.Commit, pb.CommitRequest(reservation=reservation))
+        statuses = np.frombuffer(answer.handles, dtype=HANDLE)["status"]
+        assert statuses.tolist() == [BlockStatus.FAILED] * 4
+        assert daemon.pid == pid
+        for number in range(60, 90):
+            names = chain(number, 16)
+            assert other.put(other.open_namespace(LONG), names, blocks_of(names, LONG)).stored == 16
+        assert other.put(space, chain(58, 4), blocks_of(chain(58, 4))).stored == 4
+        assert is_right(other, chain(58, 4))
+        for fd in fds:
+            os.close(fd)
 
 
 def test_staging_pages_come_back(daemon: Daemon) -> None:

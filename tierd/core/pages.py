@@ -85,7 +85,7 @@ class Pages:
         self.last_id: list[int | None] = [None] * places
         self._last_writer = [DAEMON] * places
         self._last_domain = [0] * places
-        self._files = Files(places)
+        self._files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
         self.idle: dict[int, None] = {}
         """Places of empty segments whose writer lives, or that are sealed, in the order in which they emptied."""
@@ -312,8 +312,7 @@ class Pages:
         if given.slot not in self.vacant or not fits or not given.pages:
             return False
         self._occupy(given.slot, Key(given.domain, given.class_bytes, writer), given.segment, pages=given.pages)
-        if writer != SEALED:
-            self._files.note_writable(given.slot)
+        self._files.note_writer(given.slot, given.writer)
         return True
 
     def assignment(self, place: int, *, replaces: int | None = None, fresh: bool = False) -> SegmentAssignment:
@@ -352,7 +351,7 @@ class Pages:
             held = self.holders.setdefault(segment, {})
             place = self.last_id.index(segment)
             writer = self._last_writer[place]
-            self._files.note(place, self._last_domain[place], is_writable=writer == session)
+            self._files.note(place, self._last_domain[place], writer=session if writer == session else None)
             held[session] = held.get(session, False) or writer == session
 
     def hand_over(self, session: int, *, to: int = DAEMON) -> None:

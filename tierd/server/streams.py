@@ -21,8 +21,10 @@ from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved
 from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.server import wire
 from tierd.server.guard import Caller
+from tierd.tiers import staged
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.holds import HoldKind
+from tierd.tiers.tier import is_mapped
 
 CHUNK_BYTES = 1 << 20
 PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
@@ -104,8 +106,15 @@ class Incoming:
         self.arrived[i] = end
         if self.statuses[i] == BlockStatus.RESERVED and data:
             # Looked up for every chunk: the reservation may have ended meanwhile, and its page be somebody else's.
-            page = self._cache.page(self._session, HoldKind.RESERVATION, self.reservation, self._extents[i])
-            page[head.offset : end] = data
+            extent = self._extents[i]
+            page, tier = (
+                self._cache.page(self._session, HoldKind.RESERVATION, self.reservation, extent),
+                self._cache.tiers[extent["tier"]],
+            )
+            if tier.spec.sealed_puts and is_mapped(tier):
+                staged.write(tier, extent, data, at=head.offset)
+            else:
+                page[head.offset : end] = data
 
     def _check(self, head: pb.PutChunk, end: int) -> None:
         i, blocks = head.index, self.group.blocks

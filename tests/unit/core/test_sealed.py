@@ -151,6 +151,20 @@ def test_a_file_that_a_client_could_write_to_is_never_sealed() -> None:
     assert any(given.writer == SEALED for given in lives)
 
 
+def test_no_writer_is_given_the_file_of_another() -> None:
+    """A staging segment begins in a file that no other session could write to: it could be cut short under the new one."""
+    kit = sealed(8)
+    for session in (1, 2, 3):
+        if session > 1:
+            kit.core.open_session(session, domain=1)
+        plan = kit.reserve(chain(f"s{session}", 1), session=session).plan
+        for given in plan.segments:
+            assert session == 1 or given.writer == SEALED or given.fresh
+            if given.writer == session:
+                kit.core.note_attached(session, tier=0, segment=given.segment)
+        kit.took(kit.core.end_session(session, now=kit.tick()))
+
+
 def test_a_segment_that_lost_its_writer_takes_no_blocks() -> None:
     """While a commit of an ended session is under way, its staging segment is the daemon's, and no block of anybody is put or promoted into it."""
     kit = Kit(tier(HOST, 16, sealed_puts=True), tier(NVME, 16))
