@@ -31,11 +31,13 @@ def read(tier: MappedTier, extent: np.void, target: memoryview, *, at: int) -> N
 
 
 def write(tier: MappedTier, extent: np.void, data: bytes | memoryview, *, at: int) -> None:
-    """Puts bytes into the page from `at` on. Raises TierFailed, OSError."""
+    """Puts bytes into the page from `at` on. Raises TierFailed."""
     fd = tier.descriptor(int(extent["segment"]), writable=True).fd
     try:
         done, start = 0, int(extent["offset"]) + at
         while done < len(data):
             done += os.pwrite(fd, memoryview(data)[done:], start + done)
+    except OSError as error:  # a file that was cut short grows again, if there is memory
+        raise TierFailed(f"{tier.spec.name}: segment {int(extent['segment'])} cannot be written: {error}") from error
     finally:
         os.close(fd)

@@ -118,6 +118,27 @@ def test_a_put_takes_twice_its_room_while_it_is_under_way() -> None:
     assert kit.reserve(chain("b", 1)).statuses[0].tolist() == [RESERVED]
 
 
+def test_staging_leaves_a_segment_for_the_blocks() -> None:
+    """Where all the staging pages that are asked for would take the segments in which their blocks could lie, fewer are taken, and more blocks have room."""
+    kit = sealed(16)
+    kit.core.open_session(2, domain=1)
+    kit.reserve(chain("b", 1), session=2)  # one segment of four for staging, one for blocks
+    assert kit.reserve(chain("a", 6)).statuses[0].tolist() == [RESERVED] * 4 + [NO_ROOM] * 2
+
+
+def test_a_restart_keeps_sealed_segments_sealed() -> None:
+    """What a new core finds in sealed segments lies in sealed segments, whose free pages take new blocks."""
+    old, new, a = sealed(), sealed(), chain("a", 2)
+    old.put(a)
+    extents, metas = old.core.extents(old.ids(a), tier=0), old.core.metas(old.ids(a))
+    for name in ("generation", "segment", "offset"):
+        metas[name] = extents[name]
+    assert new.core.adopt(0, segments=old.core.segments(0), extents=extents, metas=metas, now=new.tick()).all()
+    new.core.close_empty()
+    assert writers(new, new.core.extents(new.ids(a), tier=0)) == {SEALED}
+    assert new.put(chain("b", 2)).extents["segment"].tolist() == extents["segment"].tolist()
+
+
 def test_both_pages_count_against_the_session() -> None:
     """A session whose share is 8 pages reserves 4 blocks, and no more before one of them is published or given up."""
     kit = sealed(share=0.25)
@@ -136,19 +157,18 @@ def test_puts_that_may_come_take_both_pages_of_an_eighth() -> None:
 
 def test_a_file_that_a_client_could_write_to_is_never_sealed() -> None:
     """A place whose file some session had mapped writable gets another file before blocks lie in it, also after that session's end: a fork may have it still."""
-    kit = sealed(8)
-    staged = kit.reserve(chain("a", 2)).extents[0]["segment"][0]
-    kit.core.note_attached(1, tier=0, segment=int(staged))
-    (place,) = [given.slot for given in kit.core.segments(0) if given.segment == staged]
-    kit.took(kit.core.end_session(1, now=kit.tick()))
+    kit = sealed(12)
     kit.core.open_session(2, domain=1)
-    plans = [kit.reserve(chain(name, 1), session=2).plan for name in "bc"]
-    kit.took(kit.core.end_session(2, now=kit.tick()))
-    kit.core.open_session(3, domain=1)
-    plans += [kit.reserve(chain("d", 4), session=3).plan]
-    lives = [given for plan in plans for given in plan.segments]
-    assert all(given.fresh for given in lives if given.slot == place and given.writer == SEALED)
-    assert any(given.writer == SEALED for given in lives)
+    reserved = kit.reserve(chain("a", 2))
+    staged = int(reserved.extents[0]["segment"][0])
+    kit.core.note_attached(1, tier=0, segment=staged)
+    (place,) = [given.slot for given in kit.core.segments(0) if given.segment == staged]
+    kit.commit(reserved)
+    kit.reserve(chain("b", 2), session=2)
+    kit.took(kit.core.end_session(1, now=kit.tick()))
+    (begun,) = kit.reserve(chain("c", 2), session=2).plan.segments
+    assert (begun.slot, begun.writer) == (place, SEALED)
+    assert begun.fresh
 
 
 def test_no_writer_is_given_the_file_of_another() -> None:
