@@ -106,12 +106,10 @@ class Incoming:
         self.arrived[i] = end
         if self.statuses[i] == BlockStatus.RESERVED and data:
             # Looked up for every chunk: the reservation may have ended meanwhile, and its page be somebody else's.
-            extent = self._extents[i]
-            page, tier = (
-                self._cache.page(self._session, HoldKind.RESERVATION, self.reservation, extent),
-                self._cache.tiers[extent["tier"]],
-            )
-            if tier.spec.sealed_puts and is_mapped(tier):
+            extent, held = self._extents[i], HoldKind.RESERVATION
+            page = self._cache.page(self._session, held, self.reservation, extent)
+            tier = self._cache.tiers[int(extent["tier"])]
+            if is_mapped(tier) and tier.spec.sealed_puts:
                 staged.write(tier, extent, data, at=head.offset)
             else:
                 page[head.offset : end] = data
