@@ -26,6 +26,7 @@ from tierd.core.block import slice_lengths
 from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
+from tierd.tiers import staged
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.tier import (
     DeviceTier,
@@ -49,6 +50,8 @@ AT_ONCE_BYTES = 2 << 20
 """So much, or less, is hashed or copied on the event loop: 0.1 ms, when to wake a thread and be woken by it takes 0.2."""
 BEGIN_S = 10.0
 """Within which the threads that hash have begun."""
+PIECE_BYTES = 1 << 20
+"""What is copied and hashed is hashed piece by piece, while it is still in the processor's caches."""
 HASH_SPLIT_BYTES = 4 << 20
 """A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""
 
@@ -239,6 +242,14 @@ class Mover:
                 slices[row] = table
         return _hashed(slices)
 
+    async def seal(self, sources: StructArray, extents: StructArray, metas: StructArray) -> Hashed:
+        """Copies staging pages into others, in which no client can write, and hashes these. Raises TierFailed where a writer has cut his memory short."""
+        tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
+        lengths = metas["stored_length"].tolist()
+        views = [tier.view(row)[:length] for tier, row, length in zip(tiers, extents, lengths, strict=True)]
+        staging = list(zip(tiers, sources, _cuts(metas), strict=True))
+        return _hashed(await self._in_threads(_copy_and_sum, views, staging, passes=2))
+
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
         """Which pages of shared tiers hold exactly the blocks that metas describe. Raises TierFailed."""
         hashed = await self.hash_pages(extents, metas)
@@ -251,13 +262,18 @@ class Mover:
         return (await self.hash(_views(tier, extents, metas), metas)).slices
 
     async def _in_threads(
-        self, work: Callable[[memoryview, Second], Result], first: Sequence[memoryview], second: Sequence[Second]
+        self,
+        work: Callable[[memoryview, Second], Result],
+        first: Sequence[memoryview],
+        second: Sequence[Second],
+        *,
+        passes: int = 1,
     ) -> list[Result]:
-        """[work(a, b) for a, b in zip(first, second)], at once where it is little, in one thread, or in several where it is much.
+        """[work(a, b) for a, b in zip(first, second)], at once where it is little, in one thread, or in several where it is much. passes: over the bytes of `first`.
 
         Ends when the last thread has let go of the pages, also where one has failed. Raises TierFailed where none can be started.
         """
-        size = sum(map(len, first))
+        size = sum(map(len, first)) * passes
         if size <= AT_ONCE_BYTES:
             return _each(work, first, second)
         parts = self._hash_threads if size > HASH_SPLIT_BYTES else 1
@@ -316,6 +332,20 @@ def _each(
 
 def _copy_views(source: memoryview, target: memoryview) -> None:
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))  # releases the GIL
+
+
+def _copy_and_sum(target: memoryview, staging: tuple[MappedTier, np.void, list[int]]) -> SliceTable:
+    """Sums of what has come to the target: the source may change at any time."""
+    tier, source, cuts = staging
+    tables, piece, begun, end = list[SliceTable](), list[int](), 0, 0
+    for length in cuts:
+        piece.append(length)
+        end += length
+        if end - begun >= PIECE_BYTES or end == len(target):
+            staged.read(tier, source, target[begun:end], at=begun)
+            tables.append(slice_sums(target[begun:end], piece))
+            piece, begun = [], end
+    return np.concatenate(tables)
 
 
 def _views(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:

@@ -238,6 +238,11 @@ class HostConfig:
         "When a block that its writer could have changed since the commit is checked again. first_hit: before anybody else first"
         " sees it; sampled: at a share of later hits too; always: at every hit.",
     )
+    sealed_puts: bool = _key(
+        False,
+        "For writers not to be trusted: they write to pages of their own, and Commit copies what is there to where no client may write and hashes the copy."
+        " A put takes twice its room until then, and Commit a copy longer; the first hit verifies nothing again.",
+    )
     release_on_exit: bool = _key(False, "Free the memory at shutdown, so that the next start is cold.")
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()

@@ -32,19 +32,20 @@ class Ahead(Tangles):
         )
         self.apply(answer.plan)
         assert len(answer.reservations) <= puts
+        new: list[Reservation] = []
         assert answer.extents.shape == (len(answer.reservations), count)
         for turn, (number, extents) in enumerate(zip(answer.reservations, answer.extents, strict=True)):
             its = chain(self.world, namespace, (which + turn) % CHAINS)
             made = Reservation(session, [Entry(its, i, its.parent(i)) for i in range(count)], private=True)
             made.pages = {i: self.check_reserved(session, extent, kind) for i, extent in enumerate(extents)}
-            made.ahead_bytes = sum(map(self.page_bytes, extents))
+            made.ahead_bytes = sum(self.page_bytes(e) << self.specs[int(e["tier"])].sealed_puts for e in extents)
             assert number not in self.reservations
             self.reservations[number] = made
+            new.append(made)
         given = [int(generation) for generation in answer.extents["generation"].ravel()]
-        reserved = set(answer.plan.reserved["generation"].tolist()) - set(answer.plan.transfers["target"]["generation"])
-        assert reserved == set(given), "pages were set aside for nobody"
-        assert len(reserved) == len(given), "one page for two blocks"
-        assert not reserved & older, "pages of another reservation"
+        self.take_sealed(answer.plan, new)
+        assert len(set(given)) == len(given), "one page for two blocks"
+        assert not set(given) & older, "pages of another reservation"
         if given:
             assert self.ahead_bytes * AHEAD_SHARE <= sum(s.capacity_bytes for s in self.specs if s.kind is kind)
 

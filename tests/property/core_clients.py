@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tierd.core.core import Core
-from tierd.core.model import COMMIT_BLOCK, BlockStatus, StructArray, TierKind, TierSpec
+from tierd.core.model import COMMIT_BLOCK, SEALED, BlockStatus, StructArray, TierKind, TierSpec
 from tierd.core.plan import Committing, Plan, Reserved
 from tierd.policies.named import NamedPolicies
 
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Reservation:
-    """entries: per index of the reservation, the block that is or will be there, and its parent's hash; pages: index -> generation.
+    """entries: per index of the reservation, the block that is or will be there, and its parent's hash; pages: index -> generation of what the session writes.
     ahead_bytes: of pages for a put that has not come yet."""
 
     session: int
@@ -118,7 +118,7 @@ class Clients(RuleBasedStateMachine):
     def apply(self, plan: Plan) -> None:
         self.model.apply(plan)
         for begun in plan.segments:
-            if begun.writer:
+            if begun.writer in self.model.sessions:
                 self.attach(begun.writer, begun.tier, begun.segment)
 
     # -- sessions
@@ -149,7 +149,10 @@ class Clients(RuleBasedStateMachine):
     def attach(self, session: int, tier: int, segment: int) -> None:
         self.core.note_attached(session, tier=tier, segment=segment)
         mapped = self.model.descriptors.setdefault(segment, {})
-        mapped[session] = mapped.get(session, False) or self.model.writers[segment] == session
+        is_writer = self.model.writers[segment] == session
+        mapped[session] = mapped.get(session, False) or is_writer
+        if is_writer:
+            self.model.lend(tier, segment)
 
     # -- gets
 
@@ -264,10 +267,21 @@ class Clients(RuleBasedStateMachine):
                 index += 1
         assert bool(answer.reservation) == bool(made.pages)
         assert len(set(made.pages.values())) == len(made.pages), "one page for two blocks"
-        reserved = set(answer.plan.reserved["generation"].tolist()) - set(answer.plan.transfers["target"]["generation"])
-        assert reserved == set(made.pages.values()), "pages were set aside for nobody"
+        self.take_sealed(answer.plan, [made])
         if answer.reservation:
             self.reservations[answer.reservation] = made
+
+    def take_sealed(self, plan: Plan, new: list[Reservation]) -> None:
+        """What a plan set aside is what sessions were given, and for each page in a tier with sealed puts another one, which nobody but the daemon may write."""
+        reserved = set(plan.reserved["generation"].tolist()) - set(plan.transfers["target"]["generation"].tolist())
+        given = {g for made in new for g in made.pages.values()}
+        assert reserved >= given
+        others = [self.model.pages[g].segment for g in reserved - given]
+        assert len(others) == sum(map(self.is_staged, given)), "pages were set aside for nobody, or one for two blocks"
+        assert all(self.model.writers[segment] == SEALED for segment in others)
+
+    def is_staged(self, generation: int) -> bool:
+        return self.specs[self.model.pages[generation].tier].sealed_puts
 
     def check_reserved(self, session: int, extent: StructArray, kind: TierKind) -> int:
         generation = int(extent["generation"])
@@ -294,9 +308,13 @@ class Clients(RuleBasedStateMachine):
             blocks = self.named(made, chosen)
         committing = self.core.begin_commit(made.session, reservation=number, blocks=blocks, now=self.tick())
         assert committing.indices.tolist() == chosen
-        generations = [made.pages[i] for i in chosen]
-        assert committing.extents["generation"].tolist() == generations
-        assert all(g in self.model.pages for g in generations)
+        generations = committing.extents["generation"].tolist()
+        for index, own, staging in zip(chosen, generations, committing.staging, strict=True):
+            assert own in self.model.pages
+            assert self.is_staged(made.pages[index]) == (staging["page"] >= 0)
+            assert made.pages[index] == (int(staging["generation"]) if staging["page"] >= 0 else own)
+            if staging["page"] >= 0:
+                self.model.check_sealed(own)
         made.busy |= set(chosen)
         made.ahead_bytes = 0
         keys = [made.entries[i].key for i in chosen]

@@ -15,7 +15,7 @@ from enum import Enum
 
 import numpy as np
 
-from tierd.core.model import EXTENT, BlockStatus, Reason, SegmentAssignment, StructArray, TierSpec
+from tierd.core.model import EXTENT, SEALED, BlockStatus, Reason, SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Plan
 
 Key = tuple[int, bytes]
@@ -79,6 +79,9 @@ class Model:
     descriptors: dict[int, dict[int, bool]] = field(default_factory=dict)  # segment -> session -> writable
     sessions: dict[int, int] = field(default_factory=dict)  # live session -> domain
     forgotten: set[int] = field(default_factory=set)  # namespaces
+    lent: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # (tier, place), of whose file a session had a writable descriptor
     landed: set[int] = field(default_factory=set)  # generations that became ready in the step under way
 
     # -- plans
@@ -143,9 +146,23 @@ class Model:
             live = [p for p in self.pages.values() if p.tier == new.tier and p.segment == old.segment]
             assert not live, f"segment {old.segment} was replaced while it holds {live}"
             self._check_fresh(old.segment, new)
+        if new.fresh:
+            self.lent.discard((new.tier, new.slot))
+        assert new.writer != SEALED or (new.tier, new.slot) not in self.lent, "sealed blocks in a file that was lent"
         self.used_segments.add(new.segment)
         self.segments[new.tier, new.slot] = new
         self.writers[new.segment] = new.writer
+
+    def lend(self, tier: int, segment: int) -> None:
+        """A session may write to the segment's file for as long as there is a process that has it."""
+        self.lent |= {at for at, its in self.segments.items() if at[0] == tier and its.segment == segment}
+
+    def check_sealed(self, generation: int) -> None:
+        """The page lies where no session can write."""
+        page = self.pages[generation]
+        places = [at for at, its in self.segments.items() if at[0] == page.tier and its.segment == page.segment]
+        assert self.writers[page.segment] == SEALED
+        assert self.lent.isdisjoint(places)
 
     def _check_fresh(self, old: int, new: SegmentAssignment) -> None:
         mapped = {s: w for s, w in self.descriptors.pop(old, {}).items() if s in self.sessions}
@@ -262,7 +279,7 @@ class Model:
         for generation in self.pages.keys() - ready:
             self.pages[generation].stage = Stage.WRITING  # of no block: nobody is told when it goes
         self.segments = {
-            at: replace(a, writer=self.writers[a.segment] if self.writers[a.segment] in sessions else 0)
+            at: replace(a, writer=self.writers[a.segment] if self.writers[a.segment] in {SEALED, *sessions} else 0)
             for at, a in self.segments.items()
         }
         self.writers = {a.segment: a.writer for a in self.segments.values()}

@@ -70,6 +70,17 @@ WORLDS = {
         ],
         (4 * KIB, 100),
     ),
+    "sealed hosts": World(
+        [
+            tier(TierKind.HOST, 0, 512 * KIB, 64 * KIB, writer_owned=True, sealed_puts=True),
+            tier(TierKind.HOST, 1, 512 * KIB, 64 * KIB, writer_owned=True),
+            tier(TierKind.NVME, 0, 1 * MIB, 128 * KIB, slot_overhead_bytes=4096),
+        ],
+        SMALL,
+    ),
+    "one sealed host": World(
+        [tier(TierKind.HOST, 0, 192 * KIB, 16 * KIB, writer_owned=True, sealed_puts=True)], (4 * KIB, 100)
+    ),
     "two hosts": World(
         [
             tier(TierKind.HOST, 0, 8 * MIB, 2 * MIB, writer_owned=True),

@@ -17,6 +17,7 @@ from tools.bench.promises import PROMISES
 ROWS = {
     "data_plane": {
         *("put_2MiB_x16", "get_copy_2MiB_x16", "put_fresh_2MiB_x16", "get_first_2MiB_x16", "copy_each_2MiB_x16"),
+        "put_sealed_2MiB_x16",
         *(
             "put_128KiB_x64",
             "get_copy_128KiB_x64",

@@ -460,7 +460,7 @@ class Cache:
         self.flights.start(plan)
         try:
             # Every segment, not only those that begin here: another call may have begun one a moment ago.
-            await self.flights.prepared({segment for its in pages.values() for segment in kinds(its["segment"])})
+            await self.flights.prepared(kinds(plan.reserved["segment"]))
             yield
             for reservation, its in pages.items():
                 failpoint("cache.reserve.before_hold")

@@ -1,6 +1,6 @@
 """What a commit does to bytes and catalogues: sums of what was written, entries of what is new.
 
-Purpose: the two ends of a commit that touch tiers. Non-purpose: its order, its lease (cache.py), hashing itself (ahead.py, mover.py). Invariants: whatever fails,
+Purpose: the two ends of a commit that touch tiers. Non-purpose: its order, its lease (cache.py), hashing itself (sealing.py, ahead.py, mover.py). Invariants: whatever fails,
 the commit goes on to its end, so that no page stays busy; entries are made in the step in which the core publishes.
 """
 
@@ -14,6 +14,7 @@ import structlog
 from tierd.cache.ahead import Ahead
 from tierd.cache.flights import Flights
 from tierd.cache.parts import Parts
+from tierd.cache.sealing import Sealing
 from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.core.plan import Committed, Committing
 from tierd.errors import TierFailed
@@ -26,7 +27,8 @@ class Publication:
     """See the module."""
 
     def __init__(self, parts: Parts, ahead: Ahead, flights: Flights) -> None:
-        self._parts, self._ahead, self._flights = parts, ahead, flights
+        self._parts, self._flights = parts, flights
+        self._sealing = Sealing(parts.mover, ahead)
 
     async def hash(self, committing: Committing) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
@@ -35,7 +37,7 @@ class Publication:
             metas["layers"] = registry.layers_of(metas["namespace"])
             metas["epoch"] = registry.epochs_of(metas["namespace"])
             metas["time_ms"] = self._parts.clock.wall_ms()
-            hashed = await self._ahead.hash(committing)
+            hashed = await self._sealing.hash(committing)
         except Exception as error:  # whatever it is, the pages must not stay busy
             is_news = not isinstance(error, TierFailed)  # a GPU's process has ended
             log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=is_news)

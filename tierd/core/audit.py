@@ -17,9 +17,10 @@ from tierd.core.blocks import Names
 from tierd.core.flights import Flights
 from tierd.core.index import Index
 from tierd.core.leases import BUSY, GONE, OPEN, Sessions
-from tierd.core.model import PageState, Reason
+from tierd.core.model import SEALED, PageState, Reason
 from tierd.core.pages import Pages
 from tierd.core.plan import Ids
+from tierd.core.sets import true_rows
 
 
 class Audit:
@@ -108,7 +109,7 @@ class Audit:
             )
             is_open = place in tier.open_places(segment.key)
             assert is_open == (segment.spare > 0), f"{tier.spec.name}: segment {segment.id} among the open ones"
-            is_lost = place in empty and segment.key.writer not in self._sessions.domains
+            is_lost = place in empty and segment.key.writer not in {SEALED, *self._sessions.domains}
             assert not is_lost, f"{tier.spec.name}: segment {segment.id} is empty and not in the pool"
             assert segment.pages * segment.key.class_bytes <= tier.spec.segment_bytes, "a segment is over-full"
         spans.sort()
@@ -151,7 +152,7 @@ class Audit:
         held = {r.id: r for s in self._sessions.open.values() for r in s.reservations.values()}
         assert self._sessions.ahead_bytes == sum(r.ahead_bytes for r in held.values()), "bytes ahead of nobody"
         held |= {commit.reservation.id: commit.reservation for commit in self._sessions.commits.values()}
-        parts = [r.pages[(r.tiers == tier) & ((r.state == OPEN) | (r.state == BUSY))] for r in held.values()]
+        parts = [r.pages_in(tier, true_rows((r.state == OPEN) | (r.state == BUSY))) for r in held.values()]
         pages = np.concatenate([np.zeros(0, np.int64), *parts])
         assert len(np.unique(pages)) == len(pages), "a page is in two reservations"
         assert (self._index.tiers[tier].state[pages] == PageState.RESERVED).all(), (
@@ -221,5 +222,5 @@ class Audit:
         for commit in self._sessions.commits.values():
             if commit.reservation.session == session:
                 held[id(commit.reservation)] = commit.reservation
-        pages = [r.pages[(r.tiers == tier) & (r.state != GONE)] for r in held.values()]
+        pages = [r.pages_in(tier, true_rows(r.state != GONE)) for r in held.values()]
         return int(sum(self._index.tiers[tier].class_bytes(part).sum() for part in pages))

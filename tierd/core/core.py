@@ -25,8 +25,7 @@ from tierd.core.gets import NO_TIERS, Gets, Tiers
 from tierd.core.index import Index
 from tierd.core.leases import Sessions
 from tierd.core.listing import Listing
-from tierd.core.model import Fault, Reason, SegmentAssignment, StructArray, TierSpec, Wanted
-from tierd.core.pages import DAEMON
+from tierd.core.model import DAEMON, Fault, Reason, SegmentAssignment, StructArray, TierSpec, Wanted
 from tierd.core.plan import (
     Acquisition,
     Bools,

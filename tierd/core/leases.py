@@ -69,6 +69,7 @@ class Lease:
 class Reservation:
     """Pages being written, by index over the whole reservation; a page is -1 where none was given.
 
+    staging: of a tier with sealed puts, where the session writes what comes to lie in `pages`; else -1.
     hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. said: of each. state: OPEN, BUSY or GONE. closing:
     it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put that may come, until it has.
     """
@@ -85,6 +86,7 @@ class Reservation:
     said: Said
     tiers: Ids
     pages: Ids
+    staging: Ids
     state: Bytes
     closing: bool = False
     ahead_bytes: int = 0
@@ -92,6 +94,17 @@ class Reservation:
     def rows(self, state: int) -> Ids:
         """Indices in that state."""
         return true_rows(self.state == state)
+
+    @property
+    def written(self) -> Ids:
+        """The pages that the session writes."""
+        return np.where(self.staging >= 0, self.staging, self.pages)
+
+    def pages_in(self, tier: int, rows: Ids) -> Ids:
+        """What those rows have in a tier, staging pages too."""
+        rows = rows[self.tiers[rows] == tier]
+        staging = self.staging[rows]
+        return np.concatenate((self.pages[rows], staging[staging >= 0]))
 
     def part(self, rows: slice) -> Reservation:
         """Those rows of one that is not kept, as a reservation of their own."""
@@ -108,6 +121,7 @@ class Reservation:
             said=Said(self.said.codes[rows], self.said.until_s[rows]),
             tiers=self.tiers[rows],
             pages=self.pages[rows],
+            staging=self.staging[rows],
             state=self.state[rows],
         )
 

@@ -151,6 +151,18 @@ class Reason(enum.IntEnum):
     FAILED = 11
     EPOCH_BUMPED = 12
     ADMIN = 13
+    SEALED = 14
+    """A staging page, of which the block that was written there has been copied."""
+
+
+DAEMON = 0
+"""Writer of the segments that only the daemon writes, now."""
+NOBODY = 2**64 - 1
+"""Writer of a segment that was found at start without word of who holds its pages: read and verified at every hit, never written again, dropped whole."""
+SEALED = NOBODY - 1
+"""Writer of the segments in which blocks of a tier with sealed puts lie: the daemon alone, and no client ever could write to their files."""
+LIFELESS = (DAEMON, SEALED, NOBODY)
+"""Writers that are no session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +171,7 @@ class TierSpec:
 
     capacity_bytes: what segments may take in all. segment_bytes: size of each segment; pages never span two.
     slot_overhead_bytes: bytes before each page that are not the block's (the 4 KiB header of an NVMe slot).
-    writer_owned: a segment has one writing session at a time (memory that clients map).
+    writer_owned: a segment has one writing session at a time (memory that clients map). sealed_puts: only for staging; blocks are copied to where no client may write.
     headroom_bytes: of capacity_bytes, what is kept free for requests in progress: the coldest beyond the rest leave ahead of need.
     high/low_watermark: shares of that rest; in use above high, the coldest are written ahead until those above low are clean.
     eviction: name of a policy in tierd.policies.eviction.
@@ -182,6 +194,12 @@ class TierSpec:
     admission: str = "all"
     wear_bytes_per_s: float = 0.0
     wear_burst_s: float = 6 * 3600.0
+    sealed_puts: bool = False
+
+    @property
+    def own_writer(self) -> int:
+        """Of the segments in which the daemon itself writes."""
+        return SEALED if self.sealed_puts else DAEMON
 
     @property
     def name(self) -> str:
@@ -273,10 +291,6 @@ FREED = np.dtype(
     ]
 )
 """A page that has become free."""
-
-
-NOBODY = 2**64 - 1
-"""Writer of a segment that was found at start without word of who holds its pages: read and verified at every hit, never written again, dropped whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is
 cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
 run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives and has committed into it, as soon
-as somebody needs its place; until then the writer has memory that it has mapped already.
+as somebody needs its place; until then the writer has memory that it has mapped already. So do those of sealed puts, which readers have mapped.
 
 A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back.
 Where its segment holds nothing else and the place is wanted (`reclaim`), the pages of the next life that lie on the same bytes are quarantined from its
 beginning, unless that life gets another file. The books of it are kept here; none outlives a restart.
 
 Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living
-writer; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
+writer and sealed ones; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
 given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
@@ -24,15 +24,25 @@ from numpy.typing import NDArray
 
 from tierd.core.block import size_class
 from tierd.core.columns import Columns
-from tierd.core.model import EXTENT, NOBODY, PAGE_ALIGN_BYTES, PageState, SegmentAssignment, StructArray, TierSpec
+from tierd.core.mapped import Files
+from tierd.core.model import (
+    DAEMON,
+    EXTENT,
+    LIFELESS,
+    NOBODY,
+    PAGE_ALIGN_BYTES,
+    SEALED,
+    PageState,
+    SegmentAssignment,
+    StructArray,
+    TierSpec,
+)
 from tierd.core.plan import Bools, Ids
 from tierd.core.segment import Found, Key, Segment, Usage
 from tierd.core.sets import among, every, kinds, starts, true_rows
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
-DAEMON = 0
-"""Writer of the segments that only the daemon writes."""
 GENERATION_LIMIT = (1 << 64) - (1 << 32)
 """No page is given with a generation as great: tiers' marks run ahead of what is used, and must fit their words too."""
 SEGMENT_LIMIT = (1 << 32) - (1 << 20)
@@ -75,10 +85,10 @@ class Pages:
         self.last_id: list[int | None] = [None] * places
         self._last_writer = [DAEMON] * places
         self._last_domain = [0] * places
-        self._mapped_by: list[set[int]] = [set() for _ in range(places)]  # domains that ever mapped a place's file
+        self._files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
         self.idle: dict[int, None] = {}
-        """Places of empty segments whose writer lives, in the order in which they emptied."""
+        """Places of empty segments whose writer lives, or that are sealed, in the order in which they emptied."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
@@ -98,6 +108,10 @@ class Pages:
         values = np.asarray(kinds(lengths), np.int64)
         sizes = [size_class(value) + self.spec.slot_overhead_bytes for value in values.tolist()]
         return np.asarray(sizes, np.int64)[np.searchsorted(values, lengths)]
+
+    def put_bytes(self, lengths: Column) -> Ids:
+        """Bytes of what a block of each length takes while it is put: its page, and where puts are sealed another one."""
+        return self.class_of(lengths) << int(self.spec.sealed_puts)
 
     def class_bytes(self, pages: Ids) -> Ids:
         """Bytes of each page."""
@@ -184,9 +198,9 @@ class Pages:
         return 2 * int(self._bad[place]) > segment.pages
 
     def is_sealed(self, pages: Ids) -> NDArray[np.bool_]:
-        """Which pages lie in segments whose one writer's process has ended in this life of the daemon."""
+        """Which pages lie in segments that no client ever could write to, or whose one writer's process has ended in this life of the daemon."""
         sealed = [
-            segment is not None and segment.key.writer == DAEMON and last != DAEMON
+            segment is not None and (segment.key.writer == SEALED or (segment.key.writer == DAEMON and last != DAEMON))
             for segment, last in zip(self.segments, self._last_writer, strict=True)
         ]
         return np.asarray(sealed, bool)[self.place[pages]]
@@ -203,7 +217,7 @@ class Pages:
         self.bytes_in[old] -= size
         self.bytes_in[new] += size
         if new == PageState.READY:
-            self._prove(pages)
+            self.prove(pages)
         for state, step in ((old, -1), (new, 1)):
             if state >= PageState.RETIRING:
                 np.add.at(self._retiring if state == PageState.RETIRING else self._bad, self.place[pages], step)
@@ -278,15 +292,13 @@ class Pages:
         place = min(self.vacant)
         replaces = self.last_id[place]
         held = self.holders.pop(replaces, {}) if replaces is not None else {}
-        fresh = any(
+        fresh = not self._files.is_fit(place, key) or any(
             domains[session] != key.domain or (writable and session != key.writer)
             for session, writable in held.items()
             if session in domains
         )
-        # A fork can outlive its parent with what that had mapped, and nobody knows of it.
-        fresh = fresh or bool(self._mapped_by[place] - {key.domain})
         if fresh:
-            self._mapped_by[place].clear()
+            self._files.renew(place)
             if self.spec.writer_owned:
                 self._spots.pop(place, None)  # another file, so other memory
         if held and not fresh:
@@ -300,6 +312,7 @@ class Pages:
         if given.slot not in self.vacant or not fits or not given.pages:
             return False
         self._occupy(given.slot, Key(given.domain, given.class_bytes, writer), given.segment, pages=given.pages)
+        self._files.note_writer(given.slot, given.writer)
         return True
 
     def assignment(self, place: int, *, replaces: int | None = None, fresh: bool = False) -> SegmentAssignment:
@@ -338,7 +351,7 @@ class Pages:
             held = self.holders.setdefault(segment, {})
             place = self.last_id.index(segment)
             writer = self._last_writer[place]
-            self._mapped_by[place].add(self._last_domain[place])
+            self._files.note(place, self._last_domain[place], writer=session if writer == session else None)
             held[session] = held.get(session, False) or writer == session
 
     def hand_over(self, session: int, *, to: int = DAEMON) -> None:
@@ -364,7 +377,7 @@ class Pages:
         """Sends segments without any page in use to the pool, those of living writers when it is wanted (after a restart; otherwise that happens as they empty)."""
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.spare == segment.pages:
-                if segment.key.writer in (DAEMON, NOBODY):
+                if segment.key.writer in LIFELESS:
                     self._vacate(place)
                 else:
                     self.idle[place] = None
@@ -452,7 +465,8 @@ class Pages:
         else:
             self._vacate(place)
 
-    def _prove(self, pages: Ids) -> None:
+    def prove(self, pages: Ids) -> None:
+        """A block was written to them."""
         for place in kinds(self.place[pages]):
             segment = self.segments[place]
             assert segment is not None

@@ -199,7 +199,7 @@ class Served:
 class Reserved:
     """reservation: 0 if no page was set aside. statuses: per query uint16 [n] BlockStatus: RESERVED, EXISTS or NO_ROOM.
 
-    extents: per query EXTENT [n]: the reserved page; of a block that EXISTS its nearest page; zeros with page -1 for NO_ROOM. Blocks are counted over
+    extents: per query EXTENT [n]: the page to write; of a block that EXISTS its nearest page; zeros with page -1 for NO_ROOM. Blocks are counted over
     all queries in order for COMMIT_BLOCK.index.
     """
 
@@ -247,7 +247,8 @@ class Committing:
 
     They stay reserved whatever happens to the session, until finish_commit. extents: EXTENT [n], length = committed length. metas: META [n] with what
     the core knows (names, lengths, place, generation); the caller fills in epoch, time_ms, codec and slices before finish_commit, which keeps
-    them. lengths: uint32 [n]. indices: uint32 [n], places in the reservation.
+    them. lengths: uint32 [n]. indices: uint32 [n], places in the reservation. staging: EXTENT [n], the page that the client wrote where that is not the block's
+    own, to be copied into it before it is hashed; page -1 where it is.
     """
 
     id: int
@@ -257,6 +258,7 @@ class Committing:
     metas: StructArray
     lengths: Lengths
     indices: Lengths
+    staging: StructArray
 
 
 @dataclass(frozen=True, slots=True)

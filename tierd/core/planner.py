@@ -30,7 +30,6 @@ from tierd.core.model import (
     Wanted,
     kind_of,
 )
-from tierd.core.pages import DAEMON
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.room import Room
 from tierd.core.segment import Key
@@ -206,7 +205,7 @@ class Planner:
         classes, domains = pages_of.class_of(lengths), self.index.blocks.domain[blocks]
         pages = np.full(len(blocks), NO_PAGE, np.int64)
         for rows in runs(domains, classes):
-            key = Key(int(domains[rows[0]]), int(classes[rows[0]]), DAEMON)
+            key = Key(int(domains[rows[0]]), int(classes[rows[0]]), pages_of.spec.own_writer)
             got = self.room.reserve(target, key, len(rows), draft=draft)
             pages[rows[: len(got)]] = got
             pages_of.length[got] = lengths[rows[: len(got)]]

@@ -1,10 +1,11 @@
 """Puts: reserve, begin_commit, finish_commit, abort.
 
 Purpose: from named blocks to pages that one session may write, and from written pages to blocks that everybody finds. Non-purpose: room
-(room.py); hashing, which happens outside between begin_commit and finish_commit.
+(room.py); hashing, and copying from staging pages, which happen outside between begin_commit and finish_commit.
 
 Invariants: nothing of a reservation can be found before its commit; the blocks of one commit become findable together or not at all; of
-several reservations of one name the first commit wins; a busy page is freed by its finish_commit only.
+several reservations of one name the first commit wins; a busy page is freed by its finish_commit only. In a tier with sealed puts a reserved block has two pages:
+the one that it will lie in, which the daemon alone may write, and a staging page, which the session writes and which is free again when the block is published or given up.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from tierd.core.meta import new_meta
 from tierd.core.model import (
     COMMIT_BLOCK,
     EXTENT,
-    HASH_BYTES,
     NO_PAGE,
-    PUT_BLOCK,
     ROOT,
     UNVERIFIED,
     BlockStatus,
@@ -33,7 +32,6 @@ from tierd.core.model import (
     StructArray,
     Wanted,
 )
-from tierd.core.pages import DAEMON
 from tierd.core.plan import (
     Bools,
     Bytes,
@@ -48,9 +46,10 @@ from tierd.core.plan import (
     ReservedAhead,
 )
 from tierd.core.planner import Planner, Where
-from tierd.core.said import Said, keep_said, said_by
+from tierd.core.said import Said, keep_said
 from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, every, in_order, kinds, some, true_rows
+from tierd.core.wish import wish_of
 from tierd.errors import InvalidArgument, NotFound
 
 AHEAD_SHARE = 8
@@ -69,7 +68,7 @@ class Puts:
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
         """Pages for what is not held yet."""
         holder, draft = self._sessions.get(session), Draft(now)
-        wish = _wish(groups, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
+        wish = wish_of(groups, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
         if self.dead:
             statuses[among(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
@@ -86,7 +85,7 @@ class Puts:
         statuses[given] = BlockStatus.RESERVED
         wish.state[given] = OPEN
         extents = self._extents(
-            Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.pages, where.pages))
+            Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.written, where.pages))
         )
         number = self._keep(holder, wish) if some(given) else 0
         spans = _spans([len(group.blocks) for group in groups])
@@ -101,13 +100,13 @@ class Puts:
         puts = min(puts, self._ahead_bytes_left(kind) // each) if each and group.namespace not in self.dead else 0
         if puts <= 0:
             return ReservedAhead(numbers, np.zeros((0, count), EXTENT), draft.plan())
-        wish = _wish([group] * puts, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
+        wish = wish_of([group] * puts, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
         statuses = np.full(puts * count, BlockStatus.NO_ROOM, np.uint16)
         self._give(wish, statuses=statuses, query=np.repeat(np.arange(puts), count), kind=kind, draft=draft)
         given = wish.pages >= 0
         wish.state[given] = OPEN
         whole = np.all(given.reshape(puts, count), axis=1)
-        extents = self._extents(Where(wish.tiers, wish.pages)).reshape(puts, count)[whole]
+        extents = self._extents(Where(wish.tiers, wish.written)).reshape(puts, count)[whole]
         for rows, is_whole in zip(_spans([count] * puts), whole.tolist(), strict=True):
             part = wish.part(rows)
             number = self._keep(holder, part)
@@ -131,9 +130,9 @@ class Puts:
         return self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
 
     def _page_bytes(self, lengths: Lengths, kind: Wanted) -> int:
-        """Of the pages that blocks of such lengths take, in the first of the tiers where they may lie."""
+        """Of the pages that blocks of such lengths take while they are put, in the first of the tiers where they may lie."""
         serving = self._index.writable(kind)
-        return int(self._index.tiers[serving[0]].class_of(lengths).sum(dtype=np.int64)) if serving else 0
+        return int(self._index.tiers[serving[0]].put_bytes(lengths).sum(dtype=np.int64)) if serving else 0
 
     def _ahead_bytes_left(self, kind: Wanted) -> int:
         """How much more may be reserved ahead."""
@@ -158,21 +157,50 @@ class Puts:
         for tier in kinds(tiers):
             rows = true_rows((tiers == tier) & free)
             classes[rows] = self._index.tiers[tier].class_of(wish.lengths[rows])
-            fits[rows] = self._sessions.room_for_bytes(holder, tier, classes[rows])
+            fits[rows] = self._sessions.room_for_bytes(
+                holder, tier, self._index.tiers[tier].put_bytes(wish.lengths[rows])
+            )
         rows = true_rows(free & ~_after_first(free & ~fits, query))
         for part in runs(tiers[rows], classes[rows]):
             at = rows[part]
-            tier = int(tiers[at[0]])
-            writer = holder.id if self._index.tiers[tier].spec.writer_owned else DAEMON
-            key = Key(holder.domain, int(classes[at[0]]), writer)
-            pages = self._planner.room.reserve(tier, key, len(at), draft=draft)
-            wish.pages[at[: len(pages)]] = pages
-            wish.tiers[at] = tier
-            self._index.tiers[tier].length[pages] = wish.lengths[at[: len(pages)]]
-            draft.reserve(self._index.tiers[tier].extents(pages))
+            wish.tiers[at] = tiers[at]
+            self._set_aside(wish, at, int(classes[at[0]]), draft)
         self._take_back(wish, _after_first(free & (wish.pages < 0), query), Reason.ABORTED, draft)
         for tier in kinds(tiers):
-            self._sessions.reserve(holder, tier, wish.pages[(wish.pages >= 0) & (wish.tiers == tier)], step=1)
+            self._sessions.reserve(holder, tier, wish.pages_in(tier, true_rows(wish.pages >= 0)), step=1)
+
+    def _set_aside(self, wish: Reservation, at: Ids, class_bytes: int, draft: Draft) -> None:
+        """Pages for rows of one tier and class, as far as there is room."""
+        tier = int(wish.tiers[at[0]])
+        spec, key = self._index.tiers[tier].spec, Key(wish.domain, class_bytes, wish.session)
+        if not spec.sealed_puts:
+            key = key if spec.writer_owned else key._replace(writer=spec.own_writer)
+            pages = self._reserved(tier, key, wish.lengths[at], draft)
+            wish.pages[at[: len(pages)]] = pages
+            return
+        count = len(at)
+        while count and len(at):
+            given = self._set_aside_two(wish, at[:count], key, draft)
+            at = at[given:]
+            count = count if given == count else count // 2  # fewer staging pages may leave a segment for the others
+
+    def _set_aside_two(self, wish: Reservation, at: Ids, key: Key, draft: Draft) -> int:
+        """A staging page and its own for each row, as far as there is room; how many. Staging first, so that empty segments of the session are not given up for the others."""
+        tier = int(wish.tiers[at[0]])
+        staging = self._reserved(tier, key, wish.lengths[at], draft)
+        wish.staging[at[: len(staging)]] = staging
+        own = key._replace(writer=self._index.tiers[tier].spec.own_writer)
+        pages = self._reserved(tier, own, wish.lengths[at[: len(staging)]], draft)
+        wish.pages[at[: len(pages)]] = pages
+        self._unstage(wish, at[len(pages) :], Reason.ABORTED, draft)
+        return len(pages)
+
+    def _reserved(self, tier: int, key: Key, lengths: Lengths, draft: Draft) -> Ids:
+        """Pages of the key for blocks of such lengths, from the first one on, as far as there is room."""
+        pages = self._planner.room.reserve(tier, key, len(lengths), draft=draft)
+        self._index.tiers[tier].length[pages] = lengths[: len(pages)]
+        draft.reserve(self._index.tiers[tier].extents(pages))
+        return pages
 
     def _keep(self, holder: Session, wish: Reservation) -> int:
         wish.id = self._sessions.next_id()
@@ -193,9 +221,9 @@ class Puts:
     # -- commit
 
     def open_pages(self, session: int, *, reservation: int) -> OpenPages:
-        """Which rows are still open, where they lie, and what is known of them."""
+        """Which rows are still open and lie where the session writes them, where that is, and what is known of them."""
         held = self._held(session, reservation)
-        rows = held.rows(OPEN)
+        rows = true_rows((held.state == OPEN) & (held.staging < 0))
         extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
         return OpenPages(rows, extents, _metas(held, rows, extents))
 
@@ -217,7 +245,14 @@ class Puts:
         commit = Commit(self._sessions.next_id(), held, rows, _metas(held, rows, extents))
         self._sessions.commits[commit.id] = commit
         return Committing(
-            commit.id, session, reservation, extents, commit.metas, held.lengths[rows].copy(), rows.astype(np.uint32)
+            commit.id,
+            session,
+            reservation,
+            extents,
+            commit.metas,
+            held.lengths[rows].copy(),
+            rows.astype(np.uint32),
+            staging=self._extents(Where(held.tiers[rows], held.staging[rows])),
         )
 
     def _held(self, session: int, reservation: int) -> Reservation:
@@ -275,7 +310,7 @@ class Puts:
             self._index.listener.stored(ids, draft.now)
         for part in runs(where.tiers[rows]):
             tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]
-            if self._index.tiers[tier].spec.writer_owned:
+            if self._index.tiers[tier].spec.writer_owned and not self._index.tiers[tier].spec.sealed_puts:
                 self._index.tiers[tier].flags[pages] = UNVERIFIED
             self._index.attach(tier, pages[::-1], ids[part][::-1], draft.now)
             self._index.publish(tier, pages)
@@ -284,6 +319,7 @@ class Puts:
         for tier in self._index.serving():
             self._index.touch(tier, before, draft.now)
         self._count_off(commit.reservation, commit.rows[rows])
+        self._unstage(commit.reservation, commit.rows[rows], Reason.SEALED, draft)
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
         if len(again := true_rows(~new)):  # names that came twice, of which what made way may have had another id
@@ -344,17 +380,28 @@ class Puts:
         if len(at) == 0:
             return
         self._count_off(held, at)
+        self._unstage(held, at, reason, draft)
         for part in runs(held.tiers[at]):
             self._index.discard(int(held.tiers[at[part[0]]]), held.pages[at[part]], reason, draft)
         held.state[at] = GONE
         held.pages[at] = NO_PAGE
+
+    def _unstage(self, held: Reservation, rows: Ids, reason: Reason, draft: Draft) -> None:
+        """reserved -> free for the staging pages of rows. SEALED: what was written to them is published, so their memory can be had, and stays the writer's."""
+        at = rows[held.staging[rows] >= 0]
+        for part in runs(held.tiers[at]):
+            tier, pages = int(held.tiers[at[part[0]]]), held.staging[at[part]]
+            if reason is Reason.SEALED:
+                self._index.tiers[tier].prove(pages)
+            self._index.discard(tier, pages, reason, draft)
+        held.staging[at] = NO_PAGE
 
     def _count_off(self, held: Reservation, rows: Ids) -> None:
         holder = self._sessions.open.get(held.session)
         if holder is None or held.id == 0:
             return
         for tier in kinds(held.tiers[rows]):
-            self._sessions.reserve(holder, tier, held.pages[rows[held.tiers[rows] == tier]], step=-1)
+            self._sessions.reserve(holder, tier, held.pages_in(tier, rows), step=-1)
 
     def _nearest(self, ids: Ids, *, besides: Sequence[int] = ()) -> Where:
         """The nearest readable page of each block in any tier in service; of what is in none, its page in the tiers besides."""
@@ -418,56 +465,6 @@ def _striped(wish: Reservation, serving: Sequence[int]) -> Ids:
     stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))
     tiers: Ids = np.asarray(serving, np.int64)[(stripe % np.uint64(len(serving))).astype(np.int64)]
     return tiers
-
-
-def _blank(count: int, *, session: int, domain: int) -> Reservation:
-    return Reservation(
-        id=0,
-        session=session,
-        domain=domain,
-        namespaces=np.zeros(count, np.uint32),
-        hash=np.zeros((count, HASH_BYTES), np.uint8),
-        parent=np.zeros((count, HASH_BYTES), np.uint8),
-        positions=np.zeros(count, np.uint32),
-        tokens=np.zeros(count, np.uint32),
-        lengths=np.zeros(count, np.uint32),
-        said=Said.nothing(count),
-        tiers=np.full(count, -1, np.int64),
-        pages=np.full(count, NO_PAGE, np.int64),
-        state=np.full(count, GONE, np.uint8),
-    )
-
-
-def _wish(groups: Sequence[PutQuery], *, session: int, domain: int, time_s: float) -> Reservation:
-    """The queries as one reservation without pages. time_s: Unix time."""
-    if not groups:
-        raise InvalidArgument("groups: none; reserve at least one")
-    wish = _blank(sum(len(group.blocks) for group in groups), session=session, domain=domain)
-    start = 0
-    for number, group in enumerate(groups):
-        _check_put(number, group)
-        rows = slice(start, start + len(group.blocks))
-        start = rows.stop
-        wish.namespaces[rows] = group.namespace
-        wish.hash[rows] = group.blocks["hash"]
-        if len(group.blocks):
-            wish.parent[rows] = np.concatenate((np.frombuffer(group.parent, np.uint8)[None], group.blocks["hash"][:-1]))
-        wish.positions[rows] = np.arange(group.position, group.position + len(group.blocks))
-        wish.tokens[rows], wish.lengths[rows] = group.blocks["tokens"], group.blocks["length"]
-        if group.priorities is not None:
-            wish.said.codes[rows], wish.said.until_s[rows] = said_by(group.priorities, group.retention_s, time_s=time_s)
-    return wish
-
-
-def _check_put(number: int, group: PutQuery) -> None:
-    if group.blocks.dtype != PUT_BLOCK:
-        raise InvalidArgument(f"groups[{number}].blocks: dtype {group.blocks.dtype}; give PUT_BLOCK")
-    if len(group.parent) != HASH_BYTES:
-        raise InvalidArgument(
-            f"groups[{number}].parent: {len(group.parent)} bytes instead of {HASH_BYTES}; zeros at the start"
-        )
-    if not every(group.blocks["length"] > 0):
-        raise InvalidArgument(f"groups[{number}].blocks: a length of 0 bytes; give at least 1")
 
 
 def _named_rows(held: Reservation, blocks: StructArray) -> Ids:

@@ -15,8 +15,18 @@ from tierd.core.columns import runs
 from tierd.core.draft import Draft
 from tierd.core.gets import Gets
 from tierd.core.leases import Session, Sessions
-from tierd.core.model import NOBODY, UNVERIFIED, Fault, PageState, Reason, SegmentAssignment, StructArray, TierKind
-from tierd.core.pages import DAEMON
+from tierd.core.model import (
+    DAEMON,
+    NOBODY,
+    SEALED,
+    UNVERIFIED,
+    Fault,
+    PageState,
+    Reason,
+    SegmentAssignment,
+    StructArray,
+    TierKind,
+)
 from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where
 from tierd.core.puts import Puts
@@ -66,7 +76,7 @@ class Upkeep:
         """Takes segments, then the blocks in them."""
         pages_of = self._index.tiers[tier]
         for given in segments:
-            is_kept = given.writer == NOBODY or given.writer in self._sessions.domains
+            is_kept = given.writer in (NOBODY, SEALED) or given.writer in self._sessions.domains
             pages_of.adopt_segment(given, given.writer if is_kept else DAEMON)
         pages = pages_of.find(extents)
         good, known = self._is_sound(tier, extents, metas, pages)

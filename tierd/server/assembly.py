@@ -331,6 +331,7 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
         low_watermark=table.low_watermark,
         headroom_bytes=int(table.headroom * table.capacity),
         eviction=table.eviction,
+        sealed_puts=isinstance(table, HostConfig) and table.sealed_puts,
         **_worn(table),
     )
 

@@ -21,8 +21,10 @@ from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved
 from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.server import wire
 from tierd.server.guard import Caller
+from tierd.tiers import staged
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.holds import HoldKind
+from tierd.tiers.tier import is_mapped
 
 CHUNK_BYTES = 1 << 20
 PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
@@ -104,8 +106,13 @@ class Incoming:
         self.arrived[i] = end
         if self.statuses[i] == BlockStatus.RESERVED and data:
             # Looked up for every chunk: the reservation may have ended meanwhile, and its page be somebody else's.
-            page = self._cache.page(self._session, HoldKind.RESERVATION, self.reservation, self._extents[i])
-            page[head.offset : end] = data
+            extent, held = self._extents[i], HoldKind.RESERVATION
+            page = self._cache.page(self._session, held, self.reservation, extent)
+            tier = self._cache.tiers[int(extent["tier"])]
+            if is_mapped(tier) and tier.spec.sealed_puts:
+                staged.write(tier, extent, data, at=head.offset)
+            else:
+                page[head.offset : end] = data
 
     def _check(self, head: pb.PutChunk, end: int) -> None:
         i, blocks = head.index, self.group.blocks

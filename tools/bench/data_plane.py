@@ -6,7 +6,8 @@ and so does a first get, which verifies: they are rows of their own. LRU, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -21,6 +22,7 @@ nvme = []
 capacity = "{capacity} MiB"
 segment = "{segment} MiB"
 eviction = "lru"
+sealed_puts = {sealed}
 """
 WARM = 2
 SHAPES = {"2MiB_x16": (16, 2 * MIB), "128KiB_x64": (64, 128 * KIB)}
@@ -29,6 +31,7 @@ VERBS = {
     "get_copy": "into the caller's buffers",
     "copy_each": "copied block by block in one process, nothing else",
     "put_fresh": "put into memory that nobody has touched yet",
+    "put_sealed": "put into a tier with sealed puts: written to staging pages, copied and hashed by the daemon",
     "get_first": "first get of a batch: verified, and new in the client's mapping",
 }
 
@@ -86,17 +89,32 @@ class Bench:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`put_2MiB_x16` and `get_copy_2MiB_x16`, the same of 128 KiB x 64, and beside each what a first time costs, GB/s."""
+    """`put_2MiB_x16` and `get_copy_2MiB_x16`, the same of 128 KiB x 64, and beside each what a first time costs, GB/s; and `put_sealed_2MiB_x16`."""
     cold = Cold(effort.pick(384 * MIB, 8 * MIB))
     out: list[Row] = []
-    for name, (count, block_bytes) in SHAPES.items():
-        config = CONFIG.format(capacity=effort.pick(768, 16), segment=effort.pick(32, 1))
-        with Daemon(config) as daemon, Client(daemon.target) as client:
-            bench = Bench(client, cold, count=count, block_bytes=effort.pick(block_bytes, 4 * KIB))
-            costs = _costs(bench, daemon.pid, batches=effort.pick(768, 4) * MIB // bench.size, effort=effort)
+    for name in SHAPES:
+        with _bench(name, cold, effort) as (bench, pid):
+            costs = _costs(bench, pid, batches=effort.pick(768, 4) * MIB // bench.size, effort=effort)
             bench.check(1 << 20)
-        out += [row for verb in VERBS if (row := _row_of(verb, name, costs, bench.size / 1e9))]
-    return out
+        out += [_row_of(verb, name, costs, bench.size / 1e9) for verb in VERBS if verb in costs]
+    name = next(iter(SHAPES))
+    with _bench(name, cold, effort, sealed=True) as (bench, pid):
+        batches = effort.pick(768, 4) * MIB // bench.size
+        works: dict[str, Work] = {"copy": bench.copy, "put_sealed": bench.put}
+        interleaved(works, runs=batches - WARM, warm=WARM, pid=pid)
+        works["put_sealed"] = lambda n: bench.put(batches + n)
+        costs = interleaved(works, runs=effort.at_least(21), warm=WARM, pid=pid)
+        bench.check(1 << 20)
+    return [*out, _row_of("put_sealed", name, costs, bench.size / 1e9)]
+
+
+@contextlib.contextmanager
+def _bench(name: str, cold: Cold, effort: Effort, *, sealed: bool = False) -> Iterator[tuple[Bench, int]]:
+    """Of a shape, against a daemon of its own, and this daemon's process."""
+    count, block_bytes = SHAPES[name]
+    config = CONFIG.format(capacity=effort.pick(768, 16), segment=effort.pick(32, 1), sealed=str(sealed).lower())
+    with Daemon(config) as daemon, Client(daemon.target) as client:
+        yield Bench(client, cold, count=count, block_bytes=effort.pick(block_bytes, 4 * KIB)), daemon.pid
 
 
 def _costs(bench: Bench, pid: int, *, batches: int, effort: Effort) -> dict[str, list[Cost]]:

@@ -32,6 +32,8 @@ NVME = ("tests/unit/tiers/test_nvme.py",)
 SESSIONS = ("tests/unit/server/test_sessions.py",)
 MOVER = ("tests/unit/test_mover.py",)
 CACHE = ("tests/unit/cache/test_cache.py",)
+SEALED = ("tests/unit/core/test_sealed.py",)
+SEALING = ("tests/unit/cache/test_sealing.py",)
 WATCH = ("tests/unit/cache/test_watch.py",)
 HANDLES = ("tests/system/test_handles.py",)
 CORE = ("tests/unit/core/test_ends_of_ranges.py", "tests/unit/core/test_upkeep.py")
@@ -207,6 +209,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._index.tiers[tier].flags[pages] = UNVERIFIED",
         "self._index.tiers[tier].flags[pages] = 0",
         CACHE,
+    ),
+    Mutation(
+        "sealed-hash",
+        "what is hashed of a sealed put is the copy, which its writer cannot change",
+        "tierd/mover.py",
+        "tables.append(slice_sums(target[begun:end], piece))",
+        "tables.append(slice_sums(tier.view(source)[begun:end], piece))",
+        SEALING,
+    ),
+    Mutation(
+        "sealed-writer",
+        "blocks of sealed puts lie where no session may write",
+        "tierd/core/puts.py",
+        "own = key._replace(writer=self._index.tiers[tier].spec.own_writer)",
+        "own = key",
+        SEALED,
+    ),
+    Mutation(
+        "sealed-file",
+        "a file that a client could write to is no sealed segment's",
+        "tierd/core/mapped.py",
+        "strangers = self._writers[place] - {key.writer} if self._is_strict else ()",
+        "strangers = ()",
+        SEALED,
     ),
     Mutation(
         "bad-though-forgotten",
