@@ -248,4 +248,5 @@ def test_latest_times_are_of_each_segments_newest_block(blocks: list[tuple[int, 
         row["segment"], row["time_ms"] = segment, time_ms
     segments = [SegmentBegun(place, segment, 1, 4096, 8) for place, segment in enumerate(sorted(known))]
     expected = {segment: max([0, *(t for s, t in blocks if s == segment)]) for segment in known}
-    assert latest_times(metas, segments) == expected
+    index = StoredIndex({segment.place: segment for segment in segments}, metas)
+    assert latest_times(index) == expected
