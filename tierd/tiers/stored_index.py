@@ -61,8 +61,7 @@ class Stretch(NamedTuple):
 def stretches(index: StoredIndex) -> Iterator[Stretch]:
     """All blocks of the index, some thousand at a time, the filed ones first. Raises OSError."""
     for metas in index.filed.stretches() if index.filed else ():
-        keys = _keys(metas)
-        yield _sound(metas[~_among(keys, index.told)] if len(index.told) else metas, index.segments)
+        yield _sound(metas[~_among(_keys(metas), index.told)] if len(index.told) else metas, index.segments)
     for start in range(0, len(index.metas), STRETCH_ROWS):
         yield _sound(index.metas[start : start + STRETCH_ROWS], index.segments)
 
