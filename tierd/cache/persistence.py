@@ -9,6 +9,7 @@ it was read: its slot may have been written over before the removal of its block
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,11 +29,19 @@ CONFIRM_BLOCKS = 64
 
 
 class Persistence:
-    """See the module. examiner: its own, since it reads one batch at a time."""
+    """See the module. examiner: its own, since it reads one batch at a time. loaded: set when the stores take something."""
 
     def __init__(
-        self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock, examiner: Examiner
+        self,
+        core: Core,
+        *,
+        flights: Flights,
+        tiers: Sequence[Tier],
+        clock: Clock,
+        examiner: Examiner,
+        loaded: asyncio.Event,
     ) -> None:
+        self._loaded = loaded
         self._examiner, self._examining = examiner, asyncio.Lock()
         self._core = core
         self._flights = flights
@@ -66,6 +75,8 @@ class Persistence:
             return durable
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._loaded.wait(), timeout_s)
         self._forget_lost(blocks)
         await self._confirm(blocks, deadline)
         failpoint("cache.persist.before_write")

@@ -112,10 +112,9 @@ class Upkeep:
             )
         return Restored(lease, kept[: len(pinned)], kept[len(pinned) :])
 
-    def close_empty(self) -> None:
+    def close_empty(self, tier: int) -> None:
         """Sends segments in which nothing was found and nobody holds anything to the pool."""
-        for pages_of in self._index.tiers:
-            pages_of.close_empty()
+        self._index.tiers[tier].close_empty()
 
     # -- verdicts
 

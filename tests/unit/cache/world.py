@@ -109,6 +109,7 @@ async def opened(config: str = CONFIG, *, places: dict[str, str] | None = None) 
         for name, path in found.items():
             config = config.replace("{" + name + "}", path)
         async with assemble(resolve(read_config(config), environ={})) as daemon:
+            await daemon.load()
             spec = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
             daemon.cache.open_session(World.session, tenant="t")
             namespace = daemon.cache.open_namespace(World.session, spec)
