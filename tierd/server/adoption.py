@@ -55,7 +55,7 @@ class Adoption:
         try:
             while (piece := await reading) is not None:
                 reading = asyncio.create_task(asyncio.to_thread(next, more, None))
-                self._take([], *piece, now())
+                self._take([], *piece(), now())
                 await asyncio.sleep(0)
         finally:
             await asyncio.wait([reading])  # nothing of it may go on when the tier is closed

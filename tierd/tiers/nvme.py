@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,8 @@ from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, Means, ReadRun, WriteRun
 from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
-from tierd.tiers.stored_index import StoredIndex, stretches
-from tierd.tiers.tier import HashRow, Health, ReadResult, Recovered
+from tierd.tiers.stored_index import StoredIndex, Stretch, unsifted
+from tierd.tiers.tier import Found, HashRow, Health, ReadResult, Recovered
 from tierd.tiers.zeroing import Zeroing
 
 if TYPE_CHECKING:
@@ -230,18 +231,23 @@ class NvmeStore:
             more_at_most=len(index.metas) + (index.filed.count if index.filed else 0),
         )
 
-    def _found(self, index: StoredIndex) -> Iterator[tuple[StructArray, StructArray]]:
-        """What the index tells, some blocks at a time, noted here as it is told."""
+    def _found(self, index: StoredIndex) -> Iterator[Callable[[], Found]]:
+        """What the index tells, some blocks at a time."""
         try:
-            for metas, slots in stretches(index):
-                for number in kinds(metas["segment"]):
-                    rows = metas["segment"] == number
-                    self._segments[number].generations[slots[rows]] = metas["generation"][rows]
-                yield self._extents(metas, slots), metas
+            for sift in unsifted(index):
+                failpoint("nvme.load.before_piece")
+                yield partial(self._note, sift)
         except OSError as error:
             raise TierFailed(
                 f"{self.spec.name}: {self.place}: {error.strerror or error}; see the system's log of that disk"
             ) from error
+
+    def _note(self, sift: Callable[[], Stretch]) -> Found:
+        metas, slots = sift()
+        for number in kinds(metas["segment"]):
+            rows = metas["segment"] == number
+            self._segments[number].generations[slots[rows]] = metas["generation"][rows]
+        return Found(self._extents(metas, slots), metas)
 
     def _assignment(self, begun: SegmentBegun) -> SegmentAssignment:
         return SegmentAssignment(

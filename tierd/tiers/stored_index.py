@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -60,10 +61,16 @@ class Stretch(NamedTuple):
 
 def stretches(index: StoredIndex) -> Iterator[Stretch]:
     """All blocks of the index, some thousand at a time, the filed ones first. Raises OSError."""
+    for sift in unsifted(index):
+        yield sift()
+
+
+def unsifted(index: StoredIndex) -> Iterator[Callable[[], Stretch]]:
+    """`stretches` in two steps: what blocks, and the rest of it. Raises OSError."""
     for metas in index.filed.stretches() if index.filed else ():
-        yield _sound(metas[~_among(_keys(metas), index.told)] if len(index.told) else metas, index.segments)
+        yield partial(_sift, index, metas, told=index.told)
     for start in range(0, len(index.metas), STRETCH_ROWS):
-        yield _sound(index.metas[start : start + STRETCH_ROWS], index.segments)
+        yield partial(_sift, index, index.metas[start : start + STRETCH_ROWS], told=index.told[:0])
 
 
 def gathered(index: StoredIndex) -> StoredIndex:
@@ -164,6 +171,10 @@ def _keys(rows: StructArray) -> Keys:
     """One number per slot of the store; offsets are multiples of 4 KiB below 16 TiB."""
     offset = (rows["offset"] // PAGE_ALIGN_BYTES).astype(np.uint64) & np.uint64(0xFFFF_FFFF)
     return np.asarray(rows["segment"].astype(np.uint64) << np.uint64(32) | offset)
+
+
+def _sift(index: StoredIndex, metas: StructArray, *, told: Keys) -> Stretch:
+    return _sound(metas[~_among(_keys(metas), told)] if len(told) else metas, index.segments)
 
 
 def _among(keys: Keys, pool: Keys) -> NDArray[np.bool_]:

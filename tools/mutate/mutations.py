@@ -287,7 +287,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "epoch-adopt",
         "blocks of an ended epoch are not taken in after a restart",
         "tierd/server/adoption.py",
-        'mine = np.isin(metas["namespace"], current)',
+        'mine = among(metas["namespace"], namespaces)',
         "mine = np.ones(len(metas), np.bool_)",
         ("tests/system/test_handles.py", "-k", "namespace"),
     ),
