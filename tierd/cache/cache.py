@@ -98,17 +98,9 @@ class Cache:
         self.background = Background(
             self.core, flights=self.flights, tiers=self.tiers, clock=self.clock, sync_interval_s=parts.sync_interval_s
         )
-        self.loaded = asyncio.Event()
-        """Set as long as everything that survived is in the books."""
-        self.loaded.set()
         examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=layers_of)
         self.persistence = Persistence(
-            parts.core,
-            flights=self.flights,
-            tiers=parts.tiers,
-            clock=parts.clock,
-            examiner=examiner,
-            loaded=self.loaded,
+            parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, examiner=examiner
         )
         self.health = Watch(
             parts.core, flights=self.flights, tiers=parts.tiers, mover=parts.mover, metrics=parts.metrics

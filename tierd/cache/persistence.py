@@ -29,19 +29,13 @@ CONFIRM_BLOCKS = 64
 
 
 class Persistence:
-    """See the module. examiner: its own, since it reads one batch at a time. loaded: set when the stores take something."""
+    """See the module. examiner: its own, since it reads one batch at a time. loaded: set but while the blocks of a store are on their way into the books."""
 
     def __init__(
-        self,
-        core: Core,
-        *,
-        flights: Flights,
-        tiers: Sequence[Tier],
-        clock: Clock,
-        examiner: Examiner,
-        loaded: asyncio.Event,
+        self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock, examiner: Examiner
     ) -> None:
-        self._loaded = loaded
+        self.loaded = asyncio.Event()
+        self.loaded.set()
         self._examiner, self._examining = examiner, asyncio.Lock()
         self._core = core
         self._flights = flights
@@ -76,7 +70,7 @@ class Persistence:
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._loaded.wait(), timeout_s)
+            await asyncio.wait_for(self.loaded.wait(), timeout_s)
         self._forget_lost(blocks)
         await self._confirm(blocks, deadline)
         failpoint("cache.persist.before_write")

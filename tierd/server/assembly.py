@@ -106,7 +106,7 @@ class Assembly:
                 self.cache.health.admit(tier.position)
         finally:
             self.adoptions = []
-            self.cache.loaded.set()  # who waits for what will not come must not wait longer
+            self.cache.persistence.loaded.set()  # who waits for what will not come must not wait longer
 
     async def keep_namespaces(self, *namespaces: Namespace) -> None:
         """Makes namespaces known to the next life, before anybody may use them: who opens one that is new to somebody else waits too."""
@@ -259,7 +259,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     for adoption, found in zip(adoptions, recovered, strict=True):
         if found.more_at_most:
             cache.health.withhold(adoption.position, adoption.progress)
-            cache.loaded.clear()
+            cache.persistence.loaded.clear()
         else:
             core.close_empty(adoption.position)
     named = {namespace.id for namespace in registry.all()}

@@ -30,7 +30,8 @@ class Filed(Protocol):
     """Rows that lie in a file. count: at most so many."""
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """As the header of the file says."""
 
     def stretches(self) -> Iterator[StructArray]:
         """META, in order, some thousand at a time. Raises OSError."""
