@@ -88,6 +88,7 @@ POINTS: Mapping[str, str] = {
     "nvme.journal.before_append": "slots are synced, the journal does not know",
     "nvme.journal.before_first": "a new journal has its header",
     "nvme.journal.before_sync": "records are appended, not synced",
+    "nvme.load.before_piece": "the daemon serves, some thousand blocks of the store's index are read and not in the books",
     "nvme.open.before_directory_sync": "slot files are made, their names not yet durable",
     "nvme.open.before_index": "the store's lock is taken, nothing is read",
     "nvme.open.before_settle": "slot files are there, the index is read and not yet written anew",

@@ -16,6 +16,11 @@ def ready(environ: Mapping[str, str] = os.environ) -> bool:
     return _send("READY=1\nSTATUS=serving", environ)
 
 
+def loading(environ: Mapping[str, str] = os.environ) -> bool:
+    """Serving what is in memory; what is ordered after the unit still waits. True if somebody was told."""
+    return _send("STATUS=serving from memory, the stores are loading", environ)
+
+
 def alive(environ: Mapping[str, str] = os.environ) -> bool:
     """The event loop turns; to be said every `watchdog_interval_s`. True if somebody was told."""
     return _send("WATCHDOG=1", environ)

@@ -102,7 +102,8 @@ class Churn:
                 tier, segments=segments[tier], extents=extents[tier], metas=metas[tier], now=self._tick()
             )
             assert taken.all()
-        self.core.close_empty()
+        for tier in range(len(TIERS)):
+            self.core.close_empty(tier)
 
     # -- what is presented again
 

@@ -174,7 +174,8 @@ class CoreMachine(Ahead):
             held = [lease.generations for lease in leases.values() if lease.session == session]
             mine = [r.pages.values() for r in reservations.values() if r.session == session]
             self.restore(session, {g for part in held for g in part}, {g for part in mine for g in part})
-        self.core.close_empty()
+        for tier in range(len(self.specs)):
+            self.core.close_empty(tier)
         for domain in () if live else DOMAINS:
             self.open_session(domain)
 

@@ -142,7 +142,7 @@ class Story:
     async def _open(self) -> None:
         """What is found is durable, and everything that was promised is found."""
         self._store = store_on(self.disk)
-        found = await self._store.open()
+        found = (await self._store.open()).gathered()
         self._keys = await judge_found(self._store, found, promise=self.promise, book=self.book)
         self.promise = Promise(dict(self._keys), set(found.namespaces), found.next_segment, found.next_generation)
         self._spaces = set(found.namespaces)
@@ -272,7 +272,7 @@ def shape(it: SegmentAssignment) -> tuple[int, ...]:
 async def judge(disk: SimDisk, promise: Promise, book: Book) -> None:
     """Opens the store that a crash has left and looks at everything. Raises Violation."""
     store = store_on(disk)
-    found = await store.open()
+    found = (await store.open()).gathered()
     await judge_found(store, found, promise=promise, book=book)
     _judge_marks(disk, found)
     disk.before_change = None  # the recovery ends here

@@ -162,6 +162,7 @@ async def inside(config: str = CONFIG) -> AsyncIterator[Inside]:
             async with listeners:
                 await listeners.open()
                 daemon.cache.background.start()
+                await daemon.load()
                 daemon.state = "serving"
                 found = Inside(daemon, listeners, {}, Path(places["root"]) / "run", faults=faults)
                 found.handlers = {

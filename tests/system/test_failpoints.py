@@ -25,6 +25,7 @@ AT_START = (
     "assembly.before_adoption",
     "assembly.before_parts",
     "lifecycle.before_ready",
+    "nvme.load.before_piece",
     "nvme.open.before_directory_sync",
     "nvme.open.before_index",
     "nvme.open.before_settle",

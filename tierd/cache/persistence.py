@@ -9,6 +9,7 @@ it was read: its slot may have been written over before the removal of its block
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,11 +29,13 @@ CONFIRM_BLOCKS = 64
 
 
 class Persistence:
-    """See the module. examiner: its own, since it reads one batch at a time."""
+    """See the module. examiner: its own, since it reads one batch at a time. loaded: set but while the blocks of a store are on their way into the books."""
 
     def __init__(
         self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock, examiner: Examiner
     ) -> None:
+        self.loaded = asyncio.Event()
+        self.loaded.set()
         self._examiner, self._examining = examiner, asyncio.Lock()
         self._core = core
         self._flights = flights
@@ -66,6 +69,8 @@ class Persistence:
             return durable
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.loaded.wait(), timeout_s)
         self._forget_lost(blocks)
         await self._confirm(blocks, deadline)
         failpoint("cache.persist.before_write")

@@ -8,7 +8,7 @@ looks too, since a disk may fail then as well.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -33,12 +33,28 @@ class Watch:
         self._core, self._flights, self._mover, self._metrics = core, flights, mover, metrics
         self._watched = {tier.position: tier for tier in tiers if is_watched(tier)}
         self.breakers = {position: Breaker(Tolerance()) for position in self._watched}
+        self._withheld: dict[int, Callable[[], str]] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def tolerate(self, tolerances: Mapping[int, Tolerance]) -> None:
         """How much each watched tier may fail, by position; before `start`."""
         self.breakers.update((at, Breaker(tolerances[at])) for at in self._watched if at in tolerances)
+
+    def withhold(self, position: int, why: Callable[[], str]) -> None:
+        """The tier is out of service whatever its breaker says. why: asked when people want to know."""
+        self._withheld[position] = why
+        self._set(position)
+
+    def admit(self, position: int) -> None:
+        """It is withheld no more."""
+        del self._withheld[position]
+        self._set(position)
+
+    def trouble(self, position: int) -> str:
+        """Why the tier is out of service, for reads or for writes; empty if it is not."""
+        why = self._withheld.get(position)
+        return why() if why else self.breakers[position].reason
 
     def start(self) -> None:
         """Begins to look."""
@@ -72,7 +88,7 @@ class Watch:
         self.look()
         if probe := self._probes.get(position):
             await asyncio.wait([probe], timeout=timeout_s)
-        return self.breakers[position].reason
+        return self.trouble(position)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -99,14 +115,19 @@ class Watch:
     def _tell(self, tier: WatchedTier) -> None:
         """The core, the mover, and people."""
         breaker = self.breakers[tier.position]
-        self._core.set_serving(tier.position, breaker.reads)
-        self._core.set_writable(tier.position, breaker.writes)
-        self._metrics.tier_writable.labels(tier=tier.spec.name).set(breaker.writes)
-        if not breaker.reads:
-            self._mover.refuse(tier.position)
+        self._set(tier.position)
         if breaker.writes:
             log.info("tier back in service", tier=tier.spec.name, place=tier.place)
         else:
             what = "writes" if breaker.reads else "reads and writes"
             log.error("tier out of service", tier=tier.spec.name, what=what, reason=breaker.reason)
             self._metrics.tier_outages.labels(tier=tier.spec.name).inc()
+
+    def _set(self, position: int) -> None:
+        """The core and the mover."""
+        breaker, may = self.breakers[position], position not in self._withheld
+        self._core.set_serving(position, breaker.reads and may)
+        self._core.set_writable(position, breaker.writes and may)
+        self._metrics.tier_writable.labels(tier=self._watched[position].spec.name).set(breaker.writes and may)
+        if not (breaker.reads and may):
+            self._mover.refuse(position)

@@ -132,7 +132,10 @@ def facts(pairs: Iterable[tuple[str, Cell]]) -> Text:
 
 def state_text(state: str) -> Text:
     """A daemon's or session's state in its colour."""
-    good, passing = ("serving", "open", "ready"), ("starting", "draining", "restored", "reserved", "retiring")
+    good, passing = (
+        ("serving", "open", "ready"),
+        ("starting", "loading", "draining", "restored", "reserved", "retiring"),
+    )
     return Text(state, style="green" if state in good else "yellow" if state in passing else "red")
 
 

@@ -25,7 +25,7 @@ from tierd.core.draft import no_ids
 from tierd.core.meta import new_meta
 from tierd.core.model import HASH_BYTES, StructArray
 from tierd.core.plan import Bytes, Ids
-from tierd.core.sets import among, distinct, some, true_rows
+from tierd.core.sets import among, distinct, every, some, span, true_rows
 from tierd.core.table import Table
 
 Column = NDArray[Any]
@@ -74,11 +74,14 @@ class Names:
         """Which names stand in no earlier row."""
         out = np.ones(len(self.hash), bool)
         keys = self.hash[:, 0]
+        ascending = np.sort(keys)
+        if every(
+            ascending[1:] != ascending[:-1]
+        ):  # as a rule, and to sort is much less work than to say in which order
+            return out
         order = keys.argsort()
         ascending = keys[order]
         again = true_rows(ascending[1:] == ascending[:-1])
-        if len(again) == 0:
-            return out
         rows = np.unique(order[np.concatenate((again, again + 1))])
         seen: set[bytes] = set()
         for row in rows.tolist():
@@ -86,6 +89,11 @@ class Names:
             out[row] = name not in seen
             seen.add(name)
         return out
+
+
+def names_of(metas: StructArray) -> Names:
+    """The names of META [n]."""
+    return Names(metas["namespace"], words(metas["hash"]))
 
 
 class Blocks:
@@ -145,16 +153,16 @@ class Blocks:
         """So many more are going to be added, at a start."""
         self.table.expect(count)
 
-    def add(self, metas: StructArray, now: float, *, known: Ids | None = None) -> Ids:
+    def add(self, metas: StructArray, now: float, *, known: Ids | None = None, names: Names | None = None) -> Ids:
         """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
-        operator's pin, which is of the name. known: these ids, -1 for a name that none had, where that has been looked up."""
-        names = Names(metas["namespace"], words(metas["hash"]))
+        operator's pin, which is of the name. known: these ids, -1 for a name that none had, and names: those of the metas, where that has been looked up."""
+        names = names or names_of(metas)
         ids = self.find(names) if known is None else known.copy()
         new = true_rows(ids < 0)
         ids[new] = self._new_ids(len(new))
         self.pinned[ids[new]] = False
         self._write(ids, metas, names, now)
-        self.table.insert(ids[new], self.keys_of(names.at(new)))
+        self.table.insert(ids[new], self.keys_of(names if len(new) == len(ids) else names.at(new)))
         return ids
 
     def link(self, ids: Ids, parents: Bytes, now: float) -> Ids:
@@ -270,17 +278,18 @@ class Blocks:
         return np.asarray(same, np.bool_)
 
     def _write(self, ids: Ids, metas: StructArray, names: Names, now: float) -> None:
+        at = span(ids)
         for field, column in _META_COLUMNS.items():
-            getattr(self, column)[ids] = metas[field]
-        self.hash[ids] = names.hash
-        self.digest[ids] = words(metas["digest"])
-        self.named[ids] = True
-        self.hits[ids] = 0
-        self.attention[ids] = 0
-        self.group[ids] = 0
-        self.declined[ids] = 0
-        self.last_used[ids] = now
-        self.lax[ids] = among(metas["namespace"], list(self._lax_namespaces))
+            getattr(self, column)[at] = metas[field]
+        self.hash[at] = names.hash
+        self.digest[at] = words(metas["digest"])
+        self.named[at] = True
+        self.hits[at] = 0
+        self.attention[at] = 0
+        self.group[at] = 0
+        self.declined[at] = 0
+        self.last_used[at] = now
+        self.lax[at] = among(metas["namespace"], list(self._lax_namespaces))
 
     def _new_ids(self, count: int) -> Ids:
         reused = min(count, self._free_count)

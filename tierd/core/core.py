@@ -257,9 +257,9 @@ class Core:
         """So many are going to be adopted: what grows with them grows once."""
         self._index.blocks.expect(blocks)
 
-    def close_empty(self) -> None:
-        """After every adopt and restore, once: segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
-        self._upkeep.close_empty()
+    def close_empty(self, tier: int) -> None:
+        """After every adopt and restore of a tier, once: its segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
+        self._upkeep.close_empty(tier)
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Plan:
         """Nothing in them is found again; pinned pages are freed when they are released. Commits under way into them are FAILED."""

@@ -43,7 +43,7 @@ from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
 from tierd.core.said import Said, raise_before, raise_said
 from tierd.core.segment import Key
-from tierd.core.sets import distinct, every, some, true_rows
+from tierd.core.sets import distinct, every, some, span, true_rows
 
 Column = NDArray[Any]
 
@@ -165,10 +165,11 @@ class Index:
     def attach(self, tier: int, pages: Ids, blocks: Ids, now: float) -> None:
         """Reserved pages get their blocks, which are tracked from now on, in this order (cold to hot)."""
         pages_of, table = self.tiers[tier], self.page[tier]
-        assert every(table[blocks] == NO_PAGE), "a block has one page per tier"
-        pages_of.block[pages] = blocks
-        table[blocks] = pages
-        self.blocks.places[blocks] += 1
+        at = span(blocks)
+        assert every(table[at] == NO_PAGE), "a block has one page per tier"
+        pages_of.block[span(pages)] = blocks
+        table[at] = pages
+        self.blocks.places[at] += 1
         self._note_kept(tier, blocks)
         self._enter(tier, blocks, now)
 
@@ -268,7 +269,8 @@ class Index:
         """After blocks have come to a store that wears, or left it: whether one has them."""
         if tier not in self.admissions or len(blocks) == 0:
             return
-        self.blocks.kept[blocks] = np.any([self._tracked(store, blocks) for store in self.admissions], axis=0)
+        at = span(blocks)
+        self.blocks.kept[at] = np.any([self.page[store][at] >= 0 for store in self.admissions], axis=0)
         if self.listener is not None:
             self.listener.kept(blocks)
 
@@ -297,21 +299,22 @@ class Index:
             self._bar(tier, distinct(parents))
 
     def _bar(self, tier: int, blocks: Ids) -> None:
-        barred = self.barred[tier]
-        lead = (self.children[tier][blocks] > 0) & ~self.blocks.lax[blocks]
-        now = self.held[tier][blocks] | lead
-        self.tips[tier] += int(np.count_nonzero(barred[blocks])) - int(np.count_nonzero(now))
-        barred[blocks] = now
+        barred, at = self.barred[tier], span(blocks)
+        lead = (self.children[tier][at] > 0) & ~self.blocks.lax[at]
+        now = self.held[tier][at] | lead
+        self.tips[tier] += int(np.count_nonzero(barred[at])) - int(np.count_nonzero(now))
+        barred[at] = now
 
     def _weigh(self, tier: int, blocks: Ids) -> None:
         """Writes held, barred and going for distinct blocks."""
         pins = self.tiers[tier].pins
         if len(blocks) == 0 or len(pins) == 0:
             return
-        free = self._tracked(tier, blocks) & (pins[self.page[tier][blocks]] == 0) & ~self.blocks.pinned[blocks]
+        at = span(blocks)
+        free = (self.page[tier][at] >= 0) & (pins[self.page[tier][at]] == 0) & ~self.blocks.pinned[at]
         held = self.held[tier]
-        self.going[tier] += int(np.count_nonzero(free)) - int(np.count_nonzero(~held[blocks]))
-        held[blocks] = ~free
+        self.going[tier] += int(np.count_nonzero(free)) - int(np.count_nonzero(~held[at]))
+        held[at] = ~free
         self._bar(tier, blocks)
 
     def _hold(self, tier: int, pages: Ids) -> None:

@@ -39,7 +39,7 @@ from tierd.core.model import (
 )
 from tierd.core.plan import Bools, Ids
 from tierd.core.segment import Found, Key, Segment, Usage
-from tierd.core.sets import among, every, kinds, starts, true_rows
+from tierd.core.sets import among, every, kinds, span, starts, true_rows
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
@@ -138,10 +138,10 @@ class Pages:
 
     def adopt(self, pages: Ids, generations: Column) -> None:
         """free -> reserved for many pages of segments that survived."""
-        places, counts = np.unique(self.place[pages], return_counts=True)
-        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
-            self._used(place, count)
-        self.generation[pages] = generations
+        places = self.place[span(pages)]
+        for place in kinds(places):
+            self._used(place, int(np.count_nonzero(places == place)))
+        self.generation[span(pages)] = generations
         self.move(pages, PageState.FREE, PageState.RESERVED)
 
     def give_back(self, pages: Ids) -> None:
@@ -209,9 +209,10 @@ class Pages:
         """The books of a change of state; the arrows themselves are in index.py."""
         if len(pages) == 0:
             return
-        assert every(self.state[pages] == old), f"{self.spec.name}: a page to become {_NAMES[new]} is not {_NAMES[old]}"
-        self.state[pages] = new
-        size = int(self.class_bytes(pages).sum())
+        at = span(pages)
+        assert every(self.state[at] == old), f"{self.spec.name}: a page to become {_NAMES[new]} is not {_NAMES[old]}"
+        self.state[at] = new
+        size = int(self._place_table[self.place[at], 2].sum())
         self.counts[old] -= len(pages)
         self.counts[new] += len(pages)
         self.bytes_in[old] -= size

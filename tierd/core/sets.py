@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
 Mask = NDArray[np.bool_] | np.bool_
+MANY = 1024
+"""From so many on `span` looks."""
 FEW = 4
 """Up to so many are compared one after another."""
 
@@ -31,6 +33,13 @@ def some(mask: Mask) -> bool:
 def every(mask: Mask) -> bool:
     """Whether all are true, in a third of the time of `mask.all()`."""
     return int(np.count_nonzero(mask)) == mask.size
+
+
+def span(rows: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Many rows that follow each other as a slice, which numpy goes through several times as fast; others as they are. What is read by it may be a view."""
+    if len(rows) < MANY or rows[-1] - rows[0] != len(rows) - 1 or not every(rows[1:] - rows[:-1] == 1):
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def distinct(values: Numbers) -> Numbers:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierd.core.blocks import Names, words
+from tierd.core.blocks import Names, names_of, words
 from tierd.core.columns import runs
 from tierd.core.draft import Draft
 from tierd.core.gets import Gets
@@ -31,7 +31,7 @@ from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where
 from tierd.core.puts import Puts
 from tierd.core.said import keep_said
-from tierd.core.sets import among, every, in_order, some
+from tierd.core.sets import among, every, in_order, some, span, true_rows
 from tierd.errors import InvalidArgument
 
 
@@ -79,14 +79,22 @@ class Upkeep:
             is_kept = given.writer in (NOBODY, SEALED) or given.writer in self._sessions.domains
             pages_of.adopt_segment(given, given.writer if is_kept else DAEMON)
         pages = pages_of.find(extents)
-        good, known = self._is_sound(tier, extents, metas, pages)
+        names = names_of(metas)
+        good, known = self._is_sound(tier, extents, metas, pages, names)
         self._index.generation = max(self._index.generation, 1 + int(extents["generation"].max(initial=0)))
         if not every(good):
-            extents, metas, pages, known = extents[good], metas[good], pages[good], known[good]
-        ids = self._add(metas, known, now)
+            extents, metas, pages, known, names = (
+                extents[good],
+                metas[good],
+                pages[good],
+                known[good],
+                names.at(true_rows(good)),
+            )
+        ids = self._add(metas, known, names, now)
         pages_of.adopt(pages, extents["generation"])
-        pages_of.length[pages] = metas["stored_length"]
-        pages_of.flags[pages] = extents["flags"] & UNVERIFIED
+        at = span(pages)
+        pages_of.length[at] = metas["stored_length"]
+        pages_of.flags[at] = extents["flags"] & UNVERIFIED
         self._index.attach(tier, pages, ids, now)
         self._index.publish(tier, pages)
         self._index.link(ids, metas["parent"], now)
@@ -114,10 +122,9 @@ class Upkeep:
             )
         return Restored(lease, kept[: len(pinned)], kept[len(pinned) :])
 
-    def close_empty(self) -> None:
+    def close_empty(self, tier: int) -> None:
         """Sends segments in which nothing was found and nobody holds anything to the pool."""
-        for pages_of in self._index.tiers:
-            pages_of.close_empty()
+        self._index.tiers[tier].close_empty()
 
     # -- verdicts
 
@@ -189,13 +196,13 @@ class Upkeep:
 
     # -- inside
 
-    def _add(self, metas: StructArray, known: Ids, now: float) -> Ids:
+    def _add(self, metas: StructArray, known: Ids, names: Names, now: float) -> Ids:
         """Of what two tiers say of a block, what is more holds. known: the blocks that there are of these names, else -1."""
         blocks = self._index.blocks
-        if blocks.priority[: blocks.top].any():
+        if some(blocks.priority[known[known >= 0]]):
             metas = metas.copy()
             keep_said(blocks, known, metas, blocks.unix_s + now)
-        return blocks.add(metas, now, known=known)
+        return blocks.add(metas, now, known=known, names=names)
 
     def _set_pinned(self, blocks: Ids, *, pinned: bool) -> int:
         blocks = self.live(blocks)
@@ -210,14 +217,15 @@ class Upkeep:
         if len(pages):
             self._index.doom(tier, pages, reason, draft)
 
-    def _is_sound(self, tier: int, extents: StructArray, metas: StructArray, pages: Ids) -> tuple[Bools, Ids]:
+    def _is_sound(
+        self, tier: int, extents: StructArray, metas: StructArray, pages: Ids, names: Names
+    ) -> tuple[Bools, Ids]:
         """Which survivors can be taken: a free page of a known segment, once; a new name here; nothing that contradicts. And the ids of their names, -1: none."""
         pages_of, blocks = self._index.tiers[tier], self._index.blocks
         good = pages >= 0
         good[good] = pages_of.state[pages[good]] == PageState.FREE
         lengths = metas["stored_length"][good] + pages_of.spec.slot_overhead_bytes
         good[good] = lengths <= pages_of.class_bytes(pages[good])
-        names = Names(metas["namespace"], words(metas["hash"]))
         for once in (_firsts(pages, good), names.firsts()):
             good &= once
         good &= ~among(metas["namespace"], list(self._puts.dead))

@@ -79,6 +79,7 @@ class Feed:
 
     async def _tell(self) -> bool:
         """Everything that is held, then what happens, until something was lost; False: the log is closed."""
+        await self._cache.persistence.loaded.wait()
         after = self._cache.events.last
         await self._hand(list(self._held()), is_anew=True)
         async with contextlib.aclosing(self._cache.events.follow(after)) as batches:

@@ -103,8 +103,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         for tier, info in zip(self._cache.tiers, infos, strict=True):
             if isinstance(tier, Arena):
                 info.unready_bytes, info.unready_reason = tier.unready_bytes, tier.unready_reason
-        for position, breaker in self._cache.health.breakers.items():
-            infos[position].trouble = breaker.reason
+        for position in self._cache.health.breakers:
+            infos[position].trouble = self._cache.health.trouble(position)
         return pb.TiersReply(tiers=infos)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeReply:

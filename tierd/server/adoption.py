@@ -1,13 +1,14 @@
 """What tiers found at start gets into the books.
 
-Purpose: `adopt`, some blocks at a time. Non-purpose: reading what is stored (tiers), what the books make of it (core). Invariants: segments keep
+Purpose: `Adoption`, some blocks at a time: of what is in memory before the daemon serves, of the rest beside its work. Non-purpose: reading what is stored (tiers), what the books make of it (core). Invariants: segments keep
 their blocks, blocks their order, which says what leaves first; only blocks of current namespaces get in; of two contents of one name the newer stays, and a store
 keeps no older one, which a later start would find first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import structlog
@@ -15,33 +16,69 @@ import structlog
 from tierd.core.core import Core
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.sets import among, every
 from tierd.tiers.tier import Recovered
 
 log = structlog.get_logger(__name__)
 
-ADOPTED_BLOCKS = 1 << 14
-"""Taken into the books at once: their META are 4 MiB."""
+ADOPTED_BLOCKS = 1 << 13
+"""Taken into the books at once: their META are 2 MiB."""
 
 
-def adopt(core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry, now: float) -> StructArray:
-    """Puts what a tier found into the books, blocks of current namespaces only; EXTENT [n] of those that are older than what the books have of their names."""
-    current = [i for namespace in registry.current() for i in namespace.ids]
-    known = taken = 0
-    older = [found.extents[:0]]
-    core.expect(len(found.metas))
-    for segments, rows in pieces_of(found):
-        metas = found.metas[rows]
-        mine = np.isin(metas["namespace"], current)
-        extents = found.extents[rows]
-        if not mine.all():
-            extents, metas = extents[mine], metas[mine]
-        known += len(metas)
-        good = core.adopt(position, segments=segments, extents=extents, metas=metas, now=now)
-        taken += int(good.sum())
-        older += [extents[i : i + 1] for i in np.flatnonzero(~good) if _is_older(core, metas[i])]
-    if len(found.metas) > taken:
-        log.info("blocks not taken in", tier=position, found=len(found.metas), known=known, taken=taken)
-    return np.concatenate(older)
+class Adoption:
+    """Of one tier, a piece at a time. position: the tier's."""
+
+    def __init__(self, core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry) -> None:
+        self.position = position
+        self._core, self._found, self._registry = core, found, registry
+        self._expected = len(found.metas) + found.more_at_most
+        self._seen = self._known = self._taken = 0
+        self._older = [found.extents[:0]]
+
+    def progress(self) -> str:
+        """For people."""
+        return f"loading, {100 * self._seen // max(1, self._expected)} %"
+
+    def begin(self, *, now: float) -> None:
+        """The segments, and the blocks that are in memory."""
+        self._core.expect(self._expected)
+        for segments, extents, metas in pieces_of(self._found):
+            self._take(segments, extents, metas, now)
+
+    async def finish(self, now: Callable[[], float]) -> StructArray:
+        """The blocks that are still to be read, each piece while the one before is taken in; between two of them the loop turns.
+
+        EXTENT [n] of those that are older than what the books have of their names. Raises TierFailed.
+        """
+        more = iter(self._found.more)
+        reading = asyncio.create_task(asyncio.to_thread(next, more, None))
+        try:
+            while (piece := await reading) is not None:
+                reading = asyncio.create_task(asyncio.to_thread(next, more, None))
+                self._take([], *piece(), now())
+                await asyncio.sleep(0)
+        finally:
+            await asyncio.wait([reading])  # nothing of it may go on when the tier is closed
+        if self._seen > self._taken:
+            log.info("blocks not taken in", tier=self.position, found=self._seen, known=self._known, taken=self._taken)
+        return np.concatenate(self._older)
+
+    def _take(
+        self, segments: Sequence[SegmentAssignment], extents: StructArray, metas: StructArray, now: float
+    ) -> None:
+        self._seen += len(metas)
+        current = [i for namespace in self._registry.current() for i in namespace.ids]
+        extents, metas = _of(current, extents, metas)
+        self._known += len(metas)
+        good = self._core.adopt(self.position, segments=segments, extents=extents, metas=metas, now=now)
+        self._taken += int(np.count_nonzero(good))
+        self._older += [extents[i : i + 1] for i in np.flatnonzero(~good) if _is_older(self._core, metas[i])]
+
+
+def _of(namespaces: list[int], extents: StructArray, metas: StructArray) -> tuple[StructArray, StructArray]:
+    """The blocks of these namespaces."""
+    mine = among(metas["namespace"], namespaces)
+    return (extents, metas) if every(mine) else (extents[mine], metas[mine])
 
 
 def _is_older(core: Core, meta: np.void) -> bool:
@@ -50,12 +87,13 @@ def _is_older(core: Core, meta: np.void) -> bool:
     return block is not None and bool((core.pages(block)["extent"]["generation"] > meta["generation"]).any())
 
 
-def pieces_of(found: Recovered) -> Iterator[tuple[list[SegmentAssignment], slice]]:
-    """What was found, all segments first, then some blocks at a time in the order in which they stand.
+def pieces_of(found: Recovered) -> Iterator[tuple[list[SegmentAssignment], StructArray, StructArray]]:
+    """What is in memory: all segments first, then extents and metas of some blocks at a time, in the order in which they stand.
 
     The books take a piece in while it is in the processor's caches, and need memory for one beside what they keep.
     """
     segments = found.segments
     for begun in range(0, max(1, len(found.metas)), ADOPTED_BLOCKS):
-        yield segments, slice(begun, begun + ADOPTED_BLOCKS)
+        rows = slice(begun, begun + ADOPTED_BLOCKS)
+        yield segments, found.extents[rows], found.metas[rows]
         segments = []

@@ -1,7 +1,7 @@
 """The daemon's parts, built from its configuration in the order in which they need each other, and closed in the reverse.
 
-Purpose: construction. Non-purpose: sockets (listeners.py), the order of a life (lifecycle.py). Invariants: what survived on every tier
-is in the core's books before the conductor exists; a block whose namespace nobody knows is not taken in.
+Purpose: construction. Non-purpose: sockets (listeners.py), the order of a life (lifecycle.py). Invariants: what survived in memory
+is in the core's books before the conductor exists, what survived on a store before that store is in service; a block whose namespace nobody knows is not taken in.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tierd.mover import Mover
 from tierd.policies.eviction import EVICTION
 from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.learner import Learner
-from tierd.server.adoption import adopt
+from tierd.server.adoption import Adoption
 from tierd.server.former import open_holds
 from tierd.server.instance import Instance
 from tierd.server.learned import read_learner
@@ -81,6 +81,8 @@ class Assembly:
     naming: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     named: set[int] = dataclasses.field(default_factory=set)
     policies: NamedPolicies = dataclasses.field(default_factory=NamedPolicies)
+    adoptions: list[Adoption] = dataclasses.field(default_factory=list)
+    """Of tiers with blocks that are not in the books yet."""
     scrub: Scrub = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,20 @@ class Assembly:
     def release_at_end(self) -> None:
         """The arena is to be freed when the daemon ends."""
         self.release = True
+
+    async def load(self) -> None:
+        """Takes the blocks of stores into the books, beside the daemon's work; a store is in service when all of its are. Raises TierFailed."""
+        try:
+            for adoption in self.adoptions:
+                tier, older = self.tiers[adoption.position], await adoption.finish(self.cache.clock.now)
+                freed = np.zeros(len(older), FREED)
+                freed["extent"], freed["reason"] = older, Reason.DUPLICATE
+                tier.apply(Plan(freed=freed))
+                self.cache.core.close_empty(tier.position)
+                self.cache.health.admit(tier.position)
+        finally:
+            self.adoptions = []
+            self.cache.persistence.loaded.set()  # who waits for what will not come must not wait longer
 
     async def keep_namespaces(self, *namespaces: Namespace) -> None:
         """Makes namespaces known to the next life, before anybody may use them: who opens one that is new to somebody else waits too."""
@@ -209,12 +225,9 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         registry.keep_domain(session.tenant, session.domain)
         core.open_session(session.session, domain=session.domain)
     failpoint("assembly.before_adoption")
-    for position, found in enumerate(recovered):
-        older = adopt(core, position, found, registry=registry, now=clock.now())
-        if is_stored(tiers[position]):
-            freed = np.zeros(len(older), FREED)
-            freed["extent"], freed["reason"] = older, Reason.DUPLICATE
-            tiers[position].apply(Plan(freed=freed))
+    adoptions = [Adoption(core, position, found, registry=registry) for position, found in enumerate(recovered)]
+    for adoption in adoptions:
+        adoption.begin(now=clock.now())
     metrics = Metrics()
     link_limit = max(1, config.mover.transfer_limit // config.mover.batch_blocks)
     mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit)
@@ -240,14 +253,20 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     )
     for each in opened.former:  # all, before any of them ends: a segment may hold nothing but what they do
         cache.restore_session(each)
-    core.close_empty()
     stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
     cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
     cache.health.tolerate({tier.position: GPU_TOLERANCE for tier in tiers if is_device(tier)})
+    for adoption, found in zip(adoptions, recovered, strict=True):
+        if found.more_at_most:
+            cache.health.withhold(adoption.position, adoption.progress)
+            cache.persistence.loaded.clear()
+        else:
+            core.close_empty(adoption.position)
     named = {namespace.id for namespace in registry.all()}
     began, former = time.monotonic(), opened.former
     daemon = Assembly(config, instance.id, tiers, cache, metrics, opened.holds, began, instance, former=former)
     daemon.named, daemon.policies = named, policies
+    daemon.adoptions = [a for a, found in zip(adoptions, recovered, strict=True) if found.more_at_most]
     return daemon
 
 

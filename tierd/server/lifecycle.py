@@ -1,7 +1,7 @@
 """Builds the daemon's parts from its configuration, runs them, and ends them in order.
 
 Purpose: the one place that sees every part. Invariants: the instance's lock is taken before anything is read and held for life; nothing
-is served before what survived is in the books; the end is: refuse new, finish or cancel, settle leases, flush, close.
+of a tier is served before what survived on it is in the books; the end is: refuse new, finish or cancel, settle leases, flush, close.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
             daemon.cache.background.start()
             daemon.scrub.start()
             await listeners.open()
-            failpoint("lifecycle.before_ready")
-            daemon.state = "serving"
-            _say_what_was_chosen(daemon)
-            notify.ready()
-            await stop.wait()
+            if await _load(daemon, stop):
+                failpoint("lifecycle.before_ready")
+                daemon.state = "serving"
+                _say_what_was_chosen(daemon)
+                notify.ready()
+                await stop.wait()
             notify.stopping()
             Deadman(2 * config.server.shutdown_deadline + SLACK_S)
             failpoint("lifecycle.before_settle")
@@ -98,6 +99,23 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
     log.info("ended", release=daemon.release)
     if stuck := [tier.spec.name for tier in daemon.tiers if is_stored(tier) and tier.is_stuck]:
         end_now(f"{', '.join(stuck)}: the disk hangs; what was not durable yet is lost")
+
+
+async def _load(daemon: Assembly, stop: asyncio.Event) -> bool:
+    """Until everything that survived is in the books; what is in memory is served meanwhile. False: it was stopped before. Raises TierFailed."""
+    if daemon.adoptions:
+        daemon.state = "loading"
+        log.info("serving from memory", loading=[daemon.tiers[a.position].spec.name for a in daemon.adoptions])
+        notify.loading()
+    loading, stopping = asyncio.ensure_future(daemon.load()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if loading.done():
+        loading.result()
+        return True
+    loading.cancel()
+    await asyncio.wait([loading], timeout=daemon.config.server.shutdown_deadline)
+    return False
 
 
 def _heed_signals(stop: asyncio.Event, begun: asyncio.Event) -> None:

@@ -1,6 +1,6 @@
 """Whole files: read, written, and replaced so that they are durable.
 
-Purpose: `read_file`, `write_fully`, `replace_file`. Non-purpose: what the files mean; single operations (`files`). Invariants: a sync is never
+Purpose: `read_file`, `read_into`, `write_fully`, `replace_file`. Non-purpose: what the files mean; single operations (`files`). Invariants: a sync is never
 tried twice; a file under its final name is whole and durable.
 """
 
@@ -21,12 +21,18 @@ def read_file(path: Path, *, disk: Files = OS) -> bytearray:
     fd = disk.open(path, os.O_RDONLY)
     try:
         data = bytearray(disk.size(path))
-        rest, offset = memoryview(data), 0
-        while rest and (count := disk.preadv(fd, [rest], offset)):
-            rest, offset = rest[count:], offset + count
-        return data[:offset] if rest else data
+        count = read_into(fd, data, offset=0, disk=disk)
+        return data if count == len(data) else data[:count]
     finally:
         disk.close(fd)
+
+
+def read_into(fd: int, buffer: Buffer, *, offset: int, disk: Files = OS) -> int:
+    """Fills the buffer with what lies from offset on, however many calls it takes; gives how many bytes that were. Raises OSError."""
+    rest, begin = memoryview(buffer).cast("B"), offset  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
+    while rest and (count := disk.preadv(fd, [rest], offset)):
+        rest, offset = rest[count:], offset + count
+    return offset - begin
 
 
 def write_fully(fd: int, data: Buffer, *, offset: int, disk: Files = OS) -> int:

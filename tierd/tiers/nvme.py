@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.meta import META
 from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, SegmentAssignment, StructArray, TierSpec
+from tierd.core.sets import kinds
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.buffered import BufferedIO
@@ -41,8 +44,8 @@ from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, Means, ReadRun, WriteRun
 from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
-from tierd.tiers.stored_index import StoredIndex, slots_of
-from tierd.tiers.tier import HashRow, Health, ReadResult, Recovered
+from tierd.tiers.stored_index import StoredIndex, Stretch, unsifted
+from tierd.tiers.tier import Found, HashRow, Health, ReadResult, Recovered
 from tierd.tiers.zeroing import Zeroing
 
 if TYPE_CHECKING:
@@ -214,23 +217,37 @@ class NvmeStore:
         return [(slot * size, size) for slot in np.flatnonzero(segment.generations).tolist()]
 
     def _adopt(self, index: StoredIndex) -> Recovered:
-        slots = slots_of(index.metas, index.segments.values())
-        order = np.argsort(index.metas["segment"], kind="stable")
-        ids = index.metas["segment"][order]
         for begun in index.segments.values():
-            rows = order[slice(*np.searchsorted(ids, [begun.segment, begun.segment + 1]))]
-            segment = _Segment(begun, np.zeros(begun.pages, dtype=np.uint64))
-            segment.generations[slots[rows]] = index.metas["generation"][rows]
-            self._segments[begun.segment] = segment
+            self._segments[begun.segment] = _Segment(begun, np.zeros(begun.pages, dtype=np.uint64))
             self._segment_at[begun.place] = begun.segment
         return Recovered(
             segments=[self._assignment(s) for s in index.segments.values()],
-            extents=self._extents(index.metas, slots),
-            metas=index.metas,
+            extents=np.zeros(0, EXTENT),
+            metas=np.zeros(0, META),
             next_segment=index.next_segment,
             next_generation=index.next_generation,
             namespaces=index.namespaces,
+            more=self._found(index),
+            more_at_most=len(index.metas) + (index.filed.count if index.filed else 0),
         )
+
+    def _found(self, index: StoredIndex) -> Iterator[Callable[[], Found]]:
+        """What the index tells, some blocks at a time."""
+        try:
+            for sift in unsifted(index):
+                failpoint("nvme.load.before_piece")
+                yield partial(self._note, sift)
+        except OSError as error:
+            raise TierFailed(
+                f"{self.spec.name}: {self.place}: {error.strerror or error}; see the system's log of that disk"
+            ) from error
+
+    def _note(self, sift: Callable[[], Stretch]) -> Found:
+        metas, slots = sift()
+        for number in kinds(metas["segment"]):
+            rows = metas["segment"] == number
+            self._segments[number].generations[slots[rows]] = metas["generation"][rows]
+        return Found(self._extents(metas, slots), metas)
 
     def _assignment(self, begun: SegmentBegun) -> SegmentAssignment:
         return SegmentAssignment(

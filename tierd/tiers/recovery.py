@@ -1,6 +1,6 @@
 """From the files of a store's directory to its index, and back to few files.
 
-Purpose: `load_index`, `settle` and `compact`. Non-purpose: the slots (`slots`), the living store (`nvme`). Invariants: snapshot N and the
+Purpose: `open_index`, `load_index`, `settle` and `compact`. Non-purpose: the slots (`slots`), the living store (`nvme`). Invariants: snapshot N and the
 journals from N on, in order, are the whole truth; older files are removed only after a newer snapshot is durable, so a crash
 at any point leaves at least one complete set; damaged files are renamed, those of a newer format refused, neither deleted.
 """
@@ -8,22 +8,22 @@ at any point leaves at least one complete set; damaged files are renamed, those 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierd.errors import CorruptRecord
 from tierd.failpoint import failpoint
 from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import Journal, Marks, Record, read_journal
-from tierd.tiers.snapshot import read_snapshot, snapshot_path, write_snapshot
-from tierd.tiers.stored_index import StoredIndex, replay
+from tierd.tiers.snapshot import open_snapshot, snapshot_path, write_snapshot
+from tierd.tiers.stored_index import StoredIndex, gathered, replay
 
 _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """index: what the files say. base: number of the snapshot it began with, None for none. next_number: above every file's.
+    """index: what the files say, the rows of a snapshot still in it. base: number of the snapshot it began with, None for none. next_number: above every file's.
 
     changes: how many records of journals told more than marks, and segments were moved since. notices: what an operator should hear.
     """
@@ -37,14 +37,21 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """journal: the one to write. snapshot_bytes: length of the snapshot that it follows."""
+    """journal: the one to write. snapshot_bytes: length of the snapshot that it follows. index: what that snapshot holds."""
 
     journal: Journal
     snapshot_bytes: int
+    index: StoredIndex
 
 
-def load_index(directory: Path, *, store: bytes, below: int | None = None, disk: Files = OS) -> Loaded:
-    """Reads the newest good snapshot and the journals that follow it; with below, only files of smaller numbers.
+def load_index(directory: Path, *, store: bytes, disk: Files = OS) -> Loaded:
+    """`open_index`, with every block in memory."""
+    loaded = open_index(directory, store=store, disk=disk)
+    return replace(loaded, index=gathered(loaded.index))
+
+
+def open_index(directory: Path, *, store: bytes, below: int | None = None, disk: Files = OS) -> Loaded:
+    """Opens the newest good snapshot and reads the journals that follow it; with below, only files of smaller numbers.
 
     Raises VersionMismatch for a newer format, OSError.
     """
@@ -69,10 +76,11 @@ def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]
     Even after an fsync that failed in a former life nothing is trusted that lies in the page cache alone: the
     index is written anew unless it came from a snapshot whole.
     """
-    number = loaded.next_number
+    number, index = loaded.next_number, loaded.index
     if loaded.base is None or loaded.changes or loaded.notices:
         length = write_snapshot(directory, loaded.index, store=store, number=number, disk=disk)
         kept = snapshot_path(directory, number)
+        index = open_snapshot(directory, store=store, number=number, disk=disk)
     else:
         kept = snapshot_path(directory, loaded.base)
         length = disk.size(kept)
@@ -80,7 +88,7 @@ def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]
     journal = Journal.create(directory, store=store, number=number, first=first, disk=disk)
     failpoint("nvme.settle.before_removal")
     _remove_below(number, keep=kept, disk=disk)
-    return Settled(journal, length)
+    return Settled(journal, length, index)
 
 
 def compact(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> int:
@@ -88,7 +96,7 @@ def compact(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> 
 
     For a living store, whose journals below number are complete and no longer written.
     """
-    loaded = load_index(directory, store=store, below=number, disk=disk)
+    loaded = open_index(directory, store=store, below=number, disk=disk)
     failpoint("nvme.compact.before_snapshot")
     length = write_snapshot(directory, loaded.index, store=store, number=number, disk=disk)
     failpoint("nvme.compact.before_removal")
@@ -101,7 +109,7 @@ def _newest_snapshot(
 ) -> tuple[int | None, StoredIndex]:
     for number in reversed(numbers):
         try:
-            return number, read_snapshot(directory, store=store, number=number, disk=disk)
+            return number, open_snapshot(directory, store=store, number=number, disk=disk)
         except CorruptRecord as error:
             notices.append(str(error))
             path = snapshot_path(directory, number)

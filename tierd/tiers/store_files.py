@@ -23,7 +23,7 @@ from tierd.tiers import durable, recovery
 from tierd.tiers.files import OS, Files, Lock
 from tierd.tiers.journal import Journal, Marks
 from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct, read_at, write_at
-from tierd.tiers.stored_index import StoredIndex, latest_times, moved, select
+from tierd.tiers.stored_index import StoredIndex, count_of, latest_times, moved, select
 
 LOCK_NAME = "store.lock"
 GENERATION_LEAP = 1 << 20
@@ -108,7 +108,7 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
     store = _store_id(directory, disk)
     io = _choose_io(opening, notices)
     failpoint("nvme.open.before_index")
-    loaded = recovery.load_index(directory, store=store, disk=disk)
+    loaded = recovery.open_index(directory, store=store, disk=disk)
     index, moves = _fitting(loaded, spec)
     # What has moved is a change too: a snapshot of the former places would bring ended segments back, and move others again.
     loaded = replace(loaded, index=index, changes=loaded.changes + len(moves))
@@ -124,7 +124,7 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
         lock=lock,
         io=io,
         files=files,
-        index=loaded.index,
+        index=settled.index,
         journal=settled.journal,
         snapshot_bytes=settled.snapshot_bytes,
         marks=marks,
@@ -153,21 +153,23 @@ def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> tuple[StoredIndex, dict
     """
     places = spec.capacity_bytes // spec.segment_bytes
     segments = loaded.index.segments.values()
-    heat = latest_times(loaded.index.metas, segments)
     fitting = [s for s in segments if s.pages * s.class_bytes <= spec.segment_bytes]
+    if len(fitting) == len(segments) and all(s.place < places for s in segments):
+        return loaded.index, {}
+    heat = latest_times(loaded.index)
     kept = sorted(fitting, key=lambda s: (heat[s.segment], s.segment), reverse=True)[:places]
     free = iter(sorted(set(range(places)) - {s.place for s in kept}))
     moves = {s.place: next(free) for s in sorted(kept, key=lambda s: s.segment) if s.place >= places}
     ids = {s.segment for s in kept}
-    index = moved(select(loaded.index, within=lambda s: s.segment in ids), moves)
-    lost = len(loaded.index.segments) - len(index.segments)
+    index = select(loaded.index, within=lambda s: s.segment in ids)
+    lost = len(segments) - len(kept)
     if lost:
-        blocks = len(loaded.index.metas) - len(index.metas)
+        blocks = count_of(loaded.index) - count_of(index)
         loaded.notices.append(
             f"{spec.name}: {lost} segments with {blocks} blocks do not fit {spec.capacity_bytes} bytes in segments of"
             f" {spec.segment_bytes}; they are dropped"
         )
-    return index, moves
+    return moved(index, moves), moves
 
 
 def _open_files(opening: _Opening, io: SlotIO, moves: dict[int, int]) -> dict[int, SlotFile]:

@@ -12,8 +12,8 @@ stored and device tiers are *watched*, since they may fail while the daemon live
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -30,6 +30,13 @@ HashRow = Callable[[int], SliceTable | None]
 """Sums the bytes of a row of a batch, wherever it is called from; None: they are not the block's."""
 
 
+class Found(NamedTuple):
+    """Blocks, one row each: EXTENT [n] and META [n]."""
+
+    extents: StructArray
+    metas: StructArray
+
+
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What a tier found of a former life.
@@ -37,7 +44,8 @@ class Recovered:
     segments: those kept, at their places, with the writer they had. extents EXTENT[n] and metas META[n]: one row per block
     found intact; page is -1 (the core gives page ids), flags tell what must be verified before others see it.
     next_segment, next_generation: the first numbers that no former life has used. namespaces: the records given to
-    `keep_namespace`, oldest first.
+    `keep_namespace`, oldest first. more: further blocks, at most more_at_most, still to be read, in pieces; to be taken once and to its end before the
+    tier is asked for what lies in it. The next piece is read in any thread, raises TierFailed, and is taken by calling it where the tier is called.
     """
 
     segments: list[SegmentAssignment]
@@ -46,6 +54,13 @@ class Recovered:
     next_segment: int = 1
     next_generation: int = 1
     namespaces: list[bytes] = field(default_factory=list)
+    more: Iterable[Callable[[], Found]] = ()
+    more_at_most: int = 0
+
+    def gathered(self) -> Recovered:
+        """The same, all of it in memory."""
+        extents, metas = zip((self.extents, self.metas), *(take() for take in self.more), strict=True)
+        return replace(self, extents=np.concatenate(extents), metas=np.concatenate(metas), more=(), more_at_most=0)
 
 
 @dataclass(frozen=True, slots=True)

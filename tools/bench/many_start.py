@@ -1,20 +1,22 @@
-"""How long a daemon whose store holds ten million blocks takes to be ready, and the most memory that it takes on the way.
+"""How long a daemon whose store holds ten million blocks takes to serve what is in memory and to be ready, and the most memory that it takes on the way.
 
     python -m tools.bench.many_start [--blocks 10000000] [--starts 3] [--json]
 
-Real processes, from exec to "ready". A start reads nothing of the slots, so the slot files are sparse: ten million blocks take 2.6 GB of disk, the snapshot's.
-The promise for ten million is 15 s, and at most 1.3 times the memory that the daemon has afterwards.
+Real processes, from exec to the first block that a client gets from the host tier, and to "ready". A start reads nothing of the slots, so the slot files are sparse: ten million blocks take 2.6 GB of disk, the snapshot's.
+The promise for ten million is 15 s, the host tier from the first second, and at most 1.3 times the memory that the daemon has afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from rich.console import Console
 from tierd.client import Client, NamespaceSpec
 from tierd.core.meta import new_meta, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.errors import TierdError
 from tierd.testing import Daemon
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.journal import SegmentBegun
@@ -35,11 +38,14 @@ from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
 BLOCKS = 10_000_000
-PROMISE_S, PROMISE_PEAK = 15.0, 1.3
+PROMISE_S, PROMISE_SERVES_S, PROMISE_PEAK = 15.0, 1.0, 1.3
 CLASS_BYTES = 2 * PAGE_ALIGN_BYTES
 PAGES = 1 << 17
 """Of a segment: 1 GiB, as a store of this size has."""
 SEALED = 1 << 16
+TOKENS = 16
+PROMPT = range(4 * TOKENS)
+ASKED_EVERY_S = 0.02
 SETTLED_S = 3.0
 """After which nothing of the start is left to be given back."""
 CONFIG = daemon_start.CONFIG + "\n[scrub]\nperiod = 0\n"
@@ -96,31 +102,54 @@ def memory_of(pid: int) -> tuple[int, int]:
     return now, most
 
 
+def first_served_s(target: str, namespace: NamespaceSpec) -> float:
+    """When a client first got the prompt that lies in host memory: time.perf_counter()."""
+    page = bytearray(len(PROMPT) // TOKENS * PAGE_ALIGN_BYTES)
+    while True:
+        with contextlib.suppress(TierdError), Client(target) as client:
+            if client.get(client.open_namespace(namespace), PROMPT, out=page).tokens == len(PROMPT):
+                return time.perf_counter()
+        time.sleep(ASKED_EVERY_S)
+
+
 def measure(blocks: int, starts: int) -> list[Row]:
     """The rows, of so many starts."""
     daemon = Daemon(CONFIG.format(capacity=places(blocks) * PAGES * CLASS_BYTES, segment=PAGES * CLASS_BYTES))
-    directory, took, peaks, steady = daemon.root / "state" / "nvme-0", list[float](), list[float](), list[float]()
+    directory = daemon.root / "state" / "nvme-0"
+    took, served, peaks, steady = list[float](), list[float](), list[float](), list[float]()
+    namespace = NamespaceSpec(model="bench", tokens_per_block=TOKENS, block_bytes=PAGE_ALIGN_BYTES)
     make_sparse(directory, blocks)
     with daemon:
         with Client(daemon.target) as client:
-            opened = client.open_namespace(NamespaceSpec(model="bench", tokens_per_block=16, block_bytes=4096))
+            opened = client.open_namespace(namespace)
+            client.put(opened, PROMPT, [bytes(PAGE_ALIGN_BYTES)] * (len(PROMPT) // TOKENS))
         daemon.stop()
         filling = [sys.executable, "-m", "tools.bench.many_start", "--fill", str(directory)]
         subprocess.run([*filling, "--blocks", str(blocks), "--namespace", str(opened.id)], check=True)
         for _ in range(starts):
             begun = time.perf_counter()
-            daemon.start()
-            took.append(time.perf_counter() - begun)
+            with ThreadPoolExecutor(1) as asking:
+                first = asking.submit(first_served_s, daemon.target, namespace)
+                daemon.start()
+                took.append(time.perf_counter() - begun)
+                served.append(first.result() - begun)
             time.sleep(SETTLED_S)
             now, most = memory_of(daemon.pid)
             peaks.append(most / 1e9)
             steady.append(now / 1e9)
             daemon.stop()
-        if daemon.log.count(f"blocks={blocks} ") != starts:
+        if daemon.log.count(f"blocks={blocks + len(PROMPT) // TOKENS} ") != starts:
             raise RuntimeError(f"many_start: not every start took in {blocks} blocks; its log:\n{daemon.log[-2000:]}")
     name, what = f"{blocks // 1_000_000}m", f"{blocks:,} blocks on NVMe"
     return [
         row_of(f"start_{name}", took, unit="s", limits=[PROMISE_S] * starts, meaning=f"from exec to ready with {what}"),
+        row_of(
+            f"start_{name}_serves",
+            served,
+            unit="s",
+            limits=[PROMISE_SERVES_S] * starts,
+            meaning="from exec to a block from host memory",
+        ),
         row_of(
             f"start_{name}_memory", peaks, unit="GB", limits=steady, meaning="the most until ready, against what stays"
         ),

@@ -77,7 +77,7 @@ async def open_once(spec: TierSpec, directory: Path, blocks: int) -> float:
     """Seconds of one open()."""
     tier = NvmeStore(spec, position=0, path=directory)
     start = time.perf_counter()
-    found = await tier.open()
+    found = (await tier.open()).gathered()
     elapsed = time.perf_counter() - start
     assert len(found.extents) == blocks
     await tier.close(release=False)

@@ -52,7 +52,7 @@ async def test_what_was_demoted_before_a_flush_is_durable_after_it(tmp_path: Pat
             assert await Operator(world.cache).flush(timeout_s=SOON_S) == Flushed(0, 0, left=0)
             await asyncio.to_thread(shutil.copytree, f"{places['root']}/nvme", tmp_path / "copy")
             store = NvmeStore(world.daemon.tiers[1].spec, position=1, path=tmp_path / "copy")
-            found = await store.open()
+            found = (await store.open()).gathered()
             await store.close(release=True)
     assert sorted(m["hash"].tobytes() for m in found.metas) == sorted(name.tobytes() for name in chain(1, 4))
 

@@ -103,13 +103,17 @@ def directories() -> Iterator[dict[str, str]]:
 
 
 @contextlib.asynccontextmanager
-async def opened(config: str = CONFIG, *, places: dict[str, str] | None = None) -> AsyncIterator[World]:
-    """A world; places: directories of a former one, to be taken up again."""
+async def opened(
+    config: str = CONFIG, *, places: dict[str, str] | None = None, loads: bool = True
+) -> AsyncIterator[World]:
+    """A world; places: directories of a former one, to be taken up again. loads: whether what lies on its stores is in the books already."""
     with contextlib.ExitStack() as stack:
         found = places or stack.enter_context(directories())
         for name, path in found.items():
             config = config.replace("{" + name + "}", path)
         async with assemble(resolve(read_config(config), environ={})) as daemon:
+            if loads:
+                await daemon.load()
             spec = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
             daemon.cache.open_session(World.session, tenant="t")
             namespace = daemon.cache.open_namespace(World.session, spec)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.sets import among, distinct, in_order, kinds, starts
+from tierd.core.sets import MANY, among, distinct, in_order, kinds, span, starts
 
 NUMBERS = st.lists(st.integers(-3, 12), max_size=40).map(lambda given: np.asarray(given, np.int64))
 
@@ -27,3 +27,21 @@ def test_among(values: np.ndarray, pool: np.ndarray) -> None:
     """Which values are in a pool, whatever its size and order."""
     assert np.array_equal(among(values, pool), np.isin(values, pool))
     assert np.array_equal(among(values, pool.tolist()), np.isin(values, pool))
+
+
+@given(
+    st.integers(0, 50),
+    st.integers(0, 2 * MANY),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=2),
+)
+def test_a_span_is_the_same_rows(first: int, count: int, swaps: list[tuple[int, int]]) -> None:
+    """Whatever `span` makes of ids, a column is written and read at the same rows; as a slice where many follow one another."""
+    rows = np.arange(first, first + count)
+    for one, other in swaps:
+        if max(one, other) < count:
+            rows[[one, other]] = rows[[other, one]]
+    column, expected = np.zeros(first + count + 1, np.int64), np.zeros(first + count + 1, np.int64)
+    column[span(rows)], expected[rows] = np.arange(count), np.arange(count)
+    assert column.tolist() == expected.tolist()
+    is_sorted = bool((rows[1:] > rows[:-1]).all())
+    assert isinstance(span(rows), slice) == (count >= MANY and is_sorted)

@@ -139,7 +139,7 @@ def test_what_a_living_writer_left_empty_is_there_for_others() -> None:
     new.core.open_session(2, domain=1)
     new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
     new.core.restore(1, pinned=held[:0], reserved=held, now=0.0)
-    new.core.close_empty()
+    new.core.close_empty(0)
     new.core.check()
     assert new.reserve(chain("c", 8), session=2).statuses[0].tolist() == [RESERVED] * 4 + [BlockStatus.NO_ROOM] * 4
 
@@ -155,7 +155,7 @@ def test_a_page_of_an_ended_epoch_stays_its_readers() -> None:
     new.core.adopt(0, segments=segments, extents=extents[:0], metas=metas[:0], now=0.0)
     restored = new.core.restore(1, pinned=extents[:1], reserved=extents[:0], now=0.0)
     assert restored.pinned.tolist() == [True]
-    new.core.close_empty()
+    new.core.close_empty(0)
     new.core.check()
     given = new.reserve(chain("b", 8)).extents[0]
     assert not (
@@ -175,7 +175,7 @@ def test_a_page_of_an_ended_epoch_is_kept_for_each_of_its_readers() -> None:
     for session in (1, 2):
         assert new.core.restore(session, pinned=extents, reserved=extents[:0], now=0.0).pinned.all()
         new.core.check()
-    new.core.close_empty()
+    new.core.close_empty(0)
     assert not new.took(new.core.end_session(1, 1.0)).freed.size
     new.core.check()
     assert sorted(new.took(new.core.end_session(2, 2.0)).freed["extent"]["slot"].tolist()) == sorted(

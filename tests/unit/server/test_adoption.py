@@ -29,16 +29,20 @@ from tierd.tiers.tier import Recovered
 def test_pieces_are_in_order(runs: list[tuple[int, int]], known: set[int], size: int) -> None:
     """Every row comes once and in order, every segment once and before all of them; no piece is longer than it may be."""
     metas = new_meta(sum(count for _, count in runs))
+    metas["position"] = np.arange(len(metas))
     metas["segment"] = np.repeat([segment for segment, _ in runs], [count for _, count in runs])
     segments = [SegmentAssignment(0, n, n, 1, 4096, 8, 0, None, False) for n in sorted(known)]
-    found = Recovered(segments, np.zeros(len(metas), EXTENT), metas)
+    extents = np.zeros(len(metas), EXTENT)
+    extents["offset"] = np.arange(len(metas))
+    found = Recovered(segments, extents, metas)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adoption, "ADOPTED_BLOCKS", size)
         pieces = list(adoption.pieces_of(found))
-    assert [row for _, rows in pieces for row in range(len(metas))[rows]] == list(range(len(metas)))
+    assert [int(row["position"]) for _, _, rows in pieces for row in rows] == list(range(len(metas)))
+    assert [int(row["offset"]) for _, rows, _ in pieces for row in rows] == list(range(len(metas)))
     assert pieces[0][0] == segments
-    assert not any(given_ for given_, _ in pieces[1:])
-    assert all(len(metas[rows]) <= size for _, rows in pieces)
+    assert not any(given_ for given_, _, _ in pieces[1:])
+    assert all(len(rows) <= size for _, _, rows in pieces)
 
 
 def test_books_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +57,9 @@ def test_books_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adoption, "ADOPTED_BLOCKS", size)
         assert len(list(adoption.pieces_of(found))) == (1 if size > 16 else 6)
         kit = Kit(*specs)
-        for given_, rows in adoption.pieces_of(found):
-            assert kit.core.adopt(0, segments=given_, extents=extents[rows], metas=metas[rows], now=0.0).all()
-        kit.core.close_empty()
+        for given_, there, rows in adoption.pieces_of(found):
+            assert kit.core.adopt(0, segments=given_, extents=there, metas=rows, now=0.0).all()
+        kit.core.close_empty(0)
         kit.core.check()
         there = kit.core.extents(kit.ids(names), tier=0)
         gone = [kit.took(kit.reserve(chain(f"b{i}", 1)).plan).freed["extent"]["slot"].tolist() for i in range(3)]

@@ -89,7 +89,7 @@ class World:
         return cls(NvmeStore(options.pop("spec", spec()), position=POSITION, path=path, **options))  # type: ignore[arg-type]
 
     async def open(self) -> Recovered:
-        found = await self.store.open()
+        found = (await self.store.open()).gathered()
         self.next_generation = max(self.next_generation, found.next_generation)
         self.held = {key_of(m): (found.extents[i : i + 1], found.metas[i : i + 1]) for i, m in enumerate(found.metas)}
         return found

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import tempfile
+import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,20 @@ from tierd.core.meta import META, new_meta
 from tierd.errors import CorruptRecord, VersionMismatch
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.files import OsFiles
-from tierd.tiers.journal import BlocksStored, Journal, Marks, NamespaceKept, SegmentBegun, journal_path
-from tierd.tiers.recovery import compact, load_index, settle
+from tierd.tiers.journal import (
+    REMOVED,
+    BlocksRemoved,
+    BlocksStored,
+    Journal,
+    Marks,
+    NamespaceKept,
+    Record,
+    SegmentBegun,
+    journal_path,
+)
+from tierd.tiers.recovery import compact, load_index, open_index, settle
 from tierd.tiers.snapshot import HEADER, PIECE_ROWS, read_snapshot, snapshot_path, write_snapshot
-from tierd.tiers.stored_index import StoredIndex, latest_times
+from tierd.tiers.stored_index import StoredIndex, count_of, gathered, latest_times, replay
 
 STORE = bytes(range(16))
 CLASS = 8192
@@ -248,4 +262,61 @@ def test_latest_times_are_of_each_segments_newest_block(blocks: list[tuple[int, 
         row["segment"], row["time_ms"] = segment, time_ms
     segments = [SegmentBegun(place, segment, 1, 4096, 8) for place, segment in enumerate(sorted(known))]
     expected = {segment: max([0, *(t for s, t in blocks if s == segment)]) for segment in known}
-    assert latest_times(metas, segments) == expected
+    index = StoredIndex({segment.place: segment for segment in segments}, metas)
+    assert latest_times(index) == expected
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["store", "remove", "begin"]), st.integers(0, 1), st.integers(0, 2)), max_size=30
+    ),
+    st.lists(st.integers(0, 15), min_size=1, max_size=3),
+)
+def test_rows_that_stay_in_their_file_are_those_that_still_hold(
+    acts: list[tuple[str, int, int]], cuts: list[int]
+) -> None:
+    """Whatever is folded into a snapshot and told by journals after it, the index is that of the same records in memory; each fold is one more life."""
+    records, held = list[Record](), {place: place + 1 for place in range(2)}
+    for number, (act, place, slot) in enumerate(acts):
+        if act == "begin":
+            held[place] = 10 + number
+            records.append(SegmentBegun(place, held[place], 1, CLASS, 8))
+        elif act == "remove":
+            records.append(BlocksRemoved(np.array([(held[place], 0, slot * CLASS)], dtype=REMOVED)))
+        else:
+            metas = metas_of([number], 10)
+            metas["segment"], metas["offset"], metas["generation"] = held[place], slot * CLASS, number + 1
+            records.append(BlocksStored(metas))
+    first: list[Record] = [SegmentBegun(place, place + 1, 1, CLASS, 8) for place in range(2)]
+    bounds = [0, *sorted(cuts), len(records)]
+    with tempfile.TemporaryDirectory() as made:
+        for number, (start, stop) in enumerate(pairwise(bounds), start=1):
+            part = [Marks(1, 1), *(first if number == 1 else []), *records[start:stop]]
+            Journal.create(Path(made), store=STORE, number=number, first=part).close()
+            if number < len(bounds) - 1:
+                compact(Path(made), store=STORE, number=number + 1)
+        found = open_index(Path(made), store=STORE).index
+        expected = replay(StoredIndex(), [*first, *records])
+        assert found.segments == expected.segments
+        assert sorted(row.tobytes() for row in gathered(found).metas) == sorted(row.tobytes() for row in expected.metas)
+        assert count_of(found) == len(expected.metas)
+
+
+def test_only_a_stretch_of_an_index_is_in_memory(tmp_path: Path) -> None:
+    """Going through ten times as many blocks takes no more memory, nor does folding them with a journal into a new snapshot."""
+    peaks = list[int]()
+    for number, pieces in ((1, 8), (2, 80)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        write_snapshot(directory, index_of(pieces * PIECE_ROWS), store=STORE, number=1)
+        told = index_of(1).metas
+        Journal.create(directory, store=STORE, number=1, first=[Marks(5, 5), BlocksStored(told)]).close()
+        gc.collect()
+        tracemalloc.start()
+        try:
+            assert count_of(open_index(directory, store=STORE).index) == pieces * PIECE_ROWS
+            compact(directory, store=STORE, number=2)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]

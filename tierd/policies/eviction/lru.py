@@ -10,6 +10,7 @@ import numpy as np
 
 from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
+from tierd.core.sets import span
 from tierd.policies.eviction.order import UseOrder, grown
 
 
@@ -37,7 +38,7 @@ class Lru:
     def touch(self, blocks: Ids, now: float) -> None:
         """The blocks were used."""
         stop = self._next_stamp + len(blocks)
-        self._stamps[blocks] = np.arange(self._next_stamp, stop)
+        self._stamps[span(blocks)] = np.arange(self._next_stamp, stop)
         self._order.append(blocks, self._next_stamp, self._stamps)
         self._next_stamp = stop
 

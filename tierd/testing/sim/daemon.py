@@ -147,6 +147,7 @@ class SimDaemon:
             self._take_up(former)
         cache.health.start()
         cache.background.start()
+        await self.assembly.load()
         self.is_serving = True
 
     async def stop(self) -> None:

@@ -1,0 +1,68 @@
+"""A daemon whose store takes long to load: what is in memory is served at once, and no way out of that state costs anything."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.blocks import await_true, connected
+from tests.system.test_restart import wipe_arena
+from tierd.testing import Daemon, chain
+
+CONFIG = """\
+[server]
+shutdown_deadline = "2 s"
+
+[[host]]
+capacity = "16 MiB"
+segment = "1 MiB"
+
+[[nvme]]
+capacity = "16 MiB"
+segment = "1 MiB"
+"""
+HELD_S = 5
+"""For so long the first piece of the store's index is held up, unless the daemon ends before."""
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A running one, with a chain on its store alone and another in memory alone."""
+    with Daemon(CONFIG) as found:
+        with connected(found) as client:
+            client.put(client.open_namespace(), chain(1, 8), durable=True)
+        assert found.stop() == 0
+        wipe_arena(found)
+        found.start()
+        with connected(found) as client:
+            client.put(client.open_namespace(), chain(2, 8))
+        assert found.stop() == 0
+        yield found
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
+def test_memory_is_served_before_the_store_is_loaded(daemon: Daemon, end: signal.Signals | None) -> None:
+    """While the store loads, clients get what is in memory and put more, and are told how far it is; after SIGKILL, SIGTERM or its end everything is found."""
+    daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
+    await_true(lambda: daemon.log.count("serving from memory") == 2, "memory is not served")
+    with connected(daemon) as client:
+        namespace = client.open_namespace()
+        assert client.status().state == "loading"
+        assert [client.read(namespace, chain(seed, 8)) for seed in (1, 2)] == [0, 8]
+        client.put(namespace, chain(3, 8))
+        assert client.read(namespace, chain(3, 8)) == 8
+        store = client.tiers()["nvme.0"]
+        assert not store.serving and store.trouble == "loading, 0 %"
+    if end is None:
+        await_true(lambda: daemon.log.count("start_s=") == 3, "the store is not loaded")
+    elif end is signal.SIGKILL:
+        daemon.restart()
+    else:
+        assert daemon.stop() == 0
+        daemon.start()
+    with connected(daemon) as client:
+        namespace = client.open_namespace()
+        assert [client.read(namespace, chain(seed, 8)) for seed in (1, 2, 3)] == [8, 8, 8]
+        assert client.status().state == "serving"
