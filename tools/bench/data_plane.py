@@ -22,7 +22,6 @@ nvme = []
 capacity = "{capacity} MiB"
 segment = "{segment} MiB"
 eviction = "lru"
-sealed_puts = {sealed}
 """
 WARM = 2
 SHAPES = {"2MiB_x16": (16, 2 * MIB), "128KiB_x64": (64, 128 * KIB)}
@@ -112,7 +111,7 @@ def rows(effort: Effort = FULL) -> list[Row]:
 def _bench(name: str, cold: Cold, effort: Effort, *, sealed: bool = False) -> Iterator[tuple[Bench, int]]:
     """Of a shape, against a daemon of its own, and this daemon's process."""
     count, block_bytes = SHAPES[name]
-    config = CONFIG.format(capacity=effort.pick(768, 16), segment=effort.pick(32, 1), sealed=str(sealed).lower())
+    config = CONFIG.format(capacity=effort.pick(768, 16), segment=effort.pick(32, 1)) + "sealed_puts = true\n" * sealed
     with Daemon(config) as daemon, Client(daemon.target) as client:
         yield Bench(client, cold, count=count, block_bytes=effort.pick(block_bytes, 4 * KIB)), daemon.pid
 
