@@ -16,8 +16,8 @@ from tierd.policies.eviction import EVICTION
 ID_LIMIT = 48
 BY_PLACE = {"2q", "s3-fifo", "sieve", "w-tinylfu"}
 """Policies in which not every use moves a block."""
-BY_WORTH = {"reuse-index", "w-tinylfu"}
-"""Policies in which a block may be worth less than one that follows it; the core keeps it for that one."""
+BY_WORTH = {"hyperbolic", "reuse-index", "w-tinylfu"}
+"""Policies in which a block may be worth less than one that follows it, at once or as time passes; the core keeps it for that one."""
 
 
 class Heard:

@@ -329,9 +329,9 @@ def test_old_segments(shared_daemon: Daemon) -> None:
             assert ask(client.socket, {"op": "map", "tier": tier, "segment": 1})[0]["error"] == "NotFound"
 
 
-def test_a_segment_has_one_writer(shared_daemon: Daemon) -> None:
+def test_a_segment_has_one_writer() -> None:
     """Whoever did not reserve in a segment gets a descriptor that cannot be mapped for writing, whatever it was told before."""
-    with BlockClient(shared_daemon.target) as writer, BlockClient(shared_daemon.target) as reader:
+    with Daemon() as daemon, BlockClient(daemon.target) as writer, BlockClient(daemon.target) as reader:
         namespace = writer.open_namespace()
         _, handles = writer.reserve(namespace, chain(332, 2))
         place = {"op": "map", "tier": int(handles["tier"][0]), "segment": int(handles["segment"][0])}

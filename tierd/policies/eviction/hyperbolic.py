@@ -9,7 +9,8 @@ Here nothing is sampled: blocks that came at about the same time and were used a
 up of the rounded n and of the epoch in which the blocks came, and an epoch is 1/32 of c arrivals; so there are some hundred levels to compare.
 
 Differences. (1) The rounding, instead of the sample. (2) c is the most blocks that were ever tracked. (3) Leaves first: a block is on the level of what
-follows it in a request, if that has the greater priority then, and no use takes it to a lower one. (4) `victims` knows no time: it is that of the last call.
+follows it in a request, if that has the greater priority then, and no use takes it to a lower one; as time passes levels change places, and the core keeps what blocks
+hang on. (4) `victims` knows no time: it is that of the last call.
 """
 
 from __future__ import annotations
