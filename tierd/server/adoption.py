@@ -42,6 +42,8 @@ class Adoption:
     def begin(self, *, now: float) -> None:
         """The segments, and the blocks that are in memory."""
         self._core.expect(self._expected)
+        if self._found.more_at_most:
+            self._core.begin_loading(self.position)
         for segments, extents, metas in pieces_of(self._found):
             self._take(segments, extents, metas, now)
 
