@@ -84,3 +84,12 @@ def test_what_is_evicted_by_command_does_not_come_back(daemon: Daemon) -> None:
         assert operator.ask(pb.EvictRequest()).blocks == 8
     with connected(daemon) as client:
         assert [client.read(client.open_namespace(), chain(seed, 8)) for seed in (1, 2)] == [0, 0]
+
+
+def test_memory_above_its_watermark_is_written_once_the_store_is_there(daemon: Daemon) -> None:
+    """What a start finds in memory above the watermark goes to the store when that has loaded, though nobody calls."""
+    daemon.configure(CONFIG.replace('"16 MiB"', '"16 MiB"\nhigh_watermark = 0.001\nlow_watermark = 0.0005', 1))
+    daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
+    await_true(lambda: daemon.log.count("start_s=") == 3, "the store is not loaded")
+    with connect(daemon.target) as operator:
+        await_true(lambda: operator.ask(pb.TiersRequest()).tiers[1].pages_ready > 8, "nothing is written")
