@@ -55,7 +55,7 @@ class Adoption:
         more = iter(self._found.more)
         reading = asyncio.create_task(asyncio.to_thread(next, more, None))
         try:
-            while (piece := await reading) is not None:
+            while (piece := await asyncio.shield(reading)) is not None:  # a thread cannot be cancelled
                 reading = asyncio.create_task(asyncio.to_thread(next, more, None))
                 self._take([], *piece(), now())
                 await asyncio.sleep(0)

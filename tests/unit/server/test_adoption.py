@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +100,30 @@ async def test_blocks_that_go_while_the_others_come_take_none_with_them() -> Non
     new.core.check()
     assert len(new.core.segments(1)) == 1
     assert new.tiers_of(names[1:4]) == [1, 1, 1]
+
+
+async def test_who_gives_loading_up_waits_for_the_thread_that_reads() -> None:
+    """Loading that is cancelled ends when nobody reads the index any more: its files may be closed and removed then."""
+    begun, goes_on, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def read() -> Iterator[Callable[[], Found]]:
+        begun.set()
+        goes_on.wait(SOON_S)
+        has_ended.set()
+        yield lambda: Found(np.zeros(0, EXTENT), new_meta(0))
+
+    found = Recovered([], np.zeros(0, EXTENT), new_meta(0), more=read(), more_at_most=1)
+    loading = adoption.Adoption(Kit(tier(NVME, 8)).core, 0, found, registry=NamespaceRegistry())
+    loading.begin(now=0.0)
+    task = asyncio.create_task(loading.finish(lambda: 0.0))
+    await asyncio.to_thread(begun.wait, SOON_S)
+    task.cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not task.done()
+    goes_on.set()
+    await asyncio.wait([task])
+    assert task.cancelled() and has_ended.is_set()
 
 
 FEW_SLOTS = CONFIG.replace('capacity = "8 MiB"\nsegment = "1 MiB"', 'capacity = "128 KiB"\nsegment = "64 KiB"')
