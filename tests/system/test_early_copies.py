@@ -108,6 +108,22 @@ def test_what_is_no_longer_what_was_put_is_not_served(covered: list[int], bad: i
         assert set(covered) <= {bad, 0}
 
 
+@pytest.mark.parametrize("bad", [(3,), (6,), (7, 5)])
+def test_every_hit_is_verified_and_some_are_bad(bad: tuple[int, ...]) -> None:
+    """Where every hit is verified, a bad page has the others looked at once more: the answer, and those of the calls that follow, are each to their own question."""
+    with Daemon(ROOMY + 'verify = "always"\n') as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(LARGE)
+        for number in (1, 2):
+            client.put(space, chain(number, BLOCKS), large(number))
+        names, out = chain(1, BLOCKS), np.zeros((BLOCKS, LARGE.block_bytes), np.uint8)
+        for block in bad:
+            flip(pages(daemon, names)[names[block].tobytes()], 4097)
+        for number, good in ((1, min(bad)), (2, BLOCKS), (1, min(bad)), (2, BLOCKS)):
+            out[:] = 0
+            assert client.get(space, chain(number, BLOCKS), out=out).blocks == good
+            assert (out[:good] == np.stack(large(number))[:good]).all()
+
+
 def test_an_early_copy_of_a_daemon_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon with a new arena takes the place of the one that a get was sent to, and its handles look just like those that were copied: its bytes are served."""
     with Daemon(TIGHT) as daemon, Client(daemon.target) as client:

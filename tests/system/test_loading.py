@@ -9,6 +9,9 @@ import pytest
 
 from tests.system.blocks import await_true, connected
 from tests.system.test_restart import wipe_arena
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.errors import Unavailable
 from tierd.testing import Daemon, chain
 
 CONFIG = """\
@@ -66,3 +69,27 @@ def test_memory_is_served_before_the_store_is_loaded(daemon: Daemon, end: signal
         namespace = client.open_namespace()
         assert [client.read(namespace, chain(seed, 8)) for seed in (1, 2, 3)] == [8, 8, 8]
         assert client.status().state == "serving"
+
+
+def test_what_is_evicted_by_command_does_not_come_back(daemon: Daemon) -> None:
+    """While a store loads, nobody is told that its blocks were evicted: an eviction from it, or from all tiers, is refused, one from memory is made."""
+    daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
+    await_true(lambda: daemon.log.count("serving from memory") == 2, "memory is not served")
+    with connect(daemon.target) as operator:
+        for tier in ("", "nvme.0"):
+            with pytest.raises(Unavailable, match=r"nvme\.0: loading"):
+                operator.ask(pb.EvictRequest(tier=tier))
+        assert operator.ask(pb.EvictRequest(tier="host.0")).blocks == 8
+        await_true(lambda: daemon.log.count("start_s=") == 3, "the store is not loaded")
+        assert operator.ask(pb.EvictRequest()).blocks == 8
+    with connected(daemon) as client:
+        assert [client.read(client.open_namespace(), chain(seed, 8)) for seed in (1, 2)] == [0, 0]
+
+
+def test_memory_above_its_watermark_is_written_once_the_store_is_there(daemon: Daemon) -> None:
+    """What a start finds in memory above the watermark goes to the store when that has loaded, though nobody calls."""
+    daemon.configure(CONFIG.replace('"16 MiB"', '"16 MiB"\nhigh_watermark = 0.001\nlow_watermark = 0.0005', 1))
+    daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
+    await_true(lambda: daemon.log.count("start_s=") == 3, "the store is not loaded")
+    with connect(daemon.target) as operator:
+        await_true(lambda: operator.ask(pb.TiersRequest()).tiers[1].pages_ready > 8, "nothing is written")

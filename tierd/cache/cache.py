@@ -388,6 +388,7 @@ class Cache:
             self.flights.start(served.plan)
             told = partial(preview, served) if preview is not None else None
             bad = await self._verification.find_bad(served.extents, served.blocks, before=told)
+            preview = None  # once: where every hit is verified, the next round looks at the good ones again
             if bad is None:
                 return NOTHING
             if not len(bad):

@@ -17,7 +17,7 @@ from tierd.cache.events import EventKind
 from tierd.core.block import Namespace
 from tierd.core.model import Reason, StructArray, TierKind
 from tierd.core.plan import Ids
-from tierd.errors import InvalidArgument, NotFound
+from tierd.errors import InvalidArgument, NotFound, Unavailable
 from tierd.failpoint import failpoint
 
 FLUSH_BATCH_BLOCKS = 256
@@ -93,9 +93,10 @@ class Operator:
         return int(ids[0])
 
     def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
-        """Drops blocks from a tier or from all; with no prefixes, every block there."""
+        """Drops blocks from a tier or from all; with no prefixes, every block there. Raises NotFound, InvalidArgument, Unavailable while such a tier is loading."""
         self._cache.releases.make()  # what was given back is nobody's any more
         position = self.tier_position(tier)
+        self._check_whole(position)
         ids = self._named(prefixes) if prefixes else self._core.blocks(tier=position)
         before = self._core.describe(ids)
         self._cache.flights.start(self._core.evict(ids, tier=position, now=self._cache.clock.now()))
@@ -161,6 +162,16 @@ class Operator:
         while (left := self._core.stats().leases) and loop.time() < deadline:  # noqa: ASYNC110  # the end of leases rings no bell
             await asyncio.sleep(POLL_S)
         return left
+
+    def _check_whole(self, position: int | None) -> None:
+        """Blocks that are not in the books yet would come back after they were said to be gone. Raises Unavailable."""
+        health = self._cache.health
+        for withheld in health.withheld():
+            if position in (None, withheld):
+                name = self._cache.tiers[withheld].spec.name
+                raise Unavailable(
+                    f"{name}: {health.trouble(withheld)}; evict when it has, or from a tier of memory alone"
+                )
 
     def _named(self, prefixes: Sequence[str]) -> Ids:
         return np.array([self.find(p) for p in prefixes], dtype=np.int64)

@@ -51,6 +51,10 @@ class Watch:
         del self._withheld[position]
         self._set(position)
 
+    def withheld(self) -> list[int]:
+        """The tiers that are."""
+        return list(self._withheld)
+
     def trouble(self, position: int) -> str:
         """Why the tier is out of service, for reads or for writes; empty if it is not."""
         why = self._withheld.get(position)

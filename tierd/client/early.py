@@ -83,8 +83,11 @@ class EarlyCopy:
     def hear(self, reply: pb.AcquireReply) -> None:
         """Copies what the daemon looks at meanwhile."""
         handles = leased(reply, [self._group]).groups[0].handles.reshape(-1) if reply.groups else _NONE
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:  # to ask and not to wait would end the session
+            return
         with contextlib.suppress(TierdError):  # the answer's own will say why
-            self.session.map(handles, timeout_s=self._deadline - time.monotonic())
+            self.session.map(handles, timeout_s=left_s)
             self._copy(handles)
 
     def _copy(self, handles: StructArray) -> None:

@@ -42,11 +42,9 @@ class Sent:
         """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
         try:
             deadline += _seconds_of(meanwhile.run) if meanwhile is not None else 0.0
-            answer = self._receive(deadline)
-            if answer.preview:
+            while (answer := self._receive(deadline)).preview:
                 preview = _REPLIES[self._method](answer.message)
                 deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
-                answer = self._receive(deadline)
             self._line.check_over()
             reply = None if answer.status else _REPLIES[self._method](answer.message)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words

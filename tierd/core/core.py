@@ -257,6 +257,10 @@ class Core:
         """So many are going to be adopted: what grows with them grows once."""
         self._index.blocks.expect(blocks)
 
+    def begin_loading(self, tier: int) -> None:
+        """More blocks of the tier are going to be adopted beside the work: until `close_empty` it gives up no segment, whatever leaves it meanwhile."""
+        self._upkeep.begin_loading(tier)
+
     def close_empty(self, tier: int) -> None:
         """After every adopt and restore of a tier, once: its segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
         self._upkeep.close_empty(tier)

@@ -10,7 +10,7 @@ Where its segment holds nothing else and the place is wanted (`reclaim`), the pa
 beginning, unless that life gets another file. The books of it are kept here; none outlives a restart.
 
 Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living
-writer and sealed ones; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
+writer, sealed ones, and those of a tier that is loading; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
 given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
@@ -64,6 +64,8 @@ class Pages:
                 "make the segments smaller or the tier larger"
             )
         self.spec, self.position, self.serving, self.writable = spec, position, True, True
+        self.is_loading = False
+        """Whether more of its blocks are on their way into the books: a segment that has none stays until `close_empty`."""
         self._columns = Columns(spec.capacity_bytes // PAGE_ALIGN_BYTES)
         column = self._columns.column
         self.state: Column = column(np.uint8)
@@ -376,6 +378,7 @@ class Pages:
 
     def close_empty(self) -> None:
         """Sends segments without any page in use to the pool, those of living writers when it is wanted (after a restart; otherwise that happens as they empty)."""
+        self.is_loading = False
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.spare == segment.pages:
                 if segment.key.writer in LIFELESS:
@@ -458,7 +461,7 @@ class Pages:
         assert segment is not None
         segment.spare += count
         segment.low = min(segment.low, page - segment.first)
-        if segment.spare < segment.pages:
+        if segment.spare < segment.pages or self.is_loading:
             self._reopen(place)
         elif segment.is_proven and segment.key.writer not in (DAEMON, NOBODY):
             self._reopen(place)

@@ -122,6 +122,10 @@ class Upkeep:
             )
         return Restored(lease, kept[: len(pinned)], kept[len(pinned) :])
 
+    def begin_loading(self, tier: int) -> None:
+        """More of its blocks come beside the work."""
+        self._index.tiers[tier].is_loading = True
+
     def close_empty(self, tier: int) -> None:
         """Sends segments in which nothing was found and nobody holds anything to the pool."""
         self._index.tiers[tier].close_empty()

@@ -42,6 +42,8 @@ class Adoption:
     def begin(self, *, now: float) -> None:
         """The segments, and the blocks that are in memory."""
         self._core.expect(self._expected)
+        if self._found.more_at_most:
+            self._core.begin_loading(self.position)
         for segments, extents, metas in pieces_of(self._found):
             self._take(segments, extents, metas, now)
 
@@ -53,7 +55,7 @@ class Adoption:
         more = iter(self._found.more)
         reading = asyncio.create_task(asyncio.to_thread(next, more, None))
         try:
-            while (piece := await reading) is not None:
+            while (piece := await asyncio.shield(reading)) is not None:  # a thread cannot be cancelled
                 reading = asyncio.create_task(asyncio.to_thread(next, more, None))
                 self._take([], *piece(), now())
                 await asyncio.sleep(0)

@@ -104,6 +104,7 @@ class Assembly:
                 tier.apply(Plan(freed=freed))
                 self.cache.core.close_empty(tier.position)
                 self.cache.health.admit(tier.position)
+            self.cache.background.wake()  # what was found in memory may be above a watermark
         finally:
             self.adoptions = []
             self.cache.persistence.loaded.set()  # who waits for what will not come must not wait longer

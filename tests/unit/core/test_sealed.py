@@ -134,7 +134,7 @@ def test_a_restart_keeps_sealed_segments_sealed() -> None:
     for name in ("generation", "segment", "offset"):
         metas[name] = extents[name]
     assert new.core.adopt(0, segments=old.core.segments(0), extents=extents, metas=metas, now=new.tick()).all()
-    new.core.close_empty()
+    new.core.close_empty(0)
     assert writers(new, new.core.extents(new.ids(a), tier=0)) == {SEALED}
     assert new.put(chain("b", 2)).extents["segment"].tolist() == extents["segment"].tolist()
 

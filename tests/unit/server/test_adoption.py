@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cache.world import CONFIG, SOON_S, World, directories, opened
-from tests.unit.core.kit import HOST, Kit, chain, tier
+from tests.unit.core.kit import HOST, NVME, Kit, chain, tier
 from tests.unit.core.test_upkeep import survivors
 from tierd.cache.operator import Operator
+from tierd.core.block import NamespaceSpec
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, Durability, SegmentAssignment
+from tierd.core.namespaces import NamespaceRegistry
 from tierd.server import adoption
-from tierd.tiers.tier import Recovered
+from tierd.tiers.tier import Found, Recovered
 
 
 @given(
@@ -65,6 +70,60 @@ def test_books_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         gone = [kit.took(kit.reserve(chain(f"b{i}", 1)).plan).freed["extent"]["slot"].tolist() for i in range(3)]
         books.append((there["segment"].tolist(), there["slot"].tolist(), gone))
     assert books[0] == books[1]
+
+
+async def test_blocks_that_go_while_the_others_come_take_none_with_them() -> None:
+    """Of a store that loads, what leaves between two pieces leaves alone: the blocks of its segment that come later are taken in, and only then are empty segments given up."""
+    specs, names = (tier(HOST, 8), tier(NVME, 8)), chain("a", 6)
+    old = Kit(*specs)
+    old.put(names)
+    old.took(old.core.persist(old.ids(names), now=old.tick()))
+    old.land()
+    segments, extents, metas = survivors(old, 1)
+    new, registry = Kit(*specs), NamespaceRegistry()
+    registry.open(NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096), tenant="t")
+    pieces = [Found(extents[rows], metas[rows]) for rows in ([0, 4, 5], [1, 2, 3])]
+    assert [len(np.unique(piece.metas["segment"])) for piece in pieces] == [2, 1]
+
+    def second() -> Found:
+        gone = new.core.blocks(tier=1)
+        assert len(new.took(new.core.evict(gone, tier=1, now=new.tick())).freed) == 3
+        new.core.check()
+        return pieces[1]
+
+    found = Recovered(segments, extents[:0], metas[:0], more=iter([lambda: pieces[0], second]), more_at_most=6)
+    loading = adoption.Adoption(new.core, 1, found, registry=registry)
+    loading.begin(now=0.0)
+    await loading.finish(lambda: 0.0)
+    assert len(new.core.segments(1)) == 2
+    new.core.close_empty(1)
+    new.core.check()
+    assert len(new.core.segments(1)) == 1
+    assert new.tiers_of(names[1:4]) == [1, 1, 1]
+
+
+async def test_who_gives_loading_up_waits_for_the_thread_that_reads() -> None:
+    """Loading that is cancelled ends when nobody reads the index any more: its files may be closed and removed then."""
+    begun, goes_on, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def read() -> Iterator[Callable[[], Found]]:
+        begun.set()
+        goes_on.wait(SOON_S)
+        has_ended.set()
+        yield lambda: Found(np.zeros(0, EXTENT), new_meta(0))
+
+    found = Recovered([], np.zeros(0, EXTENT), new_meta(0), more=read(), more_at_most=1)
+    loading = adoption.Adoption(Kit(tier(NVME, 8)).core, 0, found, registry=NamespaceRegistry())
+    loading.begin(now=0.0)
+    task = asyncio.create_task(loading.finish(lambda: 0.0))
+    await asyncio.to_thread(begun.wait, SOON_S)
+    task.cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not task.done()
+    goes_on.set()
+    await asyncio.wait([task])
+    assert task.cancelled() and has_ended.is_set()
 
 
 FEW_SLOTS = CONFIG.replace('capacity = "8 MiB"\nsegment = "1 MiB"', 'capacity = "128 KiB"\nsegment = "64 KiB"')
