@@ -119,7 +119,7 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
 def told_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
     """What was told between the two, of each place, slot and name the last alone; less marks. index: replayed over the snapshot, whose rows are filed.
 
-    Replayed over the snapshot, with or without any of the records that it was made from before, it gives the index again.
+    Replayed over the snapshot, with or without any of the records that it was made from before, it gives the index again, its names in another order at most.
     """
     yield from (segment for place, segment in index.segments.items() if snapshot.segments.get(place) != segment)
     known = set(snapshot.namespaces)
