@@ -93,3 +93,34 @@ def test_memory_above_its_watermark_is_written_once_the_store_is_there(daemon: D
     await_true(lambda: daemon.log.count("start_s=") == 3, "the store is not loaded")
     with connect(daemon.target) as operator:
         await_true(lambda: operator.ask(pb.TiersRequest()).tiers[1].pages_ready > 8, "nothing is written")
+
+
+def snapshots(daemon: Daemon) -> dict[str, int]:
+    """Name and inode of each."""
+    return {path.name: path.stat().st_ino for path in (daemon.root / "state" / "nvme-0").glob("snapshot-*.bin")}
+
+
+def test_memory_is_served_before_a_store_is_loaded_that_crashed(daemon: Daemon) -> None:
+    """After SIGKILL with a journal, and after another SIGKILL while the store loads, memory serves before it is loaded, without a new snapshot; then all that was durable is there."""
+    daemon.start()
+    with connected(daemon) as client:
+        client.put(client.open_namespace(), chain(3, 2), durable=True)
+    daemon.kill()
+    wipe_arena(daemon)
+    before = snapshots(daemon)
+    for seed in (4, 5):
+        daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
+        await_true(lambda count=seed - 1: daemon.log.count("serving from memory") == count, "memory is not served")
+        assert snapshots(daemon) == before
+        with connected(daemon) as client:
+            namespace = client.open_namespace()
+            assert client.status().state == "loading"
+            assert client.read(namespace, chain(3, 2)) == 0
+            client.put(namespace, chain(seed, 8))
+            assert client.read(namespace, chain(seed, 8)) == 8
+        daemon.kill()
+    daemon.start()
+    with connected(daemon) as client:
+        namespace = client.open_namespace()
+        assert [client.read(namespace, chain(seed, 8)) for seed in (1, 4, 5)] == [8, 8, 8]
+        assert client.read(namespace, chain(3, 2)) == 2

@@ -162,7 +162,8 @@ class Journal:
             head = _HEADER.pack(JOURNAL_MAGIC, versions.JOURNAL.current, 0, store, number, 0)[:-8]
             durable.write_fully(fd, head + record_checksum(head).to_bytes(8, "little"), offset=0, disk=disk)
             failpoint("nvme.journal.before_first")
-            journal.append(first)
+            for record in first:  # one after another: they may be many
+                journal.append([record])
             journal.sync()
             disk.sync_directory(directory)
         except OSError:

@@ -70,7 +70,7 @@ class Ledger:
         self._must_fold = False  # a journal whose sync has failed is still among those that tell of durable blocks
         self._next_number = opened.journal.number + 1
         self._is_closed = False
-        self._has_news = False  # the journal tells what the newest snapshot does not
+        self._has_news = opened.has_news  # the journal tells what the newest snapshot does not
         self._opened = opened
         self._threads = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix=f"tierd-{opened.name}-sync")
         self._pending: list[Added] = []

@@ -1,47 +1,58 @@
 """From the files of a store's directory to its index, and back to few files.
 
 Purpose: `open_index`, `load_index`, `settle` and `compact`. Non-purpose: the slots (`slots`), the living store (`nvme`). Invariants: snapshot N and the
-journals from N on, in order, are the whole truth; older files are removed only after a newer snapshot is durable, so a crash
-at any point leaves at least one complete set; damaged files are renamed, those of a newer format refused, neither deleted.
+journals from N on, in order, are the whole truth; older files are removed only after a newer snapshot, or a journal that tells the same, is durable,
+so a crash at any point leaves at least one complete set; damaged files are renamed, those of a newer format refused, neither deleted.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
+from tierd.core.meta import META
 from tierd.errors import CorruptRecord
 from tierd.failpoint import failpoint
 from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import Journal, Marks, Record, read_journal
 from tierd.tiers.snapshot import open_snapshot, snapshot_path, write_snapshot
-from tierd.tiers.stored_index import StoredIndex, gathered, replay
+from tierd.tiers.stored_index import StoredIndex, gathered, replay, told_since
 
 _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
+RETOLD_SHARE = 2
+"""A start tells anew what journals told if that is at most one in so many parts of the snapshot; else a snapshot costs little more."""
+RETOLD_JOURNALS = 4
+"""Lives leave one or two behind; more are of starts that were cut short, each of which adds one, and go into a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """index: what the files say, the rows of a snapshot still in it. base: number of the snapshot it began with, None for none. next_number: above every file's.
 
-    changes: how many records of journals told more than marks, and segments were moved since. notices: what an operator should hear.
+    snapshot: what that one says. journals: how many followed it. changes: how many of their records told more than marks. notices: what an operator should hear.
+    is_refitted: segments were dropped or moved since, which no record can tell.
     """
 
     index: StoredIndex
     base: int | None
     next_number: int
+    snapshot: StoredIndex = field(default_factory=StoredIndex)
+    journals: int = 0
     changes: int = 0
     notices: list[str] = field(default_factory=list)
+    is_refitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """journal: the one to write. snapshot_bytes: length of the snapshot that it follows. index: what that snapshot holds."""
+    """journal: the one to write. snapshot_bytes: length of the snapshot that it follows. index: what both hold. has_news: the journal tells of more than marks."""
 
     journal: Journal
     snapshot_bytes: int
     index: StoredIndex
+    has_news: bool
 
 
 def load_index(directory: Path, *, store: bytes, disk: Files = OS) -> Loaded:
@@ -57,9 +68,10 @@ def open_index(directory: Path, *, store: bytes, below: int | None = None, disk:
     """
     names, notices = disk.list(directory), list[str]()
     snapshots, journals = (_numbers(names, kind, below) for kind in ("snapshot", "journal"))
-    base, index = _newest_snapshot(directory, snapshots, store=store, notices=notices, disk=disk)
-    count = 0
-    for number in (n for n in journals if base is None or n >= base):
+    base, snapshot = _newest_snapshot(directory, snapshots, store=store, notices=notices, disk=disk)
+    index, count = snapshot, 0
+    following = [n for n in journals if base is None or n >= base]
+    for number in following:
         text = read_journal(directory, store=store, number=number, disk=disk)
         index = replay(index, text.records)
         count += sum(not isinstance(record, Marks) for record in text.records)
@@ -67,28 +79,38 @@ def open_index(directory: Path, *, store: bytes, below: int | None = None, disk:
             notices.append(
                 f"journal {number}: a tail of {text.cut_bytes} bytes was torn and is cut; what it told is a miss"
             )
-    return Loaded(index, base, max([0, *snapshots, *journals]) + 1, count, notices)
+    next_number = max([0, *snapshots, *journals]) + 1
+    return Loaded(index, base, next_number, snapshot, len(following), count, notices)
 
 
 def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record], disk: Files = OS) -> Settled:
-    """Makes what was loaded durable in one snapshot, begins a journal with these records, removes all else. Raises OSError.
+    """Makes what was loaded durable, begins a journal with these records, removes all else. Raises OSError.
 
-    Even after an fsync that failed in a former life nothing is trusted that lies in the page cache alone: the
-    index is written anew unless it came from a snapshot whole.
+    Even after an fsync that failed in a former life nothing is trusted that lies in the page cache alone: what did not come from a snapshot
+    is written anew. If that is little, the new journal tells it, and the snapshot stays, however large it is; else there is a new one.
     """
     number, index = loaded.next_number, loaded.index
-    if loaded.base is None or loaded.changes or loaded.notices:
-        length = write_snapshot(directory, loaded.index, store=store, number=number, disk=disk)
+    if keeps_snapshot := _keeps_snapshot(directory, loaded, disk):
+        kept = snapshot_path(directory, loaded.base or 0)
+    else:
+        write_snapshot(directory, index, store=store, number=number, disk=disk)
         kept = snapshot_path(directory, number)
         index = open_snapshot(directory, store=store, number=number, disk=disk)
-    else:
-        kept = snapshot_path(directory, loaded.base)
-        length = disk.size(kept)
+    has_news = keeps_snapshot and loaded.changes > 0
+    told = chain(first, told_since(loaded.snapshot, index) if has_news else ())
     failpoint("nvme.settle.before_journal")
-    journal = Journal.create(directory, store=store, number=number, first=first, disk=disk)
+    journal = Journal.create(directory, store=store, number=number, first=told, disk=disk)
     failpoint("nvme.settle.before_removal")
     _remove_below(number, keep=kept, disk=disk)
-    return Settled(journal, length, index)
+    return Settled(journal, disk.size(kept), index, has_news)
+
+
+def _keeps_snapshot(directory: Path, loaded: Loaded, disk: Files) -> bool:
+    if loaded.base is None or loaded.is_refitted or loaded.journals > RETOLD_JOURNALS:
+        return False
+    told_bytes = len(loaded.index.told) * META.itemsize
+    is_little = told_bytes * RETOLD_SHARE <= disk.size(snapshot_path(directory, loaded.base))
+    return not loaded.changes or (loaded.index.filed is not None and is_little)
 
 
 def compact(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> int:

@@ -39,7 +39,7 @@ class OpenStore:
     """A store under its lock. name: the tier's. store: its id, 16 bytes. files: slot files by place; retired: those that gave way to new ones.
 
     index: of the former life.
-    journal: a new one, after a snapshot of snapshot_bytes; marks: its first record. notices: what an operator should hear.
+    journal: a new one, after a snapshot of snapshot_bytes; marks: its first record; has_news: there are more, of former lives. notices: what an operator should hear.
     """
 
     name: str
@@ -54,6 +54,7 @@ class OpenStore:
     snapshot_bytes: int
     marks: Marks
     notices: list[str]
+    has_news: bool = False
     retired: list[SlotFile] = field(default_factory=list)
 
     def close_retired(self) -> None:
@@ -110,8 +111,8 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
     failpoint("nvme.open.before_index")
     loaded = recovery.open_index(directory, store=store, disk=disk)
     index, moves = _fitting(loaded, spec)
-    # What has moved is a change too: a snapshot of the former places would bring ended segments back, and move others again.
-    loaded = replace(loaded, index=index, changes=loaded.changes + len(moves))
+    # A snapshot of the former places would bring ended segments back, and move others again.
+    loaded = replace(loaded, index=index, is_refitted=index is not loaded.index)
     files = _open_files(opening, io, moves)
     marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
     failpoint("nvme.open.before_settle")
@@ -129,6 +130,7 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
         snapshot_bytes=settled.snapshot_bytes,
         marks=marks,
         notices=notices + loaded.notices,
+        has_news=settled.has_news,
     )
 
 

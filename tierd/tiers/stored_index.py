@@ -1,6 +1,6 @@
 """The index of a store as a value: which blocks lie in which slots, and what the records of a journal make of it.
 
-Purpose: `StoredIndex`, `replay` and `stretches`. Non-purpose: files. Invariants: at most one block per slot; every block lies in a segment that
+Purpose: `StoredIndex`, `replay`, `told_since` and `stretches`. Non-purpose: files. Invariants: at most one block per slot; every block lies in a segment that
 is alive, on a slot of its class; of two records about one slot the later holds. Replaying is a matter of whole columns, so
 that a hundred thousand blocks take milliseconds. What a snapshot says of ten million stays in its file, and is gone through a stretch at a time.
 """
@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from tierd.core.meta import META, is_meta
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.core.sets import every
-from tierd.tiers.journal import BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
+from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
 
 Keys = NDArray[np.uint64]
 GENERATION_LIMIT = np.uint64(1 << 63)
 """No page has had so many uses: a record that says so is none."""
 STRETCH_ROWS = 1 << 13
+_RAW = np.dtype(f"V{META.itemsize}")
+_OFFSET = np.uint64(0xFFFF_FFFF)
+"""Of a key: the pages before the slot."""
 
 
 class Filed(Protocol):
@@ -104,13 +107,33 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
                 namespaces[record.record] = None
             case _:
                 marks = _higher(marks, record)
-    metas = changes.result()
-    metas = metas[metas["generation"] < GENERATION_LIMIT]
+    metas, keys = changes.result()
+    metas = _only(metas, metas["generation"] < GENERATION_LIMIT)
     top = int(metas["generation"].max()) + 1 if len(metas) else 1
     marks = _higher(marks, Marks(1, top))
-    told = np.union1d(index.told, changes.told()) if index.filed else index.told
+    told = np.union1d(index.told, keys) if index.filed else index.told
     after = StoredIndex(segments, metas, list(namespaces), marks.next_segment, marks.next_generation, index.filed, told)
     return _consistent(after)
+
+
+def told_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
+    """What was told between the two, of each place, slot and name the last alone; less marks. index: replayed over the snapshot, whose rows are filed.
+
+    Replayed over the snapshot, with or without any of the records that it was made from before, it gives the index again, its names in another order at most.
+    """
+    yield from (segment for place, segment in index.segments.items() if snapshot.segments.get(place) != segment)
+    known = set(snapshot.namespaces)
+    yield from (NamespaceKept(name) for name in index.namespaces if name not in known)
+    emptied = np.setdiff1d(index.told, _keys(index.metas), assume_unique=True)
+    rows = np.zeros(len(emptied), dtype=REMOVED)
+    rows["segment"] = emptied >> np.uint64(32)
+    rows["offset"] = (emptied & _OFFSET) * np.uint64(PAGE_ALIGN_BYTES)
+    living = [segment.segment for segment in index.segments.values()]
+    rows = rows[np.isin(rows["segment"], living)]
+    if len(rows):
+        yield BlocksRemoved(rows)
+    for start in range(0, len(index.metas), STRETCH_ROWS):
+        yield BlocksStored(index.metas[start : start + STRETCH_ROWS])
 
 
 def select(index: StoredIndex, *, within: Callable[[SegmentBegun], bool]) -> StoredIndex:
@@ -158,7 +181,7 @@ def _sound(metas: StructArray, segments: Mapping[int, SegmentBegun]) -> Stretch:
     """Those that lie in a living segment, and are records that this version reads."""
     slots = slots_of(metas, segments.values())
     good = is_meta(metas) & (slots >= 0) & (metas["generation"] < GENERATION_LIMIT)
-    return Stretch(metas, slots) if every(good) else Stretch(metas[good], slots[good])
+    return Stretch(metas, slots) if every(good) else Stretch(_only(metas, good), slots[good])
 
 
 def _higher(one: Marks, other: Marks) -> Marks:
@@ -170,12 +193,14 @@ def _higher(one: Marks, other: Marks) -> Marks:
 
 def _keys(rows: StructArray) -> Keys:
     """One number per slot of the store; offsets are multiples of 4 KiB below 16 TiB."""
-    offset = (rows["offset"] // PAGE_ALIGN_BYTES).astype(np.uint64) & np.uint64(0xFFFF_FFFF)
+    offset = (rows["offset"] // PAGE_ALIGN_BYTES).astype(np.uint64) & _OFFSET
     return np.asarray(rows["segment"].astype(np.uint64) << np.uint64(32) | offset)
 
 
 def _sift(index: StoredIndex, metas: StructArray, *, told: Keys) -> Stretch:
-    return _sound(metas[~_among(_keys(metas), told)] if len(told) else metas, index.segments)
+    if len(told):
+        metas = _only(metas, ~_among(_keys(metas), told))
+    return _sound(metas, index.segments)
 
 
 def _among(keys: Keys, pool: Keys) -> NDArray[np.bool_]:
@@ -184,39 +209,42 @@ def _among(keys: Keys, pool: Keys) -> NDArray[np.bool_]:
     return np.asarray(pool[at] == keys)
 
 
+def _only(metas: StructArray, good: NDArray[np.bool_]) -> StructArray:
+    return metas if every(good) else _raw(metas)[good].view(META)
+
+
 def _raw(metas: StructArray) -> NDArray[np.void]:
     """As bytes without fields: copying records field by field is many times slower."""
-    return np.ascontiguousarray(metas).view(f"V{META.itemsize}")
+    return np.ascontiguousarray(metas).view(_RAW)
 
 
 class _Changes:
-    """Stored and removed rows in order; the last about a slot decides."""
+    """Stored and removed rows in order; the last about a slot decides. Columns are made at the end: a hundred thousand records may tell of a block each."""
 
     def __init__(self, metas: StructArray) -> None:
-        self._metas = [metas]
-        self._keys = [_keys(metas)]
-        self._rows = [np.arange(len(metas))]  # into the concatenation of metas; -1: removed
-        self._count = len(metas)
+        self._stored = [_raw(metas)]
+        self._removed = list[StructArray]()
+        self._order = [(True, len(metas))]
 
     def store(self, metas: StructArray) -> None:
-        self._metas.append(metas)
-        self._keys.append(_keys(metas))
-        self._rows.append(np.arange(self._count, self._count + len(metas)))
-        self._count += len(metas)
+        self._stored.append(_raw(metas))
+        self._order.append((True, len(metas)))
 
     def remove(self, rows: StructArray) -> None:
-        self._keys.append(_keys(rows))
-        self._rows.append(np.full(len(rows), -1))
+        self._removed.append(rows)
+        self._order.append((False, len(rows)))
 
-    def told(self) -> Keys:
-        """The slots of which something was told, in no order."""
-        return np.concatenate(self._keys)
-
-    def result(self) -> StructArray:
-        if len(self._keys) == 1:
-            return self._metas[0]
-        keys, rows = np.concatenate(self._keys), np.concatenate(self._rows)
+    def result(self) -> tuple[StructArray, Keys]:
+        """The rows that hold, and the slots of which something was told, in no order."""
+        metas = np.concatenate(self._stored).view(META)
+        if len(self._order) == 1:
+            return metas, _keys(metas)
+        kinds, counts = zip(*self._order, strict=True)
+        are_stored = np.repeat(kinds, counts)
+        keys, rows = np.empty(len(are_stored), np.uint64), np.full(len(are_stored), -1)
+        keys[are_stored], rows[are_stored] = _keys(metas), np.arange(len(metas))
+        if self._removed:
+            keys[~are_stored] = _keys(np.concatenate(self._removed))
         _, from_end = np.unique(keys[::-1], return_index=True)
         kept = rows[::-1][from_end]
-        metas = np.concatenate([_raw(m) for m in self._metas])
-        return metas[kept[kept >= 0]].view(META)
+        return _raw(metas)[kept[kept >= 0]].view(META), keys

@@ -252,6 +252,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         NVME,
     ),
     Mutation(
+        "settle-retold",
+        "what journals told before a crash is told anew before they go",
+        "tierd/tiers/recovery.py",
+        "told_since(loaded.snapshot, index) if has_news else ()",
+        "()",
+        ("tests/unit/tiers/test_settle.py",),
+    ),
+    Mutation(
+        "settle-bounded",
+        "starts that die again and again leave no more than some journals to read",
+        "tierd/tiers/recovery.py",
+        " or loaded.journals > RETOLD_JOURNALS:",
+        ":",
+        ("tests/unit/tiers/test_settle.py",),
+    ),
+    Mutation(
         "sync-journal",
         "records are synced before anybody is told that a block is durable",
         "tierd/tiers/ledger.py",

@@ -35,7 +35,9 @@ from tierd.tiers import durable, ledger, slots
 from tierd.tiers.files import Files, OsFiles
 from tierd.tiers.journal import Journal, Record
 from tierd.tiers.mapping import address_of
+from tierd.tiers.recovery import open_index
 from tierd.tiers.snapshot import read_snapshot
+from tierd.tiers.stored_index import count_of
 
 # -- syncs
 
@@ -129,6 +131,25 @@ async def test_closing_leaves_one_whole_snapshot(world: World, tmp_path: Path) -
     newest = max((tmp_path / "store").glob("snapshot-*.bin"))
     index = read_snapshot(tmp_path / "store", store=store, number=int(newest.stem.rpartition("-")[2]))
     assert {key_of(meta) for meta in index.metas} == {1, 3}
+
+
+async def test_closing_folds_what_a_start_after_a_crash_told_again(tmp_path: Path) -> None:
+    """A life that stored nothing, but began after a crash, leaves one snapshot of everything and nothing to tell after it."""
+    world = World.at(tmp_path / "store")
+    await world.open()
+    await world.begin(1)
+    await world.write(range(1, 6), segment=1, slots=range(5))
+    await world.store.close(release=False)
+    world = await next_life(tmp_path)
+    await world.write([6], segment=1, slots=[5])
+    await world.store.sync()
+    die(world)
+    world = await next_life(tmp_path)
+    store = world.store._opened.store
+    assert open_index(tmp_path / "store", store=store).changes
+    await world.store.close(release=False)
+    left = open_index(tmp_path / "store", store=store)
+    assert (left.changes, count_of(left.index)) == (0, 6)
 
 
 async def test_compaction_that_fails_changes_nothing(
