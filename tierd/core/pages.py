@@ -55,7 +55,7 @@ _NAMES = PageState.names()
 
 
 class Pages:
-    """One tier's pages. Columns are indexed by page id; the core's other parts read and write all but `state`."""
+    """One tier's pages. Columns are indexed by page id; the core's other parts read and write all but `state`. is_loading: more of its blocks come, so no segment is given up."""
 
     def __init__(self, spec: TierSpec, position: int) -> None:
         if not 0 < spec.segment_bytes <= spec.capacity_bytes:
@@ -63,9 +63,7 @@ class Pages:
                 f"{spec.name}.segment_bytes: {spec.segment_bytes} is outside 1 to the capacity of {spec.capacity_bytes}; "
                 "make the segments smaller or the tier larger"
             )
-        self.spec, self.position, self.serving, self.writable = spec, position, True, True
-        self.is_loading = False
-        """Whether more of its blocks are on their way into the books: a segment that has none stays until `close_empty`."""
+        self.spec, self.position, self.serving, self.writable, self.is_loading = spec, position, True, True, False
         self._columns = Columns(spec.capacity_bytes // PAGE_ALIGN_BYTES)
         column = self._columns.column
         self.state: Column = column(np.uint8)
@@ -378,7 +376,6 @@ class Pages:
 
     def close_empty(self) -> None:
         """Sends segments without any page in use to the pool, those of living writers when it is wanted (after a restart; otherwise that happens as they empty)."""
-        self.is_loading = False
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.spare == segment.pages:
                 if segment.key.writer in LIFELESS:

@@ -128,6 +128,7 @@ class Upkeep:
 
     def close_empty(self, tier: int) -> None:
         """Sends segments in which nothing was found and nobody holds anything to the pool."""
+        self._index.tiers[tier].is_loading = False
         self._index.tiers[tier].close_empty()
 
     # -- verdicts
