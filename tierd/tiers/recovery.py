@@ -89,19 +89,23 @@ def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]
     Even after an fsync that failed in a former life nothing is trusted that lies in the page cache alone: what did not come from a snapshot
     is written anew. If that is little, the new journal tells it, and the snapshot stays, however large it is; else there is a new one.
     """
-    number, index = loaded.next_number, loaded.index
+    number, index, is_whole = loaded.next_number, loaded.index, True
     if keeps_snapshot := _keeps_snapshot(directory, loaded, disk):
         kept = snapshot_path(directory, loaded.base or 0)
     else:
         write_snapshot(directory, index, store=store, number=number, disk=disk)
         kept = snapshot_path(directory, number)
-        index = open_snapshot(directory, store=store, number=number, disk=disk)
+        try:
+            index = open_snapshot(directory, store=store, number=number, disk=disk)
+        except CorruptRecord:  # the disk does not give back what it was given: what was there before stays beside it
+            index, is_whole = gathered(index), False
     has_news = keeps_snapshot and loaded.changes > 0
     told = chain(first, told_since(loaded.snapshot, index) if has_news else ())
     failpoint("nvme.settle.before_journal")
     journal = Journal.create(directory, store=store, number=number, first=told, disk=disk)
     failpoint("nvme.settle.before_removal")
-    _remove_below(number, keep=kept, disk=disk)
+    if is_whole:
+        _remove_below(number, keep=kept, disk=disk)
     return Settled(journal, disk.size(kept), index, has_news)
 
 

@@ -6,6 +6,7 @@ import os
 import tempfile
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,29 @@ def test_journals_that_told_much_are_folded(tmp_path: Path) -> None:
     assert not started(tmp_path).has_news
     assert sorted(os.listdir(tmp_path)) == [journal_path(tmp_path, 4).name, snapshot_path(tmp_path, 4).name]
     assert same_index(load_index(tmp_path, store=STORE).index, before)
+
+
+@pytest.mark.parametrize("at", [3, 100])
+def test_a_snapshot_that_comes_back_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Of a disk that gives back other bytes than it was given the start takes what it has read before, and the next one too: nothing older is removed."""
+    begin(tmp_path)
+    journal(tmp_path, 3, *range(BLOCKS))
+    before = load_index(tmp_path, store=STORE).index
+
+    def write(directory: Path, index: StoredIndex, **given: Any) -> int:
+        length = write_snapshot(directory, index, **given)
+        path = snapshot_path(directory, given["number"])
+        changed = bytearray(path.read_bytes())
+        changed[at] ^= 1
+        path.write_bytes(changed)
+        return length
+
+    with monkeypatch.context() as lying:
+        lying.setattr(recovery, "write_snapshot", write)
+        assert same_index(started(tmp_path).index, before)
+    after = load_index(tmp_path, store=STORE)
+    assert same_index(after.index, before)
+    assert len(after.notices) == 1
 
 
 class Dies(Exception):
