@@ -211,6 +211,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         CACHE,
     ),
     Mutation(
+        "early-daemon",
+        "what was copied from a daemon that has gone is no part of another one's answer",
+        "tierd/client/verbs.py",
+        "early.session is not lease.hold.link.session",
+        "False",
+        ("tests/system/test_early_copies.py",),
+    ),
+    Mutation(
         "sealed-hash",
         "what is hashed of a sealed put is the copy, which its writer cannot change",
         "tierd/mover.py",
