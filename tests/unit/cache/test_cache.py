@@ -8,7 +8,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from tests.unit.cache.world import SOON_S, World, opened
+from tests.unit.cache.world import CONFIG, SOON_S, TOKENS, World, opened
 from tierd import failpoint
 from tierd.cache import holdings
 from tierd.cache.operator import Operator
@@ -302,3 +302,20 @@ async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at(monkeypatch: py
         assert world.cache.metrics.counters()['tierd_corrupt_total{tier="host.0"}'] == 1
         world.cache.core.check()
         assert world.pins == 0
+
+
+async def test_a_preview_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every hit is verified and one block is bad, what is going to be served is told before the first look, and not again before the second."""
+    monkeypatch.setattr("tierd.cache.verification.AT_ONCE_BYTES", 0)
+    names, told = chain(1, 4), list[int]()
+    async with opened(CONFIG.replace('segment = "1 MiB"', 'segment = "1 MiB"\nverify = "always"', 1)) as world:
+        committed = await world.put(names)
+        world.page(committed.extents[2])[7] ^= 1
+        lease = await world.cache.acquire(
+            world.session,
+            [world.query(names)],
+            kind=TierKind.HOST,
+            timeout_s=SOON_S,
+            preview=lambda served: told.append(served.tokens),
+        )
+    assert (told, lease.served.tokens) == ([4 * TOKENS], 2 * TOKENS)
