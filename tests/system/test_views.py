@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import mmap
 import os
+import signal
+import stat
+import struct
+import termios
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.system.elsewhere import Elsewhere, Talk, mapping_of
 from tests.system.raw import RawClient
@@ -34,7 +41,7 @@ from tests.system.sdk import (
     session_names,
 )
 from tests.system.tcp import free_port, remote_config
-from tierd.client import Client, PutGroup
+from tierd.client import BlockStatus, Client, PutGroup
 from tierd.core.layout import generation_offset
 from tierd.errors import DeadlineExceeded, ViewsAlive
 from tierd.testing import Daemon, chain, content_of, is_content
@@ -70,6 +77,16 @@ def own_daemon() -> Iterator[Daemon]:
     """One to be killed, or to have its files changed behind its back."""
     with Daemon(HOST) as running:
         yield running
+
+
+def unread_bytes() -> int:
+    """What this process has sent over sockets that nobody has read yet."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                total += struct.unpack("i", fcntl.ioctl(int(name), termios.TIOCOUTQ, bytes(4)))[0]
+    return total
 
 
 # -- no byte through gRPC
@@ -300,6 +317,26 @@ def test_deadlines_leave_nothing(daemon: Daemon) -> None:
         print(f"{missed} of 400 calls were too late")
         assert missed
         await_nothing_held(daemon, "calls that were too late")
+
+
+def test_views_let_go_of_are_room(own_daemon: Daemon) -> None:
+    """Pages whose views are gone before a Reserve is sent count as room for it, however many messages say so and however late the daemon reads them."""
+    with Client(own_daemon.target) as client:
+        namespace, half = client.open_namespace(BIG), HOST_BYTES // BIG.block_bytes // 2
+        names = chain(7, half)
+        put(client, namespace, 7, half)
+        views = [client.acquire(namespace, names[i : i + 1]).views() for i in range(half)]
+        assert client.reserve(PutGroup(namespace, chain(8, half))).statuses.tolist() == [BlockStatus.NO_ROOM] * half
+        stand_still(own_daemon.pid)
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                views.clear()
+                before = unread_bytes()
+                asked = pool.submit(client.reserve, PutGroup(namespace, chain(8, half)))
+                await_true(lambda: unread_bytes() > before, "Reserve on its way")
+            finally:
+                os.kill(own_daemon.pid, signal.SIGCONT)
+            assert asked.result().statuses.tolist() == [BlockStatus.RESERVED] * half
 
 
 # -- several processes

@@ -196,6 +196,8 @@ def test_tokens_are_right_when_memory_is_far_too_small(model: Llama) -> None:
             assert [report.tokens for report in got] == want
         assert [report.tokens for report in worker.serve(*requests)] == want
         assert sum(report.reused_tokens for report in got) > 0
+        with RawClient(daemon.target) as raw:
+            raw.call(raw.admin.Quiesce, apb.QuiesceRequest(deadline_s=30))
         assert worker.serve(Request(prompt(64), 2))[0].committed_blocks == 4
 
 

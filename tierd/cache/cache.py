@@ -232,7 +232,7 @@ class Cache:
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
-        if not got.whole and self.releases.make():  # their pages may be the room that was missing
+        if not got.whole and self.releases.make(asker=session):  # their pages may be the room that was missing
             self._give_back(session, [got.lease])
             got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
             self.flights.start(got.plan, session=session)
@@ -451,7 +451,7 @@ class Cache:
             self.namespace_for(session, group.namespace)
         if self.is_draining:
             raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
-        self.releases.make()
+        self.releases.make(asker=session)
 
     @contextlib.asynccontextmanager
     async def _given(
@@ -485,7 +485,7 @@ class Cache:
         if key[0] not in self._tenants:
             raise SessionLost(f"session {key[0]}: it ended during the call; open a session again")
         if self._holdings.is_full(key[0]):
-            self.releases.make()  # of what it has given back already
+            self.releases.make(asker=key[0])  # of what it has given back already
         self._holdings.add(key, extents, at=at)
 
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:

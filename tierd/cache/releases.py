@@ -1,7 +1,7 @@
 """Releases that nobody waits for: made a moment later, so that the call which a client makes next is served before them.
 
 Purpose: a put-off, no more. Non-purpose: what a release is (cache.py). Invariants: each is made within DELAY_S of the loop's time; who wants room that they may give has
-them made at once; their order stays; one that fails is told, and keeps none of the others.
+them made at once, those that its client has sent and nobody has read yet with them; their order stays; one that fails is told, and keeps none of the others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class LateReleases:
         self._give_back = give_back
         self._waiting: dict[int, list[int]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self.hear: Callable[[int], None] = lambda _session: None
+        """Reads what a session's client has said already: releases come another way than the calls that count on them."""
 
     def add(self, session: int, leases: Sequence[int]) -> None:
         """To be made soon."""
@@ -31,8 +33,10 @@ class LateReleases:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.make)
 
-    def make(self) -> bool:
-        """Makes them now; whether there were any."""
+    def make(self, *, asker: int | None = None) -> bool:
+        """Makes them now; whether there were any. asker: a session that wants the room."""
+        if asker is not None:
+            self.hear(asker)
         waiting, self._waiting = self._waiting, {}
         if self._timer is not None:
             self._timer.cancel()

@@ -82,6 +82,7 @@ class Listeners:
             lambda session, reservation, end: cache.ahead.note(session, reservation, end=end),
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
+        cache.releases.hear = self.sessions.hear
         guard = self._build_guard()
         self._lines = Lines(self._service, guard=guard)
         self.directory = Path(server.runtime_dir)

@@ -49,6 +49,8 @@ GREETING_LIMIT = 64
 HELLO_TIMEOUT_S = 5.0
 ENGINE_WORDS, ENGINE_WORD_CHARS = 16, 128
 """What a hello may say of the engine that the client serves: so many pairs of text, so long."""
+HEARD_AT_ONCE = 1024
+"""Messages: more than the kernel keeps for a socket."""
 ACCEPT_PAUSE_S = 0.2
 """Before the next try to accept when the process is out of descriptors."""
 
@@ -174,16 +176,27 @@ class Connection:
         if self.session:
             self._owner.sessions.stop(self.session)
 
-    def _read(self) -> None:
+    def hear(self) -> None:
+        """Takes what has come already. Bounded: a client that says more meanwhile is heard in its turn."""
+        for _ in range(HEARD_AT_ONCE):
+            if not self._read():
+                return
+
+    def _read(self) -> bool:
+        """One message, if there is one; whether there was."""
         try:
             data = self._socket.recv(MESSAGE_MAX_BYTES + 1)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             data = b""
         if not data:
             self.close()
-            return
+            return False
+        self._take(data)
+        return True
+
+    def _take(self, data: bytes) -> None:
         try:
             self._answer(_request(data))
         except InvalidArgument as error:
@@ -245,7 +258,7 @@ class Connection:
                 sdk=_field(request, "sdk", str)[:64],
                 engine=_engine(request),
             )
-            self._owner.sessions.open(session, on_closed=self.close)
+            self._owner.sessions.open(session, connection=self)
         except BaseException:
             os.close(pidfd)
             raise

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -85,6 +85,18 @@ class Session:
         return f"{self.id:x}.{self.secret}"
 
 
+class Connected(Protocol):
+    """A client's socket, while it is open."""
+
+    def close(self, why: TierdError | None = None) -> None:
+        """Ends it, with a reason if there is one."""
+        ...
+
+    def hear(self) -> None:
+        """Takes what the client has said and nobody has read yet."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SessionCalls:
     """What the daemon does about sessions. on_open may refuse by raising a TierdError; the other two must not fail.
@@ -116,7 +128,7 @@ class Sessions:
         self._calls = calls
         self._limit = session_limit
         self._by_id: dict[int, Session] = {}
-        self._on_closed: dict[int, Callable[[TierdError | None], None]] = {}
+        self._connections: dict[int, Connected] = {}
         self._left: dict[tuple[Peer, int], Session] = {}  # by process and domain: the first one stands for all
         self.is_refusing = False
 
@@ -151,15 +163,15 @@ class Sessions:
                 " server.session_limit"
             )
 
-    def open(self, session: Session, *, on_closed: Callable[[TierdError | None], None]) -> None:
-        """Takes a session in; its pidfd belongs to it from now on, unless this raises. on_closed: called when its process ends, or, with
+    def open(self, session: Session, *, connection: Connected) -> None:
+        """Takes a session in; its pidfd belongs to it from now on, unless this raises. connection: closed when its process ends, or, with
         the reason, when it is cut off.
 
         Raises Overloaded, and what `on_open` raises.
         """
         self.check_room()
         self._calls.on_open(session)
-        self._on_closed[session.id] = on_closed
+        self._connections[session.id] = connection
         self._watch(session)
 
     def restore(self, session_id: int, *, peer: Peer, identity: Identity) -> bool:
@@ -178,18 +190,23 @@ class Sessions:
 
     def cut_off(self, session_id: int, why: TierdError) -> None:
         """Its client does not keep to the rules: it is told why and served no more. What it holds stays until its process has gone."""
-        session, closed = self._by_id.get(session_id), self._on_closed.get(session_id)
-        if session is None or closed is None:
+        session, connection = self._by_id.get(session_id), self._connections.get(session_id)
+        if session is None or connection is None:
             return
         log.warning("session cut off", session=session_id, pid=session.peer.pid, name=session.name, reason=str(why))
         session.ended_because = str(why)
-        closed(why)
+        connection.close(why)
+
+    def hear(self, session_id: int) -> None:
+        """Takes what its client has said already, on the socket that is not the one of its calls."""
+        if connection := self._connections.get(session_id):
+            connection.hear()
 
     def leave(self, session: Session) -> None:
         """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""
         del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
-        self._on_closed.pop(session.id)(None)
+        self._connections.pop(session.id).close()
         self.stop(session)
         self._call(self._calls.on_leave, session)
         place = session.peer, session.identity.domain
@@ -226,7 +243,7 @@ class Sessions:
             os.close(session.pidfd)
         self._by_id.clear()
         self._left.clear()
-        self._on_closed.clear()
+        self._connections.clear()
 
     def map_segment(self, session: Session, *, tier: int, segment: int) -> MappedFiles:
         """The files of a segment. Raises NotFound, NotPermitted, TierFailed."""
@@ -265,9 +282,8 @@ class Sessions:
         del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
         os.close(session.pidfd)
-        closed = self._on_closed.pop(session.id, None)
-        if closed:
-            closed(None)
+        if connection := self._connections.pop(session.id, None):
+            connection.close()
         self.stop(session)
         self._call(self._calls.on_end, session)
 
