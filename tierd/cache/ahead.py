@@ -1,91 +1,152 @@
 """Hashes made ahead: of pages whose writer says that they are written, while it writes the next ones.
 
-    written ──▶ hashed by one thread, which follows the writer ──▶ the commit takes what fits, and hashes the rest
+    written ──▶ hashed by the hash process, which follows the writer ──▶ the commit takes what fits, and hashes the rest
 
 Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: sums are taken for
 the very life of a page, length and layers that they were made of; each page of a reservation is hashed ahead once at most, and no more than
-FOLLOWED_LIMIT reservations at one time, SESSION_LIMIT of one session, so that nobody keeps the threads busy by talking. Who writes to a page after he has said that he is done has
-committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
+FOLLOWED_LIMIT reservations at one time, SESSION_LIMIT of one session, so that nobody keeps the process busy by talking; what it does not answer the commit hashes. Who writes to a page after he has
+said that he is done has committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierd.core.block import slice_lengths
+from tierd.core.block import slice_cut
 from tierd.core.core import Core
 from tierd.core.model import StructArray
 from tierd.core.plan import Committing
-from tierd.errors import TierFailed
+from tierd.hashing.process import HashProcess
+from tierd.hashing.wire import PAGES_MAX, Page
 from tierd.mover import Hashed, Mover
-from tierd.tiers.checksum import slice_sums, table_digest
-from tierd.tiers.tier import MappedTier, SliceTable, Tier, is_mapped
+from tierd.tiers.checksum import table_digest
+from tierd.tiers.tier import Descriptor, MappedTier, SliceTable, Tier, is_mapped
 
 FOLLOWED_LIMIT = 64
 """Reservations that are being hashed; beyond it commits do the work."""
 SESSION_LIMIT = FOLLOWED_LIMIT // 4
 """Of them, of one session."""
+PATIENCE_S = 5.0
+"""With the hash process, for sums that a commit waits for; then it is killed."""
+WHOLE = 1 << 63
+"""An end behind every block."""
 Life = tuple[int, int, int, int]
 """Of a page: segment, generation, length of its block, layers."""
 
 
 @dataclass
 class Job:
-    """One reservation. pages: index, life and bytes of those that nobody has spoken of, last first; left: what is still to be hashed; made: sums and digest of what is."""
+    """One reservation. tiers: where its segments are; pages: index, life and place of those that nobody has spoken of, last first; asked: what is still to be answered; made: sums
+    and digest of what is."""
 
-    pages: list[tuple[int, Life, memoryview]]
-    left: deque[tuple[Life, memoryview]] = field(default_factory=deque)
+    number: int
+    tiers: dict[int, MappedTier]
+    pages: list[tuple[int, Life, Page]]
+    asked: deque[tuple[Life, Page]] = field(default_factory=deque)
     made: dict[Life, tuple[SliceTable, bytes]] = field(default_factory=dict)
-    thread: asyncio.Future[None] | None = None
+    answered: asyncio.Future[None] | None = None
 
-    def told(self, end: int) -> None:
-        """The pages before this index are written."""
+    def told(self, end: int) -> list[tuple[Life, Page]]:
+        """The pages before this index, of which nobody has spoken yet."""
+        new = []
         while self.pages and self.pages[-1][0] < end:
-            self.left.append(self.pages.pop()[1:])
+            new.append(self.pages.pop()[1:])
+        return new
 
-    def follow(self) -> None:
-        """Runs in a thread until nothing is left."""
-        while self.left:
-            life, view = self.left.popleft()
-            sums = slice_sums(view, slice_lengths(len(view), life[3]))
-            self.made[life] = sums, table_digest(sums)
+    def opened(self, segment: int) -> Descriptor:
+        """A descriptor of one of its segments, for reading. Raises KeyError, TierFailed."""
+        return self.tiers[segment].descriptor(segment, writable=False)
+
+    def take(self, tables: Sequence[bytes]) -> None:
+        """The next answers. A table of another length than the page's is none."""
+        for table in tables:
+            life, page = self.asked.popleft()
+            if len(table) == 8 * page.pieces * page.times:
+                sums = np.frombuffer(table, "<u8")
+                self.made[life] = sums, table_digest(sums)
+        self.tell()
+
+    def give_up(self) -> None:
+        """Nothing more is asked, nor answered."""
+        self.pages.clear()
+        self.asked.clear()
+        self.tell()
+
+    def tell(self) -> None:
+        """Who waits for all answers, if these are all."""
+        if not self.asked and self.answered is not None and not self.answered.done():
+            self.answered.set_result(None)
 
 
 class Ahead:
-    """Jobs by session and reservation. layers_of: namespace ids to layers per block."""
+    """Jobs by session and reservation. layers_of: namespace ids to layers per block. process: begun by its owner."""
 
     def __init__(
         self, core: Core, tiers: Sequence[Tier], *, mover: Mover, layers_of: Callable[[StructArray], StructArray]
     ) -> None:
         self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
         self._jobs: dict[tuple[int, int], Job] = {}
+        self._by_number: dict[int, Job] = {}
+        self._numbers = itertools.count(1)
+        self.process = HashProcess()
+        self.process.on_sums, self.process.on_end = self._take, self._give_up
 
     def note(self, session: int, reservation: int, *, end: int) -> None:
         """The blocks of a reservation before this index are written. What cannot be hashed now is left to the commit. Raises NotFound."""
         job = self._jobs.get((session, reservation))
         if job is None:
-            pages = [] if self._is_full(session) else self._pages(session, reservation)
-            if not pages:
+            job = self._begun(session, reservation)
+            if job is None:
                 return
-            job = self._jobs[session, reservation] = Job(pages[::-1])
-        job.told(end)
-        if job.left and job.thread is None:
-            self._follow(job)
+        self._ask(job, job.told(end))
 
-    def _pages(self, session: int, reservation: int) -> list[tuple[int, Life, memoryview]]:
-        """All that the reservation has still open; none where something of it is not mapped."""
+    def note_rest(self, session: int, reservation: int) -> None:
+        """What is still to be hashed of a reservation that is followed is written too."""
+        if job := self._jobs.get((session, reservation)):
+            self._ask(job, job.told(WHOLE))
+
+    def _begun(self, session: int, reservation: int) -> Job | None:
+        """With all that the reservation has still open; none where something of it is not mapped, or nobody would hash it."""
+        if not self.process.is_ready or self._is_full(session):
+            return None
         there = self._core.open_pages(session, reservation=reservation)
         extents, metas = there.extents, there.metas
         tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
-        if len(tiers) < len(extents):
-            return []
+        if len(tiers) < len(extents) or not tiers:
+            return None
         metas["layers"] = self._layers_of(metas["namespace"])
-        return list(zip(there.indices.tolist(), _lives(extents, metas), _views(tiers, extents, metas), strict=True))
+        lives = _lives(extents, metas)
+        places = [
+            Page(life[0], offset, *slice_cut(*life[2:]))
+            for life, offset in zip(lives, extents["offset"].tolist(), strict=True)
+        ]
+        pages = list(zip(there.indices.tolist(), lives, places, strict=True))
+        segments = dict(zip(extents["segment"].tolist(), tiers, strict=True))
+        job = Job(next(self._numbers), segments, pages[::-1])
+        self._jobs[session, reservation] = self._by_number[job.number] = job
+        return job
+
+    def _ask(self, job: Job, new: Sequence[tuple[Life, Page]]) -> None:
+        for at in range(0, len(new), PAGES_MAX):
+            part = new[at : at + PAGES_MAX]
+            if not self.process.hash(job.number, [page for _, page in part], job.opened):
+                job.pages.clear()
+                return
+            job.asked.extend(part)
+
+    def _take(self, number: int, tables: list[bytes]) -> None:
+        if job := self._by_number.get(number):
+            job.take(tables)
+
+    def _give_up(self) -> None:
+        for job in self._by_number.values():
+            job.give_up()
 
     async def hash(self, committing: Committing) -> Hashed:
         """Sums and digests of a commit's pages, whose metas have their layers. Raises what hashing raises."""
@@ -94,8 +155,7 @@ class Ahead:
         if job is None:
             return await self._mover.hash_pages(extents, metas)
         lives = _lives(extents, metas)
-        while job.thread is not None:
-            await asyncio.wait([job.thread])
+        await self._answered(job)
         found = job.made
         rest = np.array([life not in found for life in lives], bool)
         if rest.any():
@@ -105,11 +165,20 @@ class Ahead:
         slices, digests = zip(*(found[life] for life in lives), strict=True)
         return Hashed(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16), list(slices))
 
+    async def _answered(self, job: Job) -> None:
+        """Waits until all is answered that was asked, or the process has ended: by our hand, if it takes too long."""
+        if job.asked:
+            job.answered = asyncio.get_running_loop().create_future()
+            done, _ = await asyncio.wait([job.answered], timeout=PATIENCE_S)
+            if not done:
+                self.process.end(f"no sums within {PATIENCE_S:g} s")
+        self._by_number.pop(job.number, None)
+
     def drop(self, session: int, reservation: int) -> None:
         """The reservation has ended, and nobody wants its sums."""
         job = self._jobs.pop((session, reservation), None)
         if job is not None:
-            job.left.clear()
+            self._by_number.pop(job.number, None)
 
     def forget(self, session: int) -> None:
         """The session has ended."""
@@ -120,28 +189,7 @@ class Ahead:
         """Whether all that may be are being hashed, or all of the session's."""
         return len(self._jobs) >= FOLLOWED_LIMIT or sum(its == session for its, _ in self._jobs) >= SESSION_LIMIT
 
-    def _follow(self, job: Job) -> None:
-        try:
-            job.thread = self._mover.in_thread(job.follow)
-        except TierFailed:  # no thread can be had: the commit will tell
-            job.left.clear()
-            return
-        job.thread.add_done_callback(lambda done: self._followed(job, done))
-
-    def _followed(self, job: Job, done: asyncio.Future[None]) -> None:
-        """The thread has come to the end of what it knew of, or failed: then the commit hashes the rest."""
-        job.thread = None
-        if done.cancelled() or done.exception() is not None:
-            job.left.clear()
-        elif job.left:
-            self._follow(job)
-
 
 def _lives(extents: StructArray, metas: StructArray) -> list[Life]:
     columns = (extents["segment"], extents["generation"], metas["stored_length"], metas["layers"])
     return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _views(tiers: Sequence[MappedTier], extents: StructArray, metas: StructArray) -> list[memoryview]:
-    lengths = metas["stored_length"].tolist()
-    return [tier.view(row)[:length] for tier, row, length in zip(tiers, extents, lengths, strict=True)]

@@ -102,6 +102,7 @@ class Cache:
             parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, setting=(parts.verify, parts.seed)
         )
         self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of)
+        self.flights.on_ended = self.ahead.process.detach
         self._publication = Publication(parts, self.ahead, self.flights)
         self.releases = LateReleases(self._give_back)
         self.is_draining = False
@@ -325,6 +326,8 @@ class Cache:
         """Hashes what was written and publishes it, all of the call's blocks or none."""
         self.tenant_of(session)
         deadline = asyncio.get_running_loop().time() + timeout_s
+        if not keep_open:
+            self.ahead.note_rest(session, reservation)
         committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
         # Not to be cut short: the pages are marked busy until it ends.
         work = asyncio.ensure_future(self._finish_commit(committing, lease=lease, keep_open=keep_open))

@@ -152,18 +152,23 @@ def size_class(length: int) -> int:
 
 
 def slice_lengths(length: int, layers: int) -> list[int]:
-    """Lengths of a block's slices in bytes, in order: each a layer, or an even piece of one of at most 256 KiB.
+    """Lengths of a block's slices in bytes, in order, as `slice_cut` says."""
+    piece, count, last, times = slice_cut(length, layers)
+    return ([piece] * (count - 1) + [last]) * times
+
+
+def slice_cut(length: int, layers: int) -> tuple[int, int, int, int]:
+    """How a block is cut: bytes of a piece, pieces of a layer, bytes of a layer's last piece, layers. Each slice is a layer, or an even piece of one of at most 256 KiB.
 
     A block counts as one layer if it has none (opaque), if its length is no multiple of them, or if they are so thin or so many
     that their slices would not fit the slice table of the block's page (`tierd.core.layout.slice_words`). Only blocks above
     120 MiB have longer slices.
     """
     if length <= 0:
-        return []
+        return 0, 1, 0, 0
     layer = length // layers if layers > 0 and length % layers == 0 else length
     if layer < PAGE_ALIGN_BYTES or -(-layer // SLICE_MAX_BYTES) * (length // layer) > SLICE_WORDS_MAX:
         layer = length
     pieces = min(-(-layer // SLICE_MAX_BYTES), SLICE_WORDS_MAX)
     piece = -(-layer // pieces)
-    cut = [piece] * (pieces - 1) + [layer - piece * (pieces - 1)]
-    return cut * (length // layer)
+    return piece, pieces, layer - piece * (pieces - 1), length // layer

@@ -12,15 +12,13 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tierd import errors
+from tierd import children, errors
 from tierd.core.model import StructArray
 from tierd.errors import Overloaded, TierdError, TierFailed
 from tierd.gpu.wire import GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
@@ -238,22 +236,16 @@ class GpuProcess:
     # -- life and death
 
     def _spawn(self) -> None:
-        """In this thread: the kernel ends the child with the thread that began it. Its Python finds what ours has found."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "tierd.gpu", str(theirs.fileno()), str(self._ordinal)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        ours: socket.socket | None = None
         try:
-            with theirs:
-                self._child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
-                )
+            self._child, ours = children.start("tierd.gpu", str(self._ordinal), kind=socket.SOCK_STREAM)
             self._socket, self._pidfd = ours, os.pidfd_open(self._child.pid)
         except OSError as error:
-            ours.close()  # which ends it, if it was begun
+            if ours is not None:
+                ours.close()  # which ends it
             raise TierFailed(
                 f"{self._name}: cannot be started ({error}); free memory, processes or descriptors"
             ) from error
-        ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours, self._receive)
         self._reason = ""
 

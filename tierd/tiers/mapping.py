@@ -12,19 +12,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
 
 import numpy as np
 
-from tierd.huge_pages import HUGE_BYTES, free_boundary
+from tierd.huge_pages import HUGE_BYTES, map_shared
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap does not name it
 _MADV_COLLAPSE = 25  # Linux 6.1; nor this
 
@@ -34,14 +29,7 @@ def map_file(fd: int, length: int) -> memoryview:
 
     Raises OSError (ENOMEM: too many mappings or no huge pages left).
     """
-    address = _libc.mmap(free_boundary(length), length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mmap of {length} bytes: {os.strerror(code)}")
-    array = (ctypes.c_ubyte * length).from_address(address)
-    weakref.finalize(array, _libc.munmap, address, length).atexit = False
-    _libc.madvise(address, length, mmap.MADV_DONTDUMP)
-    _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
+    array = map_shared(fd, length, mmap.PROT_READ | mmap.PROT_WRITE)
     return np.frombuffer(memoryview(array), dtype=np.uint8).data
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tierd.client import Client, NamespaceSpec
 from tierd.testing import Daemon
-from tools.bench.measure import FULL, MIB, Effort, cpu_s
+from tools.bench.measure import FULL, MIB, Effort, cpu_s, family
 from tools.bench.rows import Row, row_of
 
 CPU_PERCENT, MEMORY_MIB = 0.5, 150.0
@@ -22,9 +22,12 @@ capacity = "1 GiB"
 
 
 def memory_mib(pid: int) -> float:
-    """Resident memory but for shared pages, which are the arena's."""
-    told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return sum(int(told[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024 / MIB
+    """Resident memory of a process and its family but for shared pages, which are the arena's."""
+    total = 0
+    for member in family(pid):
+        told = dict(line.split(":", 1) for line in Path(f"/proc/{member}/status").read_text().splitlines())
+        total += sum(int(told[name].split()[0]) for name in ("RssAnon", "RssFile"))
+    return total * 1024 / MIB
 
 
 def rows(effort: Effort = FULL) -> list[Row]:

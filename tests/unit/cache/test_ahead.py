@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.still import stand_still
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
+from tierd.cache import ahead as module
 from tierd.cache.ahead import FOLLOWED_LIMIT, SESSION_LIMIT
-from tierd.core.model import COMMIT_BLOCK, BlockStatus
+from tierd.core.block import NamespaceSpec
+from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, TierKind
+from tierd.core.plan import PutQuery
 from tierd.errors import NotFound
+from tierd.hashing.wire import ask
 from tierd.testing import chain
 
 NAMES = chain(1, 4)
+OF_NO_PAGE = ask(0, [])
+
+
+@contextlib.asynccontextmanager
+async def hashing(config: str = CONFIG) -> AsyncIterator[World]:
+    """A world whose hash process is ready."""
+    async with opened(config) as world:
+        await ready(world)
+        yield world
+
+
+async def ready(world: World) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not world.cache.ahead.process.is_ready:  # noqa: ASYNC110  # it rings no bell
+            await asyncio.sleep(0.001)
 
 
 class Counted:
@@ -52,8 +76,8 @@ def digests(world: World, committed: object) -> bytes:
 
 
 async def test_a_commit_takes_what_was_hashed_ahead() -> None:
-    """Pages that were said to be written are hashed once, before the commit; it hashes the others, and all digests are those of the bytes."""
-    async with opened() as world:
+    """Pages that were said to be written are hashed once, before the commit; what it names besides is hashed when it comes, and all digests are those of the bytes."""
+    async with hashing() as world:
         whole = digests(world, await world.put(NAMES))
         world.cache.flights.start(
             world.cache.core.evict(world.cache.core.blocks(), tier=None, now=world.cache.clock.now())
@@ -64,7 +88,7 @@ async def test_a_commit_takes_what_was_hashed_ahead() -> None:
             world.cache.ahead.note(world.session, reserved.reservation, end=end)
         committed = await world.commit(reserved.reservation)
         assert committed.statuses.tolist() == [BlockStatus.READY] * 4
-        assert counted.pages == 1
+        assert counted.pages == 0
         assert digests(world, committed) == whole
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
         assert not world.cache.ahead._jobs
@@ -72,12 +96,13 @@ async def test_a_commit_takes_what_was_hashed_ahead() -> None:
 
 async def test_a_page_changed_after_it_was_said_to_be_written() -> None:
     """It is a miss, and so is what follows it: its checksum is not that of what it holds."""
-    async with opened() as world:
+    async with hashing() as world:
         reserved = await world.reserve(NAMES)
         world.cache.ahead.note(world.session, reserved.reservation, end=4)
         job = world.cache.ahead._jobs[world.session, reserved.reservation]
-        assert job.thread is not None
-        await job.thread
+        async with asyncio.timeout(SOON_S):
+            while job.asked:  # noqa: ASYNC110  # nobody waits for it yet
+                await asyncio.sleep(0.001)
         world.page(reserved.extents[0][2])[5] ^= 1
         await world.commit(reserved.reservation)
         assert (await world.acquire(NAMES)).served.tokens == 2 * TOKENS
@@ -85,7 +110,7 @@ async def test_a_page_changed_after_it_was_said_to_be_written() -> None:
 
 async def test_more_blocks_than_there_are() -> None:
     """Who says that he has written more blocks than he has, and says so again, has written all of them."""
-    async with opened() as world:
+    async with hashing() as world:
         reserved = await world.reserve(NAMES)
         for _ in range(2):
             world.cache.ahead.note(world.session, reserved.reservation, end=(1 << 64) - 1)
@@ -96,7 +121,7 @@ async def test_more_blocks_than_there_are() -> None:
 
 async def test_a_block_that_is_shorter_in_the_end() -> None:
     """Sums of another length are of no use: the block is hashed as it was committed."""
-    async with opened() as world:
+    async with hashing() as world:
         reserved = await world.reserve(NAMES)
         world.cache.ahead.note(world.session, reserved.reservation, end=4)
         blocks = named(4)
@@ -108,7 +133,7 @@ async def test_a_block_that_is_shorter_in_the_end() -> None:
 
 async def test_a_reservation_that_ends_is_forgotten() -> None:
     """An abort, and the end of the session, leave nothing behind; of what has ended nothing is hashed."""
-    async with opened() as world:
+    async with hashing() as world:
         cache = world.cache
         first, second = await world.reserve(NAMES), await world.reserve(chain(2, 4))
         for reserved in (first, second):
@@ -124,7 +149,7 @@ async def test_a_reservation_that_ends_is_forgotten() -> None:
 
 async def test_no_more_reservations_are_followed_than_the_limit() -> None:
     """One session has a part of them, all together no more than the limit; whoever speaks of more has them hashed by their commits."""
-    async with opened(CONFIG.replace('capacity = "4 MiB"', 'capacity = "12 MiB"')) as world:
+    async with hashing(CONFIG.replace('capacity = "4 MiB"', 'capacity = "12 MiB"')) as world:
         tenant = world.cache.tenant_of(world.session)
         counted, held = Counted(world), []
         for session in range(901, 901 + FOLLOWED_LIMIT // SESSION_LIMIT + 1):
@@ -145,7 +170,7 @@ async def test_no_more_reservations_are_followed_than_the_limit() -> None:
 
 async def test_what_is_said_during_the_last_commit_is_forgotten_with_it() -> None:
     """A reservation that ends with its commit leaves no job behind, also where its writer speaks while the commit is hashing."""
-    async with opened() as world:
+    async with hashing() as world:
         reserved, ahead = await world.reserve(NAMES), world.cache.ahead
 
         def speak() -> None:
@@ -157,18 +182,69 @@ async def test_what_is_said_during_the_last_commit_is_forgotten_with_it() -> Non
         assert not ahead._jobs
 
 
-async def test_hashing_that_fails_is_done_by_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that ends before its time, or never begins, costs time and no block."""
-    async with opened() as world:
-        reserved = await world.reserve(NAMES)
-        with monkeypatch.context() as broken:
-
-            def refuse(*_: object) -> object:
-                raise MemoryError
-
-            broken.setattr("tierd.cache.ahead.slice_sums", refuse)
+@pytest.mark.parametrize("how", ["dies", "hangs", "is behind"])
+async def test_hashing_that_fails_is_done_by_the_commit(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends before its time, says nothing, or takes no more costs time and no block, and another takes its place."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr("tierd.hashing.process.PAUSE_S", 0.01)
+    async with hashing() as world:
+        reserved, process = await world.reserve(NAMES), world.cache.ahead.process
+        process._pause_s, counted, first = 0.01, Counted(world), process.pid
+        stand_still(first)
+        with contextlib.ExitStack() as ends:
+            if how == "is behind":
+                ends.callback(os.kill, first, signal.SIGCONT)
+                while process._send(OF_NO_PAGE):
+                    pass
             world.cache.ahead.note(world.session, reserved.reservation, end=4)
+            if how == "dies":
+                os.kill(first, signal.SIGKILL)
             async with asyncio.timeout(SOON_S):
                 committed = await world.commit(reserved.reservation)
+            assert counted.pages == 4
         assert committed.statuses.tolist() == [BlockStatus.READY] * 4
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+        assert not world.cache.ahead._by_number
+        await ready(world)
+        assert (process.pid == first) == (how == "is behind")
+        async with asyncio.timeout(SOON_S):
+            while not process._send(OF_NO_PAGE):  # noqa: ASYNC110  # it rings no bell
+                await asyncio.sleep(0.001)
+        again, counted.pages = await world.reserve(chain(2, 4)), 0
+        world.cache.ahead.note(world.session, again.reservation, end=4)
+        assert (await world.commit(again.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
+        assert counted.pages == 0
+
+
+async def test_memory_that_has_ended_is_let_go_of() -> None:
+    """The hash process maps a segment while it lives, for reading alone, and no longer."""
+    async with hashing(CONFIG.replace('capacity = "4 MiB"', 'capacity = "1 MiB"')) as world:
+
+        def mapped() -> list[str]:
+            lines = Path(f"/proc/{world.cache.ahead.process.pid}/maps").read_text().splitlines()
+            return [line.split()[1] for line in lines if "/dev/shm/tierd-test-" in line]
+
+        reserved = await world.reserve(NAMES)
+        world.cache.ahead.note(world.session, reserved.reservation, end=4)
+        await world.commit(reserved.reservation)
+        assert mapped() == ["r--s"]
+        spec = NamespaceSpec(model="other", tokens_per_block=TOKENS, block_bytes=2 * BLOCK_BYTES)
+        world.namespace = world.cache.open_namespace(world.session, spec)
+        blocks = np.zeros(1, PUT_BLOCK)
+        blocks["hash"], blocks["tokens"], blocks["length"] = NAMES[:1], TOKENS, 2 * BLOCK_BYTES
+        query = PutQuery(namespace=world.namespace.id, parent=ROOT, position=0, blocks=blocks)
+        assert (await world.cache.reserve(world.session, [query], kind=TierKind.HOST)).reservation
+        async with asyncio.timeout(SOON_S):
+            while mapped():  # noqa: ASYNC110  # it does not answer
+                await asyncio.sleep(0.001)
+
+
+async def test_nothing_is_left_of_the_process() -> None:
+    """With its daemon the hash process ends, and its descriptors are closed."""
+    before = len(os.listdir("/proc/self/fd"))
+    async with hashing() as world:
+        pid = world.cache.ahead.process.pid
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,44 @@
+"""Processes that a daemon starts for itself and that end with it: the GPU process, the hash process.
+
+Purpose: how one is started, and what it does first. Non-purpose: what it is for. Invariants: it ends with its parent, whatever its threads wait for; signals that a terminal or a
+supervisor sends to all processes of a daemon are the daemon's to answer; other processes of the user cannot reach its memory or its descriptors through /proc; its Python
+finds what ours has found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+
+
+def start(module: str, *arguments: str, kind: socket.SocketKind) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Runs `python -m module FD arguments`, in this thread: the kernel ends the child with the thread that began it. Our end of the pair does not block. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    try:
+        with theirs:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+    except OSError:
+        ours.close()
+        raise
+    ours.setblocking(False)
+    return child, ours
+
+
+def begun_by_daemon(descriptor: int) -> socket.socket:
+    """What such a process does first; its end of the pair."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    peer = socket.socket(fileno=descriptor)
+    peer.set_inheritable(False)
+    return peer

@@ -1,0 +1,167 @@
+"""The daemon's end of the hash process: it is started, asked, and started again when it has ended.
+
+Purpose: `HashProcess`. Non-purpose: which pages, and what their sums are good for (cache/ahead.py). Invariants: nobody waits in here, and nothing is kept for a process that is not there: a page that it
+does not take now is its caller's to hash; what it is asked is bounded by its socket; memory of a segment that has ended is let go of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from tierd import children
+from tierd.errors import TierFailed
+from tierd.hashing import wire
+from tierd.tiers.tier import Descriptor
+
+log = structlog.get_logger(__name__)
+
+PAUSE_S, PAUSE_LIMIT_S = 1.0, 60.0
+"""Before another takes the place of one that ended; doubled each time that one has lived for less than the limit."""
+STOP_S = 5.0
+"""So long it may take to end by itself."""
+
+
+class HashProcess:
+    """One process at a time. Used in the thread of one event loop, which must not end before it.
+
+    on_sums(job, tables): each page's sums as bytes, in the order in which they were asked for; none of a page that it could not see. on_end: it has ended, and answers nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self.on_sums: Callable[[int, list[bytes]], None] = lambda _job, _tables: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.is_ready = False
+        self._attached: set[int] = set()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._pidfd = -1
+        self._begun_s, self._pause_s = 0.0, PAUSE_S
+        self._next: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0: there is none."""
+        return self._child.pid if self._child else 0
+
+    def start(self) -> None:
+        """Starts it; until it is ready it takes nothing. One that cannot be started is tried again later."""
+        loop = asyncio.get_running_loop()
+        self._next, self._begun_s = None, loop.time()
+        try:
+            self._child, self._socket = children.start("tierd.hashing", kind=socket.SOCK_SEQPACKET)
+            self._pidfd = os.pidfd_open(self._child.pid)
+        except OSError as error:
+            log.warning("no hash process: commits hash by themselves", error=str(error))
+            if self._socket is not None:
+                self._socket.close()
+            self._child = self._socket = None
+            self._again()
+            return
+        loop.add_reader(self._socket, self._read)
+        loop.add_reader(self._pidfd, self._buried)
+
+    def hash(self, job: int, pages: Sequence[wire.Page], opened: Callable[[int], Descriptor]) -> bool:
+        """Whether it was asked for the sums of all pages. opened: a descriptor of a segment; may raise KeyError, TierFailed."""
+        if not self.is_ready or len(pages) > wire.PAGES_MAX:
+            return False
+        try:
+            for segment in {page.segment for page in pages} - self._attached:
+                self._attach(segment, opened(segment))
+            return self._send(wire.ask(job, pages))
+        except (KeyError, TierFailed, OSError):
+            return False
+
+    def detach(self, segment: int) -> None:
+        """The segment has ended."""
+        if segment in self._attached:
+            self._attached.discard(segment)
+            if not self._send(wire.detach(segment)):
+                self.end("does not take messages")  # it must not keep memory that has ended
+
+    def end(self, why: str) -> None:
+        """Kills it; another takes its place."""
+        if self._child is not None and self._socket is not None:
+            log.warning("hash process ended: commits hash by themselves meanwhile", pid=self.pid, reason=why)
+            self._child.kill()
+            self._closed()
+
+    async def stop(self) -> None:
+        """Ends it for good."""
+        if self._next is not None:
+            self._next.cancel()
+        child, self._pause_s = self._child, 0.0
+        if self._socket is not None:
+            self._closed()
+        if child is not None:
+            try:
+                await asyncio.wait_for(asyncio.to_thread(child.wait), STOP_S)
+            except TimeoutError:
+                child.kill()
+        if self._pidfd >= 0:
+            self._buried()
+
+    def _attach(self, segment: int, file: Descriptor) -> None:
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [wire.attach(segment, file.bytes)], [file.fd])
+            self._attached.add(segment)
+        finally:
+            os.close(file.fd)
+
+    def _send(self, message: bytes) -> bool:
+        assert self._socket is not None
+        try:
+            return self._socket.send(message) == len(message)
+        except OSError:  # it is far behind, or has ended
+            return False
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            message = self._socket.recv(wire.ANSWER_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self.end("ended by itself")
+        elif message == wire.READY:
+            self.is_ready = True
+        else:
+            self.on_sums(*wire.answered(message))
+
+    def _closed(self) -> None:
+        assert self._socket is not None
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        self._socket, self.is_ready = None, False
+        self._attached.clear()
+        self.on_end()
+
+    def _buried(self) -> None:
+        """It is gone."""
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._socket is not None:
+            self.end("ended by itself")
+        if self._child is not None:
+            self._child.wait()
+        self._child = None
+        self._again()
+
+    def _again(self) -> None:
+        """Unless it was stopped."""
+        if not self._pause_s:
+            return
+        loop = asyncio.get_running_loop()
+        has_lived = loop.time() - self._begun_s > PAUSE_LIMIT_S
+        pause_s = PAUSE_S if has_lived else self._pause_s
+        self._pause_s = min(2 * pause_s, PAUSE_LIMIT_S)
+        self._next = loop.call_later(pause_s, self.start)

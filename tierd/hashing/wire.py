@@ -1,0 +1,98 @@
+"""What the daemon and its hash process say to each other, over a pair of SEQPACKET sockets.
+
+Purpose: messages as bytes. Non-purpose: what becomes of them. Invariants: both ends are of one version, since one starts the other; a message fits into a socket's buffer;
+pages are answered in the order in which they were asked for. Little-endian; the standard library alone, so that the process begins at once.
+
+    attach  "A" {u8 segment, u8 bytes}, with a descriptor
+    detach  "D" {u8 segment}
+    hash    "H" {u8 job}, then PAGE for each page
+    sums    {u8 job}, then for each page {u2 count, u8 sums[count]}; of no page: the process is ready
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+MESSAGE_BYTES = 32 << 10
+"""Of a message at most, but for the sums of one page that are more."""
+ANSWER_BYTES = 64 << 10
+"""More than the longest answer: SLICE_WORDS_MAX sums behind a message that was almost full."""
+ATTACH, DETACH, HASH = b"A", b"D", b"H"
+
+_SEGMENT, _ATTACHED, _JOB, _COUNT = struct.Struct("<Q"), struct.Struct("<QQ"), struct.Struct("<Q"), struct.Struct("<H")
+_PAGE = struct.Struct("<QQ4I")
+PAGES_MAX = (MESSAGE_BYTES - 1 - _JOB.size) // _PAGE.size
+"""Of one hash message."""
+
+
+class Page(NamedTuple):
+    """Where a block lies, and how it is cut: `times` layers of `pieces` slices of `piece` bytes each, the last of them `last`."""
+
+    segment: int
+    offset: int
+    piece: int
+    pieces: int
+    last: int
+    times: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of its slices, in order."""
+        return ([self.piece] * (self.pieces - 1) + [self.last]) * self.times
+
+
+def attach(segment: int, length_bytes: int) -> bytes:
+    """To be sent with a descriptor."""
+    return ATTACH + _ATTACHED.pack(segment, length_bytes)
+
+
+def attached(message: bytes) -> tuple[int, int]:
+    """Segment, bytes."""
+    return _ATTACHED.unpack_from(message, 1)
+
+
+def detach(segment: int) -> bytes:
+    """Of a segment that has ended."""
+    return DETACH + _SEGMENT.pack(segment)
+
+
+def detached(message: bytes) -> int:
+    """The segment."""
+    return int(_SEGMENT.unpack_from(message, 1)[0])
+
+
+def ask(job: int, pages: Sequence[Page]) -> bytes:
+    """At most PAGES_MAX of them."""
+    return HASH + _JOB.pack(job) + b"".join(_PAGE.pack(*page) for page in pages)
+
+
+def asked(message: bytes) -> tuple[int, Iterator[Page]]:
+    """Job, pages."""
+    return _JOB.unpack_from(message, 1)[0], map(Page._make, _PAGE.iter_unpack(message[1 + _JOB.size :]))
+
+
+def answers(job: int, tables: Iterator[Sequence[int]]) -> Iterator[bytes]:
+    """Messages with the sums of each page."""
+    head = message = _JOB.pack(job)
+    for table in tables:
+        message += _COUNT.pack(len(table)) + struct.pack(f"<{len(table)}Q", *table)
+        if len(message) >= MESSAGE_BYTES:
+            yield message
+            message = head
+    if message is not head:
+        yield message
+
+
+READY = _JOB.pack(0)
+
+
+def answered(message: bytes) -> tuple[int, list[bytes]]:
+    """Job, and each page's sums as bytes."""
+    tables, at = list[bytes](), _JOB.size
+    while at < len(message):
+        end = at + _COUNT.size + 8 * _COUNT.unpack_from(message, at)[0]
+        tables.append(message[at + _COUNT.size : end])
+        at = end
+    return _JOB.unpack_from(message)[0], tables
