@@ -67,7 +67,7 @@ class Job:
         """The next answers. A table of another length than the page's is none."""
         for table in tables:
             life, page = self.asked.popleft()
-            if len(table) == 8 * page.pieces * page.times:
+            if len(table) == 8 * page.pieces * page.layers:
                 sums = np.frombuffer(table, "<u8")
                 self.made[life] = sums, table_digest(sums)
         self.tell()

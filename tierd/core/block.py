@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,22 +154,31 @@ def size_class(length: int) -> int:
 
 def slice_lengths(length: int, layers: int) -> list[int]:
     """Lengths of a block's slices in bytes, in order, as `slice_cut` says."""
-    piece, count, last, times = slice_cut(length, layers)
-    return ([piece] * (count - 1) + [last]) * times
+    cut = slice_cut(length, layers)
+    return ([cut.piece] * (cut.pieces - 1) + [cut.last]) * cut.layers
 
 
-def slice_cut(length: int, layers: int) -> tuple[int, int, int, int]:
-    """How a block is cut: bytes of a piece, pieces of a layer, bytes of a layer's last piece, layers. Each slice is a layer, or an even piece of one of at most 256 KiB.
+class Cut(NamedTuple):
+    """How a block is cut into slices: `layers` times `pieces` of `piece` bytes each, but for the last one of each layer, which has `last`."""
+
+    piece: int
+    pieces: int
+    last: int
+    layers: int
+
+
+def slice_cut(length: int, layers: int) -> Cut:
+    """Each slice is a layer of the block, or an even piece of one of at most 256 KiB.
 
     A block counts as one layer if it has none (opaque), if its length is no multiple of them, or if they are so thin or so many
     that their slices would not fit the slice table of the block's page (`tierd.core.layout.slice_words`). Only blocks above
     120 MiB have longer slices.
     """
     if length <= 0:
-        return 0, 1, 0, 0
+        return Cut(0, 1, 0, 0)
     layer = length // layers if layers > 0 and length % layers == 0 else length
     if layer < PAGE_ALIGN_BYTES or -(-layer // SLICE_MAX_BYTES) * (length // layer) > SLICE_WORDS_MAX:
         layer = length
     pieces = min(-(-layer // SLICE_MAX_BYTES), SLICE_WORDS_MAX)
     piece = -(-layer // pieces)
-    return piece, pieces, layer - piece * (pieces - 1), length // layer
+    return Cut(piece, pieces, layer - piece * (pieces - 1), length // layer)

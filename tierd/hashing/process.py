@@ -17,7 +17,6 @@ import structlog
 from tierd import children
 from tierd.errors import TierFailed
 from tierd.hashing import wire
-from tierd.tiers.tier import Descriptor
 
 log = structlog.get_logger(__name__)
 
@@ -66,13 +65,13 @@ class HashProcess:
         loop.add_reader(self._socket, self._read)
         loop.add_reader(self._pidfd, self._buried)
 
-    def hash(self, job: int, pages: Sequence[wire.Page], opened: Callable[[int], Descriptor]) -> bool:
-        """Whether it was asked for the sums of all pages. opened: a descriptor of a segment; may raise KeyError, TierFailed."""
+    def hash(self, job: int, pages: Sequence[wire.Page], opened: Callable[[int], tuple[int, int]]) -> bool:
+        """Whether it was asked for the sums of all pages. opened: a new descriptor of a segment's file, and its length in bytes; may raise KeyError, TierFailed."""
         if not self.is_ready or len(pages) > wire.PAGES_MAX:
             return False
         try:
             for segment in {page.segment for page in pages} - self._attached:
-                self._attach(segment, opened(segment))
+                self._attach(segment, *opened(segment))
             return self._send(wire.ask(job, pages))
         except (KeyError, TierFailed, OSError):
             return False
@@ -106,13 +105,13 @@ class HashProcess:
         if self._pidfd >= 0:
             self._buried()
 
-    def _attach(self, segment: int, file: Descriptor) -> None:
+    def _attach(self, segment: int, descriptor: int, length_bytes: int) -> None:
         assert self._socket is not None
         try:
-            socket.send_fds(self._socket, [wire.attach(segment, file.bytes)], [file.fd])
+            socket.send_fds(self._socket, [wire.attach(segment, length_bytes)], [descriptor])
             self._attached.add(segment)
         finally:
-            os.close(file.fd)
+            os.close(descriptor)
 
     def _send(self, message: bytes) -> bool:
         assert self._socket is not None

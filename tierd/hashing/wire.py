@@ -28,19 +28,19 @@ PAGES_MAX = (MESSAGE_BYTES - 1 - _JOB.size) // _PAGE.size
 
 
 class Page(NamedTuple):
-    """Where a block lies, and how it is cut: `times` layers of `pieces` slices of `piece` bytes each, the last of them `last`."""
+    """Where a block lies, and how it is cut, which is `tierd.core.block.Cut`."""
 
     segment: int
     offset: int
     piece: int
     pieces: int
     last: int
-    times: int
+    layers: int
 
     @property
     def lengths(self) -> list[int]:
         """Of its slices, in order."""
-        return ([self.piece] * (self.pieces - 1) + [self.last]) * self.times
+        return ([self.piece] * (self.pieces - 1) + [self.last]) * self.layers
 
 
 def attach(segment: int, length_bytes: int) -> bytes:
