@@ -26,6 +26,7 @@ from tierd.core.block import slice_lengths
 from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
+from tierd.hashing.process import HashProcess
 from tierd.tiers import staged
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.tier import (
@@ -124,6 +125,8 @@ class Mover:
         self._hash_threads = hash_threads
         self._links: dict[tuple[int, int], Link] = {}
         self._link_limit = link_limit
+        self.hashing = HashProcess()
+        """Begun and ended by its owner; while it does not run threads do its work."""
 
     async def copy(self, batch: StructArray, metas: StructArray) -> NDArray[np.uint16]:
         """Runs a batch of TRANSFER records of one link; metas: META per transfer. Gives BlockStatus u2[n].
@@ -178,12 +181,12 @@ class Mover:
     ) -> NDArray[np.uint16]:
         views, cuts = _views(source, batch["source"], metas), _cuts(metas)
         digests = [digest.tobytes() for digest in metas["digest"]]
+        failpoint("mover.store.before_hash")
 
         def hash_row(row: int) -> SliceTable | None:
             table = slice_sums(views[row], cuts[row])
             return table if table_digest(table) == digests[row] else None
 
-        failpoint("mover.store.before_hash")
         return await target.write(batch["target"], metas, hash_row, [source.view(row) for row in batch["source"]])
 
     async def _load(

@@ -35,7 +35,7 @@ PARTS: dict[str, set[str]] = {
     "gpu": {"core", "kernels", "children"} | EDGE,
     "hashing": {"children", "huge_pages"} | EDGE,
     "tiers": {"huge_pages", "core", "codecs"} | EDGE,
-    "mover": {"core", "tiers", "codecs"} | EDGE,
+    "mover": {"core", "hashing", "tiers", "codecs"} | EDGE,
     "cache": {"core", "policies", "hashing", "mover", "tiers", "metrics", "logs"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "metrics", "logs", "notify"} | EDGE,

@@ -11,7 +11,6 @@ said that he is done has committed other bytes than those under the checksum: a 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from tierd.core.block import slice_cut
 from tierd.core.core import Core
 from tierd.core.model import StructArray
 from tierd.core.plan import Committing
-from tierd.hashing.process import HashProcess
 from tierd.hashing.wire import PAGES_MAX, Page
 from tierd.mover import Hashed, Mover
 from tierd.tiers.checksum import table_digest
@@ -32,8 +30,6 @@ FOLLOWED_LIMIT = 64
 """Reservations that are being hashed; beyond it commits do the work."""
 SESSION_LIMIT = FOLLOWED_LIMIT // 4
 """Of them, of one session."""
-PATIENCE_S = 5.0
-"""With the hash process, for sums that a commit waits for; then it is killed."""
 WHOLE = 1 << 63
 """An end behind every block."""
 Life = tuple[int, int, int, int]
@@ -45,10 +41,9 @@ class Job:
     """One reservation. tiers: where its segments are; pages: index, life and place of those that nobody has spoken of, last first; asked: what is still to be answered; made: sums
     and digest of what is."""
 
-    number: int
     tiers: dict[int, MappedTier]
     pages: list[tuple[int, Life, Page]]
-    asked: deque[tuple[Life, Page]] = field(default_factory=deque)
+    asked: deque[Life] = field(default_factory=deque)
     made: dict[Life, tuple[SliceTable, bytes]] = field(default_factory=dict)
     answered: asyncio.Future[None] | None = None
 
@@ -63,39 +58,24 @@ class Job:
         """A descriptor of one of its segments, for reading. Raises KeyError, TierFailed."""
         return self.tiers[segment].descriptor(segment, writable=False)
 
-    def take(self, tables: Sequence[bytes]) -> None:
-        """The next answers. A table of another length than the page's is none."""
-        for table in tables:
-            life, page = self.asked.popleft()
-            if len(table) == 8 * page.pieces * page.layers:
-                sums = np.frombuffer(table, "<u8")
-                self.made[life] = sums, table_digest(sums)
-        self.tell()
-
-    def give_up(self) -> None:
-        """Nothing more is asked, nor answered."""
-        self.pages.clear()
-        self.asked.clear()
-        self.tell()
-
-    def tell(self) -> None:
-        """Who waits for all answers, if these are all."""
+    def take(self, table: bytes | None) -> None:
+        """The next answer."""
+        life = self.asked.popleft()
+        if table is not None:
+            sums = np.frombuffer(table, "<u8")
+            self.made[life] = sums, table_digest(sums)
         if not self.asked and self.answered is not None and not self.answered.done():
             self.answered.set_result(None)
 
 
 class Ahead:
-    """Jobs by session and reservation. layers_of: namespace ids to layers per block. process: begun by its owner."""
+    """Jobs by session and reservation. layers_of: namespace ids to layers per block."""
 
     def __init__(
         self, core: Core, tiers: Sequence[Tier], *, mover: Mover, layers_of: Callable[[StructArray], StructArray]
     ) -> None:
         self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
         self._jobs: dict[tuple[int, int], Job] = {}
-        self._by_number: dict[int, Job] = {}
-        self._numbers = itertools.count(1)
-        self.process = HashProcess()
-        self.process.on_sums, self.process.on_end = self._take, self._give_up
 
     def note(self, session: int, reservation: int, *, end: int) -> None:
         """The blocks of a reservation before this index are written. What cannot be hashed now is left to the commit. Raises NotFound."""
@@ -113,7 +93,7 @@ class Ahead:
 
     def _begun(self, session: int, reservation: int) -> Job | None:
         """With all that the reservation has still open; none where something of it is not mapped, or nobody would hash it."""
-        if not self.process.is_ready or self._is_full(session):
+        if not self._mover.hashing.is_ready or self._is_full(session):
             return None
         there = self._core.open_pages(session, reservation=reservation)
         extents, metas = there.extents, there.metas
@@ -128,25 +108,16 @@ class Ahead:
         ]
         pages = list(zip(there.indices.tolist(), lives, places, strict=True))
         segments = dict(zip(extents["segment"].tolist(), tiers, strict=True))
-        job = Job(next(self._numbers), segments, pages[::-1])
-        self._jobs[session, reservation] = self._by_number[job.number] = job
+        job = self._jobs[session, reservation] = Job(segments, pages[::-1])
         return job
 
     def _ask(self, job: Job, new: Sequence[tuple[Life, Page]]) -> None:
         for at in range(0, len(new), PAGES_MAX):
             part = new[at : at + PAGES_MAX]
-            if not self.process.hash(job.number, [page for _, page in part], job.opened):
+            if not self._mover.hashing.hash([page for _, page in part], job.opened, job.take):
                 job.pages.clear()
                 return
-            job.asked.extend(part)
-
-    def _take(self, number: int, tables: list[bytes]) -> None:
-        if job := self._by_number.get(number):
-            job.take(tables)
-
-    def _give_up(self) -> None:
-        for job in self._by_number.values():
-            job.give_up()
+            job.asked.extend(life for life, _ in part)
 
     async def hash(self, committing: Committing) -> Hashed:
         """Sums and digests of a commit's pages, whose metas have their layers. Raises what hashing raises."""
@@ -155,7 +126,9 @@ class Ahead:
         if job is None:
             return await self._mover.hash_pages(extents, metas)
         lives = _lives(extents, metas)
-        await self._answered(job)
+        if job.asked:
+            job.answered = asyncio.get_running_loop().create_future()
+            await job.answered
         found = job.made
         rest = np.array([life not in found for life in lives], bool)
         if rest.any():
@@ -165,20 +138,9 @@ class Ahead:
         slices, digests = zip(*(found[life] for life in lives), strict=True)
         return Hashed(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16), list(slices))
 
-    async def _answered(self, job: Job) -> None:
-        """Waits until all is answered that was asked, or the process has ended: by our hand, if it takes too long."""
-        if job.asked:
-            job.answered = asyncio.get_running_loop().create_future()
-            done, _ = await asyncio.wait([job.answered], timeout=PATIENCE_S)
-            if not done:
-                self.process.end(f"no sums within {PATIENCE_S:g} s")
-        self._by_number.pop(job.number, None)
-
     def drop(self, session: int, reservation: int) -> None:
         """The reservation has ended, and nobody wants its sums."""
-        job = self._jobs.pop((session, reservation), None)
-        if job is not None:
-            self._by_number.pop(job.number, None)
+        self._jobs.pop((session, reservation), None)
 
     def forget(self, session: int) -> None:
         """The session has ended."""

@@ -102,7 +102,6 @@ class Cache:
             parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, setting=(parts.verify, parts.seed)
         )
         self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of)
-        self.flights.on_ended = self.ahead.process.detach
         self._publication = Publication(parts, self.ahead, self.flights)
         self.releases = LateReleases(self._give_back)
         self.is_draining = False

@@ -60,8 +60,6 @@ class Flights:
         self.admission = Admission(stored, now=_loop_time, limits=limits)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
-        self.on_ended: Callable[[int], None] = lambda _segment: None
-        """Who else has mapped a segment hears that another takes its place."""
         self.corrupt: Counter[int] = Counter()
         """Blocks that were not what was committed, by the tier that gave them."""
         self.made = 0
@@ -133,7 +131,7 @@ class Flights:
     def _prepare(self, segment: SegmentAssignment) -> None:
         if segment.replaces is not None:
             self._preparing.pop(segment.replaces, None)
-            self.on_ended(segment.replaces)
+            self._mover.hashing.detach(segment.replaces)
         task = asyncio.create_task(self._tiers[segment.tier].prepare([segment]))
         self._preparing[segment.segment] = task
         task.add_done_callback(lambda done: self._prepared_one(segment, done))

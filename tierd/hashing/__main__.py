@@ -62,8 +62,8 @@ def main() -> None:
     while True:
         message, descriptors, *_ = socket.recv_fds(peer, wire.MESSAGE_BYTES, 1)
         if message[:1] == wire.HASH:
-            job, pages = wire.asked(message)
-            for answer in wire.answers(job, sums.of(pages)):
+            number, pages = wire.asked(message)
+            for answer in wire.answers(number, sums.of(pages)):
                 peer.send(answer)
         elif message[:1] == wire.ATTACH:
             segment, length_bytes = wire.attached(message)

@@ -1,16 +1,19 @@
 """The daemon's end of the hash process: it is started, asked, and started again when it has ended.
 
-Purpose: `HashProcess`. Non-purpose: which pages, and what their sums are good for (cache/ahead.py). Invariants: nobody waits in here, and nothing is kept for a process that is not there: a page that it
-does not take now is its caller's to hash; what it is asked is bounded by its socket; memory of a segment that has ended is let go of.
+Purpose: `HashProcess`. Non-purpose: which pages, and what their sums are good for (cache/ahead.py). Invariants: nobody waits in here: a page that it does not take now is its caller's to hash, and
+each one that it takes is answered, with None if it has ended or says nothing for PATIENCE_S, and then it is killed; what it is asked is bounded by its socket; memory of a segment that has ended is
+let go of.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -24,18 +27,29 @@ PAUSE_S, PAUSE_LIMIT_S = 1.0, 60.0
 """Before another takes the place of one that ended; doubled each time that one has lived for less than the limit."""
 STOP_S = 5.0
 """So long it may take to end by itself."""
+PATIENCE_S = 5.0
+"""With a process that is asked for sums and says nothing."""
+Took = Callable[[bytes | None], None]
+"""Is told the sums of a page, u8 [slices], little-endian; None: there are none to be had."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """Pages of one message that are still to be answered."""
+
+    left: int
+    took: Took
 
 
 class HashProcess:
-    """One process at a time. Used in the thread of one event loop, which must not end before it.
-
-    on_sums(job, tables): each page's sums as bytes, in the order in which they were asked for; none of a page that it could not see. on_end: it has ended, and answers nothing any more.
-    """
+    """One process at a time. Used in the thread of one event loop, which must not end before it."""
 
     def __init__(self) -> None:
-        self.on_sums: Callable[[int, list[bytes]], None] = lambda _job, _tables: None
-        self.on_end: Callable[[], None] = lambda: None
         self.is_ready = False
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Asked] = {}
+        self._heard_s = 0.0
+        self._patience: asyncio.TimerHandle | None = None
         self._attached: set[int] = set()
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -65,16 +79,23 @@ class HashProcess:
         loop.add_reader(self._socket, self._read)
         loop.add_reader(self._pidfd, self._buried)
 
-    def hash(self, job: int, pages: Sequence[wire.Page], opened: Callable[[int], tuple[int, int]]) -> bool:
-        """Whether it was asked for the sums of all pages. opened: a new descriptor of a segment's file, and its length in bytes; may raise KeyError, TierFailed."""
-        if not self.is_ready or len(pages) > wire.PAGES_MAX:
+    def hash(self, pages: Sequence[wire.Page], opened: Callable[[int], tuple[int, int]], took: Took) -> bool:
+        """Whether it takes all of the pages. took: is told of each, in order. opened: a new descriptor of a segment's file, and its length in bytes; may raise KeyError, TierFailed."""
+        if not self.is_ready or not 0 < len(pages) <= wire.PAGES_MAX:
             return False
         try:
             for segment in {page.segment for page in pages} - self._attached:
                 self._attach(segment, *opened(segment))
-            return self._send(wire.ask(job, pages))
         except (KeyError, TierFailed, OSError):
             return False
+        number = next(self._numbers)
+        if not self._send(wire.ask(number, pages)):
+            return False
+        if not self._asked:
+            self._heard_s = asyncio.get_running_loop().time()
+            self._wait()
+        self._asked[number] = Asked(len(pages), took)
+        return True
 
     def detach(self, segment: int) -> None:
         """The segment has ended."""
@@ -94,6 +115,8 @@ class HashProcess:
         """Ends it for good."""
         if self._next is not None:
             self._next.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
         child, self._pause_s = self._child, 0.0
         if self._socket is not None:
             self._closed()
@@ -133,7 +156,28 @@ class HashProcess:
         elif message == wire.READY:
             self.is_ready = True
         else:
-            self.on_sums(*wire.answered(message))
+            self._take(*wire.answered(message))
+
+    def _take(self, number: int, tables: list[bytes]) -> None:
+        self._heard_s, asked = asyncio.get_running_loop().time(), self._asked[number]
+        asked.left -= len(tables)
+        if not asked.left:
+            del self._asked[number]
+        for table in tables:
+            asked.took(table or None)
+
+    def _wait(self) -> None:
+        """Looks again when patience would be over."""
+        if self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_at(self._heard_s + PATIENCE_S, self._look)
+
+    def _look(self) -> None:
+        self._patience = None
+        if self._asked and asyncio.get_running_loop().time() >= self._heard_s + PATIENCE_S:
+            self.end(f"no sums within {PATIENCE_S:g} s")
+        elif self._asked:
+            self._wait()
 
     def _closed(self) -> None:
         assert self._socket is not None
@@ -141,7 +185,10 @@ class HashProcess:
         self._socket.close()
         self._socket, self.is_ready = None, False
         self._attached.clear()
-        self.on_end()
+        asked, self._asked = self._asked, {}
+        for each in asked.values():
+            for _ in range(each.left):
+                each.took(None)
 
     def _buried(self) -> None:
         """It is gone."""

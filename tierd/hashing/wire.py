@@ -5,8 +5,8 @@ pages are answered in the order in which they were asked for. Little-endian; the
 
     attach  "A" {u8 segment, u8 bytes}, with a descriptor
     detach  "D" {u8 segment}
-    hash    "H" {u8 job}, then PAGE for each page
-    sums    {u8 job}, then for each page {u2 count, u8 sums[count]}; of no page: the process is ready
+    hash    "H" {u8 number}, then PAGE for each page
+    sums    {u8 number}, then for each page {u2 count, u8 sums[count]}; of no page: the process is ready
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ ANSWER_BYTES = 64 << 10
 """More than the longest answer: SLICE_WORDS_MAX sums behind a message that was almost full."""
 ATTACH, DETACH, HASH = b"A", b"D", b"H"
 
-_SEGMENT, _ATTACHED, _JOB, _COUNT = struct.Struct("<Q"), struct.Struct("<QQ"), struct.Struct("<Q"), struct.Struct("<H")
+_SEGMENT, _ATTACHED, _NUMBER, _COUNT = (
+    struct.Struct("<Q"),
+    struct.Struct("<QQ"),
+    struct.Struct("<Q"),
+    struct.Struct("<H"),
+)
 _PAGE = struct.Struct("<QQ4I")
-PAGES_MAX = (MESSAGE_BYTES - 1 - _JOB.size) // _PAGE.size
+PAGES_MAX = (MESSAGE_BYTES - 1 - _NUMBER.size) // _PAGE.size
 """Of one hash message."""
 
 
@@ -63,19 +68,19 @@ def detached(message: bytes) -> int:
     return int(_SEGMENT.unpack_from(message, 1)[0])
 
 
-def ask(job: int, pages: Sequence[Page]) -> bytes:
+def ask(number: int, pages: Sequence[Page]) -> bytes:
     """At most PAGES_MAX of them."""
-    return HASH + _JOB.pack(job) + b"".join(_PAGE.pack(*page) for page in pages)
+    return HASH + _NUMBER.pack(number) + b"".join(_PAGE.pack(*page) for page in pages)
 
 
 def asked(message: bytes) -> tuple[int, Iterator[Page]]:
-    """Job, pages."""
-    return _JOB.unpack_from(message, 1)[0], map(Page._make, _PAGE.iter_unpack(message[1 + _JOB.size :]))
+    """Number, pages."""
+    return _NUMBER.unpack_from(message, 1)[0], map(Page._make, _PAGE.iter_unpack(message[1 + _NUMBER.size :]))
 
 
-def answers(job: int, tables: Iterator[Sequence[int]]) -> Iterator[bytes]:
+def answers(number: int, tables: Iterator[Sequence[int]]) -> Iterator[bytes]:
     """Messages with the sums of each page."""
-    head = message = _JOB.pack(job)
+    head = message = _NUMBER.pack(number)
     for table in tables:
         message += _COUNT.pack(len(table)) + struct.pack(f"<{len(table)}Q", *table)
         if len(message) >= MESSAGE_BYTES:
@@ -85,14 +90,14 @@ def answers(job: int, tables: Iterator[Sequence[int]]) -> Iterator[bytes]:
         yield message
 
 
-READY = _JOB.pack(0)
+READY = _NUMBER.pack(0)
 
 
 def answered(message: bytes) -> tuple[int, list[bytes]]:
-    """Job, and each page's sums as bytes."""
-    tables, at = list[bytes](), _JOB.size
+    """Number, and each page's sums as bytes."""
+    tables, at = list[bytes](), _NUMBER.size
     while at < len(message):
         end = at + _COUNT.size + 8 * _COUNT.unpack_from(message, at)[0]
         tables.append(message[at + _COUNT.size : end])
         at = end
-    return _JOB.unpack_from(message)[0], tables
+    return _NUMBER.unpack_from(message)[0], tables

@@ -168,8 +168,8 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         daemon = put_together(config, opened, instance=instance)
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
-        daemon.cache.ahead.process.start()
-        stack.push_async_callback(daemon.cache.ahead.process.stop)
+        daemon.cache.parts.mover.hashing.start()
+        stack.push_async_callback(daemon.cache.parts.mover.hashing.stop)
         stack.push_async_callback(daemon.cache.commits_ended)
         stack.push_async_callback(daemon.naming.acquire)  # namespaces are being written no more
         stack.callback(daemon.cache.releases.make)  # else the session table would tell the next life of them

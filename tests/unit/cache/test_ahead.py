@@ -15,7 +15,6 @@ import pytest
 
 from tests.still import stand_still
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
-from tierd.cache import ahead as module
 from tierd.cache.ahead import FOLLOWED_LIMIT, SESSION_LIMIT
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, TierKind
@@ -38,7 +37,7 @@ async def hashing(config: str = CONFIG) -> AsyncIterator[World]:
 
 async def ready(world: World) -> None:
     async with asyncio.timeout(SOON_S):
-        while not world.cache.ahead.process.is_ready:  # noqa: ASYNC110  # it rings no bell
+        while not world.cache.parts.mover.hashing.is_ready:  # noqa: ASYNC110  # it rings no bell
             await asyncio.sleep(0.001)
 
 
@@ -185,10 +184,10 @@ async def test_what_is_said_during_the_last_commit_is_forgotten_with_it() -> Non
 @pytest.mark.parametrize("how", ["dies", "hangs", "is behind"])
 async def test_hashing_that_fails_is_done_by_the_commit(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends before its time, says nothing, or takes no more costs time and no block, and another takes its place."""
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr("tierd.hashing.process.PATIENCE_S", 0.2)
     monkeypatch.setattr("tierd.hashing.process.PAUSE_S", 0.01)
     async with hashing() as world:
-        reserved, process = await world.reserve(NAMES), world.cache.ahead.process
+        reserved, process = await world.reserve(NAMES), world.cache.parts.mover.hashing
         process._pause_s, counted, first = 0.01, Counted(world), process.pid
         stand_still(first)
         with contextlib.ExitStack() as ends:
@@ -204,7 +203,7 @@ async def test_hashing_that_fails_is_done_by_the_commit(how: str, monkeypatch: p
             assert counted.pages == 4
         assert committed.statuses.tolist() == [BlockStatus.READY] * 4
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
-        assert not world.cache.ahead._by_number
+        assert not process._asked
         await ready(world)
         assert (process.pid == first) == (how == "is behind")
         async with asyncio.timeout(SOON_S):
@@ -221,7 +220,7 @@ async def test_memory_that_has_ended_is_let_go_of() -> None:
     async with hashing(CONFIG.replace('capacity = "4 MiB"', 'capacity = "1 MiB"')) as world:
 
         def mapped() -> list[str]:
-            lines = Path(f"/proc/{world.cache.ahead.process.pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{world.cache.parts.mover.hashing.pid}/maps").read_text().splitlines()
             return [line.split()[1] for line in lines if "/dev/shm/tierd-test-" in line]
 
         reserved = await world.reserve(NAMES)
@@ -243,7 +242,7 @@ async def test_nothing_is_left_of_the_process() -> None:
     """With its daemon the hash process ends, and its descriptors are closed."""
     before = len(os.listdir("/proc/self/fd"))
     async with hashing() as world:
-        pid = world.cache.ahead.process.pid
+        pid = world.cache.parts.mover.hashing.pid
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

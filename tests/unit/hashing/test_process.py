@@ -23,7 +23,7 @@ SOON_S = 10.0
 """The bound of every wait, never of a measurement."""
 LENGTH = 3 << 20
 SEGMENT = 7
-BLOCKS = [(4096, 1), (0, 1), (1, 1), (300_000, 1), (1 << 20, 32), (1 << 20, 3), (LENGTH, 1), (12_288, 300)]
+BLOCKS = [(4096, 1), (1, 1), (300_000, 1), (1 << 20, 32), (1 << 20, 3), (LENGTH, 1), (12_288, 300)]
 """Length, layers."""
 
 
@@ -60,13 +60,12 @@ def page(length: int, layers: int, *, offset: int = 0, segment: int = SEGMENT) -
 
 async def test_sums_are_those_of_the_daemon() -> None:
     """Whatever the lengths and layers of blocks, and wherever they lie, each table is what `slice_sums` makes of the same bytes."""
-    (data, descriptor), came = memory(), list[bytes]()
+    (data, descriptor), came = memory(), list[bytes | None]()
     async with begun() as process:
-        process.on_sums = lambda job, tables: came.extend(tables) if job == 5 else None
         pages = [page(length, layers, offset=LENGTH - length) for length, layers in BLOCKS]
         for at in range(len(pages)):
-            assert process.hash(5, pages[at : at + 1], lambda _: (os.dup(descriptor), LENGTH))
-        assert process.hash(5, pages, lambda _: (os.dup(descriptor), LENGTH))
+            assert process.hash(pages[at : at + 1], lambda _: (os.dup(descriptor), LENGTH), came.append)
+        assert process.hash(pages, lambda _: (os.dup(descriptor), LENGTH), came.append)
         await until(lambda: len(came) == 2 * len(pages))
     os.close(descriptor)
     want = [slice_sums(data[LENGTH - n :], slice_lengths(n, layers)).tobytes() for n, layers in BLOCKS]
@@ -75,18 +74,17 @@ async def test_sums_are_those_of_the_daemon() -> None:
 
 async def test_memory_that_is_not_there_has_no_sums() -> None:
     """Of a segment whose file cannot be mapped the table is empty, and the others come."""
-    (data, descriptor), came = memory(), list[bytes]()
+    (data, descriptor), came = memory(), list[bytes | None]()
     nowhere = os.open("/proc/self/stat", os.O_RDONLY)
     async with begun() as process:
-        process.on_sums = lambda _, tables: came.extend(tables)
         files = {SEGMENT: descriptor, 8: nowhere}
         both = [page(4096, 1, segment=8), page(4096, 1)]
-        assert process.hash(1, both, lambda segment: (os.dup(files[segment]), LENGTH))
+        assert process.hash(both, lambda segment: (os.dup(files[segment]), LENGTH), came.append)
         await until(lambda: len(came) == 2)
-        assert not process.hash(2, [page(4096, 1, segment=9)], lambda segment: (files[segment], LENGTH))
+        assert not process.hash([page(4096, 1, segment=9)], lambda segment: (files[segment], LENGTH), came.append)
     for fd in files.values():
         os.close(fd)
-    assert came == [b"", slice_sums(data[:4096], [4096]).tobytes()]
+    assert came == [None, slice_sums(data[:4096], [4096]).tobytes()]
 
 
 async def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,21 +99,20 @@ async def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
 
         broken.setattr("tierd.children.subprocess.Popen", refuse)
         process.start()
-        assert (process.pid, process.hash(1, [], lambda _: (0, 0))) == (0, False)
+        assert (process.pid, process.hash([page(1, 1)], lambda _: (0, 0), print)) == (0, False)
     await until(lambda: process.is_ready)
     await process.stop()
 
 
 async def test_signals_for_all_of_a_daemon_are_the_daemons_to_answer() -> None:
     """What a terminal or a supervisor sends does not end the process."""
-    came = list[int]()
+    came = list[bytes | None]()
     async with begun() as process:
-        process.on_sums = lambda job, _: came.append(job)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(process.pid, number)
         (_, descriptor) = memory()
-        assert process.hash(3, [page(4096, 1)], lambda _: (descriptor, LENGTH))
-        await until(lambda: came == [3])
+        assert process.hash([page(4096, 1)], lambda _: (descriptor, LENGTH), came.append)
+        await until(lambda: len(came) == 1)
 
 
 TABLES = st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=40) | st.just([1] * SLICE_WORDS_MAX), max_size=60)
