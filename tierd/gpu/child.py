@@ -132,7 +132,8 @@ class Child:
         packed = memoryview(frame(body, descriptors=len(descriptors)))
         with self._sending:
             sent = socket.send_fds(self._peer, [packed], descriptors)
-            self._peer.sendall(packed[sent:])
+            if sent < len(packed):  # nothing at all would be an error too, once the other end has all and is gone
+                self._peer.sendall(packed[sent:])
 
     def _ready(self) -> Engine:
         """In a thread that works for the first time the GPU's context is missing."""
