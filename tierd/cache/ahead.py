@@ -86,10 +86,11 @@ class Ahead:
                 return
         self._ask(job, job.told(end))
 
-    def note_rest(self, session: int, reservation: int) -> None:
-        """What is still to be hashed of a reservation that is followed is written too."""
+    def note_named(self, session: int, reservation: int, blocks: StructArray | None) -> None:
+        """A commit has come, so what it names (None: everything) is written. Of a reservation that is not followed the commit itself hashes all."""
         if job := self._jobs.get((session, reservation)):
-            self._ask(job, job.told(WHOLE))
+            end = WHOLE if blocks is None else 1 + max(blocks["index"].tolist(), default=-1)
+            self._ask(job, job.told(end))
 
     def _begun(self, session: int, reservation: int) -> Job | None:
         """With all that the reservation has still open; none where something of it is not mapped, or nobody would hash it."""

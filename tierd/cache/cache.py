@@ -326,7 +326,7 @@ class Cache:
         self.tenant_of(session)
         deadline = asyncio.get_running_loop().time() + timeout_s
         if not keep_open:
-            self.ahead.note_rest(session, reservation)
+            self.ahead.note_named(session, reservation, blocks)
         committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
         # Not to be cut short: the pages are marked busy until it ends.
         work = asyncio.ensure_future(self._finish_commit(committing, lease=lease, keep_open=keep_open))

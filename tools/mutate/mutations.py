@@ -472,6 +472,39 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._closed.popleft()",
         ("tests/system/test_client.py", "-k", "closed_without"),
     ),
+    # -- the hash process
+    Mutation(
+        "hash-process-gone",
+        "a commit that waits for sums of a process that has ended hears of it",
+        "tierd/hashing/process.py",
+        "for _ in range(each.left):",
+        "for _ in range(0):",
+        ("tests/unit/cache/test_ahead.py",),
+    ),
+    Mutation(
+        "hash-process-memory",
+        "memory that has ended is not kept by the hash process",
+        "tierd/cache/flights.py",
+        "self._mover.hashing.detach(segment.replaces)",
+        "pass",
+        ("tests/unit/cache/test_ahead.py",),
+    ),
+    Mutation(
+        "hash-process-order",
+        "each page gets its own sums",
+        "tierd/cache/ahead.py",
+        "life = self.asked.popleft()",
+        "life = self.asked.pop()",
+        ("tests/unit/cache/test_ahead.py",),
+    ),
+    Mutation(
+        "releases-overtaken",
+        "what a client let go of before a Reserve is room for it",
+        "tierd/cache/releases.py",
+        "self.hear(asker)",
+        "pass",
+        ("tests/system/test_views.py", "-k", "let_go_of"),
+    ),
     # -- full disks
     Mutation(
         "full-journal",
