@@ -18,11 +18,10 @@ import numpy as np
 from array_api_compat import array_namespace, device, to_device
 
 from tierd.errors import InvalidArgument
+from tierd.kernels.e4m3 import E4M3_MOST
 
 Array = Any
 """A numpy array or a torch tensor."""
-E4M3_MOST = 448.0
-"""The greatest finite value of e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
