@@ -100,6 +100,7 @@ def test_tokens_do_not_depend_on_whose_pages_they_are(
 def test_samples_fork_in_the_daemons_pages(model: Llama, shape: PageShape, attention: PagedAttention) -> None:
     """Continuations of one prompt that copy its last page, cold and over stored pages, draw the tokens that they draw without a daemon."""
     want = [one.tokens for one in served(model, LocalPages(shape), SAMPLED, attention)]
+    assert want[0] == served(model, LocalPages(shape), replace(SAMPLED, samples=1), attention)[0].tokens
     with Daemon(HOST_ONLY) as daemon:
         for reused in (0, 64):
             told = from_daemon(daemon, model, shape, SAMPLED, attention=attention)

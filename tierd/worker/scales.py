@@ -41,7 +41,6 @@ def check_scales(geometry: KVGeometry, scales: Scales | None) -> None:
 
 
 def scales_for(bounds: NDArray[np.float32]) -> Scales:
-    """The least powers of two with which values as great as these fit; 1 where there is no finite bound, or nothing to scale."""
+    """The least powers of two with which values as great as these fit; 1 where there is no finite bound, or nothing to store."""
     fraction, exponent = np.frexp(bounds.astype(np.float64) / E4M3_MOST)
-    powers = np.exp2(np.where(fraction == 0.5, exponent - 1, exponent))
-    return Scales(np.where(np.isfinite(bounds) & (bounds > 0), powers, 1.0).astype(np.float32))
+    return Scales(np.exp2(np.where(fraction == 0.5, exponent - 1, exponent)).astype(np.float32))

@@ -65,6 +65,22 @@ def test_no_key_or_value_passes_its_bound(seed: int) -> None:
     assert (most > bounds / 16).all()
 
 
+def test_a_bound_is_reached() -> None:
+    """A token that lies along the weights' rows gives the value, and at an eighth of a turn the key, that the bound says: nothing smaller would do."""
+    model = Llama(random_checkpoint(TINY, seed=1, scale=0.2))
+    along = model._embedding[0]
+    keys = TINY.q_heads * TINY.head_dim
+    model._layers[0].qkv[keys:] = 3 * along
+    found = []
+
+    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        found.append([np.abs(k).max((0, 2)), np.abs(v).max((0, 2))])
+        return np.zeros_like(q)
+
+    model.hidden(np.zeros(64, np.int64), np.arange(64), attend)
+    np.testing.assert_allclose(np.array(found)[0] / model.kv_bounds()[0], 1.0, atol=2e-3)
+
+
 def test_scales_are_the_least_powers_of_two_that_fit() -> None:
     """A bound of just 448 takes 1, the next greater value 2; what has no bound, or nothing to store, takes 1."""
     bounds = np.array([448, np.nextafter(np.float32(448), np.float32(1e9)), 224, 100, 1e-9, 0, np.inf], np.float32)
@@ -94,6 +110,7 @@ def test_reused_pages_change_nothing(model: Llama, shape: PageShape, shared: int
     want = run(model, LocalPages(shape), Request(PROMPT, 20), chunk_tokens=chunk_tokens)[0]
     source = StoringPages(shape)
     run(model, source, Request(PROMPT[:shared], 1), chunk_tokens=chunk_tokens)
+    source.close()  # what is private from now on has held nothing
     got = run(model, source, Request(PROMPT, 20, marks=(shared,)), chunk_tokens=chunk_tokens)[0]
     assert (got.reused_tokens, got.tokens) == (shared, want.tokens)
 
