@@ -239,8 +239,11 @@ def _page_mass(weights: Array, page_tokens: int) -> Array:
 def merge_attention(outs: Array, lses: Array) -> Attended:
     """Attention over a union of keys, from attention over its parts (splits, tiers, ring hops).
 
-    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural. A part that saw nothing (-inf) has no say.
+    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural; or sequences of as many arrays. A part that saw nothing (-inf) has no say.
     """
+    if isinstance(outs, Sequence):
+        stack = array_namespace(*outs, *lses).stack
+        outs, lses = stack(outs), stack(lses)
     xp = array_namespace(outs, lses)
     top = xp.max(lses, axis=0)
     top = xp.where(top == -math.inf, xp.zeros_like(top), top)
