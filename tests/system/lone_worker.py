@@ -1,4 +1,4 @@
-"""A worker in a process of its own, whose kernels the environment alone chooses: `python -m tests.system.lone_worker LIBRARY DTYPE TARGET`.
+"""A worker in a process of its own, whose kernels the environment alone chooses: `python -m tests.system.lone_worker LIBRARY DTYPE TARGET [KV_DTYPE]`.
 
 It serves one request over the daemon at TARGET, or without a daemon for `none`, and prints one JSON object.
 """
@@ -56,18 +56,19 @@ def multiplies() -> int:
     return int(counters[MULTIPLIES])
 
 
-def served(backend: Backend, target: str) -> dict[str, Any]:
+def served(backend: Backend, target: str, kv_dtype: str | None = None) -> dict[str, Any]:
     """What came of the request."""
     model = random_model(backend)
     with ExitStack() as stack:
-        source: PageSource = LocalPages(page_shape(model))
+        shape = page_shape(model, kv_dtype=kv_dtype)
+        source: PageSource = LocalPages(shape)
         if target != "none":
-            source = TierdPages(stack.enter_context(Client(target)), model, name="random")
+            source = TierdPages(stack.enter_context(Client(target)), model, name="random", shape=shape)
         report = stack.enter_context(Engine(model, source, options=OPTIONS)).generate([REQUEST])[0]
-        kv_dtype = source.shape.geometry.dtype
-    return {"tokens": report.tokens, "reused": report.reused_tokens, "kv": kv_dtype, "multiplies": multiplies()}
+        stored = source.shape.geometry.dtype
+    return {"tokens": report.tokens, "reused": report.reused_tokens, "kv": stored, "multiplies": multiplies()}
 
 
 if __name__ == "__main__":
-    library, dtype, where = sys.argv[1:]
-    print(json.dumps(served(Backend(library, dtype), where)))
+    library, dtype, *where = sys.argv[1:]
+    print(json.dumps(served(Backend(library, dtype), *where)))

@@ -26,6 +26,7 @@ from tierd.client import Client
 from tierd.errors import TierFailed
 from tierd.kernels import PagedBatch, paged_attention
 from tierd.kernels.attention import KernelAttention, KernelPass
+from tierd.kernels.e4m3 import E4M3
 from tierd.testing import Daemon
 from tierd.worker.backend import Backend
 from tierd.worker.blocks import BlockTable
@@ -48,12 +49,11 @@ PREFIX_BYTES = PREFIX * SPEC.layers * 2 * SPEC.kv_heads * SPEC.head_dim * 2
 class Attending:
     """A worker on the GPU: one method for each thing that a test asks of it."""
 
-    def __init__(self, target: str, *, durable: bool = False) -> None:
+    def __init__(self, target: str, *, durable: bool = False, kv_dtype: str = "float16") -> None:
         self.model = random_model(Backend("numpy", "float32", "cuda:0"))
         self.client = Client(target)
-        self.source = TierdPages(
-            self.client, self.model, name="random", options=TierdOptions(durable=durable, reserve_pages=4)
-        )
+        options, shape = TierdOptions(durable=durable, reserve_pages=4), page_shape(self.model, kv_dtype=kv_dtype)
+        self.source = TierdPages(self.client, self.model, name="random", options=options, shape=shape)
         self.engine = Engine(self.model, self.source, options=OPTIONS)
         self.gpu = self.model.backend.gpu
 
@@ -164,12 +164,10 @@ def driver() -> Iterator[None]:
         yield
 
 
-def reference(count: int = len(PROMPT)) -> list[int]:
+def reference(count: int = len(PROMPT), kv_dtype: str = "float16") -> list[int]:
     """The tokens of the reference, on the CPU, without a cache."""
     model = random_model()
-    engine = Engine(
-        model, LocalPages(page_shape(model, kv_dtype="float16")), attention=paged_attention, options=OPTIONS
-    )
+    engine = Engine(model, LocalPages(page_shape(model, kv_dtype=kv_dtype)), attention=paged_attention, options=OPTIONS)
     return engine.generate([Request(PROMPT[:count], NEW)])[0].tokens
 
 
@@ -186,9 +184,11 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
-def test_a_second_worker_attends_in_place_to_what_the_first_committed(daemon: Daemon, want: list[int]) -> None:
+@pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
+def test_a_second_worker_attends_in_place_to_what_the_first_committed(daemon: Daemon, kv_dtype: str) -> None:
     """Cold and with a restored prefix the tokens are the reference's; the second process reads the same memory, where it may not write, and copies none of it."""
-    with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
+    given = {"kv_dtype": kv_dtype}
+    with Elsewhere(serve, daemon.target, **given) as one, Elsewhere(serve, daemon.target, **given) as two:
         assert one.ask(["begin"]) == {}
         assert two.ask(["begin"]) == {"device.0": PREFIX}
         mine, its = one.ask(["places"]), two.ask(["places"])
@@ -197,7 +197,7 @@ def test_a_second_worker_attends_in_place_to_what_the_first_committed(daemon: Da
         moved = two.ask(["moved"])
         assert moved.get("within", 0) == 0 and moved["in"] + moved["out"] < PREFIX_BYTES
         report("worker on a device, bytes copied beside a prefix", prefix=PREFIX_BYTES, **moved)
-        assert one.ask(["end"]) == two.ask(["end"]) == want
+        assert one.ask(["end"]) == two.ask(["end"]) == reference(kv_dtype=kv_dtype)
         assert [each.ask(["faults"]) for each in (one, two)] == [{}, {}]
 
 

@@ -17,6 +17,7 @@ from tests.system.test_worker_pages import HOST_ONLY, ROOMY
 from tierd.client import Client
 from tierd.kernels import PagedAttention, paged_attention
 from tierd.kernels.attention import KernelAttention
+from tierd.kernels.e4m3 import E4M3
 from tierd.kernels.library import Emulated
 from tierd.testing import Daemon
 from tierd.worker.backend import Backend
@@ -35,7 +36,8 @@ BACKENDS = {
     ("torch", "float16"): "float16",
     ("torch", "bfloat16"): "bfloat16",
 }
-"""What a worker may compute with, and the pages that it then has."""
+"""What a worker may compute with, and the pages that it then has, if nothing is said of them."""
+KV_DTYPES = [None, E4M3]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +66,11 @@ def served(model: Llama, source: PageSource, attention: PagedAttention) -> Repor
     return Engine(model, source, attention=attention, options=OPTIONS).generate([REQUEST])[0]
 
 
-def lone(backend: tuple[str, str], target: str, **environment: str) -> dict[str, Any]:
-    """What a worker says that is a process of its own. environment: beside ours, in which nothing is said of kernels."""
+def lone(backend: tuple[str, str], *given: str, **environment: str) -> dict[str, Any]:
+    """What a worker says that is a process of its own. given: the daemon's address, and of what its pages are. environment: beside ours, in which nothing is said of kernels."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_KERNELS")}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.system.lone_worker", *backend, target],
+        [sys.executable, "-m", "tests.system.lone_worker", *backend, *given],
         cwd=ROOT,
         env=ours | environment,
         capture_output=True,
@@ -81,19 +83,21 @@ def lone(backend: tuple[str, str], target: str, **environment: str) -> dict[str,
     return said
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS, ids="-".join)
-def test_the_environment_alone_chooses_kernels(backend: tuple[str, str], emulated: Path) -> None:
+def test_the_environment_alone_chooses_kernels(backend: tuple[str, str], emulated: Path, kv_dtype: str | None) -> None:
     """With TIERD_KERNELS=emulated a whole worker prefills and decodes by the kernels' source, over pages that another one stored: the reference's tokens."""
     if backend[0] == "torch":
         pytest.importorskip("torch", reason="torch is not installed: pip install 'tierd[worker]'")
     model = random_model(Backend(*backend))
-    want = served(model, LocalPages(page_shape(model, kv_dtype=BACKENDS[backend])), paged_attention)
+    stored = kv_dtype or BACKENDS[backend]
+    want = served(model, LocalPages(page_shape(model, kv_dtype=stored)), paged_attention)
     chosen = {"TIERD_KERNELS": "emulated", "TIERD_KERNELS_LIBRARY": str(emulated)}
     with Daemon(ROOMY) as daemon:
-        told = [lone(backend, daemon.target, **chosen) for _ in range(2)]
+        told = [lone(backend, daemon.target, *([kv_dtype] if kv_dtype else []), **chosen) for _ in range(2)]
     assert [one["tokens"] for one in told] == [want.tokens] * 2
     assert [one["reused"] for one in told] == [0, 64]
-    assert {one["kv"] for one in told} == {BACKENDS[backend]}
+    assert {one["kv"] for one in told} == {stored}
     assert told[0]["multiplies"] > told[1]["multiplies"] > 0, "the tokens that were stored are not computed again"
 
 
@@ -105,10 +109,13 @@ def test_without_a_word_the_reference_attends(emulated: Path, model: Llama) -> N
         assert (told["tokens"], told["kv"], told["multiplies"]) == (want.tokens, "float32", 0)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
 @pytest.mark.parametrize("config", [ROOMY, HOST_ONLY], ids=["device", "host"])
-def test_kernels_attend_to_the_daemons_pages(model: Llama, kernels: KernelAttention, config: str) -> None:
+def test_kernels_attend_to_the_daemons_pages(
+    model: Llama, kernels: KernelAttention, config: str, kv_dtype: str
+) -> None:
     """Prefill and decode by the kernels, over pages that another worker stored: the tokens of the reference without a daemon."""
-    shape = page_shape(model, kv_dtype="float16")
+    shape = page_shape(model, kv_dtype=kv_dtype)
     want = served(model, LocalPages(shape), paged_attention)
     with Daemon(config) as daemon, Client(daemon.target) as one, Client(daemon.target) as two:
         first = served(model, TierdPages(one, model, name="random", shape=shape), kernels)
@@ -117,9 +124,10 @@ def test_kernels_attend_to_the_daemons_pages(model: Llama, kernels: KernelAttent
     assert (first.reused_tokens, second.reused_tokens) == (0, 64)
 
 
-def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention) -> None:
+@pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
+def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention, kv_dtype: str) -> None:
     """Where the daemon goes away in the middle, pages in this process's memory and pages in its mapped memory are attended to together."""
-    shape = page_shape(model, kv_dtype="float16")
+    shape = page_shape(model, kv_dtype=kv_dtype)
     want = served(model, LocalPages(shape), paged_attention)
     with Daemon(HOST_ONLY) as daemon, Client(daemon.target, timeout_s=1.0) as client:
         served(model, TierdPages(client, model, name="random", shape=shape), kernels)
@@ -134,9 +142,10 @@ def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention
         engine.end(sequence)
 
 
-def test_masses_are_reported(model: Llama, kernels: KernelAttention) -> None:
+@pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
+def test_masses_are_reported(model: Llama, kernels: KernelAttention, kv_dtype: str) -> None:
     """What the kernels say of each page's attention is what the reference says."""
-    shape = page_shape(model, kv_dtype="float16")
+    shape = page_shape(model, kv_dtype=kv_dtype)
     told = []
     for attention in (paged_attention, kernels):
         engine = Engine(model, LocalPages(shape), attention=attention, options=EngineOptions(measure_attention=True))

@@ -1,7 +1,8 @@
 """The kernels of cuda/ behind the signature of `reference.paged_attention`: pages as they lie in mapped memory, and lists for tables.
 
 Purpose: `KernelAttention`, which a worker uses in place of the reference. Non-purpose: captured graphs, whose caller keeps its arrays on the device and uses
-`paged` itself. Invariants: no page is copied; queries are rounded to the type of the pages; what comes out has the type of the queries and lies beside them.
+`paged` itself. Invariants: no page is copied; queries are rounded to the type of the pages, beside pages of e4m3 to 16 bits; what comes out has the type of the queries
+and lies beside them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
 from tierd.kernels.arguments import DeviceBatch
-from tierd.kernels.buffers import Buffer
+from tierd.kernels.buffers import BYTES, Buffer
+from tierd.kernels.e4m3 import ScaledPages
 from tierd.kernels.library import Library
 from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, decode_blocks, paged_prefill
 from tierd.kernels.pages import KvPages, store_tokens
@@ -34,6 +36,7 @@ class KernelAttention:
         """library: of the device of all that it will be given."""
         self.library = library
         self._decodes: dict[DecodeShape, PagedDecode] = {}
+        self._scales: tuple[NDArray[np.float32] | None, Array] = None, None
 
     def __call__(
         self,
@@ -51,7 +54,7 @@ class KernelAttention:
         return KernelPass(self, _Pool.of(pages), batch).attend(0, q, scale=scale, with_mass=with_mass)
 
     def over(self, pages: Sequence[Array], batch: PagedBatch, *, slots: NDArray[np.int64]) -> KernelPass:
-        """One pass of a model. pages: [layers, 2, page_tokens, kv_heads, head_dim] each, layers one behind the other.
+        """One pass of a model. pages: [layers, 2, page_tokens, kv_heads, head_dim] each, layers one behind the other; or ScaledPages of such.
 
         slots: i64 [tokens], where `store` writes: a page's place in `pages` * page_tokens + offset; negative: nowhere. Raises InvalidArgument.
         """
@@ -62,11 +65,16 @@ class KernelAttention:
         n, q_heads, head_dim = q.shape
         shape = DecodeShape(1 << (n - 1).bit_length(), q_heads, kv.k.shape[2], head_dim)
         if shape not in self._decodes:
-            kind = kv.k.dtype
-            blocks = decode_blocks(self.library, shape, q_type=kind, kv_type=kind)
+            blocks = decode_blocks(self.library, shape, q_type=Buffer.of("q", q).dtype, kv_type=kv.k.dtype)
             self._decodes[shape] = PagedDecode(self.library, shape, blocks=blocks, allocate=_beside(q))
         to = _room(q, mass_pages=batch.tables.shape[1] if with_mass else None)
         return self._decodes[shape](q, kv, batch, to)
+
+    def beside(self, scales: NDArray[np.float32], array: Array) -> Array:
+        """These scales where an array lies: placed once, for as long as the same ones are asked for."""
+        if self._scales[0] is not scales:
+            self._scales = scales, _placed(scales, array)
+        return self._scales[1]
 
 
 class KernelPass:
@@ -87,8 +95,8 @@ class KernelPass:
         """Writes the new tokens of one layer, [tokens, kv_heads, head_dim] each, into their slots. Raises InvalidArgument."""
         if self._stored is None:
             self._stored = _placed(self._pool.slots(self._slots), k)
-        keys, values = (_cast(array, self._pool.dtype) for array in (k, v))
-        store_tokens(self._attention.library, keys, values, self._stored, self._pool.layer(layer))
+        keys, values = (self._pool.cast(array) for array in (k, v))
+        store_tokens(self._attention.library, keys, values, self._stored, self._layer(layer, k))
 
     def attend(self, layer: int, q: Array, *, scale: float | None = None, with_mass: bool = False) -> Attended:
         """Attention of one layer. Raises InvalidArgument."""
@@ -97,13 +105,18 @@ class KernelPass:
             raise InvalidArgument(f"q: has shape {list(q.shape)}; wanted {rows} query rows of heads and channels")
         if not rows:
             return self._nothing(q, with_mass=with_mass)
-        queries, kv = _dense(_cast(q, self._pool.dtype)), self._pool.layer(layer)
+        queries, kv = _dense(self._pool.cast(q)), self._layer(layer, q)
         if with_mass or self._rows.are_single:
             done = self._attention.decode(queries, kv, replace(self._as_decodes(q), scale=scale), with_mass=with_mass)
         else:
             done = self._prefill(queries, kv, scale)
         mass = _masses(to_device(done.mass, "cpu"), self._batch, self._pool.page_tokens) if with_mass else None
         return Attended(_cast(done.out, q.dtype), done.lse, mass)
+
+    def _layer(self, layer: int, array: Array) -> KvPages:
+        """Of the pool; its scales, if it has any, beside an array."""
+        scales = self._pool.scales
+        return self._pool.layer(layer, None if scales is None else self._attention.beside(scales, array))
 
     def _nothing(self, q: Array, *, with_mass: bool) -> Attended:
         """What no rows at all give."""
@@ -127,18 +140,21 @@ class KernelPass:
 @dataclass(frozen=True, slots=True)
 class _Pool:
     """Pages at multiples of one step from the lowest of them. first: that one, [layers, 2, page_tokens, kv_heads, head_dim]; dtype: as its array names it;
-    numbers: int64 [pages], which multiple each is."""
+    numbers: int64 [pages], which multiple each is. scales: of pages of e4m3, f32 [layers, 2, kv_heads]."""
 
     first: Buffer
     step: int
     dtype: Any
     numbers: NDArray[np.int64]
+    scales: NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, pages: Sequence[Array]) -> _Pool:
         """pages: [2, page_tokens, kv_heads, head_dim] each, or several layers of that. Raises InvalidArgument for pages that are not alike, or too far apart."""
         if not len(pages):
             raise InvalidArgument("pages: there are none; kernels need an address")
+        if isinstance(pages, ScaledPages):
+            return cls.of([_as_e4m3(i, page) for i, page in enumerate(pages.stored)])._scaled(pages.scales)
         found = [Buffer.of(f"pages[{i}]", page) for i, page in enumerate(pages)]
         starts = np.array([page.address for page in found])
         lowest = starts.min()
@@ -160,12 +176,26 @@ class _Pool:
         """Of a page."""
         return self.first.shape[2]
 
-    def layer(self, layer: int) -> KvPages:
-        """K and V of one."""
+    def cast(self, array: Array) -> Array:
+        """Queries or new tokens in a type that kernels take beside these pages."""
+        if self.scales is None:
+            return _cast(array, self.dtype)
+        return array if str(array.dtype).removeprefix("torch.") in ("bfloat16", "float16") else _cast(array, "float16")
+
+    def layer(self, layer: int, scales: Array) -> KvPages:
+        """K and V of one. scales: those of the pool, placed."""
         first = self.first
         shape, strides = (int(self.numbers.max()) + 1, *first.shape[2:]), (self.step, *first.strides[2:])
         k = replace(first, address=first.address + layer * first.strides[0], shape=shape, strides=strides)
-        return KvPages(k, replace(k, address=k.address + first.strides[1]))
+        v = replace(k, address=k.address + first.strides[1])
+        if scales is None:
+            return KvPages(k, v)
+        heads = shape[2]
+        every = Buffer.of("pages.k_scales", scales)
+        k_scales = replace(
+            every, address=every.address + layer * 2 * heads * BYTES["f32"], shape=(heads,), strides=(BYTES["f32"],)
+        )
+        return KvPages(k, v, k_scales, replace(k_scales, address=k_scales.address + heads * BYTES["f32"]))
 
     def slots(self, slots: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Those of pages by their place in the list as slots of the pool. Raises InvalidArgument for none, or one in no page."""
@@ -184,6 +214,15 @@ class _Pool:
         lens = np.asarray(batch.kv_lens, np.int32)
         subsets, sizes = (_placed(array, q) for array in _subsets(batch))
         return DeviceBatch(_placed(lens, q), _placed(tables, q), batch.sinks, batch.window, subsets, sizes)
+
+    def _scaled(self, scales: NDArray[np.float32]) -> _Pool:
+        """The same with scales. Raises InvalidArgument for those of other pages."""
+        layers, kinds, _, heads, _ = self.first.shape
+        if scales.size != layers * kinds * heads or scales.dtype != np.float32 or not scales.flags.c_contiguous:
+            raise InvalidArgument(
+                f"pages.scales: {scales.dtype} {list(scales.shape)}; pages of {layers} layers and {heads} kv heads take float32 {[layers, kinds, heads]}"
+            )
+        return replace(self, scales=scales)
 
     def _numbers_of(self, name: str, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of pages by their place in the list. Raises InvalidArgument."""
@@ -221,6 +260,14 @@ class _Rows:
             batch.window,
             None if batch.subsets is None else [batch.subsets[i] for i in self.sequences],
         )
+
+
+def _as_e4m3(number: int, page: Array) -> Buffer:
+    """A page of which numpy says that it is of bytes. Raises InvalidArgument for one of wider values."""
+    found = Buffer.of(f"pages[{number}]", page)
+    if found.dtype not in ("u8", "e4m3"):
+        raise InvalidArgument(f"{found.name}: has type {found.dtype}; pages with scales are of e4m3, or of bytes")
+    return replace(found, dtype="e4m3")
 
 
 def _check_alike(page: Buffer, first: Buffer) -> None:
@@ -263,7 +310,7 @@ def _dense(array: Array) -> Array:
     return array.contiguous() if hasattr(array, "contiguous") else array_namespace(array).asarray(array, order="C")
 
 
-def _placed(array: NDArray[np.integer] | None, q: Array) -> Array:
+def _placed(array: NDArray[Any] | None, q: Array) -> Array:
     """An array of the library of these queries, where they lie."""
     return None if array is None else array_namespace(q).asarray(array, device=device(q))
 

@@ -8,14 +8,14 @@ captured graph may replay it with other lengths and tables in the same arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tierd.errors import InvalidArgument
 from tierd.kernels import params
 from tierd.kernels.arguments import Arguments, DeviceBatch, group_of
-from tierd.kernels.buffers import Array, Buffer, seen
+from tierd.kernels.buffers import BYTES, Array, Buffer, seen
 from tierd.kernels.fitting import TILE_TOKENS, decode_fit, prefill_fit
 from tierd.kernels.library import Library
 from tierd.kernels.pages import KvPages, check_blocks
@@ -195,6 +195,46 @@ def merge_parts(library: Library, outs: Array, lses: Array, to: Attended) -> Att
     merge = params.Merge(given.address, logs.address, out.address, lse.address, rows * heads, parts, dim)
     library.launch(f"merge_{given.dtype}", (rows * heads, 1, 1), merge)
     return to
+
+
+def merge_scattered(library: Library, parts: Sequence[Attended], addresses: Array, to: Attended) -> Attended:
+    """The same of parts in arrays of their own: out [rows, heads, dim] and lse f32 [rows, heads] each.
+
+    addresses: i64 [2, parts], `part_addresses` of them, where the kernel runs. Raises InvalidArgument.
+    """
+    outs, _ = _parts(parts)
+    count, device = len(outs), library.device
+    first = outs[0].checked(outs[0].shape, device=device)
+    where = Buffer.of("addresses", addresses).checked((2, count), "i64", device=device).address
+    out = Buffer.of("out", to.out).checked(first.shape, first.dtype, device=device).address
+    lse = Buffer.of("lse", to.lse).checked(first.shape[:2], "f32", device=device).address
+    rows, dim = first.shape[0] * first.shape[1], first.shape[2]
+    merge = params.Merge(where, where + count * BYTES["i64"], out, lse, rows, count, dim)
+    library.launch(f"merge_scattered_{first.dtype}", (rows, 1, 1), merge)
+    return to
+
+
+def part_addresses(parts: Sequence[Attended]) -> list[list[int]]:
+    """What `merge_scattered` takes beside them. Raises InvalidArgument where one is not like the first."""
+    return [[buffer.address for buffer in buffers] for buffers in _parts(parts)]
+
+
+def _parts(parts: Sequence[Attended]) -> tuple[list[Buffer], list[Buffer]]:
+    """Outputs and log-sum-exps, all in one place. Raises InvalidArgument."""
+    outs: list[Buffer] = []
+    lses: list[Buffer] = []
+    shape: tuple[int | None, ...] = (None, None, None)
+    types: tuple[str, ...] = ("bf16", "f16", "f32")
+    place = ""
+    for i, part in enumerate(parts):
+        out, lse = Buffer.of(f"parts[{i}].out", part.out), Buffer.of(f"parts[{i}].lse", part.lse)
+        place = place or out.device
+        outs.append(out.checked(shape, *types, device=place))
+        shape, types = out.shape, (out.dtype,)
+        lses.append(lse.checked(shape[:2], "f32", device=place))
+    if not outs:
+        raise InvalidArgument("parts: there are none; give at least one")
+    return outs, lses
 
 
 def _looked_at(q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> tuple[tuple[int, ...], tuple[Any, ...]]:

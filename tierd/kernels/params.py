@@ -86,7 +86,7 @@ class Prefill(ctypes.Structure):
 
 
 class Merge(ctypes.Structure):
-    """merge.cu"""
+    """merge.cu; of parts in arrays of their own outs and lses are arrays of addresses"""
 
     _fields_ = [*((name, _P) for name in ("outs", "lses", "out", "lse")), ("rows", _L), ("parts", _I), ("dim", _I)]
 

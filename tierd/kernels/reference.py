@@ -18,11 +18,10 @@ import numpy as np
 from array_api_compat import array_namespace, device, to_device
 
 from tierd.errors import InvalidArgument
+from tierd.kernels.e4m3 import E4M3_MOST
 
 Array = Any
 """A numpy array or a torch tensor."""
-E4M3_MOST = 448.0
-"""The greatest finite value of e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +239,11 @@ def _page_mass(weights: Array, page_tokens: int) -> Array:
 def merge_attention(outs: Array, lses: Array) -> Attended:
     """Attention over a union of keys, from attention over its parts (splits, tiers, ring hops).
 
-    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural. A part that saw nothing (-inf) has no say.
+    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural; or sequences of as many arrays. A part that saw nothing (-inf) has no say.
     """
+    if isinstance(outs, Sequence):
+        stack = array_namespace(*outs, *lses).stack
+        outs, lses = stack(outs), stack(lses)
     xp = array_namespace(outs, lses)
     top = xp.max(lses, axis=0)
     top = xp.where(top == -math.inf, xp.zeros_like(top), top)

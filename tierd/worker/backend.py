@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tierd.core.block import KVGeometry
 from tierd.errors import ConfigError, Unsupported
+from tierd.kernels.e4m3 import E4M3
 from tierd.kernels.library import EMULATED, REFERENCE, asked_kernels
 from tierd.worker.checkpoint import RawTensor
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 Array = Any
 """A numpy array, a torch tensor or, over memory of a GPU, a GpuArray."""
 
-KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, E4M3: 1}
 """Precisions of KV, bytes per value."""
-KERNEL_DTYPES = ("float16", "bfloat16")
+KERNEL_DTYPES = ("float16", "bfloat16", E4M3)
 """Precisions of KV that kernels attend to."""
 
 
@@ -125,7 +126,7 @@ class Backend:
         return values if self.torch is None else self.torch.from_numpy(values).to(self.device)
 
     def page(self, buffer: Any, *, geometry: KVGeometry, tokens: int) -> Array:
-        """An array [layers, 2, tokens, kv_heads, head_dim] over a block's bytes, without a copy.
+        """An array [layers, 2, tokens, kv_heads, head_dim] over a block's bytes, without a copy; in numpy uint8 for e4m3.
 
         buffer: anything with the buffer protocol or, for a backend on a GPU, the CUDA array interface, at least as long. Writable as the buffer is; torch knows no
         read-only tensors: nobody writes to pages that are not private. Raises Unsupported for bfloat16 without torch, ConfigError for memory elsewhere.
@@ -133,13 +134,15 @@ class Backend:
         shape = (geometry.layers, 2, tokens, geometry.kv_heads, geometry.head_dim)
         length_bytes = page_bytes(geometry, tokens)
         if self.torch is None and geometry.dtype == "bfloat16":
-            raise Unsupported("kv dtype: numpy has no bfloat16; choose float32 or float16, or the torch backend")
+            raise Unsupported(
+                f"kv dtype: numpy has no bfloat16; choose float32, float16 or {E4M3}, or the torch backend"
+            )
         self._check_place(buffer)
         if self.is_on_gpu:
             return self.gpu.over(buffer, shape, geometry.dtype)
         raw = np.frombuffer(buffer, dtype=np.uint8, count=length_bytes)
         if self.torch is None:
-            return raw.view(geometry.dtype).reshape(shape)
+            return raw.view("uint8" if geometry.dtype == E4M3 else geometry.dtype).reshape(shape)
         return self._tensor(raw).view(getattr(self.torch, geometry.dtype)).reshape(shape)
 
     def memory(self, length_bytes: int) -> Any:
@@ -155,9 +158,9 @@ class Backend:
             target[:, :, :tokens] = source[:, :, :tokens]
 
     def to_pages(self, array: Array, dtype: str) -> Array:
-        """What was computed, where kernels attend: of numpy on a GPU a copy in this type, else the array itself."""
+        """What was computed, where kernels attend: of numpy on a GPU a copy in this type, for pages of e4m3 in float16; else the array itself."""
         if self.torch is None and self.is_on_gpu:
-            return self.gpu.filled(array.astype(dtype))
+            return self.gpu.filled(array.astype("float16" if dtype == E4M3 else dtype))
         return array
 
     def from_kernels(self, array: Array) -> Array:
@@ -214,5 +217,5 @@ class _Borrowed:
 def page_bytes(geometry: KVGeometry, tokens: int) -> int:
     """Bytes of a block of so many tokens. Raises ConfigError for an unknown dtype."""
     if geometry.dtype not in KV_BYTES:
-        raise ConfigError(f"kv dtype: {geometry.dtype!r} is none of {sorted(KV_BYTES)}")
+        raise ConfigError(f"kv dtype: {geometry.dtype!r} is none of {sorted(KV_BYTES)}; choose one of them")
     return geometry.layers * 2 * tokens * geometry.kv_heads * geometry.head_dim * KV_BYTES[geometry.dtype]

@@ -68,13 +68,14 @@ class BlockTable:
         """
         stop = start + k.shape[0]
         self._check_writable(start, stop)
+        keys, values = self.shape.stored(layer, k, v)
         at = start
         while at < stop:
             page, slot = divmod(at, self._tokens_per_block)
             end = min(stop, (page + 1) * self._tokens_per_block)
             target = self.pages[page].array[layer]
-            target[0, slot : slot + end - at] = k[at - start : end - start]
-            target[1, slot : slot + end - at] = v[at - start : end - start]
+            target[0, slot : slot + end - at] = keys[at - start : end - start]
+            target[1, slot : slot + end - at] = values[at - start : end - start]
             at = end
 
     def slots(self, start: int, stop: int) -> NDArray[np.int64]:

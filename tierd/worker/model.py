@@ -76,6 +76,24 @@ class Llama:
         """[rows, hidden_size] -> float32 [rows, vocab_size] on the host."""
         return self.backend.to_numpy(_rms_norm(hidden, self._norm, self.spec.rms_eps) @ self._head.T)
 
+    def kv_bounds(self) -> NDArray[np.float32]:
+        """What no key and no value of a head passes, whatever the tokens: float32 [layers, 2, kv_heads], of keys, then of values.
+
+        Before its gains a normed row is sqrt(hidden_size) long at most, so its product with a row of weights is at most that times the length of
+        the row (Cauchy and Schwarz); a rotation makes of two channels at most the length of both.
+        """
+        spec = self.spec
+        bounds = []
+        for layer in self._layers:
+            rows = layer.qkv[spec.q_heads * spec.head_dim :] * layer.norm
+            xp = array_namespace(rows)
+            rows = xp.astype(rows, xp.float32, copy=False)
+            lengths = self.backend.to_numpy(xp.sqrt(xp.sum(rows * rows, axis=-1)))
+            keys, values = lengths.reshape(2, spec.kv_heads, spec.head_dim)
+            half = spec.head_dim // 2
+            bounds.append([np.hypot(keys[:, :half], keys[:, half:]).max(-1), values.max(-1)])
+        return np.asarray(bounds, np.float32) * np.float32(math.sqrt(spec.hidden_size))
+
     def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Splits [rows, (q_heads + 2 kv_heads) * head_dim] into q, k and v by heads."""
         spec = self.spec

@@ -13,10 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from array_api_compat import array_namespace
+
 from tierd.core.block import KVGeometry
 from tierd.errors import InvalidArgument
+from tierd.kernels.e4m3 import E4M3, ScaledPages, encoded
 from tierd.worker.backend import Backend, page_bytes
 from tierd.worker.model import Llama
+from tierd.worker.scales import Scales, check_scales, scales_for
 
 Array = Any
 """A numpy array, a torch tensor or, over memory of a GPU, a GpuArray."""
@@ -24,11 +28,15 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """What a page of this worker looks like."""
+    """What a page of this worker looks like. scales: of e4m3, and of nothing else. Raises ConfigError."""
 
     geometry: KVGeometry
     tokens_per_block: int
     backend: Backend
+    scales: Scales | None = None
+
+    def __post_init__(self) -> None:
+        check_scales(self.geometry, self.scales)
 
     @property
     def block_bytes(self) -> int:
@@ -44,10 +52,30 @@ class PageShape:
         count = self.tokens_per_block if tokens is None else tokens
         return self.backend.page(buffer, geometry=self.geometry, tokens=count)
 
+    def stored(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys and values of one layer, [tokens, kv_heads, head_dim] each, as they are written to pages."""
+        if self.scales is None:
+            return k, v
+        xp = array_namespace(k, v)
+        if k.dtype == xp.float32:  # as kernels are given them: bytes do not depend on who encodes
+            k, v = xp.astype(k, xp.float16), xp.astype(v, xp.float16)
+        keys, values = self.scales.values[layer]
+        return encoded(k, keys), encoded(v, values)
+
+    def read(self, pages: Sequence[Array], layer: int | None = None) -> Sequence[Array]:
+        """Pages of one layer, or of all, as attention takes them."""
+        some = pages if layer is None else [page[layer] for page in pages]
+        if self.scales is None:
+            return some
+        return ScaledPages(some, self.scales.values if layer is None else self.scales.values[layer])
+
 
 def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str | None = None) -> PageShape:
-    """Pages for a model. kv_dtype: float32, float16, or bfloat16 with torch; None: what its backend attends to."""
-    return PageShape(model.spec.geometry(kv_dtype or model.backend.kv_dtype), tokens_per_block, model.backend)
+    """Pages for a model. kv_dtype: float32, float16, float8_e4m3fn, or bfloat16 with torch; None: what its backend attends to. Raises ConfigError."""
+    geometry = model.spec.geometry(kv_dtype or model.backend.kv_dtype)
+    page_bytes(geometry, tokens_per_block)
+    scales = scales_for(model.kv_bounds()) if geometry.dtype == E4M3 else None
+    return PageShape(geometry, tokens_per_block, model.backend, scales)
 
 
 @dataclass(eq=False, slots=True)

@@ -98,6 +98,7 @@ class _PlainWork:
 
     def __init__(self, attention: PagedAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
         self._attention, self._runs, self._batch = attention, runs, batch
+        self._shape = runs[0].sequence.table.shape
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         for run, first in zip(self._runs, self._batch.query_starts, strict=False):
@@ -107,8 +108,8 @@ class _PlainWork:
             table.write(layer, start, k=k[rows], v=v[rows])
 
     def attend(self, layer: int, q: Array, *, with_mass: bool) -> Attended:
-        pages = [page.array[layer] for run in self._runs for page in run.sequence.table.pages]
-        return self._attention(q, pages, self._batch, with_mass=with_mass)
+        pages = [page.array for run in self._runs for page in run.sequence.table.pages]
+        return self._attention(q, self._shape.read(pages, layer), self._batch, with_mass=with_mass)
 
 
 class _KernelWork:
@@ -120,7 +121,7 @@ class _KernelWork:
         shape, firsts = tables[0].shape, [table[0] * tables[0].shape.tokens_per_block for table in batch.tables]
         slots = [np.where(own < 0, own, first + own) for own, first in zip(places, firsts, strict=True)]
         pages = [page.array for table in tables for page in table.pages]
-        self._pass = attention.over(pages, batch, slots=np.concatenate(slots))
+        self._pass = attention.over(shape.read(pages), batch, slots=np.concatenate(slots))
         self._backend, self._dtype = shape.backend, shape.geometry.dtype
 
     def store(self, layer: int, k: Array, v: Array) -> None:

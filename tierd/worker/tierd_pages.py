@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
@@ -87,7 +87,10 @@ class TierdPages:
         self._client = client
         self._shape = shape or _shape_of(model)
         self._options = options or TierdOptions()
-        spec = model if isinstance(model, NamespaceSpec) else namespace_spec(model, self._shape, name=name)
+        if isinstance(model, NamespaceSpec):
+            spec = _with_scales(model, self._shape)
+        else:
+            spec = namespace_spec(model, self._shape, name=name)
         self._namespace = client.open_namespace(spec)
         if self._shape.backend.is_on_gpu and client.tiers and not client.gpu_tiers:
             raise ConfigError(
@@ -311,14 +314,20 @@ class TierdPages:
 
 
 def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpec:
-    """What tells this model's KV from all other: weights, shape, and the precision that it was computed in."""
-    return NamespaceSpec(
+    """What tells this model's KV from all other: weights, shape, the precision that it was computed in, and scales."""
+    spec = NamespaceSpec(
         model=name,
         tokens_per_block=shape.tokens_per_block,
         block_bytes=shape.block_bytes,
         weights_digest=f"{model.digest}/{model.backend.dtype}",
         geometry=shape.geometry,
     )
+    return _with_scales(spec, shape)
+
+
+def _with_scales(spec: NamespaceSpec, shape: PageShape) -> NamespaceSpec:
+    """Where pages have scales, bytes mean nothing without them: whose are others finds none of these."""
+    return spec if shape.scales is None else replace(spec, salt=f"{spec.salt}/{shape.scales.text}")
 
 
 def _shape_of(model: Llama | NamespaceSpec) -> PageShape:

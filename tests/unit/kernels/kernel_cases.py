@@ -17,7 +17,15 @@ import numpy as np
 from tierd.kernels.arguments import DeviceBatch
 from tierd.kernels.fitting import decode_fit, prefill_fit
 from tierd.kernels.library import Library
-from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, merge_parts, paged_prefill
+from tierd.kernels.paged import (
+    Chunks,
+    DecodeShape,
+    PagedDecode,
+    merge_parts,
+    merge_scattered,
+    paged_prefill,
+    part_addresses,
+)
 from tierd.kernels.pages import KvPages
 from tierd.kernels.reference import Attended, PagedBatch, merge_attention, paged_attention
 
@@ -213,18 +221,21 @@ def check_narrow_prefill(library: Library, shape: Shape) -> None:
 
 
 def check_merge(library: Library, kind: str) -> None:
-    """Parts of very different weight, one that saw nothing and is not read, and a row of which none saw anything."""
+    """Parts of very different weight, one that saw nothing and is not read, and a row of which none saw anything; in one array, and each in one of its own."""
     rng = np.random.default_rng(1)
     outs, lses = rng.standard_normal((3, 5, 2, 96)), (4 * rng.standard_normal((3, 5, 2))).astype(np.float32)
     lses[1, 2], lses[:, 4] = -np.inf, -np.inf
     outs[1, 2], outs[:, 4] = np.nan, np.nan
     given = outs.astype(TYPES[kind])
-    got = Attended(_poison_like(given[0]), allocate((5, 2), "float32"))
+    got, again = (Attended(_poison_like(given[0]), allocate((5, 2), "float32")) for _ in range(2))
     with placed(library) as put:
         merge_parts(library, put(given), put(lses), put(got))
-    want = merge_attention(given.astype(np.float64), lses.astype(np.float64))
-    np.testing.assert_allclose(got.out.astype(np.float64), want.out, atol=1e-6 if kind == "f32" else 1e-2)
-    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)
+        parts = [put(Attended(given[i].copy(), lses[i].copy())) for i in (2, 0, 1)]
+        merge_scattered(library, parts, put(np.array(part_addresses(parts), np.int64)), put(again))
+    want = merge_attention(list(given.astype(np.float64)), list(lses.astype(np.float64)))
+    for each in (got, again):
+        np.testing.assert_allclose(each.out.astype(np.float64), want.out, atol=1e-6 if kind == "f32" else 1e-2)
+        np.testing.assert_allclose(each.lse, want.lse, atol=1e-5)
 
 
 DECODES = (

@@ -13,8 +13,9 @@ import pytest
 from tests.unit.kernels.kernel_cases import Case, Shape, allocate, check, made
 from tierd.errors import InvalidArgument
 from tierd.kernels import Attended
+from tierd.kernels.buffers import Buffer
 from tierd.kernels.library import Emulated
-from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, merge_parts, paged_prefill
+from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, merge_parts, merge_scattered, paged_prefill
 from tierd.kernels.pages import Place, copy_pages, copy_runs
 from tierd.kernels.prepared import KEPT, Kept, Prepared
 
@@ -124,7 +125,38 @@ OTHERS: dict[str, Any] = {
     "outs: has shape": lambda given: merge_parts(Nothing(), given["q"], given["lse"], Attended(None, None)),
     "outs: list": lambda given: merge_parts(Nothing(), [1.0], given["lse"], Attended(None, None)),
     "lses: has shape": lambda given: merge_parts(Nothing(), given["q"][None], given["lse"], Attended(None, None)),
+    "parts: there are none": lambda given: scattered(given, parts=[]),
+    "parts[1].out: has shape": lambda given: scattered(
+        given, parts=[done(given), Attended(given["q"][:1], given["lse"])]
+    ),
+    "parts[1].lse: has shape": lambda given: scattered(
+        given, parts=[done(given), Attended(given["q"], given["lse"][:1])]
+    ),
+    "parts[0].lse: has shape": lambda given: scattered(given, parts=[Attended(given["q"], given["lse"][:, :1])]),
+    "parts[0].out: is on cuda:0": lambda given: scattered(given, parts=[away(given), away(given)]),
+    "parts[1].out: is on cuda:0": lambda given: scattered(given, parts=[done(given), away(given)]),
+    "addresses: has shape [2, 2]": lambda given: scattered(given, parts=[done(given)]),
+    "addresses: has type i32": lambda given: scattered(given, addresses=np.zeros((2, 2), np.int32)),
+    "out: has shape": lambda given: scattered(given, to=Attended(given["out"][:1], given["lse"])),
+    "lse: has shape": lambda given: scattered(given, to=Attended(given["out"], given["lse"][:1])),
 }
+
+
+def done(given: dict[str, Any]) -> Attended:
+    """A part."""
+    return Attended(given["q"], given["lse"])
+
+
+def away(given: dict[str, Any]) -> Attended:
+    """One on a GPU."""
+    out, lse = (replace(Buffer.of("", array), device="cuda:0") for array in (given["q"], given["lse"]))
+    return Attended(out, lse)
+
+
+def scattered(given: dict[str, Any], **changes: Any) -> None:
+    """A merge of two parts whose arguments are right but for these."""
+    right_ones = {"parts": [done(given)] * 2, "addresses": np.zeros((2, 2), np.int64), "to": done(given)}
+    merge_scattered(Nothing(), **(right_ones | changes))
 
 
 def prefill(given: dict[str, Any], *, starts: int = 3, **changes: Any) -> None:
@@ -139,6 +171,7 @@ def test_arguments_of_prefills_and_merges_are_named_too(said: str) -> None:
     """What has too few axes, or is no array, is refused as what has the wrong lengths is."""
     given = right(made(SHAPE))
     prefill(given)
+    scattered(given)
     with pytest.raises(InvalidArgument) as caught:
         OTHERS[said](given)
     assert str(caught.value).startswith(said)
