@@ -230,7 +230,7 @@ def check_merge(library: Library, kind: str) -> None:
 DECODES = (
     Shape(((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))),
     Shape(((1, 100), (1, 70)), types=("f16", "e4m3"), page_tokens=32, group=7, kv_heads=1),
-    Shape(((1, 200), (1, 20), (1, 3)), types=("f16", "f16"), page_tokens=32, sinks=4, window=50),
+    Shape(((1, 209), (1, 20), (1, 3)), types=("f16", "f16"), page_tokens=32, sinks=4, window=50),
     Shape(((1, 200), (1, 20), (1, 3)), types=("bf16", "e4m3"), page_tokens=32, chosen=2, group=16, kv_heads=1),
     Shape(((1, 777),), kv_heads=1, spread=0.5),
     Shape(((1, 200), (1, 0), (1, 40)), page_tokens=32, chosen=3),
@@ -242,7 +242,7 @@ PREFILLS = (
     Shape(((30, 150), (0, 20), (9, 9)), page_tokens=32, chosen=2, group=2),
 )
 """Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
-anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row
+anew; windows begin at the last token of a tile, those of decodes in the second tile of a page; of decodes a run ends where the last row
 does, and is so long that each warp fills a place of its ring anew; the decode of one request is of flat attention."""
 NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
 NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])

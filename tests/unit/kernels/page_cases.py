@@ -69,10 +69,11 @@ class Store:
 
 
 def check_store(library: Library, shape: Store) -> None:
-    """Tokens of a wider array, in random slots, every third of them nowhere; values beyond the range of e4m3 among them."""
+    """Keys of a wider array, values of a dense one, in random slots, every third of them nowhere; values beyond the range of e4m3 among them."""
     rng = np.random.default_rng(shape.tokens)
     new = np.exp(rng.uniform(-12, 8, (shape.tokens, 3, shape.heads, shape.dim))) * rng.choice([-1, 1], shape.dim)
     k, v = (new.astype(TYPES[shape.types[0]])[:, i] for i in (0, 2))
+    v = v.copy()
     got, want = shape.pool(), shape.pool()
     slots = rng.permutation(len(shape.seen(got)) * shape.page_tokens)[: shape.tokens].astype(np.int64)
     slots[::3] = -1 - slots[::3] % shape.page_tokens
