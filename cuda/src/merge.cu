@@ -14,22 +14,47 @@ struct MergeParams {
   int parts, dim;
 };
 
-template <class Format> SIMT_DEV void merge(const MergeParams& p) {
-  const int64_t row = blockIdx.x;
-  float best = -INFINITY, sum = 0.f;
-  for (int part = 0; part < p.parts; part++) best = fmaxf(best, p.lses[part * p.rows + row]);
-  const float base = best == -INFINITY ? 0.f : best;
-  for (int part = 0; part < p.parts; part++) sum += expf(p.lses[part * p.rows + row] - base);
-  const auto* outs = static_cast<const typename Format::Value*>(p.outs);
-  for (int channel = threadIdx.x; channel < p.dim; channel += blockDim.x) {
-    float out = 0.f;
-    for (int part = 0; part < p.parts; part++) {
-      const float share = expf(p.lses[part * p.rows + row] - base);
-      if (share > 0.f) out += share * Format::widen(outs[(part * p.rows + row) * p.dim + channel]);
+constexpr int kAtOnce = 4;  // parts of which nothing waits for another's
+
+// Threads take kCount channels each; as many rows as a block has threads for.
+template <class Format, int kCount> SIMT_DEV void merge_rows(const MergeParams& p) {
+  using Some = Pack<typename Format::Value, kCount>;
+  const int packs = p.dim / kCount;
+  const auto* outs = static_cast<const Some*>(p.outs);
+  const int64_t all = p.rows * packs;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (int64_t)gridDim.x * blockDim.x) {
+    const int64_t row = i / packs;
+    float best = -INFINITY, sum = 0.f, out[kCount] = {};
+    for (int part = 0; part < p.parts; part++) best = fmaxf(best, p.lses[part * p.rows + row]);
+    const float base = best == -INFINITY ? 0.f : best;
+    for (int first = 0; first < p.parts; first += kAtOnce) {
+      float shares[kAtOnce];
+      Some some[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; k++) {
+        const int part = first + k;
+        shares[k] = part < p.parts ? expf(p.lses[part * p.rows + row] - base) : 0.f;
+        some[k] = shares[k] > 0.f ? outs[part * all + i] : Some{};
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; k++) {
+        sum += shares[k];
+#pragma unroll
+        for (int c = 0; c < kCount; c++) out[c] += shares[k] * Format::widen(some[k].values[c]);
+      }
     }
-    static_cast<typename Format::Value*>(p.out)[row * p.dim + channel] = Format::round(sum > 0.f ? out / sum : 0.f);
+    Some whole;
+#pragma unroll
+    for (int c = 0; c < kCount; c++) whole.values[c] = Format::round(sum > 0.f ? out[c] / sum : 0.f);
+    static_cast<Some*>(p.out)[i] = whole;
+    if (i % packs == 0) p.lse[row] = sum > 0.f ? best + logf(sum) : -INFINITY;
   }
-  if (threadIdx.x == 0) p.lse[row] = sum > 0.f ? best + logf(sum) : -INFINITY;
+}
+
+template <class Format> SIMT_DEV void merge(const MergeParams& p) {
+  constexpr int kCount = 16 / sizeof(typename Format::Value);
+  if (p.dim % kCount == 0 && are_aligned(number_of(p.outs) | number_of(p.out), 16)) merge_rows<Format, kCount>(p);
+  else merge_rows<Format, 1>(p);
 }
 
 }  // namespace tierd

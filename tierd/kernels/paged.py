@@ -15,7 +15,7 @@ from typing import Any
 from tierd.errors import InvalidArgument
 from tierd.kernels import params
 from tierd.kernels.arguments import Arguments, DeviceBatch, group_of
-from tierd.kernels.buffers import Array, Buffer, seen
+from tierd.kernels.buffers import ALIGNMENT_BYTES, BYTES, Array, Buffer, seen
 from tierd.kernels.fitting import TILE_TOKENS, decode_fit, prefill_fit
 from tierd.kernels.library import Library
 from tierd.kernels.pages import KvPages, check_blocks
@@ -23,7 +23,7 @@ from tierd.kernels.prepared import Kept, Launch, Prepared
 from tierd.kernels.reference import Attended
 
 BLOCK_ROWS = 64
-PLAN_THREADS = 256
+PLAN_THREADS, MERGE_THREADS = 256, 128
 """As in cuda/src."""
 ARGUMENTS = (
     "q",
@@ -193,7 +193,8 @@ def merge_parts(library: Library, outs: Array, lses: Array, to: Attended) -> Att
     out = Buffer.of("out", to.out).checked((rows, heads, dim), given.dtype, device=device)
     lse = Buffer.of("lse", to.lse).checked((rows, heads), "f32", device=device)
     merge = params.Merge(given.address, logs.address, out.address, lse.address, rows * heads, parts, dim)
-    library.launch(f"merge_{given.dtype}", (rows * heads, 1, 1), merge)
+    pieces = rows * heads * dim * BYTES[given.dtype] // ALIGNMENT_BYTES
+    library.launch(f"merge_{given.dtype}", (max(min(rows, 1), -(-pieces // MERGE_THREADS)), 1, 1), merge)
     return to
 
 

@@ -379,8 +379,16 @@ ATTENTION: tuple[Mutant, ...] = (
         "out += p.out",
         DECODE,
     ),
-    Mutant("merge-rescale", "parts are added as they are", "merge.cu", "out += share *", "out +=", MERGE),
-    Mutant("merge-nothing", "a part that saw nothing is read", "merge.cu", "if (share > 0.f) out", "out", MERGE),
+    Mutant("merge-rescale", "parts are added as they are", "merge.cu", "out[c] += shares[k] *", "out[c] +=", MERGE),
+    Mutant(
+        "merge-nothing",
+        "a part that saw nothing is read",
+        "merge.cu",
+        "shares[k] > 0.f ? outs[part * all + i] : Some{}",
+        "outs[part * all + i]",
+        MERGE,
+    ),
+    Mutant("merge-rest", "four parts are merged", "merge.cu", "first += kAtOnce", "first = p.parts", MERGE),
     Mutant(
         "mass-unseen",
         "pages that nobody saw have a mass",

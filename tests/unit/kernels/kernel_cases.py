@@ -212,10 +212,10 @@ def check_narrow_prefill(library: Library, shape: Shape) -> None:
     check_prefill(Narrow(library, most - 1), shape)
 
 
-def check_merge(library: Library, kind: str) -> None:
+def check_merge(library: Library, kind: str, dim: int = 96) -> None:
     """Parts of very different weight, one that saw nothing and is not read, and a row of which none saw anything."""
     rng = np.random.default_rng(1)
-    outs, lses = rng.standard_normal((3, 5, 2, 96)), (4 * rng.standard_normal((3, 5, 2))).astype(np.float32)
+    outs, lses = rng.standard_normal((6, 5, 2, dim)), (4 * rng.standard_normal((6, 5, 2))).astype(np.float32)
     lses[1, 2], lses[:, 4] = -np.inf, -np.inf
     outs[1, 2], outs[:, 4] = np.nan, np.nan
     given = outs.astype(TYPES[kind])

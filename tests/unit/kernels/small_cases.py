@@ -38,10 +38,12 @@ from tests.unit.kernels.kernel_cases import (
 )
 from tests.unit.kernels.page_cases import (
     COPIES,
+    LONG_COPIES,
     RUNS,
     STORES,
     SUMMARIES,
     check_copy,
+    check_long_copy,
     check_runs,
     check_store,
     check_summary,
@@ -65,6 +67,7 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
         for check, shapes in (
             (check_store, STORES),
             (check_copy, COPIES),
+            (check_long_copy, LONG_COPIES),
             (check_runs, RUNS),
             (check_summary, SUMMARIES),
         )
