@@ -2,7 +2,7 @@
 
 Each row of `kernel_faults.MUTANTS` is one small change to a copy of cuda/: a barrier, a wait or a mask that goes, an index that is off by one. The copy is built for the CPU, for
 one head dim, as many at a time as there are cores, and the small cases of the changed source run: first in four orders of threads, then, if no number was wrong, under ThreadSanitizer, which
-knows only barriers as order. A table says what caught it; the exit status is 1 if something survived, 2 if a mutant could not be tried.
+knows only barriers as order; large batches and pages far apart without it only. A table says what caught it; the exit status is 1 if something survived, 2 if a mutant could not be tried.
 
 Purpose: proof that the tests would see such a fault. Non-purpose: finding places by itself. Invariant: the working tree is only read.
 """
@@ -47,7 +47,8 @@ class Copy:
         library = build_emulator(sanitizer, dims=[HEAD_DIM], units=[unit], sources=self._sources, into=self._built)
         command = [sys.executable, "-m", "tests.unit.kernels.small_cases", str(library), "--unit", unit]
         done = subprocess.run(
-            [*command, "--orders", ORDERS[sanitizer], "--cpu-limit-s", str(CPU_LIMIT_S[sanitizer])],
+            [*command, "--orders", ORDERS[sanitizer], "--cpu-limit-s", str(CPU_LIMIT_S[sanitizer])]
+            + ["--beyond"] * (not sanitizer),
             env=sanitized_environment(sanitizer),
             cwd=ROOT,
             capture_output=True,

@@ -14,6 +14,15 @@ template <class To, class From> SIMT_DEV To bit_cast(From from) {
   return to;
 }
 
+// Values that are read or written at once.
+template <class Value, int kCount> struct alignas(kCount * sizeof(Value)) Pack {
+  Value values[kCount];
+};
+
+// Whether addresses and strides, combined by `or`, allow so many bytes at once.
+SIMT_DEV bool are_aligned(uint64_t all, int bytes) { return all % bytes == 0; }
+SIMT_DEV uint64_t number_of(const void* address) { return reinterpret_cast<uint64_t>(address); }
+
 struct Bf16 {
   using Value = __nv_bfloat16;
   static SIMT_DEV uint32_t pack(float low, float high) { return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high)); }

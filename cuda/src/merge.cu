@@ -13,8 +13,10 @@ struct MergeParams {
   int64_t rows;
   int parts, dim;
 
-  template <class Value> SIMT_DEV const Value* outs_of(int part) const { return static_cast<const Value*>(outs) + part * rows * dim; }
+  // Packs of values, of which each part has so many.
+  template <class Some> SIMT_DEV const Some* outs_of(int part, int64_t packs) const { return static_cast<const Some*>(outs) + part * packs; }
   SIMT_DEV const float* lses_of(int part) const { return lses + part * rows; }
+  SIMT_DEV uint64_t numbers() const { return number_of(outs) | number_of(out); }
 };
 
 // The same of parts in arrays of their own.
@@ -25,8 +27,13 @@ struct ScatteredParams {
   int64_t rows;
   int parts, dim;
 
-  template <class Value> SIMT_DEV const Value* outs_of(int part) const { return at<Value>(outs[part]); }
+  template <class Some> SIMT_DEV const Some* outs_of(int part, int64_t) const { return at<Some>(outs[part]); }
   SIMT_DEV const float* lses_of(int part) const { return at<float>(lses[part]); }
+  SIMT_DEV uint64_t numbers() const {
+    uint64_t all = number_of(out);
+    for (int part = 0; part < parts; part++) all |= outs[part];
+    return all;
+  }
 
  private:
   template <class Value> static SIMT_DEV const Value* at(uint64_t address) {
@@ -36,22 +43,46 @@ struct ScatteredParams {
   }
 };
 
-template <class Format, class Params> SIMT_DEV void merge(const Params& p) {
-  using Value = typename Format::Value;
-  const int64_t row = blockIdx.x;
-  float best = -INFINITY, sum = 0.f;
-  for (int part = 0; part < p.parts; part++) best = fmaxf(best, p.lses_of(part)[row]);
-  const float base = best == -INFINITY ? 0.f : best;
-  for (int part = 0; part < p.parts; part++) sum += expf(p.lses_of(part)[row] - base);
-  for (int channel = threadIdx.x; channel < p.dim; channel += blockDim.x) {
-    float out = 0.f;
-    for (int part = 0; part < p.parts; part++) {
-      const float share = expf(p.lses_of(part)[row] - base);
-      if (share > 0.f) out += share * Format::widen(p.template outs_of<Value>(part)[row * p.dim + channel]);
+constexpr int kAtOnce = 4;  // parts of which nothing waits for another's
+
+// Threads take kCount channels each; as many rows as a block has threads for.
+template <class Format, int kCount, class Params> SIMT_DEV void merge_rows(const Params& p) {
+  using Some = Pack<typename Format::Value, kCount>;
+  const int packs = p.dim / kCount;
+  const int64_t all = p.rows * packs;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (int64_t)gridDim.x * blockDim.x) {
+    const int64_t row = i / packs;
+    float best = -INFINITY, sum = 0.f, out[kCount] = {};
+    for (int part = 0; part < p.parts; part++) best = fmaxf(best, p.lses_of(part)[row]);
+    const float base = best == -INFINITY ? 0.f : best;
+    for (int first = 0; first < p.parts; first += kAtOnce) {
+      float shares[kAtOnce];
+      Some some[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; k++) {
+        const int part = first + k;
+        shares[k] = part < p.parts ? expf(p.lses_of(part)[row] - base) : 0.f;
+        some[k] = shares[k] > 0.f ? p.template outs_of<Some>(part, all)[i] : Some{};
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; k++) {
+        sum += shares[k];
+#pragma unroll
+        for (int c = 0; c < kCount; c++) out[c] += shares[k] * Format::widen(some[k].values[c]);
+      }
     }
-    static_cast<Value*>(p.out)[row * p.dim + channel] = Format::round(sum > 0.f ? out / sum : 0.f);
+    Some whole;
+#pragma unroll
+    for (int c = 0; c < kCount; c++) whole.values[c] = Format::round(sum > 0.f ? out[c] / sum : 0.f);
+    static_cast<Some*>(p.out)[i] = whole;
+    if (i % packs == 0) p.lse[row] = sum > 0.f ? best + logf(sum) : -INFINITY;
   }
-  if (threadIdx.x == 0) p.lse[row] = sum > 0.f ? best + logf(sum) : -INFINITY;
+}
+
+template <class Format, class Params> SIMT_DEV void merge(const Params& p) {
+  constexpr int kCount = 16 / sizeof(typename Format::Value);
+  if (p.dim % kCount == 0 && are_aligned(p.numbers(), 16)) merge_rows<Format, kCount>(p);
+  else merge_rows<Format, 1>(p);
 }
 
 }  // namespace tierd

@@ -22,19 +22,35 @@ struct ToE4m3 {
   static SIMT_DEV Value round(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 };
 
+// Each thread takes kCount values of a token at a time, of its keys first and then of its values.
+template <class From, class To, int kCount> SIMT_DEV void store_token(const StoreParams& p, int64_t slot) {
+  using In = Pack<typename From::Value, kCount>;
+  using Out = Pack<typename To::Value, kCount>;
+  const int64_t to = slot / p.page_tokens * p.page_stride + slot % p.page_tokens * p.token_stride;
+  const int packs = p.kv_heads * p.dim / kCount;
+  for (int i = threadIdx.x; i < 2 * packs; i += blockDim.x) {
+    const bool is_key = i < packs;
+    const int at = is_key ? i : i - packs, head = at * kCount / p.dim, channel = at * kCount % p.dim;
+    const unsigned char* from = is_key ? p.k + blockIdx.x * p.k_stride : p.v + blockIdx.x * p.v_stride;
+    const float* scales = is_key ? p.k_scales : p.v_scales;
+    const In in = reinterpret_cast<const In*>(from)[at];
+    Out out;
+#pragma unroll
+    for (int j = 0; j < kCount; j++) {
+      const float x = From::widen(in.values[j]);
+      out.values[j] = To::round(scales ? x / scales[head] : x);
+    }
+    *reinterpret_cast<Out*>((is_key ? p.k_to : p.v_to) + to + head * p.head_stride + channel * (int)sizeof(typename To::Value)) = out;
+  }
+}
+
 template <class From, class To> SIMT_DEV void store(const StoreParams& p) {
   const int64_t slot = p.slots[blockIdx.x];
   if (slot < 0) return;
-  const int64_t to = slot / p.page_tokens * p.page_stride + slot % p.page_tokens * p.token_stride;
-  const auto* k = reinterpret_cast<const typename From::Value*>(p.k + blockIdx.x * p.k_stride);
-  const auto* v = reinterpret_cast<const typename From::Value*>(p.v + blockIdx.x * p.v_stride);
-  for (int i = threadIdx.x; i < p.kv_heads * p.dim; i += blockDim.x) {
-    const int head = i / p.dim;
-    const int64_t at = to + head * p.head_stride + i % p.dim * (int)sizeof(typename To::Value);
-    const float k_scale = p.k_scales ? p.k_scales[head] : 1.f, v_scale = p.v_scales ? p.v_scales[head] : 1.f;
-    *reinterpret_cast<typename To::Value*>(p.k_to + at) = To::round(From::widen(k[i]) / k_scale);
-    *reinterpret_cast<typename To::Value*>(p.v_to + at) = To::round(From::widen(v[i]) / v_scale);
-  }
+  // Pages are aligned, new tokens may be anywhere.
+  const bool is_aligned = are_aligned(number_of(p.k) | number_of(p.v) | p.k_stride | p.v_stride, 16) && p.dim % 8 == 0;
+  if (is_aligned) store_token<From, To, 8>(p, slot);
+  else store_token<From, To, 1>(p, slot);
 }
 
 // -- copy: rows of bytes between two layouts
@@ -58,17 +74,28 @@ SIMT_DEV unsigned char* row_at(const Side& side, const int (&at)[5]) {
   return base + page * side.strides[0] + at[2] * side.strides[2] + at[3] * side.strides[3] + at[4] * side.strides[4];
 }
 
-// Any grid: its threads take pieces of 16 bytes in turn, so that few blocks can do it beside other work.
+constexpr int kSegment = 128;  // pieces of 16 bytes: longer rows are shared out
+
+// Any grid: so many of its threads as a segment has use for, a warp at most, take segments in turn, so that few blocks can do it beside other work. Where a
+// segment lies is found in 32 bits, once for all of it: divisions of 64 would take many times as long as the copy.
 SIMT_DEV void copy_rows(const CopyParams& p) {
-  const int pieces = p.row_bytes / 16;
-  int64_t all = pieces;
-  for (int d = 0; d < 5; d++) all *= p.counts[d];
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (int64_t)gridDim.x * blockDim.x) {
+  const uint32_t pieces = p.row_bytes / 16, segments = (pieces + kSegment - 1) / kSegment;
+  int team = 1;
+  while (team < 32 && team < (int)pieces) team *= 2;
+  uint32_t each = segments;  // of a page
+  for (int d = 1; d < 5; d++) each *= p.counts[d];
+  const int64_t all = (int64_t)each * p.counts[0], teams = (int64_t)gridDim.x * blockDim.x / team;
+  for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / team; i < all; i += teams) {
     int at[5];
-    int64_t rest = i / pieces;
-    for (int d = 4; d >= 0; d--) at[d] = rest % p.counts[d], rest /= p.counts[d];
-    const int offset = i % pieces * 16;
-    *reinterpret_cast<uint4*>(row_at(p.to, at) + offset) = *reinterpret_cast<const uint4*>(row_at(p.from, at) + offset);
+    at[0] = all > UINT32_MAX ? i / each : (uint32_t)i / each;
+    uint32_t rest = i - (int64_t)at[0] * each;
+    const uint32_t first = rest % segments * kSegment, end = min(first + kSegment, pieces);
+    rest /= segments;
+    for (int d = 4; d > 0; d--) at[d] = rest % p.counts[d], rest /= p.counts[d];
+    auto* __restrict__ to = reinterpret_cast<uint4*>(row_at(p.to, at));
+    const auto* __restrict__ from = reinterpret_cast<const uint4*>(row_at(p.from, at));
+#pragma unroll 4
+    for (uint32_t piece = first + threadIdx.x % team; piece < end; piece += team) to[piece] = from[piece];
   }
 }
 

@@ -44,8 +44,6 @@ ON_THE_WAY = [
     "session.map.before_reply",
 ]
 """Passed by workers that put, look and are robbed of their device pages."""
-CHOSEN = ("cuda.load.before_return", "cuda.slab.before_spare", "mover.device.before_store")
-"""Those of `make test`."""
 WORKERS = 2
 ROUNDS = 300
 """Within which a fault point must have been passed."""
@@ -193,16 +191,6 @@ def test_killed_at_random() -> None:
             run.die(run.kill_soon)
 
 
-@pytest.mark.timeout(300)
-def test_death_at_some_fault_points() -> None:
-    """A death at three points, before, within and behind a copy: as the module says."""
-    seed = _seed()
-    with lives("death at some fault points", seed=seed) as run:
-        for point in CHOSEN:
-            die_at(run, point)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_death_at_each_fault_point() -> None:
     """A death at every point on the tier's way, each of them reached: as the module says."""

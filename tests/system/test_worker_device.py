@@ -94,22 +94,26 @@ class Attending:
         """Of the bytes of the prefix's pages."""
         return [int(self.gpu.read(page.array).view(np.uint16).sum(dtype=np.int64)) for page in self._prefix()]
 
-    def commit_at_once(self) -> int:
-        """Stores a block by kernels and commits it, with nothing in between that waits for them; how many tokens are found when all has ended."""
-        table, tokens = BlockTable(self.source), list(range(16))
-        table.grow(16)
-        over = self._over(table.pages[0], slots=np.arange(16))
+    def commit_at_once(self, count: int) -> int:
+        """Stores so many tokens by kernels and commits them, a whole block or a short one, with nothing in between that waits for them; how many are found when
+        all has ended."""
+        table, tokens = BlockTable(self.source), list(range(count))
+        table.grow(count)
+        over = self._over(table.pages[0], slots=np.arange(count))
         for layer in range(SPEC.layers):
-            rows = np.full((16, SPEC.kv_heads, SPEC.head_dim), layer + 1, np.float16)
+            rows = np.full((count, SPEC.kv_heads, SPEC.head_dim), layer + 1, np.float16)
             over.store(layer, self.gpu.filled(rows), self.gpu.filled(-rows))
-        table.advance(16)
-        table.commit(tokens)
+        table.advance(count)
+        if count == 16:
+            table.commit(tokens)
+        else:
+            assert table.commit_tail(tokens)
         self.gpu.finish()
         return self.find(tokens)
 
     def find(self, tokens: list[int]) -> int:
         """How many of these tokens are stored, and rightly so."""
-        return self.source.acquire(tokens).tokens
+        return self.source.acquire(tokens, marks=[len(tokens)]).tokens
 
     def store_where_it_may_not(self) -> str:
         """Launches the store kernel into a page of the prefix; what came of it."""
@@ -209,11 +213,13 @@ def test_a_prompt_that_is_stored_whole(daemon: Daemon) -> None:
         assert two.ask(["end"]) == reference(PREFIX)
 
 
-def test_a_commit_is_sent_behind_the_store_kernels(daemon: Daemon) -> None:
-    """What is committed at once after its launch is in the block: both the worker itself and another one find it, verified."""
+@pytest.mark.parametrize("count", [16, 7], ids=["whole", "short"])
+def test_a_commit_is_sent_behind_the_store_kernels(daemon: Daemon, count: int) -> None:
+    """What is committed at once after its launch, or after the copy of a short block's tokens, is in the block: both the worker itself and another one find it,
+    verified."""
     with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
-        assert one.ask(["commit_at_once"]) == 16
-        assert two.ask(["find", list(range(16))]) == 16
+        assert one.ask(["commit_at_once", count]) == count
+        assert two.ask(["find", list(range(count))]) == count
 
 
 def test_one_of_several_is_killed(daemon: Daemon, want: list[int]) -> None:

@@ -135,6 +135,18 @@ def test_a_conversation_goes_on_in_the_middle_of_a_block(roomy: Daemon, model: L
     assert not worker.source.faults
 
 
+def test_a_turn_shorter_than_a_block_is_found_by_its_mark(roomy: Daemon, model: Llama) -> None:
+    """A conversation that has filled no block yet goes on from its short one, while what is asked is still less than a block."""
+    with Worker(roomy, model) as worker:
+        start = prompt(5)
+        first = worker.serve(Request(start, 4))[0]
+        longer = Request((*start, *first.tokens, 7), 3, marks=(first.stored_tokens,))
+        second = worker.serve(longer)[0]
+    assert second.reused_tokens == first.stored_tokens == 8
+    assert second.tokens == plain(model, longer)[0]
+    assert not worker.source.faults
+
+
 def test_a_turn_says_where_its_tokens_were_found(roomy: Daemon, model: Llama) -> None:
     """Blocks and a tail that lie in host memory alone are reported as found there, though reading brings them near."""
     with Worker(roomy, model) as worker, RawClient(roomy.target) as operator:

@@ -15,7 +15,7 @@ from typing import Any
 from tierd.errors import InvalidArgument
 from tierd.kernels import params
 from tierd.kernels.arguments import Arguments, DeviceBatch, group_of
-from tierd.kernels.buffers import BYTES, Array, Buffer, seen
+from tierd.kernels.buffers import ALIGNMENT_BYTES, BYTES, Array, Buffer, seen
 from tierd.kernels.fitting import TILE_TOKENS, decode_fit, prefill_fit
 from tierd.kernels.library import Library
 from tierd.kernels.pages import KvPages, check_blocks
@@ -23,7 +23,7 @@ from tierd.kernels.prepared import Kept, Launch, Prepared
 from tierd.kernels.reference import Attended
 
 BLOCK_ROWS = 64
-PLAN_THREADS = 256
+PLAN_THREADS, MERGE_THREADS = 256, 128
 """As in cuda/src."""
 ARGUMENTS = (
     "q",
@@ -193,7 +193,7 @@ def merge_parts(library: Library, outs: Array, lses: Array, to: Attended) -> Att
     out = Buffer.of("out", to.out).checked((rows, heads, dim), given.dtype, device=device)
     lse = Buffer.of("lse", to.lse).checked((rows, heads), "f32", device=device)
     merge = params.Merge(given.address, logs.address, out.address, lse.address, rows * heads, parts, dim)
-    library.launch(f"merge_{given.dtype}", (rows * heads, 1, 1), merge)
+    library.launch(f"merge_{given.dtype}", (_merge_blocks(merge, given.dtype), 1, 1), merge)
     return to
 
 
@@ -210,8 +210,14 @@ def merge_scattered(library: Library, parts: Sequence[Attended], addresses: Arra
     lse = Buffer.of("lse", to.lse).checked(first.shape[:2], "f32", device=device).address
     rows, dim = first.shape[0] * first.shape[1], first.shape[2]
     merge = params.Merge(where, where + count * BYTES["i64"], out, lse, rows, count, dim)
-    library.launch(f"merge_scattered_{first.dtype}", (rows, 1, 1), merge)
+    library.launch(f"merge_scattered_{first.dtype}", (_merge_blocks(merge, first.dtype), 1, 1), merge)
     return to
+
+
+def _merge_blocks(merge: params.Merge, dtype: str) -> int:
+    """A thread for each piece of a row."""
+    rows, dim = int(merge.rows), int(merge.dim)
+    return max(min(rows, 1), -(-(rows * dim * BYTES[dtype] // ALIGNMENT_BYTES) // MERGE_THREADS))
 
 
 def part_addresses(parts: Sequence[Attended]) -> list[list[int]]:

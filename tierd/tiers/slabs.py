@@ -57,7 +57,6 @@ class Slabs:
                 ends.callback(os.close, fd)
                 lent[slab.number] = (fd, self._segment_bytes)
             facts = await gpu.start(slabs=lent)
-        self._dropped.extend(lent.keys() - {slab.number for slab in (*self._used.values(), *self._spares)})
         self.gpu = gpu
         return facts
 

@@ -193,7 +193,8 @@ class TierdPages:
         for mark in sorted(near, reverse=True):
             longer, its_hashes = self._lease(tokens, mark)
             if longer.tokens == mark:
-                # The first lease has brought its blocks near: what the second one finds farthest is the tail.
+                # The first lease has brought its blocks near: what the second one finds farthest is the tail. Without a whole block it has told of no tier.
+                found = found if len(found) else np.zeros(len(longer.tier_tokens), dtype=np.int64)
                 found[np.flatnonzero(longer.tier_tokens)[-1]] += mark - lease.tokens
                 lease, hashes = longer, its_hashes
                 break

@@ -5,139 +5,42 @@
     python -m tools.gpu --small        tiny sizes, for the fake driver: `python -m tools.fake_cuda` says how; no figure says anything
 
 The exit status is 1 if a check failed, a promise was missed, or a part came to nothing. What is there after each result is in the files at once.
+
+Without a package of NEEDED it says which, and ends with 1: where nothing can be installed they may be carried there.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib
 import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
 
-from tierd.kernels.loaded import FATBINS
-from tools import fatbins
-from tools.gpu import machine, report
-from tools.gpu.bench import ROOT
-from tools.gpu.forecasts import FORECASTS, verdict
-from tools.gpu.parts import PARTS, TOTAL_S, Part, results_of
-from tools.gpu.results import Left, Result, as_object
-
-RESULTS = ROOT / "cuda" / "RESULTS.md"
-BAD = ("failed", "missed")
-
-
-class Run:
-    """What is known so far, kept in files."""
-
-    def __init__(self, told: dict[str, object], folder: Path, *, is_small: bool, is_whole: bool) -> None:
-        self.told, self.is_small, self.results = told, is_small, dict[str, Result]()
-        self._json = folder / "gpu.json"
-        self._text = RESULTS if is_whole and folder == ROOT / "build" else folder / "RESULTS.md"
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def take(self, result: Result) -> None:
-        """Says it, and keeps it."""
-        self.results[result.name] = result
-        print(self._line(result), flush=True)
-        self.write()
-
-    def write(self) -> None:
-        """All that there is."""
-        objects = [
-            as_object(result) | {"predicted": _predicted(name), "verdict": self._verdict(result)}
-            for name, result in self.results.items()
-        ]
-        whole = {"machine": self.told, "is_small": self.is_small, "results": objects}
-        _replace(self._json, json.dumps(whole, indent=1) + "\n")
-
-    def end(self) -> int:
-        """Writes the report; the exit status."""
-        _replace(self._text, report.text(self.told, self.results, is_judged=not self.is_small))
-        bad = [result for result in self.results.values() if self._verdict(result) in BAD]
-        for result in bad:
-            print(f"{self._verdict(result)}: {self._line(result)}", file=sys.stderr)
-        left = sum(isinstance(result, Left) for result in self.results.values())
-        print(
-            f"{len(self.results) - left} results, {len(bad)} failed or missed, {left} left out; {self._text}, {self._json}"
-        )
-        return 1 if bad else 0
-
-    def _verdict(self, result: Result) -> str:
-        return verdict(result, is_judged=not self.is_small)
-
-    def _line(self, result: Result) -> str:
-        value, limit, ratio = report.came(result)
-        forecast = FORECASTS.get(result.name)
-        more = [f"limit {limit}, ratio {ratio}"] if limit else []
-        more += [f"predicted {report.predicted(forecast)}"] if forecast else []
-        return f"{result.name:28} {'; '.join([value, *more])}  {self._verdict(result)}".rstrip()
-
-
-def _predicted(name: str) -> float | str | None:
-    return FORECASTS[name].predicted if name in FORECASTS else None
-
-
-def _replace(path: Path, text: str) -> None:
-    """At once: whoever reads it sees the former or the new."""
-    unfinished = path.with_name(f".{path.name}.new")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.rename(path)
-
-
-def run_parts(run: Run, parts: Sequence[Part], folder: Path) -> None:
-    """One after another, each with a share of what is left."""
-    until = time.monotonic() + TOTAL_S
-    for part in parts:
-        left = until - time.monotonic()
-        print(f"-- {part.name}: at most {min(part.bound_s, left):.0f} s", flush=True)
-        if left > 1:
-            bound = min(part.bound_s, left)
-            for result in results_of(part, fatbins=folder, is_small=run.is_small, bound_s=bound):
-                run.take(result)
-        for name, forecast in FORECASTS.items():
-            if forecast.part == part.name and name not in run.results:
-                run.take(Left(name, "not reached"))
-
-
-def built(folder: Path, architecture: str) -> Path:
-    """The fatbins; compiled for this GPU alone if there are none and there is an nvcc. Raises Missing."""
-    if any(folder.glob("*.fatbin")):
-        return folder
-    if fatbins.find_nvcc() is None:
-        raise machine.Missing(f"no fatbins in {folder}; build them with `python -m tools.fatbins`, which takes nvcc")
-    for line in fatbins.build(folder, [int(architecture.removeprefix("sm_"))]):
-        print(line, flush=True)
-    return folder
+NEEDED = {
+    "numpy": "numpy",
+    "ml_dtypes": "ml_dtypes",
+    "array_api_compat": "array-api-compat",
+    "msgpack": "msgpack",
+    "xxhash": "xxhash",
+    "google.protobuf": "protobuf",
+    "cuda.bindings": "cuda-bindings",
+}
+"""All that is not in this repository, by the names of modules and of packages."""
 
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        prog="make gpu", description="Checks and measures the kernels on this machine's GPU."
-    )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
-    parser.add_argument("--small", action="store_true", help="tiny sizes, of which no figure says anything")
-    parser.add_argument("--waiting", action="store_true", help="writes cuda/RESULTS.md before any run")
-    parser.add_argument("--fatbins", type=Path, default=FATBINS, help="a folder of them")
-    parser.add_argument("--into", type=Path, default=ROOT / "build", help="the folder of gpu.json")
-    given = parser.parse_args()
-    if unknown := set(given.parts) - {part.name for part in PARTS}:
-        parser.error(f"no part {', '.join(sorted(unknown))}")
-    if given.waiting:
-        _replace(RESULTS, report.waiting())
-        return 0
-    try:
-        told = machine.asked()
-        folder = built(given.fatbins, str(told["architecture"]))
-    except (machine.Missing, fatbins.NvccError) as error:
-        print(f"make gpu: {error}; nothing was checked", file=sys.stderr)
+    missing = [package for module, package in NEEDED.items() if not _is_there(module)]
+    if missing:
+        print(f"make gpu: {', '.join(missing)}: not installed; nothing was checked", file=sys.stderr)
         return 1
-    print(", ".join(f"{name} {value}" for name, value in told.items()), flush=True)
-    run = Run(told, given.into, is_small=given.small, is_whole=not (given.parts or given.small))
-    run_parts(run, [part for part in PARTS if not given.parts or part.name in given.parts], folder)
-    return run.end()
+    return int(importlib.import_module("tools.gpu.run").main())
+
+
+def _is_there(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tierd.errors import TierFailed
 from tierd.kernels.pages import KvPages, store_tokens
 from tools.fake_cuda import build_fatbins
 from tools.gpu import deaths, decode, decodes, forecasts, pages, prefills, report, shapes, sharing
+from tools.gpu.__main__ import NEEDED
 from tools.gpu.bench import Bench, end
 from tools.gpu.device import Gpu
 from tools.gpu.forecasts import FORECASTS, verdict
@@ -34,6 +35,21 @@ BOUND_S = 8
 """Of a part that hangs: many times what it takes to start."""
 NEEDS_RIVALS = {name for name, forecast in FORECASTS.items() if forecast.part == "rivals"}
 NO_DRIVER = Path("/proc/driver/nvidia")
+NOT_NEEDED = (
+    "aiofiles",
+    "click",
+    "grpc",
+    "hypothesis",
+    "prometheus_client",
+    "psutil",
+    "pydantic",
+    "pytest",
+    "rich",
+    "safetensors",
+    "structlog",
+    "zmq",
+)
+"""Modules that the rest of the project takes: a machine with a GPU may have none of them."""
 
 
 @dataclass
@@ -72,14 +88,22 @@ def small(into: Path, *parts: str, fatbins: Path | None = None, **environment: s
     return run_gpu(into, *given, environment=fake_environment() | environment)
 
 
+def without(folder: Path, *modules: str) -> str:
+    """A PYTHONPATH on which these cannot be imported."""
+    folder.mkdir()
+    for module in modules:
+        (folder / f"{module}.py").write_text(f"raise ModuleNotFoundError('no module {module}')")
+    return str(folder)
+
+
 # -- a whole run
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """All parts."""
-    begun = time.monotonic()
-    ended = small(tmp_path_factory.mktemp("gpu"))
+    """All parts, with the packages that it is said to take alone."""
+    begun, into = time.monotonic(), tmp_path_factory.mktemp("gpu")
+    ended = small(into, PYTHONPATH=without(into / "hidden", *NOT_NEEDED))
     figures("make gpu on the fake driver", seconds=round(time.monotonic() - begun, 1), results=len(ended.results))
     return ended
 
@@ -233,7 +257,21 @@ def test_an_error_of_a_part_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed == Check("part_broken", passed=False, said=f"{TierFailed.__name__}: the GPU lost its context")
 
 
-# -- no GPU
+# -- no GPU, or not all that it takes
+
+
+@pytest.mark.parametrize("module", ["array_api_compat", "msgpack"])
+def test_a_missing_package_is_named(tmp_path: Path, module: str) -> None:
+    """In one line, before anything is asked of a driver."""
+    ended = small(tmp_path, PYTHONPATH=without(tmp_path / "hidden", module))
+    assert (ended.status, ended.results, ended.text) == (1, {}, "")
+    assert ended.said == f"make gpu: {NEEDED[module]}: not installed; nothing was checked\n"
+
+
+def test_the_packages_that_it_takes_are_told() -> None:
+    """In the README, for who carries them to a machine where nothing can be installed."""
+    text = (ROOT / "cuda" / "README.md").read_text(encoding="utf-8")
+    assert [package for package in NEEDED.values() if package not in text] == []
 
 
 def test_a_driver_without_a_gpu_is_named(tmp_path: Path) -> None:

@@ -220,17 +220,17 @@ def check_narrow_prefill(library: Library, shape: Shape) -> None:
     check_prefill(Narrow(library, most - 1), shape)
 
 
-def check_merge(library: Library, kind: str) -> None:
+def check_merge(library: Library, kind: str, dim: int = 96) -> None:
     """Parts of very different weight, one that saw nothing and is not read, and a row of which none saw anything; in one array, and each in one of its own."""
     rng = np.random.default_rng(1)
-    outs, lses = rng.standard_normal((3, 5, 2, 96)), (4 * rng.standard_normal((3, 5, 2))).astype(np.float32)
+    outs, lses = rng.standard_normal((6, 5, 2, dim)), (4 * rng.standard_normal((6, 5, 2))).astype(np.float32)
     lses[1, 2], lses[:, 4] = -np.inf, -np.inf
     outs[1, 2], outs[:, 4] = np.nan, np.nan
     given = outs.astype(TYPES[kind])
     got, again = (Attended(_poison_like(given[0]), allocate((5, 2), "float32")) for _ in range(2))
     with placed(library) as put:
         merge_parts(library, put(given), put(lses), put(got))
-        parts = [put(Attended(given[i].copy(), lses[i].copy())) for i in (2, 0, 1)]
+        parts = [put(Attended(given[i].copy(), lses[i].copy())) for i in (2, 0, 5, 1, 4, 3)]
         merge_scattered(library, parts, put(np.array(part_addresses(parts), np.int64)), put(again))
     want = merge_attention(list(given.astype(np.float64)), list(lses.astype(np.float64)))
     for each in (got, again):
@@ -241,7 +241,7 @@ def check_merge(library: Library, kind: str) -> None:
 DECODES = (
     Shape(((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))),
     Shape(((1, 100), (1, 70)), types=("f16", "e4m3"), page_tokens=32, group=7, kv_heads=1),
-    Shape(((1, 200), (1, 20), (1, 3)), types=("f16", "f16"), page_tokens=32, sinks=4, window=50),
+    Shape(((1, 209), (1, 20), (1, 3)), types=("f16", "f16"), page_tokens=32, sinks=4, window=50),
     Shape(((1, 200), (1, 20), (1, 3)), types=("bf16", "e4m3"), page_tokens=32, chosen=2, group=16, kv_heads=1),
     Shape(((1, 777),), kv_heads=1, spread=0.5),
     Shape(((1, 200), (1, 0), (1, 40)), page_tokens=32, chosen=3),
@@ -253,7 +253,7 @@ PREFILLS = (
     Shape(((30, 150), (0, 20), (9, 9)), page_tokens=32, chosen=2, group=2),
 )
 """Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
-anew; windows of prompts begin at the last token of a tile, those of decodes at the second tile of a page; of decodes a run ends where the last row
+anew; windows begin at the last token of a tile, those of decodes in the second tile of a page; of decodes a run ends where the last row
 does, and is so long that each warp fills a place of its ring anew; the decode of one request is of flat attention."""
 NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
 NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])

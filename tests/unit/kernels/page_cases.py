@@ -49,7 +49,7 @@ def assert_same_bytes(got: Array, want: Array, what: object) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """is_hnd: heads outside of tokens in a page."""
+    """is_hnd: heads outside of tokens in a page. gap: elements between new tokens, which take their alignment away if they are few."""
 
     tokens: int = 40
     types: tuple[str, str] = ("bf16", "bf16")
@@ -57,6 +57,7 @@ class Store:
     heads: int = 2
     dim: int = 64
     is_hnd: bool = False
+    gap: int = 0
 
     def pool(self) -> Array:
         """Of poison, with a page before and one behind those that are given to a kernel."""
@@ -69,10 +70,13 @@ class Store:
 
 
 def check_store(library: Library, shape: Store) -> None:
-    """Tokens of a wider array, in random slots, every third of them nowhere; values beyond the range of e4m3 among them."""
+    """Keys of a wider array, values of a dense one, in random slots, every third of them nowhere; values beyond the range of e4m3 among them."""
     rng = np.random.default_rng(shape.tokens)
-    new = np.exp(rng.uniform(-12, 8, (shape.tokens, 3, shape.heads, shape.dim))) * rng.choice([-1, 1], shape.dim)
-    k, v = (new.astype(TYPES[shape.types[0]])[:, i] for i in (0, 2))
+    new = np.exp(rng.uniform(-12, 8, (2, shape.tokens, shape.heads, shape.dim))) * rng.choice([-1, 1], shape.dim)
+    k, v = new.astype(TYPES[shape.types[0]])
+    room = poison((shape.tokens, 2 * k[:1].size + shape.gap), shape.types[0])
+    place = room[:, k[:1].size + shape.gap :].reshape(k.shape)
+    place[:], k = k, place
     got, want = shape.pool(), shape.pool()
     slots = rng.permutation(len(shape.seen(got)) * shape.page_tokens)[: shape.tokens].astype(np.int64)
     slots[::3] = -1 - slots[::3] % shape.page_tokens
@@ -146,6 +150,17 @@ def check_copy(library: Library, shape: Copy) -> None:
         assert_same_bytes(mine, other, shape)
 
 
+def check_long_copy(library: Library, blocks: int) -> None:
+    """Rows of more than threads take together, whose last share is not whole: 2,400 bytes. What lies between them stays."""
+    source, got = (np.full((4, 1, 3, 5, 3, 40), value, np.uint16).view(np.float16) for value in (0, 7))
+    source.view(np.uint16)[:] = np.random.default_rng(5).integers(0, 1 << 16, source.shape)
+    want = got.copy()
+    want.view(np.uint16)[:, :, :2] = source.view(np.uint16)[:, :, :2]
+    with placed(library) as put:
+        copy_pages(library, Place(put(source[:, :, :2])), Place(put(got[:, :, :2])), blocks=blocks)
+    assert_same_bytes(got, want, "long rows")
+
+
 # -- runs
 
 
@@ -216,12 +231,14 @@ def check_summary(library: Library, shape: Summary) -> None:
 STORES = (
     Store(types=("bf16", "bf16")),
     Store(types=("f16", "e4m3"), is_hnd=True, tokens=33),
+    Store(tokens=5, gap=1),
 )
 COPIES = (
     Copy("pages-hnd", "tensors-nhd"),
     Copy("layers-nhd", "pages-hnd", None),
     Copy("pages-hnd", "pages-hnd", kind="e4m3"),
 )
+LONG_COPIES = (1, 16)
 RUNS = (
     Runs((4096, 16, 0, 4097, 31, 1, 15, 8192)),
     Runs((4096, 300, 17, 1, 5000), of_targets=(0, 5, 0), of_sources=(0, 0, 9, 5)),

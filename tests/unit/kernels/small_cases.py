@@ -1,4 +1,4 @@
-"""One small case of each kind, as a program: `python -m tests.unit.kernels.small_cases LIBRARY [--unit UNIT] [--orders 0,1]`.
+"""One small case of each kind, as a program: `python -m tests.unit.kernels.small_cases LIBRARY [--unit UNIT] [--orders 0,1] [--beyond]`.
 
 For what must own its process: sanitizers, and kernels that were broken on purpose. It says which case failed, and in which order of threads.
 """
@@ -15,6 +15,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tests.unit.kernels.far_cases import (
+    FAR_DECODES,
+    FAR_PREFILLS,
+    MANY,
+    check_far_decode,
+    check_far_pages,
+    check_far_prefill,
+)
 from tests.unit.kernels.kernel_cases import (
     DECODES,
     MERGES,
@@ -30,10 +38,12 @@ from tests.unit.kernels.kernel_cases import (
 )
 from tests.unit.kernels.page_cases import (
     COPIES,
+    LONG_COPIES,
     RUNS,
     STORES,
     SUMMARIES,
     check_copy,
+    check_long_copy,
     check_runs,
     check_store,
     check_summary,
@@ -57,6 +67,7 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
         for check, shapes in (
             (check_store, STORES),
             (check_copy, COPIES),
+            (check_long_copy, LONG_COPIES),
             (check_runs, RUNS),
             (check_summary, SUMMARIES),
         )
@@ -66,6 +77,12 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
     "read": [(check_read, shape) for shape in READS],
 }
 """By the source file of the kernels."""
+BEYOND: dict[str, list[tuple[Callable[..., None], Any]]] = {
+    "decode": [(check_decode, MANY), *((check_far_decode, shape) for shape in FAR_DECODES)],
+    "prefill": [(check_far_prefill, shape) for shape in FAR_PREFILLS],
+    "pages": [(check_far_pages, "bf16")],
+}
+"""Those that sanitizers take too long for, likewise."""
 
 
 def main() -> int:
@@ -75,13 +92,17 @@ def main() -> int:
     parser.add_argument("--unit", action="append", choices=UNITS, help="of this source file alone")
     parser.add_argument("--head-dim", type=int, default=64, help="of decode and prefill")
     parser.add_argument("--orders", default="0", help="of threads, as in SIMT_ORDER")
+    parser.add_argument(
+        "--beyond", action="store_true", help="large batches and pages far apart too, in the first order"
+    )
     parser.add_argument("--cpu-limit-s", type=int, default=resource.RLIM_INFINITY, help="for kernels that may hang")
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CPU, (given.cpu_limit_s, given.cpu_limit_s))
-    library = Emulated(given.library)
-    for order in given.orders.split(","):
+    library, units = Emulated(given.library), given.unit or UNITS
+    for i, order in enumerate(given.orders.split(",")):
         os.environ["SIMT_ORDER"] = order
-        for check, shape in chain.from_iterable(UNITS[unit] for unit in given.unit or UNITS):
+        more = (BEYOND.get(unit, []) for unit in units if given.beyond and i == 0)
+        for check, shape in chain(*(UNITS[unit] for unit in units), *more):
             try:
                 check(library, _of_dim(shape, given.head_dim))
             except AssertionError as error:

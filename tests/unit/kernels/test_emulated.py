@@ -182,6 +182,13 @@ def test_merge_of_parts(library: Emulated, kind: str) -> None:
     check_merge(library, kind)
 
 
+@pytest.mark.parametrize("dim", [1, 7, 100, 512])
+@pytest.mark.parametrize("kind", MERGES)
+def test_merge_of_any_dim(library: Emulated, kind: str, dim: int) -> None:
+    """Also of so few channels, or so odd a number, that they are not read several at a time."""
+    check_merge(library, kind, dim)
+
+
 # -- where a block has less shared memory
 
 

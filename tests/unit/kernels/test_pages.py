@@ -10,12 +10,14 @@ import pytest
 
 from tests.unit.kernels.page_cases import (
     LAYOUTS,
+    LONG_COPIES,
     Copy,
     Memory,
     Runs,
     Store,
     Summary,
     check_copy,
+    check_long_copy,
     check_runs,
     check_store,
     check_summary,
@@ -44,6 +46,12 @@ def test_store_of_every_type(library: Emulated, types: tuple[str, str], is_hnd: 
 def test_store_of_any_shape(library: Emulated, tokens: int, page_tokens: int, heads: int, dim: int) -> None:
     """No token, one, and more than fit a page; heads and channels that are no power of two."""
     check_store(library, Store(tokens, page_tokens=page_tokens, heads=heads, dim=dim))
+
+
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_store_of_tokens_at_any_address(library: Emulated, types: tuple[str, str]) -> None:
+    """New tokens whose bytes are not at multiples of 16, as a slice of something wider has them."""
+    check_store(library, Store(types=types, gap=1))
 
 
 # -- copy
@@ -80,6 +88,12 @@ def test_copy_of_no_page_or_one(library: Emulated, count: int) -> None:
 def test_any_number_of_blocks_copies_the_same(library: Emulated, blocks: int) -> None:
     """Few blocks beside other work, or more than there is to do."""
     check_copy(library, Copy("pages-nhd", "layers-hnd", blocks=blocks))
+
+
+@pytest.mark.parametrize("blocks", LONG_COPIES)
+def test_copy_of_long_rows(library: Emulated, blocks: int) -> None:
+    """By few blocks or by more than there are shares."""
+    check_long_copy(library, blocks)
 
 
 def test_copy_of_some_tokens(library: Emulated) -> None:

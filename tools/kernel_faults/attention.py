@@ -1,33 +1,10 @@
-"""What is broken in the kernels, one at a time, to see that their tests notice: `python -m tools.kernel_mutants` tries it.
-
-Purpose: the table `MUTANTS`. Non-purpose: how they are tried. Invariant: what is replaced stands in its file exactly once, which a test sees to.
-Every barrier and every wait has a row but the two waits at the ends of decode and prefill: all that they wait for is empty groups of copies.
-"""
+"""Faults of decode, of prompts and of the merges."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from tools.kernel_faults.mutant import DECODE, MERGE, PREFILL, Mutant
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """what: the fault. file: under cuda/src, where `old` stands once. unit: the source file whose cases should notice."""
-
-    name: str
-    what: str
-    file: str
-    old: str
-    new: str
-    unit: str
-
-    def is_there(self, sources: Path) -> bool:
-        """Whether its text stands in its file exactly once."""
-        return (sources / "src" / self.file).read_text(encoding="utf-8").count(self.old) == 1
-
-
-DECODE, PREFILL, PAGES, MERGE, HASH, READ = "decode", "prefill", "pages", "merge", "hash", "read"
-MUTANTS: tuple[Mutant, ...] = (
+ATTENTION: tuple[Mutant, ...] = (
     # -- barriers and waits
     Mutant(
         "decode-await",
@@ -266,7 +243,62 @@ MUTANTS: tuple[Mutant, ...] = (
         "p.batch.subsets",
         DECODE,
     ),
+    # -- scales and heads
+    Mutant(
+        "decode-key-scale",
+        "keys of every kv head have the scale of the first",
+        "decode.cu",
+        "p.k_scales[row.number % p.batch.kv_heads]",
+        "p.k_scales[0]",
+        DECODE,
+    ),
+    Mutant(
+        "decode-value-scale",
+        "values of every kv head have the scale of the first",
+        "decode.cu",
+        "p.v_scales[row % p.kv_heads]",
+        "p.v_scales[0]",
+        DECODE,
+    ),
+    Mutant(
+        "prefill-key-scale", "the same of a prompt's keys", "prefill.cu", "p.k_scales[head]", "p.k_scales[0]", PREFILL
+    ),
+    Mutant("prefill-value-scale", "and of its values", "prefill.cu", "p.v_scales[head]", "p.v_scales[0]", PREFILL),
+    Mutant(
+        "mass-head",
+        "masses of every kv head are of the pages of the first",
+        "decode.cu",
+        "head = blockIdx.x % p.q_heads / (p.q_heads / p.batch.kv_heads);",
+        "head = 0;",
+        DECODE,
+    ),
+    # -- addresses beyond 32 bits
+    Mutant(
+        "decode-far",
+        "a page's place is cut to 32 bits",
+        "decode.cu",
+        "const int64_t at = id",
+        "const int at = id",
+        DECODE,
+    ),
+    Mutant("prefill-far", "the same for a prompt", "prefill.cu", "const int64_t at = id", "const int at = id", PREFILL),
     # -- the plan and the merges
+    Mutant(
+        "plan-threads",
+        "rows beyond the threads of the plan are forgotten",
+        "decode.cu",
+        "each = (rows + kPlanThreads - 1) / kPlanThreads;",
+        "each = 1;",
+        DECODE,
+    ),
+    Mutant(
+        "row-window",
+        "a row's oldest token is taken for one later than its plan takes it for",
+        "decode.cu",
+        "- p.batch.window);\n    return {number",
+        "- p.batch.window + 1);\n    return {number",
+        DECODE,
+    ),
     Mutant(
         "plan-starts",
         "rows begin where they end",
@@ -347,8 +379,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "out += p.out",
         DECODE,
     ),
-    Mutant("merge-rescale", "parts are added as they are", "merge.cu", "out += share *", "out +=", MERGE),
-    Mutant("merge-nothing", "a part that saw nothing is read", "merge.cu", "if (share > 0.f) out", "out", MERGE),
+    Mutant("merge-rescale", "parts are added as they are", "merge.cu", "out[c] += shares[k] *", "out[c] +=", MERGE),
+    Mutant(
+        "merge-nothing",
+        "a part that saw nothing is read",
+        "merge.cu",
+        "shares[k] > 0.f ? p.template outs_of<Some>(part, all)[i] : Some{}",
+        "p.template outs_of<Some>(part, all)[i]",
+        MERGE,
+    ),
+    Mutant("merge-rest", "four parts are merged", "merge.cu", "first += kAtOnce", "first = p.parts", MERGE),
     Mutant(
         "mass-unseen",
         "pages that nobody saw have a mass",
@@ -383,111 +423,4 @@ MUTANTS: tuple[Mutant, ...] = (
         DECODE,
     ),
     Mutant("values-bytes", "two tokens of a channel change places", "tile.h", "0, 0x31)", "0, 0x13)", PREFILL),
-    # -- pages
-    Mutant("store-nowhere", "a token without a slot is stored", "pages.cu", "if (slot < 0) return;", "", PAGES),
-    Mutant(
-        "store-scale",
-        "values are divided by the scale of keys",
-        "pages.cu",
-        "widen(v[i]) / v_scale",
-        "widen(v[i]) / k_scale",
-        PAGES,
-    ),
-    Mutant(
-        "store-offset",
-        "a token goes to the beginning of its page",
-        "pages.cu",
-        "slot % p.page_tokens * p.token_stride",
-        "0",
-        PAGES,
-    ),
-    Mutant(
-        "copy-pages",
-        "the ids of pages are not looked at",
-        "pages.cu",
-        "side.pages ? side.pages[at[0]] : at[0]",
-        "at[0]",
-        PAGES,
-    ),
-    Mutant(
-        "copy-rest",
-        "what is left after one turn of the grid is not copied",
-        "pages.cu",
-        "i < all; i +=",
-        "i < all && i < (int64_t)gridDim.x * blockDim.x; i +=",
-        PAGES,
-    ),
-    Mutant(
-        "copy-layers",
-        "all layers come from the first tensor",
-        "pages.cu",
-        "side.layers[at[1]]",
-        "side.layers[0]",
-        PAGES,
-    ),
-    Mutant("runs-rest", "each block copies one run", "pages.cu", "run += gridDim.x", "run = p.count", PAGES),
-    Mutant(
-        "runs-tail", "bytes behind the last whole 16 stay behind", "pages.cu", "i < length; i +=", "i < 0; i +=", PAGES
-    ),
-    Mutant(
-        "summary-tail", "one stale token counts", "pages.cu", "token < p.tokens[page]", "token <= p.tokens[page]", PAGES
-    ),
-    # -- sums
-    Mutant("hash-scramble", "blocks are not scrambled", "hash.cu", "scramble(accumulators, scrambling);", "", HASH),
-    Mutant(
-        "hash-stripe",
-        "the last stripe is a whole one",
-        "hash.cu",
-        "data + length - kStripeBytes",
-        "data + (length - 1) / 64 * 64",
-        HASH,
-    ),
-    Mutant(
-        "hash-full-block",
-        "a full last block is scrambled",
-        "hash.cu",
-        "blocks = (length - 1) / kBlockBytes",
-        "blocks = length / kBlockBytes",
-        HASH,
-    ),
-    Mutant(
-        "hash-lanes",
-        "half of a block's stripes is left out",
-        "hash.cu",
-        "over_lanes(sum, kStripeLanes, 32)",
-        "over_lanes(sum, kStripeLanes, 16)",
-        HASH,
-    ),
-    Mutant("hash-crossed", "words feed their own accumulators", "hash.cu", "data.words[1 - i]", "data.words[i]", HASH),
-    Mutant("hash-path", "129 bytes take the path of 128", "hash.cu", "length <= 128", "length <= 129", HASH),
-    Mutant(
-        "hash-ahead",
-        "blocks that were loaded ahead are used twice",
-        "hash.cu",
-        "load(ring[i], first + i + kAhead);",
-        "",
-        HASH,
-    ),
-    Mutant(
-        "hash-granule",
-        "unaligned bytes are of the wrong half of a granule",
-        "hash.cu",
-        "offset < 8 ?",
-        "offset <= 8 ?",
-        HASH,
-    ),
-    Mutant(
-        "hash-empty", "a slice of no bytes is read", "hash.cu", "if (length == 0) return", "if (false) return", HASH
-    ),
-    # -- what benchmarks call the memory's bandwidth
-    Mutant("read-tail", "a piece behind the end is read", "read.cu", "at < p.pieces ?", "at <= p.pieces ?", READ),
-    Mutant("read-rest", "one turn of all blocks is read", "read.cu", "first += step)", "first = p.pieces)", READ),
-    Mutant(
-        "read-ahead",
-        "of loads under way one is left out",
-        "read.cu",
-        "i * kReadThreads",
-        "i / 2 * 2 * kReadThreads",
-        READ,
-    ),
 )
