@@ -63,7 +63,7 @@ reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 nightly: ## every kind of test in depth, the slow ones too; SCALE= scales their counts
 	rm -f build/figures.jsonl
 	$(MAKE) --keep-going nightly-unit+contract+property+sim+system nightly-alone; first=$$?; \
-	$(MAKE) --keep-going --jobs 2 --output-sync=target nightly-torch test-engines && exit $$first
+	$(MAKE) --keep-going --jobs 2 --output-sync=target nightly-torch test-engines mutate-kernels && exit $$first
 	$(MAKE) figures
 
 figures: .venv/.dev ## what the last deep run found, as a table
@@ -81,7 +81,7 @@ nightly-alone: .venv/.dev ## what measures times in depth, with nothing else bes
 nightly-torch: ## the worker against torch and transformers, in an environment of their own
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5' --editable '.[dev]'
-	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py tests/system/test_worker_kernels.py tests/system/test_worker_device.py
+	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py tests/system/test_worker_kernels.py tests/system/test_worker_device.py tests/system/test_worker_e4m3.py
 
 # --- engines: each in an environment of its own, of exactly the packages that it ran with ------------------------------------
 

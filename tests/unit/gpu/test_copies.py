@@ -310,6 +310,7 @@ def test_a_kernel_that_cannot_be_launched_is_not_chosen() -> None:
 @on_fake_driver()
 def test_without_kernels_nothing_is_gathered() -> None:
     """Where tierd was built without nvcc: it is said, and the engines copy."""
+    os.environ["TIERD_FATBINS_FOLDER"] = "/nonexistent"  # a checkout may have some
     engine = Engine(0)
     slab, host = engine.slabs.make(1, ROOM), memory(ROOM, seed=5)
     engine.hosts.attach(HOST, host, ROOM)
