@@ -227,10 +227,10 @@ def test_nvme_reaches_the_device_over_the_host() -> None:
     assert kit.tiers_of(a) == [0, 0]
 
 
-def far_kit(*, hosts: int = 8, devices: int = 1) -> tuple[Kit, StructArray]:
-    """Two blocks that a store alone holds, below devices and a host with so many pages."""
+def far_kit(*, hosts: int = 8, devices: int = 1, blocks: int = 2) -> tuple[Kit, StructArray]:
+    """Blocks that a store alone holds, below devices and a host with so many pages."""
     kit = Kit(*(tier(DEVICE, 8, index=i) for i in range(devices)), tier(HOST, hosts), tier(NVME, 8))
-    a, host = chain("a", 2), devices
+    a, host = chain("a", blocks), devices
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
     kit.land()
@@ -267,6 +267,11 @@ def test_each_device_has_its_own_ways() -> None:
     kit.core.set_direct(0, frozenset({3}))
     moves = kit.acquire(group(a), kind=tier(DEVICE, 8, index=1)).plan.transfers
     assert moves["source"]["tier"].tolist() == [3, 3, 2, 2] and moves["target"]["tier"].tolist() == [2, 2, 1, 1]
+    kit, b = far_kit(devices=2, blocks=8)
+    kit.core.set_direct(0, frozenset({3}))
+    moves = kit.acquire(group(b), kind=DEVICE).plan.transfers
+    ways = set(zip(moves["source"]["tier"].tolist(), moves["target"]["tier"].tolist(), strict=True))
+    assert ways == {(3, 0), (3, 2), (2, 1)}
 
 
 def test_a_way_that_ends_is_planned_no_more() -> None:
