@@ -30,7 +30,7 @@ class CuFile:
         except ImportError as error:
             raise Unsupported(str(error)) from error
         library = self._library
-        self._ask(library.set_parameter_bool, library.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE, False)  # noqa: FBT003
+        self._ask(library.set_parameter_bool, library.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE, False)
         self._ask(library.driver_open)
         try:
             self._ask(library.set_stats_level, ALL_COUNTS)

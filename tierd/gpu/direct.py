@@ -114,7 +114,9 @@ def _check(reads: StructArray) -> None:
     for name in ("file_offset", "slab_offset", "room"):
         wrong = np.flatnonzero(reads[name] % PAGE_ALIGN_BYTES)
         if len(wrong):
-            raise InvalidArgument(f"read {wrong[0]}: {name} {reads[name][wrong[0]]} is no multiple of {PAGE_ALIGN_BYTES}")
+            raise InvalidArgument(
+                f"read {wrong[0]}: {name} {reads[name][wrong[0]]} is no multiple of {PAGE_ALIGN_BYTES}"
+            )
     short = np.flatnonzero(reads["room"] < reads["length"])
     if len(short):
         row = reads[short[0]]

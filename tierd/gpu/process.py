@@ -23,7 +23,7 @@ from typing import Any
 from tierd import errors
 from tierd.core.model import StructArray
 from tierd.errors import Overloaded, TierdError, TierFailed
-from tierd.gpu.wire import READ, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
+from tierd.gpu.wire import READ, Came, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
 
 START_PATIENCE_S = 60.0
 """For the driver's own beginning, which takes seconds where many GPUs are."""
@@ -37,14 +37,6 @@ WAITING_MAX = 1024
 COPIES = {"load", "store", "read"}
 """Verbs that write where their caller reads when they have ended."""
 NO_SLABS: Mapping[int, tuple[int, int]] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Came:
-    """What direct reads brought: slice tables of what lies on the device, and why rows have none."""
-
-    slices: list[SliceTable]
-    faults: dict[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +83,11 @@ class GpuProcess:
     def pid(self) -> int:
         """Of the process, for people and tests."""
         return self._child.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return not self._reason
 
     async def start(self, *, slabs: Mapping[int, tuple[int, int]] = NO_SLABS) -> GpuFacts:
         """Starts it. slabs: what a former one made, by number: descriptor (it stays the caller's) and length in bytes.

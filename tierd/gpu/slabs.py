@@ -61,7 +61,9 @@ class Slabs:
         """Memory like that of slabs, of this length or more, for as long as the context lasts. Raises Overloaded."""
         granularity = self._device.granularity
         rounded = -(-length_bytes // granularity) * granularity
-        with self._mapped(self._device.call(self._device.cuda.cuMemCreate, rounded, self._device.properties(), 0), rounded) as region:
+        with self._mapped(
+            self._device.call(self._device.cuda.cuMemCreate, rounded, self._device.properties(), 0), rounded
+        ) as region:
             pass
         with region.ending:
             yield region
