@@ -4,7 +4,7 @@
 // with options that force it; anything else: nothing is there for it, so it opens in compatibility mode or not at all. Device memory is the fake driver's,
 // which can be read into as the host's.
 //
-// TIERD_FAKE_CUFILE_ORDERS: a file, looked at by each read: while its text is `error`, `eio`, `short`, `wrong` or `hang`, that is what the read meets with. TIERD_FAKE_CUFILE_COUNTS: a file, into which
+// TIERD_FAKE_CUFILE_ORDERS: a file, looked at by each read: while its text is `error`, `eio`, `short`, `wrong`, `crash` or `hang`, that is what the read meets with; one that hangs makes a file *.held. TIERD_FAKE_CUFILE_COUNTS: a file, into which
 // each read that has ended writes how many there were by now, by nvidia-fs, P2PDMA and POSIX, and their bytes.
 //
 // It is as strict as the reference lets it be: memory must be registered, whole, device memory that was made for GPUDirect RDMA and still mapped; files must be open, with O_DIRECT; what is given
@@ -12,6 +12,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -111,8 +112,10 @@ void tell_counts() {
 }
 // What the disk gives, or what was ordered.
 ssize_t carried(const File& file, char* to, size_t bytes, off_t at) {
+  if (order() == "hang") std::ofstream(getenv("TIERD_FAKE_CUFILE_ORDERS") + std::string(".held"));
   while (order() == "hang") usleep(10000);
   const std::string word = order();
+  if (word == "crash") raise(SIGSEGV);
   if (word == "error") return -kNvfsError;
   if (word == "eio") return errno = EIO, -1;
   if (word == "short") bytes = bytes / 2 / kPage * kPage;

@@ -75,8 +75,7 @@ class Watch:
         """At every watched tier, now."""
         now = asyncio.get_running_loop().time()
         for position, tier in self._watched.items():
-            if is_device(tier):
-                self._core.set_direct(position, tier.direct_from)
+            self._set_direct(tier)
             breaker = self.breakers[position]
             if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
                 self._tell(tier)
@@ -132,8 +131,14 @@ class Watch:
     def _set(self, position: int) -> None:
         """The core and the mover."""
         breaker, may = self.breakers[position], position not in self._withheld
+        self._set_direct(self._watched[position])
         self._core.set_serving(position, breaker.reads and may)
         self._core.set_writable(position, breaker.writes and may)
         self._metrics.tier_writable.labels(tier=self._watched[position].spec.name).set(breaker.writes and may)
         if not (breaker.reads and may):
             self._mover.refuse(position)
+
+    def _set_direct(self, tier: Tier) -> None:
+        """Plans go by the ways that there are now."""
+        if is_device(tier):
+            self._core.set_direct(tier.position, tier.direct_from)

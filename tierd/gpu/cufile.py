@@ -59,7 +59,11 @@ class CuFile:
 
     def read(self, handle: int, length_bytes: int, *, at: int, memory: int, offset: int) -> str:
         """From `at` in the file into registered memory that begins at `memory`, from `offset` on; what went wrong, or nothing. All are multiples of 4 KiB."""
-        count = self._ask(self._library.read, handle, memory, length_bytes, at, offset)
+        try:
+            count = self._library.read(handle, memory, length_bytes, at, offset)
+        except (self._library.cuFileError, ValueError) as error:
+            # An error of the system's, whose number the bindings take for one of cuFile's.
+            return f"cuFile: the system refused the read ({error})"
         if count == length_bytes:
             return ""
         return f"cuFile read {count} of {length_bytes} bytes" if count >= 0 else f"cuFile: {self._words(-count)}"
@@ -81,8 +85,8 @@ class CuFile:
             raise Unsupported(str(error)) from error
 
     def _words(self, code: int) -> str:
-        """Of what a read answers instead of a count: 1 stands for an error of the system's, whose number is lost on the way through Python."""
+        """Of what a read answers instead of a count."""
         try:
             return f"{self._library.OpError(code).name} ({code})"
         except ValueError:
-            return "the system refused a read" if code == 1 else f"error {code}"
+            return f"error {code}"

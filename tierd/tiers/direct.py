@@ -1,23 +1,23 @@
 """Which stores a GPU's slabs are read into from directly, and the files of them that its process has open.
 
 Purpose: `DirectWays`, a part of a device tier: asks a GPU process at its beginning, store by store, and reads by it while there is a way. Non-purpose: whether what came is the block's (the mover), planning
-by it (the core, which `cache/watch.py` tells). Invariants: a way that is not known to be direct is none; one that was given up comes back with another GPU process at the earliest, and not at all if a process
-hung on it; nobody writes through the descriptors that are given; there is a reason for each way that is none.
+by it (the core, which `cache/watch.py` tells). Invariants: a way that is not known to be direct is none; one that was given up comes back with another GPU process at the earliest, and not at all if one
+hung over it, or several died; nobody writes through the descriptors that are given; there is a reason for each way that is none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
-from tierd.errors import TierdError, TierFailed
+from tierd.errors import Overloaded, TierdError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.gpu.probe_file import probe_file
 from tierd.gpu.process import GpuProcess
@@ -25,6 +25,8 @@ from tierd.gpu.wire import READ, Came
 from tierd.tiers.slots import DirectIO, SlotFile
 from tierd.tiers.tier import StoredTier
 
+DEATHS_MAX = 3
+"""GPU processes may die over reads without one that ends well between; then no other is asked for any."""
 FILES_MAX = 256
 """Files of stores that a GPU process has open, but for those in use."""
 
@@ -54,6 +56,7 @@ class DirectWays:
         self._lent: dict[int, Lent] = {}
         """By the identity of the file, which `Lent` keeps."""
         self._next_number = 1
+        self._under_way = self._deaths = 0
 
     @property
     def stores(self) -> frozenset[int]:
@@ -89,9 +92,11 @@ class DirectWays:
         self._on_change()
 
     def end(self, gpu: GpuProcess) -> None:
-        """The GPU process has gone. One that hung on a read, or on the question, leaves no wish for another."""
-        if gpu.hung in ("read", "probe"):
-            self._given_up = "a GPU process hung on such a read and was killed; start the daemon again to try once more"
+        """The GPU process has gone. One that hung on a read, or several that died over one, leave no wish for another."""
+        self._deaths += self._under_way > 0
+        if gpu.hung in ("read", "probe") or self._deaths >= DEATHS_MAX:
+            fault = "a GPU process hung" if gpu.hung else f"{self._deaths} GPU processes died"
+            self._given_up = f"{fault} over such a read; start the daemon again to try once more"
             for position in self._stores:
                 self._say(position, self._given_up)
         self._gpu, self._ways, self._lent = None, {}, {}
@@ -112,9 +117,12 @@ class DirectWays:
             async with self._borrowed(gpu, store, files) as numbers:
                 reads["file"] = numbers
                 failpoint("cuda.direct.before_read")
-                return await gpu.read(reads)
+                with self._counted():
+                    came = await gpu.read(reads)
+                self._deaths = 0
+                return came
         except (TierdError, OSError) as error:
-            if gpu.is_alive and gpu is self._gpu:
+            if gpu.is_alive and gpu is self._gpu and not isinstance(error, Overloaded):
                 self.give_up(store.position, str(error))
             raise TierFailed(f"{self._name}: {error}") from error
 
@@ -130,7 +138,8 @@ class DirectWays:
             opened = probe_file(Path(store.place))
             descriptor = await asyncio.to_thread(opened.__enter__)
             try:
-                return await gpu.probe(descriptor), ""
+                with self._counted():
+                    return await gpu.probe(descriptor), ""
             finally:
                 opened.__exit__(None, None, None)
         except (TierdError, OSError) as error:
@@ -141,6 +150,15 @@ class DirectWays:
         self.notices[position] = (
             f"{self._name}: blocks come from {name} by way of host memory, GPUDirect Storage is not used ({reason})"
         )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A GPU process that dies within dies over a read."""
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
 
     @asynccontextmanager
     async def _borrowed(
