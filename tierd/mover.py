@@ -222,15 +222,11 @@ class Mover:
             source.check(batch["source"], metas),
             target.read(batch["target"], metas, source=source, sources=batch["source"]),
         )
-        statuses, has_come = heads.copy(), np.ones(len(batch), np.bool_)
-        has_come[list(came.faults)] = False
-        rows = np.flatnonzero((heads == BlockStatus.READY) & has_come)
-        if len(rows):
+        statuses, rows = heads.copy(), np.flatnonzero(heads == BlockStatus.READY)
+        if len(rows):  # what did not come has no sums, and so a wrong digest
             hashed = _hashed([came.slices[row] for row in rows.tolist()])
             statuses[rows] = self._publish(batch[rows], metas[rows], target, hashed)
-        for row in np.flatnonzero(
-            (heads == BlockStatus.READY) & ((statuses != BlockStatus.READY) | ~has_come)
-        ).tolist():
+        for row in rows[statuses[rows] != BlockStatus.READY].tolist():
             statuses[row] = await self._ask_store(batch[row : row + 1], metas[row : row + 1], source)
             if statuses[row] == BlockStatus.READY:
                 # The block is right and what was read directly is not: nobody knows what else that way gives.

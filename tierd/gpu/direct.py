@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -70,10 +70,9 @@ class DirectReads:
         whole["length"] = reads["room"]
         with self._files.used(whole) as files, self._slabs.regions.used(whole) as slabs:
             self._register(slabs.regions)
-            jobs = list(zip(files.regions, slabs.regions, reads, strict=True))
-            under_way = [self._readers.submit(self._read_one, *job) for job in jobs]
-            wait(under_way)
-            faults = {row: fault for row, done in enumerate(under_way) if (fault := done.result())}
+            jobs = zip(files.regions, slabs.regions, reads, strict=True)
+            said = self._readers.map(self._read_one, jobs)
+            faults = {row: fault for row, fault in enumerate(said) if fault}
             good = np.setdiff1d(np.arange(len(reads)), list(faults)).astype(np.intp)
             tables = [NO_TABLE] * len(reads)
             for row, table in zip(good.tolist(), self._sums.of(slabs.addresses[good], reads[good]), strict=True):
@@ -90,7 +89,9 @@ class DirectReads:
         if self._library is not None:
             self._library.close()
 
-    def _read_one(self, file: Region, slab: Region, read: np.void) -> str:
+    def _read_one(self, job: tuple[Region, Region, np.void]) -> str:
+        """Why a block has not come, or nothing; a fault of this program's ends the process, and so what others read."""
+        file, slab, read = job
         length, at, offset = int(read["room"]), int(read["file_offset"]), int(read["slab_offset"])
         return self._cufile().read(file.address, length, at=at, memory=slab.address, offset=offset) if length else ""
 

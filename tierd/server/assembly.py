@@ -252,8 +252,6 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     )
     for each in opened.former:  # all, before any of them ends: a segment may hold nothing but what they do
         cache.restore_session(each)
-    for device in filter(is_device, tiers):
-        core.set_direct(device.position, device.direct_from)
     stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
     cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
     cache.health.tolerate({tier.position: GPU_TOLERANCE for tier in tiers if is_device(tier)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.unit.gpu.processes import SLAB, Owner, descriptors, lists, running
+from tests.unit.kernels.fake_driver import counts, on_fake_driver
 from tierd.core.block import slice_lengths
 from tierd.errors import InvalidArgument, TierFailed, Unsupported
 from tierd.gpu import process
+from tierd.gpu.child import Engine
 from tierd.gpu.probe_file import probe_file
 from tierd.gpu.process import GpuProcess
 from tierd.gpu.wire import READ
@@ -111,6 +114,37 @@ async def test_a_wrong_piece_moves_nothing(orders: Path, tmp_path: Path, name: s
         with pytest.raises(InvalidArgument, match=words):
             await gpu.read(reads)
         assert not any(os.pread(slab, SLAB, 0))
+
+
+async def test_a_room_beyond_an_end_is_refused(orders: Path, tmp_path: Path) -> None:
+    """What is read is the room, so that must lie within slab and file, not the block's bytes alone."""
+    async with reading(tmp_path) as (gpu, _, _):
+        for name, end in (("slab_offset", SLAB), ("file_offset", BYTES)):
+            reads = reads_of((1,))
+            reads["room"], reads[name] = 8192, end - 4096
+            with pytest.raises(InvalidArgument, match=f"8192 bytes at {end - 4096} of"):
+                await gpu.read(reads)
+
+
+@on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
+def test_an_engine_gives_cufile_back() -> None:
+    """After files came and went, and some stayed, cuFile has nothing left when the engine closes, and neither has the driver."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "file"
+        path.write_bytes(bytes(BYTES))
+        engine = Engine(0)
+        slab = engine.slabs.make(1, SLAB)
+        with probe_file(Path(name)) as probed:
+            assert engine.direct.probe(probed) == "nvidia-fs"
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        for number in range(3):
+            engine.direct.open_file(number + FILE, fd)
+        engine.direct.read(reads_of().tobytes())
+        engine.direct.close_file(FILE)
+        os.close(fd)
+        os.close(slab)
+        engine.close()
+        assert counts() == {}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ async def come(device: CudaTier, world: World, keys: list[int]) -> list[bytes]:
 
 def files_of(device: CudaTier) -> list[str]:
     """Numbers of the store's files that the GPU process has open."""
-    return [number for number, name in descriptors(pid_of(device)).items() if name.endswith(".slots")]
+    return [number for number, name in descriptors(pid_of(device)).items() if ".slots" in name]
 
 
 def flags_of(pid: int, number: str) -> int:
