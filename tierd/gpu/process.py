@@ -23,7 +23,7 @@ from typing import Any
 from tierd import errors
 from tierd.core.model import StructArray
 from tierd.errors import Overloaded, TierdError, TierFailed
-from tierd.gpu.wire import READ, Came, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
+from tierd.gpu.wire import READ, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
 
 START_PATIENCE_S = 60.0
 """For the driver's own beginning, which takes seconds where many GPUs are."""
@@ -155,10 +155,10 @@ class GpuProcess:
         """Forgets it when the reads that use it have ended. Raises InvalidArgument, TierFailed."""
         await self._ask("close_file", file=file)
 
-    async def read(self, reads: StructArray) -> Came:
-        """File to slab, READ[n], past host memory. Raises InvalidArgument, before a byte moves, Unsupported and TierFailed."""
+    async def read(self, reads: StructArray) -> tuple[list[SliceTable], dict[int, str]]:
+        """File to slab, READ[n], past host memory; the slice tables of what lies on the device then, and by row why there is none. Raises InvalidArgument, before a byte moves, Unsupported and TierFailed."""
         body = (await self._ask("read", reads=pack_pieces(reads, READ))).body
-        return Came(unpack_sums(body), dict(body["faults"]))
+        return unpack_sums(body), dict(body["faults"])
 
     async def stop(self) -> None:
         """Ends it. Calls that are under way fail; slabs live on in their descriptors."""

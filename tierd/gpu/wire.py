@@ -22,7 +22,7 @@ import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -94,13 +94,6 @@ class GpuFacts:
         return (
             f"pages up to {' and '.join(limits)} copied by a kernel" if limits else "pages copied by its copy engines"
         )
-
-
-class Came(NamedTuple):
-    """What was read from files: per block the slice table of what lies on the device then, or, by row, why there is none."""
-
-    slices: list[SliceTable]
-    faults: dict[int, str]
 
 
 @dataclass(slots=True)

@@ -23,13 +23,13 @@ from tierd.core.model import EXTENT, StructArray, TierSpec
 from tierd.errors import ConfigError, InvalidArgument, Overloaded, TierdError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.gpu.process import GpuProcess
-from tierd.gpu.wire import PIECE, Came, GpuFacts
+from tierd.gpu.wire import PIECE, GpuFacts
 from tierd.tiers import arena_files
 from tierd.tiers.arena_recovery import SUFFIX, drop_everything
 from tierd.tiers.direct import DirectWays, reads_of
 from tierd.tiers.segments import SegmentBooks
 from tierd.tiers.slabs import Slab, Slabs
-from tierd.tiers.tier import Descriptor, Health, MappedTier, Recovered, SliceTable, StoredTier
+from tierd.tiers.tier import Came, Descriptor, Health, MappedTier, Recovered, SliceTable, StoredTier
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan

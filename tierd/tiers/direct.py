@@ -21,9 +21,9 @@ from tierd.errors import Overloaded, TierdError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.gpu.probe_file import probe_file
 from tierd.gpu.process import GpuProcess
-from tierd.gpu.wire import READ, Came
+from tierd.gpu.wire import READ
 from tierd.tiers.slots import DirectIO, SlotFile
-from tierd.tiers.tier import StoredTier
+from tierd.tiers.tier import Came, StoredTier
 
 DEATHS_MAX = 3
 """GPU processes may die over reads without one that ends well between; then no other is asked for any."""
@@ -118,7 +118,7 @@ class DirectWays:
                 reads["file"] = numbers
                 failpoint("cuda.direct.before_read")
                 with self._counted():
-                    came = await gpu.read(reads)
+                    came = Came(*await gpu.read(reads))
                 self._deaths = 0
                 return came
         except (TierdError, OSError) as error:

@@ -23,7 +23,6 @@ from tierd.core.model import SegmentAssignment, StructArray, TierSpec
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
-    from tierd.gpu.wire import Came
     from tierd.tiers.slots import SlotFile
 
 SliceTable = NDArray[np.uint64]
@@ -94,6 +93,13 @@ class Payloads(NamedTuple):
 
     files: list[SlotFile | None]
     offsets: list[int]
+
+
+class Came(NamedTuple):
+    """What a device read from a store: per block the slice table of what lies on it then, or, by row, why there is none."""
+
+    slices: list[SliceTable]
+    faults: dict[int, str]
 
 
 class Descriptor(NamedTuple):
