@@ -1,39 +1,127 @@
-"""Whether a read from a disk comes to a slab without a detour over host memory, as a daemon finds it out: one read, and what cuFile counted of it.
+"""Whether a read from a disk comes to a slab without a detour over host memory, as a daemon finds it out: one read, and what cuFile counted of it; and how fast blocks come so.
 
-Purpose: `results`. Non-purpose: how it is told (`tierd.gpu.probe`).
+Purpose: `results`. Non-purpose: how it is told (`tierd.gpu.probe`). Invariants: both ways read the same file past the page cache into the same slab, in turns, and every block is right.
 
 TIERD_DIRECT_FOLDER: where the file is made, for a disk that is not this checkout's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import mmap
 import os
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.errors import Unsupported
-from tierd.gpu.cufile import CuFile
-from tierd.gpu.device import Device, Lane
-from tierd.gpu.probe import direct_by
+import numpy as np
+
+from tierd.core.block import slice_lengths
+from tierd.errors import TierdError, Unsupported
 from tierd.gpu.probe_file import probe_file
-from tierd.gpu.slabs import Slabs
+from tierd.gpu.process import GpuProcess
+from tierd.gpu.wire import PIECE, READ, SliceTable
+from tierd.tiers.checksum import slice_sums
 from tools.gpu.bench import ROOT, Bench
-from tools.gpu.results import Fact, Result
+from tools.gpu.results import Check, Fact, Left, Result, row_of
+
+BLOCK_BYTES, LAYERS = 2 << 20, 16
+BLOCKS, ROUNDS, THREADS = 64, 3, 16
+SLAB, HOST, FILE = 1, 2, 3
+PATIENCE_S = 10.0
+GIGA = 1e9
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """One fact."""
+    """A fact, and where it is direct a figure."""
     folder = Path(os.environ.get("TIERD_DIRECT_FOLDER", ROOT / "build"))
     folder.mkdir(parents=True, exist_ok=True)
-    device = Device(int(bench.gpu(with_kernels=False).ordinal))
-    yield Fact("direct_read", f"{_way(device, folder)}; a file in {folder.name}")
+    yield from asyncio.run(_life(folder, bench.pick(BLOCKS, 2), bench.pick(ROUNDS, 1)))
 
 
-def _way(device: Device, folder: Path) -> str:
-    """By which the read came. Raises TierFailed if it brought other bytes."""
+async def _life(folder: Path, blocks: int, rounds: int) -> list[Result]:
+    gpu = GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: None)
+    await gpu.start()
     try:
-        with closing(CuFile()) as cufile, probe_file(folder) as descriptor:
-            return f"direct, by {direct_by(cufile, device, Slabs(device, Lane(device)), descriptor)}"
+        with probe_file(folder) as descriptor:
+            fact = Fact("direct_read", f"direct, by {await gpu.probe(descriptor)}; a file in {folder.name}")
+        with ExitStack() as ends:
+            return [fact, *await _rates(gpu, _sides(folder, blocks, ends), rounds)]
     except (Unsupported, OSError) as error:
-        return f"a detour: {error}"
+        said = f"a detour: {error}; a file in {folder.name}"
+        return [Fact("direct_read", said), Left("direct_rate", "reads are not direct")]
+    finally:
+        await gpu.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """A file of blocks, and host memory for them: descriptors; memory: the latter, mapped; want: the blocks' sums."""
+
+    file: int
+    host: int
+    memory: memoryview
+    want: list[SliceTable]
+
+    @property
+    def starts(self) -> range:
+        """Of the blocks."""
+        return range(0, len(self.memory), BLOCK_BYTES)
+
+
+def _sides(folder: Path, blocks: int, ends: ExitStack) -> Sides:
+    length = blocks * BLOCK_BYTES
+    host = os.memfd_create("direct")
+    ends.callback(os.close, host)
+    os.ftruncate(host, length)
+    memory = memoryview(mmap.mmap(host, length))
+    np.frombuffer(memory, np.uint64)[:] = np.random.default_rng(7).integers(0, 1 << 63, length // 8)
+    file = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+    ends.callback(os.close, file)
+    sides = Sides(file, host, memory, [])
+    for at in sides.starts:
+        os.pwrite(file, memory[at : at + BLOCK_BYTES], at)
+        sides.want.append(slice_sums(memory[at : at + BLOCK_BYTES], slice_lengths(BLOCK_BYTES, LAYERS)))
+    os.fsync(file)
+    return sides
+
+
+async def _rates(gpu: GpuProcess, sides: Sides, rounds: int) -> list[Result]:
+    """Directly and by way of host memory, in turns."""
+    length = len(sides.memory)
+    os.close(await gpu.make(SLAB, length))
+    await gpu.attach(HOST, sides.host, length)
+    await gpu.open_file(FILE, sides.file)
+    reads, pieces = np.zeros(len(sides.want), READ), np.zeros(len(sides.want), PIECE)
+    for each in (reads, pieces):
+        each["slab"], each["length"], each["layers"], each["slab_offset"] = SLAB, BLOCK_BYTES, LAYERS, sides.starts
+    reads["file"], reads["room"], reads["file_offset"] = FILE, BLOCK_BYTES, sides.starts
+    pieces["host"], pieces["host_offset"] = HOST, sides.starts
+    rates: dict[str, list[float]] = {"direct": [], "host": []}
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in range(rounds + 1):  # the first one registers what is read into
+            begun = time.perf_counter()
+            tables, faults = await gpu.read(reads)
+            rates["direct"].append(length / (time.perf_counter() - begun) / GIGA)
+            if faults or not _are_right(tables, sides.want):
+                return [Check("direct_rate", False, f"blocks differ, or have not come: {list(faults.values())[:1]}")]
+            begun = time.perf_counter()
+            await asyncio.to_thread(_read, threads, sides)
+            tables = await gpu.load(pieces)
+            rates["host"].append(length / (time.perf_counter() - begun) / GIGA)
+            if not _are_right(tables, sides.want):
+                raise TierdError("blocks that came by way of host memory differ")
+    return [row_of("direct_rate", rates["direct"][1:], "GB/s", rates["host"][1:], "limit: by way of host memory")]
+
+
+def _read(threads: ThreadPoolExecutor, sides: Sides) -> None:
+    """The file into host memory, as a store's lanes do it."""
+    parts = [(sides.memory[at : at + BLOCK_BYTES], at) for at in sides.starts]
+    list(threads.map(lambda part: os.preadv(sides.file, [part[0]], part[1]), parts))
+
+
+def _are_right(tables: list[SliceTable], want: list[SliceTable]) -> bool:
+    return all(np.array_equal(table, right) for table, right in zip(tables, want, strict=True))
