@@ -279,6 +279,22 @@ def test_the_daemon_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cufile: 
     assert cufile.counts().nvfs == BLOCKS + 1
 
 
+@pytest.mark.parametrize("point", ["mover.direct.before_read", "cuda.direct.before_read", "cuda.direct.before_return"])
+def test_the_daemon_dies_at_a_point(cufile: CuFile, point: str) -> None:
+    """Before, in and behind a direct read: the next daemon has the blocks, whole, and reads them directly."""
+    with Daemon(CONFIG, faults=True) as daemon:
+        with Elsewhere(serve, daemon.target) as worker:
+            far(daemon, worker, 14)
+            with daemon.faults() as faults:
+                faults.arm(point, "kill")
+            worker.say(["lease", [14, BLOCKS]])
+            assert daemon.await_end() == -9
+        daemon.start()
+        with Elsewhere(serve, daemon.target) as worker:
+            assert is_leased(worker, 14)
+        assert cufile.counts().nvfs == BLOCKS + 1
+
+
 def test_a_read_that_hangs_ends_by_patience(cufile: CuFile) -> None:
     """A read longer under way than `device.hang_limit` ends with its GPU process, its pages free then; later blocks come by way of host memory, which is said."""
     with (

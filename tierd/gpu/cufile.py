@@ -81,8 +81,13 @@ class CuFile:
     def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
         try:
             return function(*given)
-        except (self._library.cuFileError, RuntimeError) as error:  # RuntimeError: there is no libcufile
+        except self._library.cuFileError as error:
             raise Unsupported(str(error)) from error
+        except RuntimeError as error:  # of the bindings: no library, or one without this function
+            told = str(error).strip()
+            raise Unsupported(
+                f"{told}; install libcufile (of the CUDA toolkit, or pip install nvidia-cufile)"
+            ) from error
 
     def _words(self, code: int) -> str:
         """Of what a read answers instead of a count."""

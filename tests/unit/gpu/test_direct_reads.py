@@ -240,6 +240,17 @@ async def test_wrong_bytes_fail_a_probe(driver: pytest.MonkeyPatch, orders: Path
             await gpu.probe(probed)
 
 
+async def test_without_the_library_it_is_said_what_to_install(
+    driver: pytest.MonkeyPatch, orders: Path, tmp_path: Path
+) -> None:
+    """Where there is a driver and no libcufile a probe names the remedy."""
+    (tmp_path / "libcuda.so.1").symlink_to(f"{os.environ['LD_LIBRARY_PATH']}/libcuda.so.1")
+    driver.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    async with running() as (gpu, _):
+        with probe_file(tmp_path) as probed, pytest.raises(Unsupported, match="pip install nvidia-cufile"):
+            await gpu.probe(probed)
+
+
 async def test_nothing_is_read_before_a_probe(orders: Path, tmp_path: Path) -> None:
     """Files cannot be opened where nobody has asked whether the way is direct; a file without O_DIRECT never."""
     (tmp_path / "file").write_bytes(bytes(4096))
