@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from tests.unit.tiers.store_world import World, content, metas_of
 from tests.unit.tiers.test_cuda import DEVICE, PATIENCE_S, mapped, pages, pid_of, segment, until
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
-from tierd.tiers import direct
+from tierd.gpu.process import GpuProcess
+from tierd.tiers import cuda, direct
 from tierd.tiers.cuda import CudaTier, GpuOptions
 from tierd.tiers.slots import SlotFile
 
@@ -176,4 +178,23 @@ async def test_the_setting_off_asks_nobody(directory: Path, world: World) -> Non
     await device.open()
     await device.find_direct([world.store])
     assert device.direct_from == frozenset() and any('(direct_reads = "off")' in each for each in device.notices)
+    await device.close(release=True)
+
+
+async def test_a_question_that_hangs_is_asked_once(
+    directory: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU process that hangs over the probe is killed, and the next one, of which nothing is asked, serves; why is said."""
+    orders = tmp_path / "orders"
+    orders.write_text("hang")
+    monkeypatch.setenv("TIERD_FAKE_CUFILE_ORDERS", str(orders))
+    monkeypatch.setattr(cuda, "GpuProcess", partial(GpuProcess, start_patience_s=4.0))
+    device = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=GpuOptions(0, PATIENCE_S))
+    await device.open()
+    await device.find_direct([world.store])
+    await until(lambda: bool(device.health().fault))
+    assert "probe was not answered within 4 s" in device.health().fault
+    await device.probe()
+    assert device.health().fault == "" and device.direct_from == frozenset()
+    assert any("a GPU process hung over such a read" in each for each in device.notices)
     await device.close(release=True)
