@@ -1,7 +1,7 @@
 """The mover: runs transfers, and hashes.
 
 Purpose: bytes from page to page, verified on the way, in batches, bounded per link, demand before prefetch before demotion. What moves between
-a device and mapped memory its GPU copies and, on the device, sums.
+a device and mapped memory its GPU copies and, on the device, sums; so does what it reads from a store directly.
 Non-purpose: deciding what moves (core) or what a failure means (cache). Invariants: nothing is reported READY that was not verified
 against the block's digest on this very copy; the event loop hashes and copies AT_ONCE_BYTES at one time at most. A batch has no deadline of its own: a read that
 hangs may still write into its target page, so the page stays reserved until the tier lets go; those who wait for it have deadlines.
@@ -12,18 +12,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import mmap
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.block import slice_lengths
-from tierd.core.model import BlockStatus, Reason, StructArray
+from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.hashing.process import HashProcess
@@ -159,11 +160,13 @@ class Mover:
             return await self._store(batch, metas, source, target)
         if is_stored(source) and is_mapped(target):
             return await self._load(batch, metas, source, target)
+        if is_stored(source) and is_device(target):
+            return await self._load_direct(batch, metas, source, target)
         if is_mapped(source) and is_device(target):
             return await self._to_device(batch, metas, source, target)
         if is_device(source) and is_mapped(target):
             return await self._from_device(batch, metas, source, target)
-        # Between device and store there is none: the core's plans lead over a host tier, without which neither is configured.
+        # From device to store there is none: the core's plans lead over a host tier, without which neither is configured.
         raise AssertionError(f"no link from {source.spec.name} to {target.spec.name}")
 
     async def _copy_mapped(
@@ -213,6 +216,37 @@ class Mover:
         failpoint("mover.device.before_load")
         slices = await target.load(batch["target"], metas, source=source, sources=batch["source"])
         return self._publish(batch, metas, target, _hashed(slices))  # of the device's copy
+
+    async def _load_direct(
+        self, batch: StructArray, metas: StructArray, source: StoredTier, target: DeviceTier
+    ) -> NDArray[np.uint16]:
+        failpoint("mover.direct.before_read")
+        heads, came = await _both(
+            source.check(batch["source"], metas),
+            target.read(batch["target"], metas, source=source, sources=batch["source"]),
+        )
+        statuses, rows = heads.copy(), np.flatnonzero(heads == BlockStatus.READY)
+        if len(rows):  # what did not come has no sums, and so a wrong digest
+            hashed = _hashed([came.slices[row] for row in rows.tolist()])
+            statuses[rows] = self._publish(batch[rows], metas[rows], target, hashed)
+        for row in rows[statuses[rows] != BlockStatus.READY].tolist():
+            statuses[row] = await self._ask_store(batch[row : row + 1], metas[row : row + 1], source)
+            if statuses[row] == BlockStatus.READY:
+                # The block is right and what was read directly is not: nobody knows what else that way gives.
+                statuses[row] = BlockStatus.FAILED
+                target.distrust(
+                    source.position, came.faults.get(row, "a block came with bytes that the store does not have")
+                )
+        return statuses
+
+    async def _ask_store(self, transfer: StructArray, metas: StructArray, source: StoredTier) -> int:
+        """What the store says of one block, read into memory of this process."""
+        length = int(metas["stored_length"][0])
+        view = memoryview(mmap.mmap(-1, -(-max(1, length) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES))
+        status = int((await source.read(transfer["source"], [view], metas)).statuses[0])
+        if status == BlockStatus.READY:
+            status = int(_judge(await self.hash([view[:length]], metas), metas)[0])
+        return status
 
     async def _from_device(
         self, batch: StructArray, metas: StructArray, source: DeviceTier, target: MappedTier
@@ -308,6 +342,15 @@ class Mover:
     def close(self) -> None:
         """Lets running work finish and ends the threads."""
         self._threads.shutdown(wait=True)
+
+
+async def _both(first: Awaitable[Result], second: Awaitable[Second]) -> tuple[Result, Second]:
+    """What the two give, when both have ended. Raises what one of them raises."""
+    done = await asyncio.gather(first, second, return_exceptions=True)
+    for each in done:
+        if isinstance(each, BaseException):
+            raise each
+    return cast("tuple[Result, Second]", tuple(done))
 
 
 def _begin(threads: ThreadPoolExecutor, count: int) -> None:

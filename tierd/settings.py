@@ -210,6 +210,11 @@ class DeviceConfig:
         unit="seconds",
         least=0.1,
     )
+    direct_reads: Literal["auto", "off"] = _key(
+        "auto",
+        'Of kind cuda: "auto" reads blocks from a store into the GPU past host memory (GPUDirect Storage) where a read at the start shows that it is direct.'
+        ' "off": always by way of host memory.',
+    )
     capacity: Bytes = _key("256 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
     segment: SegmentSize = _segment()
     arena_dir: str = _key(

@@ -36,7 +36,16 @@ def build_driver() -> Path:
     units = [str(path) for path in sources if path.suffix == ".cpp" and path != CUFILE]
     with _made_once(folder) as unfinished:
         for name, parts in (("libcuda.so.1", units), ("libcufile.so.0", [str(CUFILE)])) if unfinished else ():
-            _run(*FLAGS, f"-I{find_headers()}", "-shared", f"-Wl,-soname,{name}", *parts, "-o", f"{unfinished}/{name}")
+            _run(
+                *FLAGS,
+                f"-I{find_headers()}",
+                "-shared",
+                f"-Wl,-soname,{name}",
+                *parts,
+                "-ldl",
+                "-o",
+                f"{unfinished}/{name}",
+            )
     return folder
 
 

@@ -1,23 +1,36 @@
-// NVIDIA's cuFile without a GPU: libcufile.so.0, as far as it tells whether a read was direct. Structures and names are those of the cuFile API reference.
+// NVIDIA's cuFile without a GPU: libcufile.so.0, as far as tierd reads by it. Structures and names are those of the cuFile API reference.
 //
 // TIERD_FAKE_CUFILE: `nvfs` or `p2p`: reads are direct, by nvidia-fs or by PCI P2PDMA; `wrong`: by nvidia-fs, and a byte differs; `posix`: they are not and cuFile does not say so but in its counts, as
 // with options that force it; anything else: nothing is there for it, so it opens in compatibility mode or not at all. Device memory is the fake driver's,
 // which can be read into as the host's.
+//
+// TIERD_FAKE_CUFILE_ORDERS: a file, looked at by each read: while its text is `error`, `eio`, `short`, `wrong`, `crash` or `hang`, that is what the read meets with; one that hangs makes a file *.held. TIERD_FAKE_CUFILE_COUNTS: a file, into which
+// each read that has ended writes how many there were by now, by nvidia-fs, P2PDMA and POSIX, and their bytes.
+//
+// It is as strict as the reference lets it be: memory must be registered, whole, device memory that was made for GPUDirect RDMA and still mapped; files must be open, with O_DIRECT; what is given
+// back must be known and no read of it under way. A caller who breaks the last is ended, since nothing else tells him.
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/types.h>
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdint>
+#include <fstream>
 #include <map>
+#include <mutex>
 #include <string>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-enum OpError { kSuccess = 0, kNotInitialized = 5001, kIoNotSupported = 5008, kInvalidValue = 5022 };
+enum OpError { kSuccess = 0, kNotInitialized = 5001, kIoNotSupported = 5008, kNvfsError = 5010, kMemoryTypeInvalid = 5013, kInvalidValue = 5022, kAlreadyRegistered = 5023 };
 struct Error {
   OpError err;
   int cu_err;
@@ -42,11 +55,26 @@ struct StatsLevel3 {
 static_assert(sizeof(StatsLevel3) == 5112 && sizeof(PerGpu) == 248);
 constexpr int kAllowCompatMode = 1, kVerbose = 3;
 
+constexpr size_t kPage = 4096;
+
+struct File {
+  int fd;
+  dev_t device;
+  ino_t inode;
+  int reads = 0;
+};
+struct Buffer {
+  size_t bytes;
+  int reads = 0;
+};
+
+std::mutex turn;
 bool is_open = false, is_counting = false, may_detour = true;
 int level = 0;
 PerGpu counted{};
-std::map<void*, int> files;
-std::map<const void*, size_t> buffers;
+std::map<uintptr_t, File> files;  // numbers are never used twice
+uintptr_t next_file = 1;
+std::map<const void*, Buffer> buffers;
 
 std::string way() {
   const char* given = getenv("TIERD_FAKE_CUFILE");
@@ -55,31 +83,78 @@ std::string way() {
 bool is_direct() { return way() == "nvfs" || way() == "p2p" || way() == "wrong"; }
 Error answer(bool is_right, OpError otherwise) { return {is_right ? kSuccess : otherwise, 0}; }
 
+[[noreturn]] void broken(const char* what) {
+  fprintf(stderr, "fake cuFile: %s\n", what);
+  abort();
+}
+// Whether the file is still that which was registered.
+bool is_there(const File& file) {
+  struct stat now;
+  return !fstat(file.fd, &now) && now.st_dev == file.device && now.st_ino == file.inode;
+}
+// Whether the fake driver has device memory there that a disk may write to.
+bool can_reach(const void* address, size_t bytes) {
+  static auto* ask = reinterpret_cast<int (*)(uintptr_t, size_t)>([] {
+    void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    return driver ? dlsym(driver, "fake_can_be_reached") : nullptr;
+  }());
+  return ask && ask(uintptr_t(address), bytes);
+}
+std::string order() {
+  const char* path = getenv("TIERD_FAKE_CUFILE_ORDERS");
+  std::string word;
+  if (path) std::ifstream(path) >> word;
+  return word;
+}
+void tell_counts() {
+  if (const char* path = getenv("TIERD_FAKE_CUFILE_COUNTS"))
+    std::ofstream(path) << counted.n_total_reads << ' ' << counted.n_nvfs_reads << ' ' << counted.n_p2p_reads << ' ' << counted.n_posix_reads << ' ' << counted.read_bytes << '\n';
+}
+// What the disk gives, or what was ordered.
+ssize_t carried(const File& file, char* to, size_t bytes, off_t at) {
+  if (order() == "hang") std::ofstream(getenv("TIERD_FAKE_CUFILE_ORDERS") + std::string(".held"));
+  while (order() == "hang") usleep(10000);
+  const std::string word = order();
+  if (word == "crash") raise(SIGSEGV);
+  if (word == "error") return -kNvfsError;
+  if (word == "eio") return errno = EIO, -1;
+  if (word == "short") bytes = bytes / 2 / kPage * kPage;
+  const ssize_t got = pread(file.fd, to, bytes, at);
+  if (got > 0 && (way() == "wrong" || word == "wrong")) to[got / 2] ^= 1;
+  return got;
+}
+
 }  // namespace
 
 EXPORTED Error cuFileSetParameterBool(int parameter, bool value) {
+  std::lock_guard lock(turn);
   if (is_open || parameter != kAllowCompatMode) return {kInvalidValue, 0};  // properties are the driver's once it is open
   may_detour = value;
   return {kSuccess, 0};
 }
 EXPORTED Error cuFileDriverOpen() {
+  std::lock_guard lock(turn);
   is_open = is_direct() || way() == "posix" || may_detour;
   return answer(is_open, kNotInitialized);
 }
 EXPORTED Error cuFileDriverClose_v2() {
+  std::lock_guard lock(turn);
   const bool was = is_open && files.empty() && buffers.empty();
   is_open = false;
   return answer(was, kNotInitialized);
 }
 EXPORTED Error cuFileSetStatsLevel(int wanted) {
+  std::lock_guard lock(turn);
   level = wanted;
   return answer(is_open && wanted >= 0 && wanted <= kVerbose, kInvalidValue);
 }
 EXPORTED Error cuFileStatsStart() {
+  std::lock_guard lock(turn);
   is_counting = is_open && level == kVerbose;
   return answer(is_counting, kInvalidValue);
 }
 EXPORTED Error cuFileGetStatsL3(StatsLevel3* to) {
+  std::lock_guard lock(turn);
   if (!is_counting) return {kInvalidValue, 0};
   memset(to, 0, sizeof *to);
   to->num_gpus = 1;
@@ -87,29 +162,58 @@ EXPORTED Error cuFileGetStatsL3(StatsLevel3* to) {
   return {kSuccess, 0};
 }
 EXPORTED Error cuFileHandleRegister(void** handle, const Descr* given) {
-  if (!is_open || given->type != 1 || given->fs_ops) return {kInvalidValue, 0};
+  std::lock_guard lock(turn);
+  struct stat now;
+  if (!is_open || given->type != 1 || given->fs_ops || fstat(given->handle.fd, &now)) return {kInvalidValue, 0};
   if (is_direct() && !(fcntl(given->handle.fd, F_GETFL) & O_DIRECT)) return {kIoNotSupported, 0};
-  *handle = malloc(1);
-  files[*handle] = given->handle.fd;
+  files[next_file] = {given->handle.fd, now.st_dev, now.st_ino};
+  *handle = reinterpret_cast<void*>(next_file++);
   return {kSuccess, 0};
 }
 EXPORTED void cuFileHandleDeregister(void* handle) {
-  files.erase(handle);
-  free(handle);
+  std::lock_guard lock(turn);
+  const auto file = files.find(uintptr_t(handle));
+  if (file == files.end()) broken("a file is given back that is not registered");
+  if (file->second.reads) broken("a file is given back under a read");
+  if (!is_there(file->second)) broken("a descriptor was closed before its file was given back");
+  files.erase(file);
 }
 EXPORTED Error cuFileBufRegister(const void* buffer, size_t bytes, int flags) {
-  if (!is_open || flags || !bytes || buffers.count(buffer)) return {kInvalidValue, 0};
-  buffers[buffer] = bytes;
+  std::lock_guard lock(turn);
+  if (!is_open || flags || !bytes) return {kInvalidValue, 0};
+  if (is_direct() && !can_reach(buffer, bytes)) return {kMemoryTypeInvalid, 0};
+  const auto next = buffers.lower_bound(buffer);
+  if (next != buffers.end() && next->first < static_cast<const char*>(buffer) + bytes) return {kAlreadyRegistered, 0};
+  if (next != buffers.begin() && static_cast<const char*>(std::prev(next)->first) + std::prev(next)->second.bytes > buffer) return {kAlreadyRegistered, 0};
+  buffers[buffer] = {bytes};
   return {kSuccess, 0};
 }
-EXPORTED Error cuFileBufDeregister(const void* buffer) { return answer(buffers.erase(buffer), kInvalidValue); }
+EXPORTED Error cuFileBufDeregister(const void* buffer) {
+  std::lock_guard lock(turn);
+  const auto found = buffers.find(buffer);
+  if (found == buffers.end()) return {kInvalidValue, 0};
+  if (found->second.reads) broken("memory is given back under a read");
+  if (is_direct() && !can_reach(buffer, found->second.bytes)) broken("memory was unmapped before it was given back");
+  buffers.erase(found);
+  return {kSuccess, 0};
+}
 EXPORTED ssize_t cuFileRead(void* handle, void* buffer, size_t bytes, off_t at, off_t offset) {
-  const auto file = files.find(handle);
-  if (file == files.end() || !buffers.count(buffer) || offset + bytes > buffers[buffer]) return -kInvalidValue;
-  if (is_direct() && (bytes % 4096 || at % 4096)) return -kIoNotSupported;
-  const ssize_t got = pread(file->second, static_cast<char*>(buffer) + offset, bytes, at);
-  if (way() == "wrong") static_cast<char*>(buffer)[offset + bytes / 2] ^= 1;
-  counted.n_total_reads++;
+  std::unique_lock lock(turn);
+  const auto file = files.find(uintptr_t(handle));
+  const auto memory = buffers.find(buffer);
+  if (file == files.end() || memory == buffers.end() || at < 0 || offset < 0 || offset + bytes > memory->second.bytes) return -kInvalidValue;
+  if (is_direct() && (bytes % kPage || at % kPage || offset % kPage)) return -kIoNotSupported;
+  if (!is_there(file->second)) broken("a descriptor was closed under its registered file");
+  if (is_direct() && !can_reach(buffer, memory->second.bytes)) broken("memory was unmapped while it was registered");
+  file->second.reads++, memory->second.reads++;
+  lock.unlock();
+  const ssize_t got = carried(file->second, static_cast<char*>(buffer) + offset, bytes, at);
+  const int wrong = errno;
+  lock.lock();
+  file->second.reads--, memory->second.reads--;
+  counted.n_total_reads++, counted.read_bytes += got > 0 ? got : 0;
   (way() == "p2p" ? counted.n_p2p_reads : is_direct() ? counted.n_nvfs_reads : counted.n_posix_reads)++;
+  tell_counts();
+  errno = wrong;
   return got;
 }

@@ -145,6 +145,10 @@ EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
     *value = !is_left_out("descriptors");
     return CUDA_SUCCESS;
   }
+  if (attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) {
+    *value = !is_left_out("rdma");
+    return CUDA_SUCCESS;
+  }
   if (attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) {
     *value = !is_left_out("host pointers");
     return CUDA_SUCCESS;

@@ -111,6 +111,16 @@ Range range_of(CUdeviceptr address, size_t bytes) {
 
 using namespace fake;
 
+// For the fake cuFile: whether a disk may write there. Memory of cuMemCreate must have been made for it.
+EXPORTED int fake_can_be_reached(CUdeviceptr address, size_t bytes) {
+  std::lock_guard lock(fake::mutex());
+  const Range range = range_of(address, bytes);
+  if (range.place != Place::kDevice || !(range.rights & PROT_WRITE)) return 0;
+  const auto found = entry_at(memory().mappings, address);
+  const bool is_mapped = found != memory().mappings.end() && address < found->first + found->second.bytes;
+  return !is_mapped || found->second.backing->prop.allocFlags.gpuDirectRDMACapable;
+}
+
 // -- physical memory, and its way to other processes
 
 EXPORTED CUresult cuMemGetInfo(size_t* free, size_t* total) {
@@ -128,13 +138,14 @@ EXPORTED CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes
   ENTER;
   if (CUresult wrong = location_error(prop->location)) return wrong;
   if (!bytes || bytes % kGranularity || flags || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_INVALID_VALUE;
+  if (prop->allocFlags.gpuDirectRDMACapable && is_left_out("rdma")) return CUDA_ERROR_NOT_SUPPORTED;
   if (!is_there(bytes, prop->location.id)) return CUDA_ERROR_OUT_OF_MEMORY;
   const int fd = memfd_create("tierd-fake-gpu", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   auto backing = std::shared_ptr<Backing>(new Backing{fd, bytes, *prop, true});
   memory().charged[prop->location.id] += bytes;
-  // Whoever imports it must know whose it is: the file's mode tells, which any process may read.
-  if (fchmod(fd, S_IRWXU | prop->location.id) || ftruncate(fd, bytes) || !is_littered(fd, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  // Whoever imports it must know whose it is, and for what it was made: the file's mode tells, which any process may read.
+  if (fchmod(fd, S_IRWXU | (prop->allocFlags.gpuDirectRDMACapable ? S_IRGRP : 0) | prop->location.id) || ftruncate(fd, bytes) || !is_littered(fd, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   memory().handles[*handle = next_handle++] = std::move(backing);
   return CUDA_SUCCESS;
 }
@@ -173,6 +184,7 @@ EXPORTED CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* h
   prop.location = {CU_MEM_LOCATION_TYPE_DEVICE, int(status.st_mode & S_IRWXO)};
   if (!is_device(prop.location.id)) return close(fd), CUDA_ERROR_INVALID_DEVICE;
   prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  prop.allocFlags.gpuDirectRDMACapable = !!(status.st_mode & S_IRGRP);
   memory().handles[*handle = next_handle++] = std::shared_ptr<Backing>(new Backing{fd, size_t(status.st_size), prop, false});
   return CUDA_SUCCESS;
 }

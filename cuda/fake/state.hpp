@@ -47,7 +47,8 @@ inline int block_shared() { return int(number("TIERD_FAKE_CUDA_BLOCK_SHARED_BYTE
 // TIERD_FAKE_CUDA_STRIKE, <function or *>:<which of its calls, from 1; 0: each>:<number of a signal, or e and that of an error>[:<device>]: what such a call meets with,
 // if there is a device, where that one's context is current.
 CUresult strike(const char* function);
-// TIERD_FAKE_CUDA_WITHOUT: a function that this driver has not, or `descriptors`, or `vmm`: memory management by addresses, or `host pointers` that kernels may use.
+// TIERD_FAKE_CUDA_WITHOUT: a function that this driver has not, or `descriptors`, or `vmm`: memory management by addresses, or `host pointers` that kernels may use,
+// or `rdma`: memory of it that other devices reach.
 bool is_left_out(const char* name);
 
 // -- memory

@@ -28,7 +28,7 @@ from tierd.core.model import BlockStatus
 from tierd.core.plan import Plan
 from tierd.errors import AlreadyOwned, TierFailed
 from tierd.tiers.null import NullStore
-from tierd.tiers.slots import TABLE_SLICES
+from tierd.tiers.slots import TABLE_SLICES, SlotFile
 from tierd.tiers.tier import StoredTier
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
@@ -146,6 +146,44 @@ async def test_slot_that_was_reused_shows_the_new_block_only(world: World, mode:
     await other.open()
     assert set(other.held) == {2}
     await other.store.close(release=False)
+
+
+async def test_headers_are_checked_without_payloads(world: World) -> None:
+    """The check of slots says what a read would, but for the payload, which it does not look at."""
+    await world.write([1, 2, 3, 4], segment=1, slots=[0, 1, 2, 5])
+    await world.begin(2, place=1)
+    await world.write([5], segment=2, slots=[0])
+    keys = [5, 4, 1, 3, 2]
+    extents = np.concatenate([world.held[key][0] for key in keys])
+    path = world.store._opened.files[0].path
+    flip(path, 2 * CLASS_BYTES + 8)
+    flip(path, 1 * CLASS_BYTES + 4096 + 8)
+    metas = metas_of(keys)
+    assert (await world.store.check(extents, metas)).tolist() == [READY, READY, READY, CORRUPT, READY]
+    extents["generation"][1] += 1
+    extents["segment"][2] = 77
+    metas[4] = metas_of([9])[0]
+    assert (await world.store.check(extents, metas)).tolist() == [READY, CORRUPT, FAILED, CORRUPT, CORRUPT]
+
+
+async def test_payloads_lie_where_the_store_says(world: World) -> None:
+    """Of each block the file that is still the store's and the offset there; of what is gone nothing."""
+    await world.write([1, 2], segment=1, slots=[0, 6])
+    extents = np.concatenate([world.held[key][0] for key in (2, 1)] + [extents_of(77, [0], generation=1)])
+    where = world.store.payloads(extents)
+    for key, file, offset in zip((2, 1), where.files[:2], where.offsets[:2], strict=True):
+        assert file is not None and world.store.has_file(file) and offset % 4096 == 0
+        assert file.path.read_bytes()[offset : offset + LENGTH] == content(key)
+    assert where.files[2] is None and not world.store.has_file(SlotFile(Path(), 0))
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 async def test_segment_that_begins_ends_the_one_at_its_place(world: World, mode: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from enum import Enum
 
 import numpy as np
 
-from tierd.core.model import EXTENT, SEALED, BlockStatus, Reason, SegmentAssignment, StructArray, TierSpec
+from tierd.core.model import EXTENT, SEALED, BlockStatus, Reason, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
 
 Key = tuple[int, bytes]
@@ -76,6 +76,7 @@ class Model:
     used_segments: set[int] = field(default_factory=set)
     used_flights: set[int] = field(default_factory=set)
     serving: dict[int, bool] = field(default_factory=dict)
+    direct: dict[int, frozenset[int]] = field(default_factory=dict)  # device -> stores that it is read into from
     descriptors: dict[int, dict[int, bool]] = field(default_factory=dict)  # segment -> session -> writable
     sessions: dict[int, int] = field(default_factory=dict)  # live session -> domain
     forgotten: set[int] = field(default_factory=set)  # namespaces
@@ -194,6 +195,7 @@ class Model:
         assert source in self.pages, "a transfer reads a free page"
         assert target in self.pages, "a transfer writes a free page"
         page = self.pages[target]
+        self._check_way(self.pages[source].tier, page.tier)
         assert page.stage is Stage.WRITING, "a transfer writes a page that is in use"
         page.stage = Stage.FILLING
         if after:
@@ -211,6 +213,14 @@ class Model:
         self.pins[target] += 1
         self.used_flights.add(flight_id)
         self.flights[flight_id] = Flight(flight_id, after, source, target, key, started=not after)
+
+    def _check_way(self, source: int, target: int) -> None:
+        """Between a device and a store there is a host page, unless the store is one that the device is read into from directly."""
+        kinds = self.tiers[source].kind, self.tiers[target].kind
+        has_host = any(spec.kind is TierKind.HOST and self.serving.get(t, True) for t, spec in enumerate(self.tiers))
+        if has_host and kinds == (TierKind.NVME, TierKind.DEVICE):
+            assert source in self.direct.get(target, ()), "a store is read into a device that it has no direct way to"
+        assert not has_host or kinds != (TierKind.DEVICE, TierKind.NVME), "a device is written to a store directly"
 
     # -- what happens outside
 

@@ -150,6 +150,16 @@ class CoreMachine(Ahead):
         self.model.serving[tier] = serving
         self.core.set_serving(tier, serving)
 
+    @rule(which=picks, stores=st.integers(0, 3))
+    def set_direct(self, which: int, stores: int) -> None:
+        """A device is read into from some of the stores directly, or from none any more."""
+        devices = [tier for tier, spec in enumerate(self.specs) if spec.kind is TierKind.DEVICE]
+        far = [tier for tier, spec in enumerate(self.specs) if spec.kind is TierKind.NVME]
+        if devices:
+            tier, direct = self.pick(devices, which), frozenset(t for i, t in enumerate(far) if stores >> i & 1)
+            self.model.direct[tier] = direct
+            self.core.set_direct(tier, direct)
+
     # -- a new daemon
 
     @rule(live=st.booleans())
@@ -160,6 +170,7 @@ class CoreMachine(Ahead):
             self.specs,
             start=Start(max(model.used_generations, default=0) + 1, max(model.used_segments, default=0) + 1),
         )
+        model.direct.clear()
         leases, reservations = self.leases, self.reservations
         self.leases, self.reservations, self.commits = {}, {}, []
         sessions = model.sessions if live else {}

@@ -49,6 +49,7 @@ PARTS: dict[str, set[str]] = {
 
 BUILDERS: dict[str, set[str]] = {
     "tiers/cuda.py": {"gpu"},  # over the GPU process, which knows of tiers how they sum
+    "tiers/direct.py": {"gpu"},
     "tiers/slabs.py": {"gpu"},
     # It stands beside the tiers: of theirs it knows how files are mapped and what names the checksums.
     "gpu/hosts.py": {"tiers"},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -48,13 +49,18 @@ class Worker:
         self.kept: list[Any] = []
         self.written: list[tuple[int, int]] = []
 
+    def resize(self, block_bytes: int) -> int:
+        """From now on blocks have so many bytes."""
+        self.namespace = self.client.open_namespace(replace(SPEC, model=f"of {block_bytes}", block_bytes=block_bytes))
+        return self.namespace.spec.block_bytes
+
     def put(self, seed: int, blocks: int, durability: str = "", tier: str = "device") -> int:
         """Writes a chain in place and commits it; how many blocks are stored."""
         names = chain(seed, blocks)
         pages = self.client.reserve(PutGroup(self.namespace, names), tier=tier)
         for name, page in zip(names, pages.buffers(), strict=True):
             if page is not None:
-                page.copy_from(content_of(name, SPEC.block_bytes))
+                page.copy_from(content_of(name, self.namespace.spec.block_bytes))
                 self.written.append((page.address, page.nbytes))
         statuses = pages.statuses.copy()
         if pages:

@@ -99,16 +99,21 @@ def test_segments_of_several_blocks_are_no_row(driver: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("piece_us", "said"),
+    ("piece_us", "way", "said"),
     [
-        ("2000", "pages up to 64 KiB to it and 64 KiB from it copied by a kernel"),
-        ("0", "pages copied by its copy engines"),
+        (
+            "2000",
+            "",
+            "pages up to 64 KiB to it and 64 KiB from it copied by a kernel, nvme.0 by way of host memory",
+        ),
+        ("0", "nvfs", "pages copied by its copy engines, nvme.0 read directly by nvidia-fs"),
     ],
 )
-def test_who_copies_small_pages_is_shown(monkeypatch: pytest.MonkeyPatch, piece_us: str, said: str) -> None:
-    """By `tierctl tiers`, behind the GPU's name: as it was measured when the GPU process began."""
+def test_by_which_ways_pages_come_is_shown(monkeypatch: pytest.MonkeyPatch, piece_us: str, way: str, said: str) -> None:
+    """By `tierctl tiers`, behind the GPU's name: who copies small pages and how they come from a store, as it was found when the GPU process began."""
+    monkeypatch.setenv("TIERD_FAKE_CUFILE", way)
     monkeypatch.setenv("TIERD_FATBINS_FOLDER", str(build_fatbins()))
     monkeypatch.setenv("TIERD_FAKE_CUDA_PIECE_US", piece_us)
     with Daemon(config("4 MiB")) as daemon:
         shown = CliRunner().invoke(ctl.cli, ["tiers", "--target", daemon.target], prog_name="tierctl").stdout
-        assert re.search(rf"device\.0\s+Fake GPU \w+, {said} \(vmm\)", shown), shown
+        assert re.search(rf"device\.0\s+Fake GPU \w+, {re.escape(said)} \(vmm\)", shown), shown

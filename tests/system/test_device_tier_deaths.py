@@ -39,7 +39,7 @@ AFTER_A_CHANGE_OF_HANDS = ("cuda.slab.before_drop",)
 OFTEN = ("cache.commit.before_publish", "mover.publish.before_catalogue")
 """Of others, passed by every put."""
 ON_THE_WAY = [
-    *sorted(name for name in POINTS if name.startswith(("cuda.", "mover.device."))),
+    *sorted(name for name in POINTS if name.startswith(("cuda.", "mover.device.")) and "direct" not in name),
     *OFTEN,
     "session.map.before_reply",
 ]

@@ -50,7 +50,7 @@ ONCE = {
     "arena.spare.before_file": "arena.spare.before_file=kill@3",
 }
 """Passed early in a life or not at all: what is armed when it begins. The first needs segments of a former life, the others none."""
-OF_A_GPU = {name for name in POINTS if name.startswith(("cuda.", "mover.device."))}
+OF_A_GPU = {name for name in POINTS if name.startswith(("cuda.", "mover.device.", "mover.direct."))}
 """Passed with a device tier of kind cuda alone, which no daemon of these tests has: `test_device_tier_deaths.py`."""
 CHOSEN = (
     "arena.publish.before_seal",

@@ -1,6 +1,6 @@
 """Looks after the stored and the device tiers: takes those that keep failing out of service, and tries whether they work again.
 
-Purpose: `Watch`, which asks tiers how they fare, lets a breaker judge, and tells the core. Non-purpose: the judgement (`breaker`).
+Purpose: `Watch`, which asks tiers how they fare, lets a breaker judge, and tells the core; also which stores a device reads from directly now. Non-purpose: the judgement (`breaker`).
 Invariants: one probe at a time for each tier, so that a disk that hangs costs one thread; people hear of each change once. Under a replay clock it
 looks too, since a disk may fail then as well.
 """
@@ -18,7 +18,7 @@ from tierd.core.core import Core
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.metrics import Metrics
 from tierd.mover import Mover
-from tierd.tiers.tier import Tier, WatchedTier, is_watched
+from tierd.tiers.tier import Tier, WatchedTier, is_device, is_watched
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +75,7 @@ class Watch:
         """At every watched tier, now."""
         now = asyncio.get_running_loop().time()
         for position, tier in self._watched.items():
+            self._set_direct(tier)
             breaker = self.breakers[position]
             if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
                 self._tell(tier)
@@ -130,8 +131,14 @@ class Watch:
     def _set(self, position: int) -> None:
         """The core and the mover."""
         breaker, may = self.breakers[position], position not in self._withheld
+        self._set_direct(self._watched[position])
         self._core.set_serving(position, breaker.reads and may)
         self._core.set_writable(position, breaker.writes and may)
         self._metrics.tier_writable.labels(tier=self._watched[position].spec.name).set(breaker.writes and may)
         if not (breaker.reads and may):
             self._mover.refuse(position)
+
+    def _set_direct(self, tier: Tier) -> None:
+        """Plans go by the ways that there are now."""
+        if is_device(tier):
+            self._core.set_direct(tier.position, tier.direct_from)

@@ -293,6 +293,10 @@ class Core:
         """Not writable: its blocks are served, and it is no target; what would be demoted to it is evicted."""
         self._index.tiers[tier].writable = writable
 
+    def set_direct(self, tier: int, stores: frozenset[int]) -> None:
+        """From which stores blocks come into the tier without a stay in host memory, from now on; what is planned stays so."""
+        self._index.direct[tier] = stores
+
     def is_writable(self, tier: int) -> bool:
         """Whether the tier is in service and takes new blocks."""
         return tier in self._index.writable()

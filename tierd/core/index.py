@@ -65,6 +65,8 @@ class Index:
         self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.children = [self.blocks.column(np.int32) for _ in tiers]
         self._in_service: dict[tuple[Wanted, ...], list[int]] = {}
+        self.direct: list[frozenset[int]] = [frozenset() for _ in tiers]
+        """Per tier: stores that it is read into from without a stay in host memory."""
         self.going = [0 for _ in tiers]
         self.tips = [0 for _ in tiers]
         self.generation = start.generation

@@ -33,7 +33,7 @@ from tierd.core.model import (
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.room import Room
 from tierd.core.segment import Key
-from tierd.core.sets import distinct, kinds
+from tierd.core.sets import among, distinct, kinds
 
 
 class Where(NamedTuple):
@@ -99,16 +99,16 @@ class Planner:
     def bring(self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: Draft) -> None:
         """Transfers for guarded, readable blocks that have no page where they are wanted: as many as find room, in order.
 
-        Where device and nvme (or archive) meet, or two devices, the way leads over a host tier, if one is in service.
+        Where device and nvme (or archive) meet, or two devices, the way leads over a host tier, if one is in service; not where a device is read into from
+        a store directly.
         """
         targets = self.index.writable(wanted)
         if not targets or len(blocks) == 0:
             return
-        where = self.sources(blocks, wanted)
-        staged = self._is_staged(where, kind_of(wanted))
+        where, to = self.sources(blocks, wanted), self.index.targets(blocks, targets)
+        staged = self._is_staged(where, kind_of(wanted)) & ~self._is_direct(where, to)
         if staged.any():
             where = self._stage(blocks, where, staged=staged, reason=reason, draft=draft)
-        to = self.index.targets(blocks, targets)
         to[where.tiers < 0] = -1
         for rows in runs(to):
             target = int(to[rows[0]])
@@ -188,6 +188,13 @@ class Planner:
         beyond = (kinds != TierKind.HOST) if kind < TierKind.HOST else (kinds < TierKind.HOST)
         over = kind != TierKind.HOST and bool(self.index.serving(TierKind.HOST))
         return np.asarray(beyond & over & (where.tiers >= 0), bool)
+
+    def _is_direct(self, where: Where, to: Ids) -> Bools:
+        """Which sources the tiers that they go to are read into from directly."""
+        direct = np.zeros(len(to), bool)
+        for tier in kinds(to) if any(self.index.direct) else ():
+            direct |= (to == tier) & among(where.tiers, sorted(self.index.direct[tier]))
+        return direct
 
     def _stage(self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, draft: Draft) -> Where:
         """The sources after staged blocks were sent to host tiers; none for those that found no room there."""

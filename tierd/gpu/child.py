@@ -1,6 +1,6 @@
 """The GPU process from inside: verbs, and the threads that carry them out.
 
-Purpose: a request becomes a call of slabs, hosts, copies or sums, and its result an answer. Non-purpose: deciding anything. Invariants: an answer goes out when
+Purpose: a request becomes a call of slabs, hosts, copies, sums or direct reads, and its result an answer. Non-purpose: deciding anything. Invariants: an answer goes out when
 what it tells of has ended; every piece is checked against its slab and its host memory before a byte moves; when the GPU's context is lost the
 process says so and ends, since nothing of it can run any more.
 """
@@ -20,6 +20,7 @@ import numpy as np
 from tierd.errors import TierdError, TierFailed
 from tierd.gpu.copies import Copies
 from tierd.gpu.device import Device, Lane
+from tierd.gpu.direct import DirectReads
 from tierd.gpu.hosts import Hosts
 from tierd.gpu.runs import Runs, coalesced
 from tierd.gpu.slabs import Slabs
@@ -44,6 +45,7 @@ class Engine:
         self.slabs, self.hosts = Slabs(self.device, self.lane), Hosts(self.device)
         self.copies = Copies(self.device)
         self.sums: Sums = open_sums(self.device, self.copies)
+        self.direct = DirectReads(self.device, self.slabs, self.sums)
 
     def facts(self) -> Body:
         """As GpuFacts."""
@@ -72,9 +74,10 @@ class Engine:
 
     def close(self) -> None:
         """Gives everything back, when all copies have ended."""
+        self.direct.end_all()
         self.slabs.regions.end_all()
         self.hosts.regions.end_all()
-        for part in (self.sums, self.copies, self.lane, self.device):
+        for part in (self.direct, self.sums, self.copies, self.lane, self.device):
             part.close()
 
 
@@ -97,6 +100,10 @@ class Child:
             "load": lambda asked: self._ready().copy(asked.body["pieces"], to_device=True),
             "store": lambda asked: self._ready().copy(asked.body["pieces"], to_device=False),
             "sums": lambda asked: self._ready().sums_of(asked.body["pieces"]),
+            "probe": lambda asked: {"way": self._ready().direct.probe(_descriptor(asked))},
+            "open_file": self._open_file,
+            "close_file": lambda asked: self._ended(self._ready().direct.close_file, asked.body["file"]),
+            "read": lambda asked: self._ready().direct.read(asked.body["reads"]),
         }
 
     def serve(self) -> None:
@@ -155,6 +162,10 @@ class Child:
     def _attach(self, asked: Message) -> Body:
         body = asked.body
         return {"notices": self._ready().hosts.attach(body["host"], _descriptor(asked), body["length"])}
+
+    def _open_file(self, asked: Message) -> Body:
+        self._ready().direct.open_file(asked.body["file"], _descriptor(asked))
+        return {}
 
     @staticmethod
     def _ended(end: Callable[[int], None], number: int) -> Body:

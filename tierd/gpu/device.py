@@ -33,6 +33,7 @@ class Device:
         self._context = self.call(cuda.cuDevicePrimaryCtxRetain, self._gpu)
         self.enter()
         self._check_exports()
+        self._is_reachable = bool(self.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"))
         minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = int(self.call(cuda.cuMemGetAllocationGranularity, self.properties(), minimum))
         self.has_batches = self._has_batches()
@@ -60,11 +61,12 @@ class Device:
         return replace(facts, gather_load_bytes=gather_bytes[True], gather_store_bytes=gather_bytes[False])
 
     def properties(self) -> Any:
-        """Of memory on this GPU that other processes may map."""
+        """Of memory on this GPU that other processes may map, and disks write to where the GPU lets them."""
         prop = self.cuda.CUmemAllocationProp()
         prop.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location = self.location()
         prop.requestedHandleTypes = self.handle_type
+        prop.allocFlags.gpuDirectRDMACapable = self._is_reachable
         return prop
 
     def location(self) -> Any:

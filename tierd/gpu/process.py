@@ -21,7 +21,7 @@ from typing import Any
 from tierd import children, errors
 from tierd.core.model import StructArray
 from tierd.errors import Overloaded, TierdError, TierFailed
-from tierd.gpu.wire import GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
+from tierd.gpu.wire import READ, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
 
 START_PATIENCE_S = 60.0
 """For the driver's own beginning, which takes seconds where many GPUs are."""
@@ -32,7 +32,7 @@ REAP_S = 5.0
 CALLS_MAX = 32
 """In flight at one time. Patience runs for these; the others wait for their turn."""
 WAITING_MAX = 1024
-COPIES = {"load", "store"}
+COPIES = {"load", "store", "read"}
 """Verbs that write where their caller reads when they have ended."""
 NO_SLABS: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
@@ -61,6 +61,8 @@ class GpuProcess:
         start_patience_s: float = START_PATIENCE_S,
     ) -> None:
         self.facts = GpuFacts()
+        self.hung = ""
+        """The verb that took too long, of which it was killed."""
         self._name, self._ordinal = f"GPU process of cuda:{ordinal}", ordinal
         self._patience_s, self._start_patience_s = patience_s, start_patience_s
         self._on_death = on_death
@@ -79,6 +81,11 @@ class GpuProcess:
     def pid(self) -> int:
         """Of the process, for people and tests."""
         return self._child.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return not self._reason
 
     async def start(self, *, slabs: Mapping[int, tuple[int, int]] = NO_SLABS) -> GpuFacts:
         """Starts it. slabs: what a former one made, by number: descriptor (it stays the caller's) and length in bytes.
@@ -133,6 +140,24 @@ class GpuProcess:
         """The slice tables of what lies in slabs, PIECE[n] without a host. Raises InvalidArgument, TierFailed."""
         return unpack_sums((await self._ask("sums", pieces=pack_pieces(pieces))).body)
 
+    async def probe(self, fd: int) -> str:
+        """By which way a read of a `tierd.gpu.probe_file` comes into a slab directly; fd stays the caller's. Raises Unsupported if it does not, Overloaded, TierFailed."""
+        asked = await self._ask("probe", descriptors=[fd], patience_s=self._start_patience_s)
+        return str(asked.body["way"])
+
+    async def open_file(self, file: int, fd: int) -> None:
+        """A file for direct reads; fd, with O_DIRECT, stays the caller's. Raises InvalidArgument, Unsupported, TierFailed."""
+        await self._ask("open_file", descriptors=[fd], file=file)
+
+    async def close_file(self, file: int) -> None:
+        """Forgets it when the reads that use it have ended. Raises InvalidArgument, TierFailed."""
+        await self._ask("close_file", file=file)
+
+    async def read(self, reads: StructArray) -> tuple[list[SliceTable], dict[int, str]]:
+        """File to slab, READ[n], past host memory; the slice tables of what lies on the device then, and by row why there is none. Raises InvalidArgument, before a byte moves, Unsupported and TierFailed."""
+        body = (await self._ask("read", reads=pack_pieces(reads, READ))).body
+        return unpack_sums(body), dict(body["faults"])
+
     async def stop(self) -> None:
         """Ends it. Calls that are under way fail; slabs live on in their descriptors."""
         self._is_missed = False
@@ -184,7 +209,7 @@ class GpuProcess:
             answer.set_exception(error)
             return answer
         late = f"{self._name}: {body['verb']} was not answered within {patience_s:g} s, it is killed; look at dmesg"
-        deadline = loop.call_later(patience_s, self._end, late)
+        deadline = loop.call_later(patience_s, self._lose_patience, body["verb"], late)
         self._pending[self._next_id] = Pending(answer, deadline, is_copy=body["verb"] in COPIES)
         self._outbox.append((memoryview(packed), descriptors))
         self._flush()
@@ -248,6 +273,10 @@ class GpuProcess:
             ) from error
         asyncio.get_running_loop().add_reader(ours, self._receive)
         self._reason = ""
+
+    def _lose_patience(self, verb: str, reason: str) -> None:
+        self.hung = self.hung or verb
+        self._end(reason)
 
     def _end(self, reason: str, *, kill_after_s: float = 0.0) -> None:
         """Nothing is asked of it any more."""

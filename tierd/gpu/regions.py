@@ -1,4 +1,4 @@
-"""Ranges of addresses by number: slabs, or host memories. Who uses one is counted, so that none goes away under a copy.
+"""Ranges of addresses by number: slabs, host memories, or files, whose address is a handle. Who uses one is counted, so that none goes away under a copy.
 
 Purpose: what a piece's numbers and offsets mean, and that they mean something. Non-purpose: how memory comes and goes. Invariants: an address that is given
 out lies in a region that is there until the user has left; a number has one region at a time. Threads may share it.
@@ -24,11 +24,12 @@ WAIT_S = 600.0
 
 @dataclass(slots=True)
 class Region:
-    """address: where it begins; is_direct: the GPU's copy engines reach it without a detour; ending: gives it back."""
+    """address: where it begins; is_direct: the GPU's copy engines reach it without a detour; is_registered: disks do; ending: gives it back."""
 
     address: int
     length_bytes: int
     is_direct: bool = True
+    is_registered: bool = False
     users: int = 0
     ending: ExitStack = field(default_factory=ExitStack)
 
@@ -85,7 +86,7 @@ class Regions:
 
 
 class Used:
-    """The regions of pieces. addresses: u8[n]; is_direct: of all of them."""
+    """The regions of pieces. addresses: u8[n]; regions: of each; is_direct: of all of them."""
 
     def __init__(self, kind: str, pieces: StructArray, regions: list[Region], each: NDArray[np.intp]) -> None:
         starts = np.array([region.address for region in regions], np.uint64)[each]
@@ -99,4 +100,5 @@ class Used:
                 f"piece {wrong[0]}: {piece['length']} bytes at {offsets[wrong[0]]} of {kind} {piece[kind]}, which has {end}"
             )
         self.addresses: Addresses = starts + offsets
+        self.regions = [regions[i] for i in each.tolist()]
         self.is_direct = all(region.is_direct for region in regions)

@@ -56,6 +56,18 @@ class Slabs:
         with self._mapped(handle, length_bytes) as region:
             self.regions.add(slab, region)
 
+    @contextmanager
+    def scratch(self, length_bytes: int) -> Iterator[Region]:
+        """Memory like that of slabs, of this length or more, for as long as the context lasts. Raises Overloaded."""
+        granularity = self._device.granularity
+        rounded = -(-length_bytes // granularity) * granularity
+        with self._mapped(
+            self._device.call(self._device.cuda.cuMemCreate, rounded, self._device.properties(), 0), rounded
+        ) as region:
+            pass
+        with region.ending:
+            yield region
+
     def drop(self, slab: int) -> None:
         """Unmapped when the copies that use it have ended. Raises InvalidArgument."""
         self.regions.end(slab)

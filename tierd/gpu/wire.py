@@ -6,8 +6,10 @@ starts the other; a message of more than MESSAGE_BYTES is neither sent nor taken
 A frame is a little-endian head {u4 bytes of the body, u4 descriptors}, then the body, a msgpack map; the descriptors ride with the head's first byte.
 
     request  {id, verb, ...}: begin {} · adopt {slab, length} + descriptor · make {slab, length} · drop {slab} · attach {host, length} + descriptor ·
-             detach {host} · load {pieces} · store {pieces} · sums {pieces}, pieces being PIECE[n] as bytes
-    answer   {id, ...}: begin {facts} · make {} + descriptor · attach {notices} · load, sums {counts: u4[n], sums: u8[], both as bytes} · else {}
+             detach {host} · load {pieces} · store {pieces} · sums {pieces}, pieces being PIECE[n] as bytes ·
+             probe {} + descriptor · open_file {file} + descriptor · close_file {file} · read {reads}, READ[n] as bytes
+    answer   {id, ...}: begin {facts} · make {} + descriptor · attach {notices} · load, sums {counts: u4[n], sums: u8[], both as bytes} ·
+             probe {way} · read {counts, sums, faults: [row, text][]} · else {}
              {id, error: [class, text]}, the class one of tierd.errors
     last     {lost: text}: the GPU's context is lost and the process ends
 """
@@ -42,6 +44,18 @@ PIECE = np.dtype(
 )
 """One block's page, on both sides of a copy: numbers of a slab and of a host memory, offsets and length in bytes, layers as `tierd.core.block.slice_lengths`
 takes them."""
+READ = np.dtype(
+    [
+        ("file", "<u4"),
+        ("slab", "<u4"),
+        ("file_offset", "<u8"),
+        ("slab_offset", "<u8"),
+        ("length", "<u4"),
+        ("layers", "<u4"),
+        ("room", "<u4"),
+    ]
+)
+"""One block's payload in a file and its page on the device, as in PIECE; room: the length rounded up to 4 KiB, which is read."""
 PIECES_MAX = 4096
 """In one call."""
 MESSAGE_BYTES = 32 << 20
@@ -154,9 +168,9 @@ def _unpacked(packed: bytes) -> dict[str, Any]:
     return body
 
 
-def pack_pieces(pieces: StructArray) -> bytes:
-    """PIECE[n] for a request. Raises InvalidArgument for another dtype, or too many."""
-    if pieces.dtype != PIECE or pieces.ndim != 1 or len(pieces) > PIECES_MAX:
+def pack_pieces(pieces: StructArray, dtype: np.dtype[Any] = PIECE) -> bytes:
+    """PIECE[n], or READ[n], for a request. Raises InvalidArgument for another dtype, or too many."""
+    if pieces.dtype != dtype or pieces.ndim != 1 or len(pieces) > PIECES_MAX:
         raise InvalidArgument(
             f"pieces: {pieces.shape} of {pieces.dtype}; one dimension of at most {PIECES_MAX} PIECE is taken"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class About:
     version: str
     instance: str
     started: float
-    notices: Sequence[str]
+    notices: Callable[[], list[str]]
     state: Callable[[], str]
     sessions: Callable[[], list[SessionRow]]
     keep_namespaces: Callable[..., Awaitable[None]]
@@ -92,7 +92,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             reservations=stats.reservations,
             blocks=stats.blocks,
             counters=self._cache.metrics.counters(),
-            notices=about.notices,
+            notices=about.notices(),
             cpu_s=time.process_time(),
         )
 

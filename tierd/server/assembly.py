@@ -158,7 +158,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
             # The flag is read when the daemon ends; a start that fails keeps everything.
             stack.push_async_callback(_close, tier, lambda: daemon is not None and daemon.release)
-        _say_detours(tiers)
+        await _find_direct(tiers)
         holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
         failpoint("assembly.before_parts")
@@ -184,13 +184,11 @@ async def _patiently(opening: Coroutine[Any, Any, _T], what: str) -> _T:
     return task.result()
 
 
-def _say_detours(tiers: Sequence[Tier]) -> None:
-    """Which way between tiers is longer than it might be."""
-    if any(is_stored(tier) for tier in tiers):
-        for tier in filter(is_device, tiers):
-            tier.notices.append(
-                f"{tier.spec.name}: blocks come from NVMe by way of host memory, GPUDirect Storage is not used; `make gpu` tells whether it would be direct here"
-            )
+async def _find_direct(tiers: Sequence[Tier]) -> None:
+    """Which devices read from which stores past host memory."""
+    stores = [tier for tier in tiers if is_stored(tier)]
+    for tier in filter(is_device, tiers):
+        await _patiently(tier.find_direct(stores), f"direct ways from stores to {tier.spec.name}")
 
 
 def _directory(tier: Tier) -> Path:
@@ -329,7 +327,8 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
             store.patience = Patience(table.hang_limit, close_s=deadline_s)
             yield store
         elif isinstance(table, DeviceConfig) and table.kind == "cuda":
-            gpu = GpuOptions(table.ordinal, patience_s=table.hang_limit)
+            wanted = table.direct_reads == "auto"
+            gpu = GpuOptions(table.ordinal, patience_s=table.hang_limit, reads_directly=wanted)
             yield CudaTier(spec, position=position, instance=instance, arena_dir=table.arena_dir or base, options=gpu)
         else:
             yield Arena(spec, position=position, instance=instance, arena_dir=table.arena_dir or base)

@@ -188,7 +188,7 @@ class Listeners:
             version=tierd.__version__,
             instance=daemon.instance,
             started=daemon.started,
-            notices=[notice for tier in daemon.tiers for notice in tier.notices],
+            notices=lambda: [notice for tier in daemon.tiers for notice in tier.notices],
             state=lambda: "draining" if daemon.cache.is_draining else daemon.state,
             sessions=self.rows,
             keep_namespaces=daemon.keep_namespaces,

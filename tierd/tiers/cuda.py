@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import structlog
 
 from tierd.core.meta import META
 from tierd.core.model import EXTENT, StructArray, TierSpec
@@ -25,24 +26,28 @@ from tierd.gpu.process import GpuProcess
 from tierd.gpu.wire import PIECE, GpuFacts
 from tierd.tiers import arena_files
 from tierd.tiers.arena_recovery import SUFFIX, drop_everything
+from tierd.tiers.direct import DirectWays, reads_of
 from tierd.tiers.segments import SegmentBooks
 from tierd.tiers.slabs import Slab, Slabs
-from tierd.tiers.tier import Descriptor, Health, MappedTier, Recovered, SliceTable
+from tierd.tiers.tier import Came, Descriptor, Health, MappedTier, Recovered, SliceTable, StoredTier
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """ordinal: number of the GPU, as the driver counts; patience_s: with a call to it, which is over then, and the GPU process with it."""
+    """ordinal: number of the GPU, as the driver counts; patience_s: with a call to it, which is over then, and the GPU process with it; reads_directly: from stores, where it can."""
 
     ordinal: int = 0
     patience_s: float = 10.0
+    reads_directly: bool = True
 
 
 class CudaTier(SegmentBooks[Slab]):
-    """One GPU's tier. arena_dir: as of an arena, for the catalogues. After `open`: place names the GPU, facts what its process found."""
+    """One GPU's tier. arena_dir: as of an arena, for the catalogues. facts: what its GPU process found, after `open`."""
 
     _data: Slabs
 
@@ -53,6 +58,9 @@ class CudaTier(SegmentBooks[Slab]):
         self.facts = GpuFacts()
         self._options = options or GpuOptions()
         self._gpu: GpuProcess | None = None
+        self._direct = DirectWays(spec.name, is_wanted=self._options.reads_directly, on_change=self._tell_ways)
+        self._is_begun = False
+        """Whether what is said at the start has been told."""
         self._fault = ""
         self._hosts: dict[int, asyncio.Task[None]] = {}
         """Host segments that the GPU process maps, or is told to."""
@@ -151,13 +159,14 @@ class CudaTier(SegmentBooks[Slab]):
             options.ordinal, patience_s=options.patience_s, on_death=lambda reason: self._died(gpu, reason)
         )
         self.facts = await self._data.hand_over(gpu)
-        self.place = f"{f'{self.facts.name} {self.uuid}'.strip() or 'GPU'}, {self.facts.copying}"
         self._gpu = gpu
         self._fault = ""
+        await self._direct.begin(gpu)
 
     def _died(self, gpu: GpuProcess, reason: str) -> None:
         if gpu is self._gpu:
             self._gpu = self._data.gpu = None
+            self._direct.end(gpu)
             self._hosts.clear()
             self._fault = f"{reason}; it is started again"
 
@@ -236,6 +245,47 @@ class CudaTier(SegmentBooks[Slab]):
         with self._failing():
             return await self._living().sums(self._pieces(extents, metas))
 
+    # -- direct reads
+
+    @property
+    def direct_from(self) -> frozenset[int]:
+        """Positions of the stores that are read from past host memory, now."""
+        return self._direct.stores
+
+    async def find_direct(self, stores: Sequence[StoredTier]) -> None:
+        """Asks the GPU process, and those that come after it."""
+        self._direct.know(stores)
+        if self._gpu is not None:
+            await self._direct.begin(self._gpu)
+        self._is_begun = True
+
+    async def read(self, extents: StructArray, metas: StructArray, *, source: StoredTier, sources: StructArray) -> Came:
+        """Fills pages from slots of a store, past host memory; the sums are of what lies on the device then. Raises TierFailed."""
+        where = source.payloads(sources)
+        files = [file for file in where.files if file is not None]
+        rows = np.array([row for row, file in enumerate(where.files) if file is not None], np.intp)
+        with self._failing():
+            pieces = self._pieces(extents[rows], metas[rows])
+        reads = reads_of(pieces, [where.offsets[row] for row in rows.tolist()])
+        came = await self._direct.read(reads, files, store=source)
+        failpoint("cuda.direct.before_return")
+        return _spread(came, rows.tolist(), len(extents))
+
+    def distrust(self, store: int, reason: str) -> None:
+        """Nothing is read from the store directly until another GPU process begins."""
+        self._direct.give_up(store, reason)
+
+    def _tell_ways(self) -> None:
+        """Which way blocks come, wherever people look for it; what is new after the start is said at once."""
+        facts, now = self.facts, list(self._direct.notices.values())
+        self.place = ", ".join(
+            filter(None, (f"{facts.name} {facts.uuid}".strip() or "GPU", facts.copying, self._direct.words))
+        )
+        for notice in now if self._is_begun else ():
+            if notice not in self.notices:
+                log.warning(notice, tier=self.spec.name)
+        self.notices = [notice for notice in self.notices if not self._direct.is_own(notice)] + now
+
     # -- inner
 
     def _living(self) -> GpuProcess:
@@ -285,3 +335,14 @@ class CudaTier(SegmentBooks[Slab]):
             if self._hosts.get(segment) is this:
                 del self._hosts[segment]
             raise
+
+
+def _spread(came: Came, rows: Sequence[int], count: int) -> Came:
+    """What came for some rows, as of all; the others' slots are not there."""
+    slices, faults = [np.zeros(0, np.uint64)] * count, dict.fromkeys(range(count), "its slot is not there")
+    for at, row in enumerate(rows):
+        slices[row] = came.slices[at]
+        del faults[row]
+        if at in came.faults:
+            faults[row] = came.faults[at]
+    return Came(slices, faults)

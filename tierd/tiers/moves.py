@@ -150,6 +150,22 @@ class ReadRun(_RunJob):
         return ()
 
 
+class HeadRun(_RunJob):
+    """Headers of slots alone."""
+
+    kind: Kind = "read"
+
+    def _move(self) -> Sequence[Self]:
+        batch, run, means = self._batch, self._run, self._batch.means
+        for i, row in enumerate(run.rows):
+            at = run.offset + i * run.class_bytes
+            done = means.io.read(means.find_file(run.segment, self.kind), at, [batch.headers[row].data])
+            batch.outcomes.append(done == HEADER_BYTES)
+            if done == HEADER_BYTES:
+                batch.came.append(row)
+        return ()
+
+
 class WriteRun(_RunJob):
     """Pages, hashed, into slots. A block whose bytes are wrong stays out of its slot."""
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from tierd.core.meta import META
 from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
-from tierd.tiers.tier import Health, ReadResult, Recovered, SliceTable
+from tierd.tiers.slots import SlotFile
+from tierd.tiers.tier import Health, Payloads, ReadResult, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
@@ -61,6 +62,18 @@ class NullStore:
     async def read(self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray) -> ReadResult:
         """All FAILED; targets stay as they are."""
         return ReadResult(_failed(extents), [np.zeros(0, np.uint64)] * len(extents))
+
+    async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
+        """All FAILED."""
+        return _failed(extents)
+
+    def payloads(self, extents: StructArray) -> Payloads:
+        """Nowhere."""
+        return Payloads([None] * len(extents), [0] * len(extents))
+
+    def has_file(self, file: SlotFile) -> bool:
+        """None is its."""
+        return False
 
     async def write(
         self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable], sources: Sequence[memoryview]

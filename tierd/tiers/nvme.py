@@ -41,11 +41,11 @@ from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
-from tierd.tiers.moves import Batch, GoneError, Means, ReadRun, WriteRun
+from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun
 from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, Stretch, unsifted
-from tierd.tiers.tier import Found, HashRow, Health, ReadResult, Recovered
+from tierd.tiers.tier import Found, HashRow, Health, Payloads, ReadResult, Recovered
 from tierd.tiers.zeroing import Zeroing
 
 if TYPE_CHECKING:
@@ -349,6 +349,26 @@ class NvmeStore:
             batch.judge()
         return ReadResult(batch.statuses, batch.tables)
 
+    async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
+        """As `StoredTier.check`."""
+        with self._headers.borrow(len(extents)) as headers:
+            batch = Batch(self._means(), self._located(extents), metas, (), headers, _no_hash)
+            await self._carry(batch, self._usable(batch.extents), HeadRun)
+            batch.judge()
+        return batch.statuses
+
+    def payloads(self, extents: StructArray) -> Payloads:
+        """As `StoredTier.payloads`."""
+        located, files = self._located(extents), list[SlotFile | None]([None] * len(extents))
+        for row in self._usable(located).tolist():
+            files[row] = self._opened.files[self._segments[int(extents["segment"][row])].begun.place]
+        offsets = located["offset"].tolist()
+        return Payloads(files, [at + HEADER_BYTES if file else 0 for at, file in zip(offsets, files, strict=True)])
+
+    def has_file(self, file: SlotFile) -> bool:
+        """As `StoredTier.has_file`."""
+        return self._is_open and any(own is file for own in self._opened.files.values())
+
     async def write(
         self, extents: StructArray, metas: StructArray, hash_row: HashRow, sources: Sequence[memoryview]
     ) -> NDArray[np.uint16]:
@@ -395,7 +415,7 @@ class NvmeStore:
                 usable |= (extents["segment"] == segment) & fits & (extents["slot"] < held.begun.pages)
         return np.flatnonzero(usable)
 
-    async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | WriteRun]) -> None:
+    async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | HeadRun | WriteRun]) -> None:
         """One job for each run of slots, over the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
         names = rows.tolist()

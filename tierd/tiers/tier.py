@@ -6,7 +6,7 @@ what `open` finds again was published whole.
 
 Three families. A *mapped* tier is memory that the daemon and its clients map: its pages are written in place, then published. A *stored*
 tier is written from and read into pages of a mapped tier. A *device* tier is memory that clients map and the daemon does not: its pages are
-written in place by clients, loaded from and stored into pages of a mapped tier, and summed where they lie. Mapped and device tiers are *shared*;
+written in place by clients, loaded from and stored into pages of a mapped tier, read from stores where a way is direct, and summed where they lie. Mapped and device tiers are *shared*;
 stored and device tiers are *watched*, since they may fail while the daemon lives.
 """
 
@@ -23,6 +23,7 @@ from tierd.core.model import SegmentAssignment, StructArray, TierSpec
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
+    from tierd.tiers.slots import SlotFile
 
 SliceTable = NDArray[np.uint64]
 """xxh3-64 of each slice of a block, in order."""
@@ -85,6 +86,20 @@ class Health:
     unread: int = 0
     read_age_s: float = 0.0
     write_age_s: float = 0.0
+
+
+class Payloads(NamedTuple):
+    """Where blocks lie in a store, for who reads past it: of each row the file, None where there is none, and the offset in it, in bytes."""
+
+    files: list[SlotFile | None]
+    offsets: list[int]
+
+
+class Came(NamedTuple):
+    """What a device read from a store: per block the slice table of what lies on it then, or, by row, why there is none."""
+
+    slices: list[SliceTable]
+    faults: dict[int, str]
 
 
 class Descriptor(NamedTuple):
@@ -193,6 +208,19 @@ class DeviceTier(SharedTier, WatchedTier, Protocol):
     async def sums(self, extents: StructArray, metas: StructArray) -> list[SliceTable]:
         """The slice tables of what lies on the device."""
 
+    @property
+    def direct_from(self) -> frozenset[int]:
+        """Positions of the stores that `read` reads from now."""
+
+    async def find_direct(self, stores: Sequence[StoredTier]) -> None:
+        """Finds out which of these stores can be read from without a stay in host memory, now and whenever its GPU begins anew."""
+
+    async def read(self, extents: StructArray, metas: StructArray, *, source: StoredTier, sources: StructArray) -> Came:
+        """Fill pages from slots of a store, past host memory. Neither header nor payload is verified."""
+
+    def distrust(self, store: int, reason: str) -> None:
+        """What `read` gives of a store is not what it has: it reads from there no more."""
+
 
 @runtime_checkable
 class StoredTier(WatchedTier, Protocol):
@@ -210,6 +238,15 @@ class StoredTier(WatchedTier, Protocol):
         """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace, generation). Each target is 4 KiB
         aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller: arrived is called for each row whose bytes have
         come, in a thread of the tier's while others still come."""
+
+    async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
+        """What `read` would say of the slots' headers, without a payload: u2[n]."""
+
+    def payloads(self, extents: StructArray) -> Payloads:
+        """Where the payloads of EXTENT[n] lie, each in a room of whole 4 KiB."""
+
+    def has_file(self, file: SlotFile) -> bool:
+        """Whether a file of `payloads` is still the store's."""
 
     async def write(
         self, extents: StructArray, metas: StructArray, hash_row: HashRow, sources: Sequence[memoryview]

@@ -1,107 +1,127 @@
-"""Whether a read from a disk comes to a slab without a detour over host memory (GPUDirect Storage): one read, and what cuFile counted of it.
+"""Whether a read from a disk comes to a slab without a detour over host memory, as a daemon finds it out: one read, and what cuFile counted of it; and how fast blocks come so.
 
-Nobody else can be asked. kvikio's mode says whether it calls cuFile, not whether cuFile then reads through host memory; what cuFile says of its driver is of nvidia-fs and not of
-this file, disk and memory, and its flag for PCI P2PDMA is not to be used any more. So cuFile is told not to fall back, and its counts say by
-which way the read came: some options make it fall back even so.
+Purpose: `results`. Non-purpose: how it is told (`tierd.gpu.probe`). Invariants: both ways read the same file past the page cache into the same slab, in turns, and every block is right.
 
 TIERD_DIRECT_FOLDER: where the file is made, for a disk that is not this checkout's.
 """
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import mmap
 import os
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from tierd.errors import TierFailed
-from tools.gpu import slabs
+from tierd.core.block import slice_lengths
+from tierd.errors import TierdError, Unsupported
+from tierd.gpu.probe_file import probe_file
+from tierd.gpu.process import GpuProcess
+from tierd.gpu.wire import PIECE, READ, SliceTable
+from tierd.tiers.checksum import slice_sums
 from tools.gpu.bench import ROOT, Bench
-from tools.gpu.device import Gpu
-from tools.gpu.results import Fact, Result
+from tools.gpu.results import Check, Fact, Left, Result, row_of
 
-LENGTH = 1 << 20
-ALL_COUNTS = 3
-"""The level of counts that tells ways apart."""
-WAYS = {"n_posix_reads": "a detour: cuFile read it through host memory", "n_nvfs_reads": "direct, by nvidia-fs", "n_p2p_reads": "direct, by PCI P2PDMA"}  # fmt: skip
-"""What a count of cuFile's says, the worst first."""
+BLOCK_BYTES, LAYERS = 2 << 20, 16
+BLOCKS, ROUNDS, THREADS = 64, 3, 16
+SLAB, HOST, FILE = 1, 2, 3
+PATIENCE_S = 10.0
+GIGA = 1e9
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """One fact."""
+    """A fact, and where it is direct a figure."""
     folder = Path(os.environ.get("TIERD_DIRECT_FOLDER", ROOT / "build"))
-    yield Fact("direct_read", f"{_way(bench.gpu(with_kernels=False), folder)}; a file in {folder.name}")
-
-
-def _way(gpu: Gpu, folder: Path) -> str:
-    """By which the read came. Raises TierFailed if it brought other bytes."""
-    try:
-        cufile = importlib.import_module("cuda.bindings.cufile")
-    except ImportError as error:
-        return f"a detour: {error}"
-    try:
-        return _read(cufile, gpu, folder)
-    except (cufile.cuFileError, RuntimeError, OSError) as error:  # RuntimeError: there is no libcufile
-        return f"a detour: {error}"
-
-
-def _read(cufile: Any, gpu: Gpu, folder: Path) -> str:
-    """Raises what cuFile and the file system do, TierFailed."""
-    cufile.set_parameter_bool(cufile.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE, False)
-    slab = slabs.made(gpu, LENGTH)
-    with ExitStack() as ends:
-        ends.callback(slabs.dropped, gpu, slab)
-        descriptor = ends.enter_context(_file(folder))
-        cufile.driver_open()
-        ends.callback(cufile.driver_close)
-        cufile.set_stats_level(ALL_COUNTS)
-        cufile.stats_start()
-        told = cufile.Descr()
-        told.type, told.handle.fd = cufile.FileHandleType.OPAQUE_FD, descriptor
-        handle = cufile.handle_register(told.ptr)
-        ends.callback(cufile.handle_deregister, handle)
-        cufile.buf_register(slab.address, slab.length_bytes, 0)
-        ends.callback(cufile.buf_deregister, slab.address)
-        count = cufile.read(handle, slab.address, LENGTH, 0, 0)
-        _check(gpu, slab, count)
-        return _counted(cufile)
-
-
-def _counted(cufile: Any) -> str:
-    counts = cufile.StatsLevel3()
-    cufile.get_stats_l3(counts.ptr)
-    for name, way in WAYS.items():
-        if any(getattr(counts.per_gpu_stats[gpu], name) for gpu in range(counts.num_gpus)):
-            return way
-    return "not told: cuFile counted no read"
-
-
-def _check(gpu: Gpu, slab: slabs.Slab, count: int) -> None:
-    came = np.zeros(LENGTH, np.uint8)
-    gpu.ask("cuMemcpyDtoH", came.ctypes.data, slab.address, LENGTH)
-    if count != LENGTH or not np.array_equal(came, _content()):
-        raise TierFailed(f"cuFile: a read of {LENGTH} bytes gave {count}, and other bytes than the file has")
-
-
-def _content() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, LENGTH, np.uint8)
-
-
-@contextmanager
-def _file(folder: Path) -> Iterator[int]:
-    """A descriptor of a file without a name, for reads past the page cache. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+    yield from asyncio.run(_life(folder, bench.pick(BLOCKS, 2), bench.pick(ROUNDS, 1)))
+
+
+async def _life(folder: Path, blocks: int, rounds: int) -> list[Result]:
+    gpu = GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: None)
+    await gpu.start()
     try:
-        with mmap.mmap(-1, LENGTH) as aligned:
-            aligned[:] = _content().tobytes()
-            os.pwrite(descriptor, aligned, 0)
-        os.fsync(descriptor)
-        yield descriptor
+        with probe_file(folder) as descriptor:
+            fact = Fact("direct_read", f"direct, by {await gpu.probe(descriptor)}; a file in {folder.name}")
+        with ExitStack() as ends:
+            return [fact, *await _rates(gpu, _sides(folder, blocks, ends), rounds)]
+    except (Unsupported, OSError) as error:
+        said = f"a detour: {error}; a file in {folder.name}"
+        return [Fact("direct_read", said), Left("direct_rate", "reads are not direct")]
     finally:
-        os.close(descriptor)
+        await gpu.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """A file of blocks, and host memory for them: descriptors; memory: the latter, mapped; want: the blocks' sums."""
+
+    file: int
+    host: int
+    memory: memoryview
+    want: list[SliceTable]
+
+    @property
+    def starts(self) -> range:
+        """Of the blocks."""
+        return range(0, len(self.memory), BLOCK_BYTES)
+
+
+def _sides(folder: Path, blocks: int, ends: ExitStack) -> Sides:
+    length = blocks * BLOCK_BYTES
+    host = os.memfd_create("direct")
+    ends.callback(os.close, host)
+    os.ftruncate(host, length)
+    memory = memoryview(mmap.mmap(host, length))
+    np.frombuffer(memory, np.uint64)[:] = np.random.default_rng(7).integers(0, 1 << 63, length // 8)
+    file = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+    ends.callback(os.close, file)
+    sides = Sides(file, host, memory, [])
+    for at in sides.starts:
+        os.pwrite(file, memory[at : at + BLOCK_BYTES], at)
+        sides.want.append(slice_sums(memory[at : at + BLOCK_BYTES], slice_lengths(BLOCK_BYTES, LAYERS)))
+    os.fsync(file)
+    return sides
+
+
+async def _rates(gpu: GpuProcess, sides: Sides, rounds: int) -> list[Result]:
+    """Directly and by way of host memory, in turns."""
+    length = len(sides.memory)
+    os.close(await gpu.make(SLAB, length))
+    await gpu.attach(HOST, sides.host, length)
+    await gpu.open_file(FILE, sides.file)
+    reads, pieces = np.zeros(len(sides.want), READ), np.zeros(len(sides.want), PIECE)
+    for each in (reads, pieces):
+        each["slab"], each["length"], each["layers"], each["slab_offset"] = SLAB, BLOCK_BYTES, LAYERS, sides.starts
+    reads["file"], reads["room"], reads["file_offset"] = FILE, BLOCK_BYTES, sides.starts
+    pieces["host"], pieces["host_offset"] = HOST, sides.starts
+    rates: dict[str, list[float]] = {"direct": [], "host": []}
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in range(rounds + 1):  # the first one registers what is read into
+            begun = time.perf_counter()
+            tables, faults = await gpu.read(reads)
+            rates["direct"].append(length / (time.perf_counter() - begun) / GIGA)
+            if faults or not _are_right(tables, sides.want):
+                return [Check("direct_rate", False, f"blocks differ, or have not come: {list(faults.values())[:1]}")]
+            begun = time.perf_counter()
+            await asyncio.to_thread(_read, threads, sides)
+            tables = await gpu.load(pieces)
+            rates["host"].append(length / (time.perf_counter() - begun) / GIGA)
+            if not _are_right(tables, sides.want):
+                raise TierdError("blocks that came by way of host memory differ")
+    return [row_of("direct_rate", rates["direct"][1:], "GB/s", rates["host"][1:], "limit: by way of host memory")]
+
+
+def _read(threads: ThreadPoolExecutor, sides: Sides) -> None:
+    """The file into host memory, as a store's lanes do it."""
+    parts = [(sides.memory[at : at + BLOCK_BYTES], at) for at in sides.starts]
+    list(threads.map(lambda part: os.preadv(sides.file, [part[0]], part[1]), parts))
+
+
+def _are_right(tables: list[SliceTable], want: list[SliceTable]) -> bool:
+    return all(np.array_equal(table, right) for table, right in zip(tables, want, strict=True))

@@ -201,6 +201,8 @@ def _together() -> Iterator[Forecast]:
     yield Forecast(part, "shared_pace", 1.0, "decodes a second of three processes after a kill, against before")
     told = "how a read from a disk came to a slab, by cuFile's own counts"
     yield Forecast("direct", "direct_read", "a detour: no libcufile", told)
+    told = "where that is direct: blocks of 2 MiB read from a disk into a slab, with their checksums, against the way by host memory"
+    yield Forecast("direct", "direct_rate", 1.1, told)
     part = "rivals"
     yield Forecast(part, "sdpa", "there or not", "torch's SDPA on gathered keys and values")
     yield Forecast(part, "flashinfer", "there or not", "FlashInfer's paged decode on the same pages")

@@ -55,8 +55,8 @@ PARTS = (
     Part("link", "tools.gpu.link", 35),
     Part("process", "tools.gpu.process", 25),
     Part("sharing", "tools.gpu.sharing", 35),
-    Part("direct", "tools.gpu.direct", 10),
-    Part("rivals", "tools.gpu.rivals", 60),
+    Part("direct", "tools.gpu.direct", 15),
+    Part("rivals", "tools.gpu.rivals", 55),
 )
 
 

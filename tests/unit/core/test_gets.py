@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, TOKENS, Kit, chain, commit_blocks, group, tier
-from tierd.core.model import BlockStatus, Need, Reason
+from tierd.core.model import BlockStatus, Need, Reason, StructArray
 from tierd.errors import InvalidArgument, NotFound
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
@@ -225,6 +225,64 @@ def test_nvme_reaches_the_device_over_the_host() -> None:
     kit.land()
     assert kit.settle(acquired).tokens == 32
     assert kit.tiers_of(a) == [0, 0]
+
+
+def far_kit(*, hosts: int = 8, devices: int = 1, blocks: int = 2) -> tuple[Kit, StructArray]:
+    """Blocks that a store alone holds, below devices and a host with so many pages."""
+    kit = Kit(*(tier(DEVICE, 8, index=i) for i in range(devices)), tier(HOST, hosts), tier(NVME, 8))
+    a, host = chain("a", blocks), devices
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    kit.land()
+    kit.took(kit.core.evict(kit.ids(a), tier=host, now=kit.tick()))
+    return kit, a
+
+
+def test_a_direct_way_leaves_the_host_out() -> None:
+    """Where the device is read into from the store directly, blocks come in one transfer each, with no page of the host set aside, now or later."""
+    kit, a = far_kit(hosts=4)
+    kit.core.set_direct(0, frozenset({2}))
+    kept = kit.reserve(chain("b", 4))
+    acquired = kit.acquire(group(a), kind=DEVICE)
+    moves = acquired.plan.transfers
+    assert moves["source"]["tier"].tolist() == [2, 2] and moves["target"]["tier"].tolist() == [0, 0]
+    assert moves["after"].tolist() == [0, 0] and set(acquired.plan.reserved["tier"].tolist()) == {0}
+    kit.land()
+    assert kit.settle(acquired).tokens == 32
+    assert [stats.pages_ready for stats in kit.core.tier_stats()] == [2, 0, 2]
+    assert kept.reservation
+
+
+def test_what_the_host_has_comes_from_there() -> None:
+    """A block that host memory holds comes from it, whatever way there is from a store."""
+    kit, a = far_kit()
+    kit.core.set_direct(0, frozenset({2}))
+    kit.get(group(a[:1]))
+    assert kit.acquire(group(a), kind=DEVICE).plan.transfers["source"]["tier"].tolist() == [1, 2]
+
+
+def test_each_device_has_its_own_ways() -> None:
+    """A store that one device is read into from directly reaches another one over the host."""
+    kit, a = far_kit(devices=2)
+    kit.core.set_direct(0, frozenset({3}))
+    moves = kit.acquire(group(a), kind=tier(DEVICE, 8, index=1)).plan.transfers
+    assert moves["source"]["tier"].tolist() == [3, 3, 2, 2] and moves["target"]["tier"].tolist() == [2, 2, 1, 1]
+    kit, b = far_kit(devices=2, blocks=8)
+    kit.core.set_direct(0, frozenset({3}))
+    moves = kit.acquire(group(b), kind=DEVICE).plan.transfers
+    ways = set(zip(moves["source"]["tier"].tolist(), moves["target"]["tier"].tolist(), strict=True))
+    assert ways == {(3, 0), (3, 2), (2, 1)}
+
+
+def test_a_way_that_ends_is_planned_no_more() -> None:
+    """What was planned directly and fails leaves the far copy, and the next plan leads over the host."""
+    kit, a = far_kit()
+    kit.core.set_direct(0, frozenset({2}))
+    acquired = kit.acquire(group(a), kind=DEVICE)
+    kit.core.set_direct(0, frozenset())
+    kit.land(FAILED)
+    assert kit.settle(acquired).tokens == 0 and kit.tiers_of(a) == [2, 2]
+    assert kit.acquire(group(a), kind=DEVICE).plan.transfers["source"]["tier"].tolist() == [2, 2, 1, 1]
 
 
 def test_one_of_two_devices_is_wanted() -> None:

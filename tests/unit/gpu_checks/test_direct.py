@@ -28,6 +28,7 @@ def test_what_cufile_counted_is_told(way: str, said: str, tmp_path: Path) -> Non
     ended = told(tmp_path, way)
     assert ended.status == 0
     assert ended.results["direct_read"]["said"].startswith(said), ended.said
+    assert ended.results["direct_rate"]["kind"] == ("row" if said.startswith("direct") else "left")
 
 
 def test_other_bytes_are_a_failure(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""NVIDIA's cuFile, told not to fall back to reads through host memory.
+
+Purpose: `CuFile`: files and device memory are registered, and read from and into. Non-purpose: whether a read was direct (`probe`), who uses what when (`direct`).
+Invariants: nothing of it goes through host memory unless an option of the machine's forces it, which its counts tell; a read has ended when `read` returns.
+
+Not kvikio: it can be told not to fall back, but counts its own calls and not the ways by which cuFile carried them out; it opens files by path, where the daemon
+gives descriptors; and it brings cupy along.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from tierd.errors import Unsupported
+
+ALL_COUNTS = 3
+"""The level of counts that tells ways apart."""
+COUNTS = ("n_posix_reads", "n_nvfs_reads", "n_p2p_reads")
+
+
+class CuFile:
+    """Of this process, which has one at a time. Threads may share it. Whatever cuFile refuses raises Unsupported."""
+
+    def __init__(self) -> None:
+        """Raises Unsupported if it is not there, or has nothing but host memory to read by."""
+        try:
+            self._library: Any = importlib.import_module("cuda.bindings.cufile")
+        except ImportError as error:
+            raise Unsupported(str(error)) from error
+        library = self._library
+        self._ask(library.set_parameter_bool, library.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE, False)
+        self._ask(library.driver_open)
+        try:
+            self._ask(library.set_stats_level, ALL_COUNTS)
+            self._ask(library.stats_start)
+        except Unsupported:
+            self.close()
+            raise
+
+    def register_file(self, descriptor: int) -> int:
+        """A handle of the file, whose descriptor (with O_DIRECT) stays the caller's and must outlive it."""
+        told = self._library.Descr()
+        told.type, told.handle.fd = self._library.FileHandleType.OPAQUE_FD, descriptor
+        return int(self._ask(self._library.handle_register, told.ptr))
+
+    def deregister_file(self, handle: int) -> None:
+        """No read of it may be under way."""
+        self._ask(self._library.handle_deregister, handle)
+
+    def register_memory(self, address: int, length_bytes: int) -> None:
+        """Device memory that was made for it, as a whole."""
+        self._ask(self._library.buf_register, address, length_bytes, 0)
+
+    def deregister_memory(self, address: int) -> None:
+        """Before it is unmapped, and with no read into it under way."""
+        self._ask(self._library.buf_deregister, address)
+
+    def read(self, handle: int, length_bytes: int, *, at: int, memory: int, offset: int) -> str:
+        """From `at` in the file into registered memory that begins at `memory`, from `offset` on; what went wrong, or nothing. All are multiples of 4 KiB."""
+        try:
+            count = self._library.read(handle, memory, length_bytes, at, offset)
+        except (self._library.cuFileError, ValueError) as error:
+            # An error of the system's, whose number the bindings take for one of cuFile's.
+            return f"cuFile: the system refused the read ({error})"
+        if count == length_bytes:
+            return ""
+        return f"cuFile read {count} of {length_bytes} bytes" if count >= 0 else f"cuFile: {self._words(-count)}"
+
+    def counts(self) -> dict[str, int]:
+        """How many reads there were so far, of each way."""
+        counts = self._library.StatsLevel3()
+        self._ask(self._library.get_stats_l3, counts.ptr)
+        return {name: sum(getattr(counts.per_gpu_stats[i], name) for i in range(counts.num_gpus)) for name in COUNTS}
+
+    def close(self) -> None:
+        """Everything must have been given back."""
+        self._ask(self._library.driver_close)
+
+    def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return function(*given)
+        except self._library.cuFileError as error:
+            raise Unsupported(str(error)) from error
+        except RuntimeError as error:  # of the bindings: no library, or one without this function
+            told = str(error).strip()
+            raise Unsupported(
+                f"{told}; install libcufile (of the CUDA toolkit, or pip install nvidia-cufile)"
+            ) from error
+
+    def _words(self, code: int) -> str:
+        """Of what a read answers instead of a count."""
+        try:
+            return f"{self._library.OpError(code).name} ({code})"
+        except ValueError:
+            return f"error {code}"
