@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +103,15 @@ async def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
         assert (process.pid, process.hash([page(1, 1)], lambda _: (0, 0), print)) == (0, False)
     await until(lambda: process.is_ready)
     await process.stop()
+
+
+async def test_one_whose_priority_stays_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox that refuses `nice`, as that of the unit in deploy/ does (~@resources), costs no sums."""
+    refusing = "import os\ndef nice(_):\n    raise PermissionError(1, 'refused')\nos.nice = nice\n"
+    (tmp_path / "sitecustomize.py").write_text(refusing)
+    monkeypatch.syspath_prepend(tmp_path)
+    async with begun() as process:
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 async def test_signals_for_all_of_a_daemon_are_the_daemons_to_answer() -> None:
