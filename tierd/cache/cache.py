@@ -449,11 +449,11 @@ class Cache:
 
     def _check_puts(self, session: int, groups: Sequence[PutQuery]) -> None:
         """The last look before the core reserves. Raises NotFound, NotPermitted, StaleHandle, Unavailable while draining."""
+        self.releases.make(asker=session)  # first: what is heard there may be the session's end
         for group in groups:
             self.namespace_for(session, group.namespace)
         if self.is_draining:
             raise Unavailable("daemon: draining, no new reservations; connect to another one or try again later")
-        self.releases.make(asker=session)
 
     @contextlib.asynccontextmanager
     async def _given(
@@ -484,10 +484,10 @@ class Cache:
 
     def _hold(self, key: Key, extents: StructArray, *, at: Ids | None = None) -> None:
         """Writes into the holds file who has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
+        if self._holdings.is_full(key[0]):
+            self.releases.make(asker=key[0])  # of what it has given back already; its end may be heard there
         if key[0] not in self._tenants:
             raise SessionLost(f"session {key[0]}: it ended during the call; open a session again")
-        if self._holdings.is_full(key[0]):
-            self.releases.make(asker=key[0])  # of what it has given back already
         self._holdings.add(key, extents, at=at)
 
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:

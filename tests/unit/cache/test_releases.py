@@ -12,7 +12,7 @@ from tierd.cache import holdings
 from tierd.cache.operator import Operator
 from tierd.cache.releases import LateReleases
 from tierd.core.model import BlockStatus
-from tierd.errors import Overloaded
+from tierd.errors import Overloaded, SessionLost
 from tierd.testing import chain
 from tierd.tiers.holds import Holder, read_boot_id
 
@@ -109,6 +109,19 @@ async def test_a_session_that_holds_as_much_as_it_may(monkeypatch: pytest.Monkey
                 await world.acquire(NAMES)
             assert world.cache.core.stats().leases == 2
         world.cache.release(world.session, leases)
+        assert not world.pins
+
+
+@pytest.mark.parametrize("how", ["leave_session", "end_session"])
+async def test_a_session_whose_end_is_heard_late_holds_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A goodbye that is read while a get makes room for its lease leaves no lease, and nothing in the session table."""
+    monkeypatch.setattr(holdings, "HOLDS_LIMIT", 1)
+    async with opened() as world:
+        await world.put(NAMES)
+        await world.acquire(NAMES[:1])
+        world.cache.releases.hear = getattr(world.cache, how)
+        with pytest.raises(SessionLost):
+            await world.acquire(NAMES)
         assert not world.pins
 
 
