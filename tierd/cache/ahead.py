@@ -14,6 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -30,42 +31,63 @@ FOLLOWED_LIMIT = 64
 """Reservations that are being hashed; beyond it commits do the work."""
 SESSION_LIMIT = FOLLOWED_LIMIT // 4
 """Of them, of one session."""
-WHOLE = 1 << 63
-"""An end behind every block."""
+BEHIND_BYTES = 32 << 20
+"""So much of one reservation the process is asked for at one time, and more when half is done: others get their turn, and what is given up is soon out of the way."""
+BEHIND_LIMIT_BYTES = 8 * BEHIND_BYTES
+"""Of all of them, ended ones too: no commit waits for more."""
 Life = tuple[int, int, int, int]
 """Of a page: segment, generation, length of its block, layers."""
 
 
 @dataclass
 class Job:
-    """One reservation. tiers: where its segments are; pages: index, life and place of those that nobody has spoken of, last first; asked: what is still to be answered; made: sums
-    and digest of what is."""
+    """One reservation. tiers: where its segments are; pages: index, life and place of those that nobody has spoken of, last first; left: of those that are written and still to be
+    asked for; asked: what is still to be answered, so many bytes; made: sums and digest of what is."""
 
     tiers: dict[int, MappedTier]
     pages: list[tuple[int, Life, Page]]
+    left: deque[tuple[Life, Page]] = field(default_factory=deque)
     asked: deque[Life] = field(default_factory=deque)
+    asked_bytes: int = 0
     made: dict[Life, tuple[SliceTable, bytes]] = field(default_factory=dict)
     answered: asyncio.Future[None] | None = None
 
-    def told(self, end: int) -> list[tuple[Life, Page]]:
-        """The pages before this index, of which nobody has spoken yet."""
-        new = []
+    def told(self, end: int) -> None:
+        """The pages before this index are written."""
         while self.pages and self.pages[-1][0] < end:
-            new.append(self.pages.pop()[1:])
-        return new
+            self.left.append(self.pages.pop()[1:])
+
+    def named(self, indices: Sequence[int]) -> None:
+        """These pages are written."""
+        wanted = set(indices)
+        self.left.extend(page[1:] for page in reversed(self.pages) if page[0] in wanted)
+        self.pages = [page for page in self.pages if page[0] not in wanted]
+
+    def drop(self) -> None:
+        """Nothing more is asked for."""
+        self.pages.clear()
+        self.left.clear()
 
     def opened(self, segment: int) -> Descriptor:
         """A descriptor of one of its segments, for reading. Raises KeyError, TierFailed."""
         return self.tiers[segment].descriptor(segment, writable=False)
 
-    def take(self, table: bytes | None) -> None:
-        """The next answer."""
+    def next(self) -> list[tuple[Life, Page]]:
+        """What is to be asked for now, in one message: not all that may be at once, so that the process has work while an answer is on its way."""
+        pages, end = list[tuple[Life, Page]](), min(BEHIND_BYTES, self.asked_bytes + BEHIND_BYTES // 2)
+        while self.left and self.asked_bytes < end and len(pages) < PAGES_MAX:
+            pages.append(self.left.popleft())
+            self.asked_bytes += pages[-1][0][2]
+        return pages
+
+    def take(self, table: bytes | None) -> int:
+        """The next answer; of how many bytes."""
         life = self.asked.popleft()
+        self.asked_bytes -= life[2]
         if table is not None:
             sums = np.frombuffer(table, "<u8")
             self.made[life] = sums, table_digest(sums)
-        if not self.asked and self.answered is not None and not self.answered.done():
-            self.answered.set_result(None)
+        return life[2]
 
 
 class Ahead:
@@ -76,6 +98,7 @@ class Ahead:
     ) -> None:
         self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
         self._jobs: dict[tuple[int, int], Job] = {}
+        self._behind_bytes = 0
 
     def note(self, session: int, reservation: int, *, end: int) -> None:
         """The blocks of a reservation before this index are written. What cannot be hashed now is left to the commit. Raises NotFound."""
@@ -84,13 +107,14 @@ class Ahead:
             job = self._begun(session, reservation)
             if job is None:
                 return
-        self._ask(job, job.told(end))
+        job.told(end)
+        self._ask(job)
 
-    def note_named(self, session: int, reservation: int, blocks: StructArray | None) -> None:
-        """A commit has come, so what it names (None: everything) is written. Of a reservation that is not followed the commit itself hashes all."""
-        if job := self._jobs.get((session, reservation)):
-            end = WHOLE if blocks is None else 1 + max(blocks["index"].tolist(), default=-1)
-            self._ask(job, job.told(end))
+    def note_named(self, committing: Committing) -> None:
+        """A commit has begun, so what it names is written. Of a reservation that is not followed the commit itself hashes all."""
+        if job := self._jobs.get((committing.session, committing.reservation)):
+            job.named(committing.indices.tolist())
+            self._ask(job)
 
     def _begun(self, session: int, reservation: int) -> Job | None:
         """With all that the reservation has still open; none where something of it is not mapped, or nobody would hash it."""
@@ -112,13 +136,23 @@ class Ahead:
         job = self._jobs[session, reservation] = Job(segments, pages[::-1])
         return job
 
-    def _ask(self, job: Job, new: Sequence[tuple[Life, Page]]) -> None:
-        for at in range(0, len(new), PAGES_MAX):
-            part = new[at : at + PAGES_MAX]
-            if not self._mover.hashing.hash([page for _, page in part], job.opened, job.take):
-                job.pages.clear()
+    def _ask(self, job: Job) -> None:
+        """For what is left of it, as far as the process may be behind with it; where that is behind with too much the commit does the rest."""
+        while new := job.next():
+            if self._behind_bytes >= BEHIND_LIMIT_BYTES or not self._mover.hashing.hash(
+                [page for _, page in new], job.opened, partial(self._take, job)
+            ):
+                job.drop()
                 return
-            job.asked.extend(life for life, _ in part)
+            job.asked.extend(life for life, _ in new)
+            self._behind_bytes += sum(life[2] for life, _ in new)
+
+    def _take(self, job: Job, table: bytes | None) -> None:
+        self._behind_bytes -= job.take(table)
+        if job.asked_bytes <= BEHIND_BYTES // 2:
+            self._ask(job)
+        if not job.asked and job.answered is not None and not job.answered.done():
+            job.answered.set_result(None)
 
     async def hash(self, committing: Committing) -> Hashed:
         """Sums and digests of a commit's pages, whose metas have their layers. Raises what hashing raises."""
@@ -141,7 +175,8 @@ class Ahead:
 
     def drop(self, session: int, reservation: int) -> None:
         """The reservation has ended, and nobody wants its sums."""
-        self._jobs.pop((session, reservation), None)
+        if job := self._jobs.pop((session, reservation), None):
+            job.drop()
 
     def forget(self, session: int) -> None:
         """The session has ended."""

@@ -325,9 +325,8 @@ class Cache:
         """Hashes what was written and publishes it, all of the call's blocks or none."""
         self.tenant_of(session)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        if not keep_open:
-            self.ahead.note_named(session, reservation, blocks)
         committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
+        self.ahead.note_named(committing)
         # Not to be cut short: the pages are marked busy until it ends.
         work = asyncio.ensure_future(self._finish_commit(committing, lease=lease, keep_open=keep_open))
         self._commits.add(work)

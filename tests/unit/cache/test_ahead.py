@@ -19,9 +19,9 @@ from tierd.cache.ahead import FOLLOWED_LIMIT, SESSION_LIMIT
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, TierKind
 from tierd.core.plan import PutQuery
-from tierd.errors import NotFound
+from tierd.errors import InvalidArgument, NotFound
 from tierd.hashing.wire import ask
-from tierd.testing import chain
+from tierd.testing import chain, content_of
 
 NAMES = chain(1, 4)
 OF_NO_PAGE = ask(0, [])
@@ -179,6 +179,61 @@ async def test_what_is_said_during_the_last_commit_is_forgotten_with_it() -> Non
         Counted(world, meanwhile=speak)
         assert (await world.commit(reserved.reservation, named(2))).statuses.tolist() == [BlockStatus.READY] * 2
         assert not ahead._jobs
+
+
+async def test_a_commit_that_is_refused_says_nothing_of_its_pages() -> None:
+    """What it named was not hashed: its writer may still write to it, and commits what it holds then."""
+    async with hashing() as world:
+        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
+        world.cache.ahead.note(world.session, reserved.reservation, end=0)
+        wrong = named(4)
+        wrong["length"] = 1 << 20
+        with pytest.raises(InvalidArgument):
+            await world.commit(reserved.reservation, wrong)
+        assert not world.cache.ahead._jobs[world.session, reserved.reservation].asked
+        for extent, name in zip(reserved.extents[0], NAMES, strict=True):
+            world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
+        assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+
+
+async def test_a_commit_has_hashed_what_it_names() -> None:
+    """By the hash process where its reservation is followed, and nothing before it that it does not name."""
+    async with hashing() as world:
+        reserved, process, counted = await world.reserve(NAMES), world.cache.parts.mover.hashing, Counted(world)
+        world.cache.ahead.note(world.session, reserved.reservation, end=0)
+        stand_still(process.pid)
+        commit = asyncio.ensure_future(world.commit(reserved.reservation, named(4)[3:], keep_open=True))
+        await asyncio.sleep(0)
+        assert sum(asked.left for asked in process._asked.values()) == 1
+        os.kill(process.pid, signal.SIGCONT)
+        assert ((await commit).statuses.tolist(), counted.pages) == ([BlockStatus.READY], 0)
+        await world.commit(reserved.reservation, named(3))
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+
+
+async def test_no_more_is_asked_for_than_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one reservation, and of all with those that were given up, the process has so much before it at one time; the commit has all sums nevertheless."""
+    monkeypatch.setattr("tierd.cache.ahead.BEHIND_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("tierd.cache.ahead.BEHIND_LIMIT_BYTES", 4 * BLOCK_BYTES)
+    async with hashing() as world:
+        ahead, counted, process = world.cache.ahead, Counted(world), world.cache.parts.mover.hashing
+        stand_still(process.pid)
+        first = await world.reserve(NAMES)
+        ahead.note(world.session, first.reservation, end=4)
+        assert sum(asked.left for asked in process._asked.values()) == 2
+        given_up = await world.reserve(chain(2, 4))
+        ahead.note(world.session, given_up.reservation, end=4)
+        world.cache.abort(world.session, given_up.reservation)
+        late = await world.reserve(chain(3, 4))
+        ahead.note(world.session, late.reservation, end=4)
+        assert sum(asked.left for asked in process._asked.values()) == 4
+        os.kill(process.pid, signal.SIGCONT)
+        for reserved, hashed in ((first, 0), (late, 4)):
+            assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
+            assert counted.pages == hashed
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+        assert not ahead._behind_bytes
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "is behind"])
