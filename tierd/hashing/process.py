@@ -12,6 +12,7 @@ import itertools
 import os
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ class HashProcess:
         self._heard_s = 0.0
         self._patience: asyncio.TimerHandle | None = None
         self._attached: set[int] = set()
+        self._ended = deque[int]()
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._pidfd = -1
@@ -101,8 +103,8 @@ class HashProcess:
         """The segment has ended."""
         if segment in self._attached:
             self._attached.discard(segment)
-            if not self._send(wire.detach(segment)):
-                self.end("does not take messages")  # it must not keep memory that has ended
+            self._ended.append(segment)
+            self._let_go()
 
     def end(self, why: str) -> None:
         """Kills it; another takes its place."""
@@ -136,6 +138,13 @@ class HashProcess:
         finally:
             os.close(descriptor)
 
+    def _let_go(self) -> None:
+        """Of memory that has ended: now, or with the next answer where it is far behind."""
+        while self._ended and self._send(wire.detach(self._ended[0])):
+            self._ended.popleft()
+        if self._ended and not self._asked:
+            self.end("does not take messages")
+
     def _send(self, message: bytes) -> bool:
         assert self._socket is not None
         try:
@@ -157,6 +166,7 @@ class HashProcess:
             self.is_ready = True
         else:
             self._take(*wire.answered(message))
+            self._let_go()
 
     def _take(self, number: int, tables: list[bytes]) -> None:
         self._heard_s, asked = asyncio.get_running_loop().time(), self._asked[number]
@@ -185,6 +195,7 @@ class HashProcess:
         self._socket.close()
         self._socket, self.is_ready = None, False
         self._attached.clear()
+        self._ended.clear()
         asked, self._asked = self._asked, {}
         for each in asked.values():
             for _ in range(each.left):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.still import stand_still
 from tierd.core.block import slice_cut, slice_lengths
 from tierd.core.layout import SLICE_WORDS_MAX
 from tierd.hashing import wire
@@ -86,6 +87,25 @@ async def test_memory_that_is_not_there_has_no_sums() -> None:
     for fd in files.values():
         os.close(fd)
     assert came == [None, slice_sums(data[:4096], [4096]).tobytes()]
+
+
+async def test_one_that_is_behind_lets_go_later() -> None:
+    """A segment that ends while it takes no more messages is unmapped when it does, and costs neither the process nor a sum."""
+    (data, descriptor), came = memory(), list[bytes | None]()
+    async with begun() as process:
+        pid = process.pid
+        assert process.hash([page(4096, 1)], lambda _: (os.dup(descriptor), LENGTH), came.append)
+        await until(lambda: came)
+        stand_still(pid)
+        assert process.hash([page(LENGTH, 1)], lambda _: (os.dup(descriptor), LENGTH), came.append)
+        while process._send(wire.ask(0, [])):
+            pass
+        process.detach(SEGMENT)
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: len(came) == 2)
+        await until(lambda: "memfd:pages" not in Path(f"/proc/{pid}/maps").read_text())
+        assert (process.pid, came[1]) == (pid, slice_sums(data, slice_lengths(LENGTH, 1)).tobytes())
+    os.close(descriptor)
 
 
 async def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
