@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.repo.source import ROOT
-from tools.mutate.mutations import MUTATIONS, Mutation
+from tools.mutate.mutation import Mutation
+from tools.mutate.mutations import MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.mutate.command import NOT_TRIED, SURVIVED, choose
-from tools.mutate.mutations import MUTATIONS, Mutation
+from tools.mutate.mutation import Mutation
+from tools.mutate.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (
