@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+from tests.maps import maps_of
 from tests.system.blocks import await_true
 from tests.system.sdk import BIG, HOST, put, right
 from tierd.client import Client
@@ -56,6 +57,6 @@ def test_it_maps_for_reading_alone() -> None:
         for seed in range(4):
             assert put(client, namespace, seed, BLOCKS).stored == BLOCKS
         (mine,) = children(daemon)
-        lines = [line.split() for line in Path(f"/proc/{mine}/maps").read_text().splitlines()]
+        lines = list(map(str.split, maps_of(mine)))
         modes = {line[1] for line in lines if len(line) > 5 and str(daemon.arena) in line[5]}
         assert modes == {"r--s"}

@@ -8,11 +8,11 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.maps import maps_of
 from tests.still import stand_still
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
 from tierd.cache.ahead import FOLLOWED_LIMIT, SESSION_LIMIT
@@ -275,7 +275,7 @@ async def test_memory_that_has_ended_is_let_go_of() -> None:
     async with hashing(CONFIG.replace('capacity = "4 MiB"', 'capacity = "1 MiB"')) as world:
 
         def mapped() -> list[str]:
-            lines = Path(f"/proc/{world.cache.parts.mover.hashing.pid}/maps").read_text().splitlines()
+            lines = maps_of(world.cache.parts.mover.hashing.pid)
             return [line.split()[1] for line in lines if "/dev/shm/tierd-test-" in line]
 
         reserved = await world.reserve(NAMES)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.maps import maps_of
 from tests.still import stand_still
 from tierd.core.block import slice_cut, slice_lengths
 from tierd.core.layout import SLICE_WORDS_MAX
@@ -103,7 +104,7 @@ async def test_one_that_is_behind_lets_go_later() -> None:
         process.detach(SEGMENT)
         os.kill(pid, signal.SIGCONT)
         await until(lambda: len(came) == 2)
-        await until(lambda: "memfd:pages" not in Path(f"/proc/{pid}/maps").read_text())
+        await until(lambda: not any("memfd:pages" in line for line in maps_of(pid)))
         assert (process.pid, came[1]) == (pid, slice_sums(data, slice_lengths(LENGTH, 1)).tobytes())
     os.close(descriptor)
 
