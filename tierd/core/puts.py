@@ -111,7 +111,7 @@ class Puts:
             part = wish.part(rows)
             number = self._keep(holder, part)
             if is_whole:
-                self._sessions.set_ahead(part, each)
+                self._sessions.set_ahead(part, self._put_bytes(part))
                 numbers.append(number)
             else:
                 self.abort(holder, number, reason=Reason.ABORTED, draft=draft)
@@ -130,9 +130,14 @@ class Puts:
         return self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
 
     def _page_bytes(self, lengths: Lengths, kind: Wanted) -> int:
-        """Of the pages that blocks of such lengths take while they are put, in the first of the tiers where they may lie."""
+        """Of the pages that blocks of such lengths take while they are put, at most: in one tier or another of those where they may lie."""
         serving = self._index.writable(kind)
-        return int(self._index.tiers[serving[0]].put_bytes(lengths).sum(dtype=np.int64)) if serving else 0
+        return max((int(self._index.tiers[tier].put_bytes(lengths).sum(dtype=np.int64)) for tier in serving), default=0)
+
+    def _put_bytes(self, wish: Reservation) -> int:
+        """Of all pages that were set aside for it, in whichever tiers."""
+        parts = ((tier, wish.lengths[wish.tiers == tier]) for tier in kinds(wish.tiers))
+        return sum(int(self._index.tiers[tier].put_bytes(lengths).sum(dtype=np.int64)) for tier, lengths in parts)
 
     def _ahead_bytes_left(self, kind: Wanted) -> int:
         """How much more may be reserved ahead."""

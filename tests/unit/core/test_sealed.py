@@ -155,6 +155,17 @@ def test_puts_that_may_come_take_both_pages_of_an_eighth() -> None:
     assert len(sealed(64).reserve_ahead(8, 1).reservations) == 4
 
 
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_what_is_ahead_counts_as_it_lies(order: tuple[bool, bool]) -> None:
+    """Beside a tier without sealed puts pages ahead count once there and twice in the other, and all together are an eighth at most."""
+    kit = Kit(*(tier(HOST, 128, index=i, sealed_puts=is_sealed) for i, is_sealed in enumerate(order)))
+    ahead = kit.reserve_ahead(64, 3)
+    sizes = [PAGE << order[number] for number in ahead.extents["tier"].ravel().tolist()]
+    assert set(sizes) == {PAGE, 2 * PAGE}
+    assert kit.core._sessions.ahead_bytes == sum(sizes) <= 2 * 128 * PAGE // 8
+    assert sum(kit.core.session_stats()[0].reserved_bytes) == sum(sizes)
+
+
 def test_a_file_that_a_client_could_write_to_is_never_sealed() -> None:
     """A place whose file some session had mapped writable gets another file before blocks lie in it, also after that session's end: a fork may have it still."""
     kit = sealed(12)
