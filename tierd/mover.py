@@ -316,13 +316,13 @@ class Mover:
         parts = self._hash_threads if size > HASH_SPLIT_BYTES else 1
         step = -(-len(first) // parts) or 1
         jobs = [
-            self.in_thread(_each, work, first[i : i + step], second[i : i + step]) for i in range(0, len(first), step)
+            self._in_thread(_each, work, first[i : i + step], second[i : i + step]) for i in range(0, len(first), step)
         ]
         if jobs:
             await asyncio.wait(jobs)
         return [result for job in jobs for result in job.result()]
 
-    def in_thread(self, work: Callable[..., Result], *given: Any) -> asyncio.Future[Result]:
+    def _in_thread(self, work: Callable[..., Result], *given: Any) -> asyncio.Future[Result]:
         """Work in one of the threads that hash. Raises TierFailed where they cannot be started."""
         if not self._have_begun:
             _begin(self._threads, self._hash_threads)

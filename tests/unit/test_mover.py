@@ -213,7 +213,7 @@ async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(TierFailed, match="hash_threads"):
             await mover._in_threads(work, views, range(4))
         with pytest.raises(TierFailed, match="hash_threads"):
-            mover.in_thread(lambda: None)
+            mover._in_thread(lambda: None)
     assert started and not done
     assert await mover._in_threads(work, views, range(4)) == list(range(4))
     mover.close()

@@ -209,7 +209,7 @@ class HashProcess:
         if self._socket is not None:
             self.end("ended by itself")
         if self._child is not None:
-            self._child.wait()
+            self._child.poll()  # its status, without a wait for one that a driver or a disk holds
         self._child = None
         self._again()
 

@@ -21,12 +21,7 @@ ANSWER_BYTES = 64 << 10
 """More than the longest answer: SLICE_WORDS_MAX sums behind a message that was almost full."""
 ATTACH, DETACH, HASH = b"A", b"D", b"H"
 
-_SEGMENT, _ATTACHED, _NUMBER, _COUNT = (
-    struct.Struct("<Q"),
-    struct.Struct("<QQ"),
-    struct.Struct("<Q"),
-    struct.Struct("<H"),
-)
+_NUMBER, _ATTACHED, _COUNT = struct.Struct("<Q"), struct.Struct("<QQ"), struct.Struct("<H")
 _PAGE = struct.Struct("<QQ4I")
 PAGES_MAX = (MESSAGE_BYTES - 1 - _NUMBER.size) // _PAGE.size
 """Of one hash message."""
@@ -60,12 +55,12 @@ def attached(message: bytes) -> tuple[int, int]:
 
 def detach(segment: int) -> bytes:
     """Of a segment that has ended."""
-    return DETACH + _SEGMENT.pack(segment)
+    return DETACH + _NUMBER.pack(segment)
 
 
 def detached(message: bytes) -> int:
     """The segment."""
-    return int(_SEGMENT.unpack_from(message, 1)[0])
+    return int(_NUMBER.unpack_from(message, 1)[0])
 
 
 def ask(number: int, pages: Sequence[Page]) -> bytes:

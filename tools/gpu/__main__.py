@@ -30,7 +30,10 @@ def main() -> int:
     """The exit status."""
     missing = [package for module, package in NEEDED.items() if not _is_there(module)]
     if missing:
-        print(f"make gpu: {', '.join(missing)}: not installed; nothing was checked", file=sys.stderr)
+        print(
+            f"make gpu: {', '.join(missing)}: not installed; nothing was checked. Install with `pip install {' '.join(missing)}`, or carry them there",
+            file=sys.stderr,
+        )
         return 1
     return int(importlib.import_module("tools.gpu.run").main())
 

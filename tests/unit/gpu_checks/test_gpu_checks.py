@@ -265,7 +265,9 @@ def test_a_missing_package_is_named(tmp_path: Path, module: str) -> None:
     """In one line, before anything is asked of a driver."""
     ended = small(tmp_path, PYTHONPATH=without(tmp_path / "hidden", module))
     assert (ended.status, ended.results, ended.text) == (1, {}, "")
-    assert ended.said == f"make gpu: {NEEDED[module]}: not installed; nothing was checked\n"
+    package = NEEDED[module]
+    told = f"make gpu: {package}: not installed; nothing was checked. Install with `pip install {package}`, or carry them there\n"
+    assert ended.said == told
 
 
 def test_the_packages_that_it_takes_are_told() -> None:
