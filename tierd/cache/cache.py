@@ -209,10 +209,9 @@ class Cache:
             second = partial(self.core.acquire_again, session, got.question)
             again, served = await self._bring(session, groups, second, timeout_s=deadline - now())
             got = replace(again, tokens=max(again.tokens, got.tokens))
-        count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
+        asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # when the answer is on its way
         if not got.lease:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
-        self.background.wake()
         if not served.tokens:
             self._give_back(session, [got.lease])
             return Lease(0, NOTHING, got.tier_tokens, whole=False)
@@ -238,7 +237,7 @@ class Cache:
             self.flights.start(got.plan, session=session)
         if not got.lease:
             if got.shut:
-                count_served(self.metrics, self.tiers, groups=groups, got=got, served=NOTHING)
+                self._note_served(groups, got, NOTHING)
                 raise self.flights.admission.refusal(shut)
             return got, NOTHING
         try:
@@ -381,6 +380,12 @@ class Cache:
             yield batch
 
     # -- inner steps
+
+    def _note_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
+        """What nobody waits for after a get."""
+        count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
+        self.core.catch_up()
+        self.background.wake()
 
     async def _settle(self, lease: int, preview: Preview) -> Served:
         """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""

@@ -100,7 +100,7 @@ class Core:
 
         into: the process lives, and this session of it stands for what the two have mapped. Raises NotFound, InvalidArgument about it.
         """
-        draft = Draft(now)
+        draft = self._begin(now)
         self._upkeep.end_session(session, into, draft)
         return draft.plan()
 
@@ -131,6 +131,10 @@ class Core:
         """What an acquisition of a moment ago comes to now that its lease is released; its question was asked, and its blocks were used, once."""
         return self._gets.acquire_again(session, question, now=now, shut=shut)
 
+    def catch_up(self) -> None:
+        """Lets policies hear of the last acquisition: whenever there is time for it, and otherwise before anything else is decided."""
+        self._gets.catch_up()
+
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.
 
@@ -140,7 +144,7 @@ class Core:
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
         """Ends leases of the session; unknown ones are ignored (releasing twice is no fault). May be called before settle."""
-        draft, holder = Draft(now), self._sessions.get(session)
+        draft, holder = self._begin(now), self._sessions.get(session)
         for number in leases:
             if number in holder.leases:
                 self._gets.let_go(holder, holder.leases[number], draft)
@@ -151,6 +155,7 @@ class Core:
 
         Kept per block for policies that want it, which hear of it as a touch. Raises NotFound, InvalidArgument.
         """
+        self._gets.catch_up()
         found = self._sessions.get(session).leases.get(lease)
         if found is None:
             raise NotFound(f"lease {lease}: not held by session {session}; report before releasing it")
@@ -174,10 +179,12 @@ class Core:
 
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
         """Sets pages aside for the session to write."""
+        self._gets.catch_up()
         return self._puts.reserve(session, groups=groups, kind=kind, now=now)
 
     def reserve_ahead(self, session: int, *, group: PutQuery, puts: int, kind: Wanted, now: float) -> ReservedAhead:
         """Private pages for so many puts that may come, each like the group; for fewer, or none, where all such pages would be more than a small part of the tiers."""
+        self._gets.catch_up()
         return self._puts.reserve_ahead(session, group=group, puts=puts, kind=kind, now=now)
 
     def take_ahead(self, session: int, reservation: int) -> None:
@@ -203,11 +210,12 @@ class Core:
         digests: uint8 [n, 16]. A block that is held already is EXISTS: the own page is freed, the answer is the existing page. Without keep_open every other
         page of the reservation is freed too, unless a commit of it is under way. If the session has ended, blocks are published but no lease is made.
         """
+        self._gets.catch_up()
         return self._puts.finish_commit(committing, digests=digests, ok=ok, lease=lease, keep_open=keep_open, now=now)
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at their finish_commit). Unknown: nothing happens."""
-        draft = Draft(now)
+        draft = self._begin(now)
         self._puts.abort(self._sessions.get(session), reservation, reason=Reason.ABORTED, draft=draft)
         return draft.plan()
 
@@ -215,19 +223,19 @@ class Core:
 
     def persist(self, blocks: Ids, *, now: float) -> Plan:
         """Transfers to NVMe for those of the blocks without a page there; waits for those already on their way."""
-        draft = Draft(now)
+        draft = self._begin(now)
         self._planner.persist(self._upkeep.live(blocks), draft=draft)
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 64) -> Plan:
         """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark. Empty when content."""
-        draft = Draft(now)
+        draft = self._begin(now)
         self._demotion.run(limit, draft)
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:
         """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or CORRUPT (condemns the source page too)."""
-        draft = Draft(now)
+        draft = self._begin(now)
         self._planner.finish(transfers, statuses, draft=draft)
         return draft.plan()
 
@@ -237,7 +245,7 @@ class Core:
 
     def condemn(self, extents: StructArray, *, now: float, fault: Fault = Fault.READ) -> Plan:
         """The pages' bytes are wrong: never found again, in the plan's `freed` and quarantined as soon as nobody pins them."""
-        draft = Draft(now)
+        draft = self._begin(now)
         self._upkeep.condemn(extents, fault, draft)
         return draft.plan()
 
@@ -251,6 +259,7 @@ class Core:
         Call with the nearest tier's first or last, as you like; a block on several tiers is one block. Refused: a place outside the segments, twice the same
         place or block, a digest that contradicts another tier's.
         """
+        self._gets.catch_up()
         return self._upkeep.adopt(tier, segments=segments, extents=extents, metas=metas, now=now)
 
     def expect(self, blocks: int) -> None:
@@ -267,13 +276,13 @@ class Core:
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Plan:
         """Nothing in them is found again; pinned pages are freed when they are released. Commits under way into them are FAILED."""
-        draft = Draft(now)
+        draft = self._begin(now)
         self._upkeep.forget_namespaces(set(ids), draft)
         return draft.plan()
 
     def evict(self, blocks: Ids, *, tier: int | None, now: float) -> Plan:
         """Frees pages of the blocks in a tier, or in all; pinned ones stay."""
-        draft = Draft(now)
+        draft = self._begin(now)
         self._upkeep.evict(blocks, tier, draft)
         return draft.plan()
 
@@ -318,6 +327,7 @@ class Core:
 
     def describe(self, blocks: Ids) -> StructArray:
         """BLOCK_INFO [n]."""
+        self._gets.catch_up()
         return self._listing.describe(blocks)
 
     def pages(self, block: int) -> StructArray:
@@ -363,6 +373,7 @@ class Core:
 
     def wear_balance(self, tier: int, now: float) -> Balance:
         """How the wear budget of an nvme tier stands."""
+        self._gets.catch_up()
         return self._index.admissions[tier].balance(now)
 
     def resume_wear(self, tier: int, *, level_bytes: float, now: float) -> None:
@@ -388,3 +399,8 @@ class Core:
     def audit(self) -> Iterator[Callable[[], None]]:
         """What `check` does, in steps between which other calls may come."""
         return Audit(self._index, self._sessions, self._planner.flights).steps()
+
+    def _begin(self, now: float) -> Draft:
+        """A step that decides something."""
+        self._gets.catch_up()
+        return Draft(now)

@@ -6,12 +6,16 @@ transfer or room is made (planner.py, room.py).
 acquire: take the greatest token count N that is held anywhere; secure what N needs (a pin within the session's share, a page
 near or a flight to one); where that fails, those blocks count as not there, and N is taken again. settle does the same without
 flights: what can be read near now. So one failed block shortens the answer and loses nothing else.
+
+What policies hear of a get they hear in `catch_up`: at once where room is to be made for it, else before anything else is decided, whoever comes first. So nobody
+waits for them to learn, and no decision is another one for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +81,13 @@ class Gets:
 
     def __init__(self, planner: Planner, sessions: Sessions) -> None:
         self._planner, self._index, self._sessions = planner, planner.index, sessions
+        self._later: list[Callable[[], None]] = []
+
+    def catch_up(self) -> None:
+        """Policies hear of the last get, if they have not."""
+        later, self._later = self._later, []
+        for tell in later:
+            tell()
 
     def lookup(self, groups: Sequence[GroupQuery]) -> Found:
         """How much could be served, and from where."""
@@ -88,13 +99,15 @@ class Gets:
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
     ) -> Acquisition:
         """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
+        self.catch_up()
         sight = self._look(groups, self._sessions.get(session).domain)
         self._relax(groups)
-        self._tell(sight, now)
+        self._later.append(partial(self._tell, sight, now))
         return self._acquire(session, sight, Question(tuple(groups), kind), Draft(now), shut)
 
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
         """As `acquire`, of a question that was told of already."""
+        self.catch_up()
         sight = self._look(question.groups, self._sessions.get(session).domain)
         sight.used = question.used
         return self._acquire(session, sight, question, Draft(now), shut)
@@ -117,6 +130,7 @@ class Gets:
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
         """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
+        self.catch_up()
         draft = Draft(now)
         sight = self._look(groups, self._sessions.get(session).domain)
         self._relax(groups)
@@ -134,6 +148,7 @@ class Gets:
             )
         draft, holder = Draft(now), self._sessions.get(lease.session)
         if not self._is_good(lease):
+            self.catch_up()
             self._shorten(lease, holder, draft)
         lease.settled = True
         if lease.tokens == 0:
@@ -213,12 +228,14 @@ class Gets:
             blocks = sight.wanted(sight.spans(tokens))
             over, away = self._apart(blocks, kind=kind, holder=holder, shut=shut)
             if len(over) == 0 and len(away):
+                self.catch_up()
                 brought = np.concatenate((brought, away))
                 reason = Reason.PREFETCH if holder is None else Reason.DEMAND
                 over = self._bring(blocks, away, kind=kind, reason=reason, draft=draft)
             if len(over) == 0:
                 if holder is not None:
-                    self._used(_without(blocks, sight.used), brought, kind=kind, now=draft.now)
+                    used = _without(blocks, sight.used)
+                    self._later.append(partial(self._used, used, brought, kind=kind, now=draft.now))
                 return tokens
             failed = np.concatenate((failed, over))
         return 0
