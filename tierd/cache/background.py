@@ -15,6 +15,7 @@ import structlog
 from tierd.cache.flights import Flights
 from tierd.clock import Clock
 from tierd.core.core import Core
+from tierd.core.plan import Plan
 from tierd.errors import DeadlineExceeded, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.tier import Tier, is_stored
@@ -54,6 +55,11 @@ class Background:
     def wake(self) -> None:
         """Pages were taken: perhaps a watermark was crossed."""
         self._wake.set()
+
+    def note(self, plan: Plan) -> None:
+        """What was decided for somebody; pages may have been taken."""
+        if not plan.is_empty:
+            self.wake()
 
     async def quiesce(self, *, timeout_s: float) -> int:
         """Demotes until nothing wants to move and nothing flies; gives the transfers made. Raises DeadlineExceeded."""

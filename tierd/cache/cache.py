@@ -266,8 +266,7 @@ class Cache:
         shut = self.flights.admission.shut(session, timeout_s=math.inf, is_demand=False)
         plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
         self.flights.start(plan, session=session)
-        if len(plan.transfers):
-            self.background.wake()
+        self.background.note(plan)
         return len(plan.transfers)
 
     # -- put
@@ -385,7 +384,7 @@ class Cache:
         """What nobody waits for after a get."""
         count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
         self.core.catch_up()
-        self.background.wake()
+        self.background.note(got.plan)
 
     async def _settle(self, lease: int, preview: Preview) -> Served:
         """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
