@@ -17,14 +17,14 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers
-from tierd.client.mapping import Segment
-from tierd.client.protocol import leased
+from tierd.client.mapping import Segment, still_hold
+from tierd.client.protocol import every, leased
 from tierd.client.session import Session, by_place
 from tierd.client.values import Group
 from tierd.core.model import HANDLE, Need, StructArray
@@ -96,10 +96,10 @@ class EarlyCopy:
         if pages is None:
             return
         try:
-            targets = buffers.pieces(self._out, handles["length"].tolist(), writable=True)
+            targets = buffers.pieces(self._out, list(map(len, pages.data)), writable=True)
         except InvalidArgument:  # the answer may be shorter, and fit
             return
-        buffers.copy_all(targets, pages)
+        buffers.copy_all(targets, pages.data, at=pages.at)
         self.handles = handles
 
     def covers(self, handles: StructArray) -> int:
@@ -119,19 +119,26 @@ def _key(group: Group) -> Key | None:
     return group.namespace.id, tuple(group.ranks), group.hashes[-1].tobytes()
 
 
-def _pages(session: Session, handles: StructArray) -> list[buffers.Bytes] | None:
-    """The bytes of each, if all of them are mapped and still what they were."""
-    out: list[buffers.Bytes | None] = [None] * len(handles)
-    for place, rows in by_place(handles):
-        segment, those = session.segment(place), handles[rows]
-        if not isinstance(segment, Segment) or int(those["slot"].max()) >= len(segment.words):
-            return None
-        if (segment.words[those["slot"]] != those["generation"]).any():
+class _Pages(NamedTuple):
+    """The bytes of pages, and their addresses."""
+
+    data: list[buffers.Bytes]
+    at: list[int]
+
+
+def _pages(session: Session, handles: StructArray) -> _Pages | None:
+    """Those of the handles, if all of them are mapped and still what they were."""
+    parts = by_place(handles)
+    out = _Pages([buffers.NO_BYTES] * len(handles), [0] * len(handles))
+    for place, rows in parts:
+        segment, those = session.segment(place), handles if len(parts) == 1 else handles[rows]
+        if not isinstance(segment, Segment) or not every(still_hold(segment.words, those)):
             return None
         starts, lengths = those["offset"].tolist(), those["length"].tolist()
-        pages = [segment.data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-        if len(pages) == len(out):
-            return pages
-        for row, page in zip(np.arange(len(handles))[rows].tolist(), pages, strict=True):
-            out[row] = page
-    return out  # type: ignore[return-value] # each row has its place
+        data = [segment.data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        at = [segment.address + start for start in starts]
+        if len(parts) == 1:
+            return _Pages(data, at)
+        for row, page, address in zip(np.arange(len(handles))[rows].tolist(), data, at, strict=True):
+            out.data[row], out.at[row] = page, address
+    return out

