@@ -145,9 +145,11 @@ class Blocks:
         """Blocks that have a page and can be found."""
         return int(np.count_nonzero(self.named[: self._rows] & (self.places[: self._rows] > 0)))
 
-    def find(self, names: Names) -> Ids:
-        """The id with each name, else -1. It may have no page at the moment."""
-        return self.table.find(self.keys_of(names), lambda rows, ids: self._same(names, rows, ids))
+    def find(self, names: Names, keys: Column | None = None) -> Ids:
+        """The id with each name, else -1. It may have no page at the moment. keys: of the names, where they are known."""
+        return self.table.find(
+            self.keys_of(names) if keys is None else keys, lambda rows, ids: self._same(names, rows, ids)
+        )
 
     def expect(self, count: int) -> None:
         """So many more are going to be added, at a start."""

@@ -41,13 +41,15 @@ ATTEMPTS = 8
 
 @dataclass(slots=True)
 class Sight:
-    """A question with what is known of its blocks. ids, tier: int64 and int8 [ranks, n] per group; -1 where nothing can be read. used: blocks that
-    count as used by it already."""
+    """A question with what is known of its blocks. keys, ids, tier: uint64, int64 and int8 [ranks, n] per group; -1 where nothing can be read. used: blocks that
+    count as used by it already. near: pages of those that were wanted last, where nothing has changed since."""
 
     groups: Sequence[GroupQuery]
+    keys: list[NDArray[np.uint64]]
     ids: list[Ids]
     tier: list[NDArray[np.int8]]
     used: tuple[Ids, ...] = ()
+    near: Where | None = None
 
     def there(self, but: Ids | None = None) -> list[Bools]:
         """Per group, which blocks can be read for every rank; not those in `but`."""
@@ -114,8 +116,7 @@ class Gets:
 
     def _acquire(self, session: int, sight: Sight, question: Question, draft: Draft, shut: Tiers) -> Acquisition:
         holder, groups, kind = self._sessions.get(session), question.groups, question.kind
-        most = longest(groups, sight.there())
-        tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
+        most, tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
         tier_tokens = self._tier_tokens(sight, tokens)
         lies_shut = tokens < most and any(among(tier, list(shut)).any() for tier in sight.tier)
         if tokens == 0:
@@ -178,17 +179,20 @@ class Gets:
         """Finds every block. domain: the asker's; blocks of another are not there for it."""
         check_groups(groups)
         serving = self._index.serving()
-        sight = Sight(groups, [], [])
+        sight = Sight(groups, [], [], [])
         for group in groups:
             shape = (len(group.namespaces), len(group.hashes))
-            namespaces = np.repeat(np.asarray(group.namespaces, np.uint32), shape[1])
+            namespaces = np.array(group.namespaces, np.uint32).repeat(shape[1])
             hashes = words(group.hashes)
             names = Names(namespaces, hashes if shape[0] == 1 else np.tile(hashes, (shape[0], 1)))
-            ids = self._index.blocks.find(names)
-            if domain is not None:
-                ids[self._index.blocks.domain.take(ids) != domain] = -1
+            keys = self._index.blocks.keys_of(names)
+            ids = self._index.blocks.find(names, keys)
+            if domain is not None and some(strange := self._index.blocks.domain.take(ids) != domain):
+                ids[strange] = -1
             tier = self._index.nearest(ids, serving)
-            ids[tier < 0] = -1
+            if some(nowhere := tier < 0):
+                ids[nowhere] = -1
+            sight.keys.append(keys.reshape(shape))
             sight.ids.append(ids.reshape(shape))
             sight.tier.append(tier.reshape(shape))
         return sight
@@ -212,23 +216,26 @@ class Gets:
             return
         for ids in sight.ids:
             self._index.blocks.last_used[ids[ids >= 0]] = now
-        first = sight.groups[0]
-        names = Names(np.full(len(first.hashes), first.namespaces[0], np.uint32), words(first.hashes))
-        tokens = int(ends(first)[-1]) if len(first.hashes) else 0
+        tokens = sight.groups[0].tokens if len(sight.groups[0].hashes) else 0
         sizes = [group.tokens_per_block for group in sight.groups]
-        self._index.listener.asked(Asked(self._index.blocks.keys_of(names), sight.ids, sizes, tokens), now)
+        self._index.listener.asked(Asked(sight.keys[0][0], sight.ids, sizes, tokens), now)
 
     # -- inside: securing
 
-    def _secure(self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: Draft, shut: Tiers) -> int:
-        """Flights for what is not near, until a token count is found of which all is. holder None: nobody's share, for prefetching."""
-        failed, brought = no_ids(), no_ids()
+    def _secure(
+        self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: Draft, shut: Tiers
+    ) -> tuple[int, int]:
+        """The greatest token count that is held anywhere, and that of which all is near, flights for what is not begun. holder None: nobody's share, for prefetching."""
+        failed, brought, most = no_ids(), no_ids(), 0
         for _ in range(ATTEMPTS):
             tokens = longest(sight.groups, sight.there(failed))
+            most = max(most, tokens)
             blocks = sight.wanted(sight.spans(tokens))
-            over, away = self._apart(blocks, kind=kind, holder=holder, shut=shut)
+            sight.near = self._planner.attached(blocks, self._index.serving(kind))
+            over, away = self._apart(blocks, sight.near, kind=kind, holder=holder, shut=shut)
             if len(over) == 0 and len(away):
                 self.catch_up()
+                sight.near = None
                 brought = np.concatenate((brought, away))
                 reason = Reason.PREFETCH if holder is None else Reason.DEMAND
                 over = self._bring(blocks, away, kind=kind, reason=reason, draft=draft)
@@ -236,16 +243,15 @@ class Gets:
                 if holder is not None:
                     used = _without(blocks, sight.used)
                     self._later.append(partial(self._used, used, brought, kind=kind, now=draft.now))
-                return tokens
+                return most, tokens
             failed = np.concatenate((failed, over))
-        return 0
+        return most, 0
 
-    def _apart(self, blocks: Ids, *, kind: Wanted, holder: Session | None, shut: Tiers) -> tuple[Ids, Ids]:
+    def _apart(self, blocks: Ids, near: Where, *, kind: Wanted, holder: Session | None, shut: Tiers) -> tuple[Ids, Ids]:
         """Blocks that may not come (no such tier in service, from a shut one, beyond the share), and those that have no page near."""
         serving = self._index.serving(kind)
         if not serving:
             return blocks, no_ids()
-        near = self._planner.attached(blocks, serving)
         over, away = self._over_share(blocks, near, serving, holder), near.pages < 0
         if shut:
             over |= away & among(self._planner.sources(blocks, kind).tiers, list(shut))
@@ -266,6 +272,8 @@ class Gets:
         tiers, is_near = near.tiers, near.tiers >= 0
         if not every(is_near):
             tiers = np.where(is_near, tiers, self._index.targets(blocks, serving))
+        elif len(serving) == 1 and self._fits(near.pages, holder, serving[0]):
+            return over
         for tier in kinds(tiers):
             rows = true_rows(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
@@ -279,6 +287,10 @@ class Gets:
                 cost[[page in mine for page in near.pages[rows].tolist()]] = 0
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
         return over
+
+    def _fits(self, pages: Ids, holder: Session, tier: int) -> bool:
+        """Whether the holder may pin these pages even if it pins none of them yet."""
+        return int(self._index.tiers[tier].class_bytes(pages).sum()) <= self._sessions.room_bytes(holder, tier)
 
     def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, now: float) -> None:
         """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
@@ -295,7 +307,9 @@ class Gets:
         serving, out = self._index.serving(kind), []
         for ids, (first, stop) in zip(sight.ids, sight.spans(tokens), strict=True):
             blocks = ids[:, first:stop]
-            near = self._planner.attached(blocks.ravel(), serving)
+            near = sight.near
+            if near is None or len(sight.ids) > 1 or len(blocks) > 1 or len(near.pages) < blocks.size:
+                near = self._planner.attached(blocks.ravel(), serving)
             out.append(Held(first, near.tiers.reshape(blocks.shape), near.pages.reshape(blocks.shape), blocks))
         return out
 

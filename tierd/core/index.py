@@ -99,7 +99,8 @@ class Index:
     def attached(self, tier: int, blocks: Ids) -> Ids:
         """The block's page in any state, else -1; -1 for block -1."""
         pages: Ids = self.page[tier].take(blocks).astype(np.int64)
-        pages[blocks < 0] = NO_PAGE
+        if some(unknown := blocks < 0):
+            pages[unknown] = NO_PAGE
         return pages
 
     def readable(self, tier: int, blocks: Ids) -> Ids:
@@ -192,12 +193,12 @@ class Index:
     def pin(self, tier: int, pages: Ids) -> None:
         """One pin more on each; pages may repeat."""
         each, pins = distinct(pages), self.tiers[tier].pins
-        first = each[pins[each] == 0]
+        before = pins.take(each)
         if len(each) == len(pages):
-            pins[each] += 1
+            pins[each] = before + np.uint32(1)
         else:
             np.add.at(pins, pages, 1)
-        self._hold(tier, first)
+        self._hold(tier, each[before == 0])
 
     def unpin(self, tier: int, pages: Ids, draft: Draft) -> None:
         """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
@@ -321,11 +322,13 @@ class Index:
 
     def _hold(self, tier: int, pages: Ids) -> None:
         """Distinct pages have got their first pin: what is attached to them may not go."""
-        blocks = self.tiers[tier].block[pages]
-        blocks = blocks[(blocks >= 0) & (self.page[tier][blocks] == pages)]
+        blocks = self.tiers[tier].block.take(pages)
+        attached = (blocks >= 0) & (self.page[tier].take(blocks) == pages)
+        if not every(attached):
+            blocks = blocks[attached]
         held, barred = self.held[tier], self.barred[tier]
-        self.going[tier] -= len(blocks) - int(np.count_nonzero(held[blocks]))
-        self.tips[tier] -= len(blocks) - int(np.count_nonzero(barred[blocks]))
+        self.going[tier] -= len(blocks) - int(np.count_nonzero(held.take(blocks)))
+        self.tips[tier] -= len(blocks) - int(np.count_nonzero(barred.take(blocks)))
         held[blocks] = barred[blocks] = True
 
     def _weigh_pages(self, tier: int, pages: Ids) -> None:

@@ -10,6 +10,7 @@ pin it; the bytes beside it are the sum over its keys.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class Lease:
         """Every pin of the lease in a tier; pages repeat if blocks do."""
         if tier not in self._pages:
             parts = [held.pages[held.tiers == tier] for held in self.held]
-            self._pages[tier] = np.concatenate(parts) if parts else no_ids()
+            self._pages[tier] = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else no_ids()
         return self._pages[tier]
 
 
@@ -142,7 +143,7 @@ class Session:
 
     id: int
     domain: int
-    pinned: list[dict[int, int]]
+    pinned: list[Counter[int]]
     pinned_bytes: list[int]
     reserved_bytes: list[int]
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -172,7 +173,7 @@ class Sessions:
     def begin(self, session: int, domain: int) -> None:
         """A session opens."""
         none = [0] * len(self._tiers)
-        self.open[session] = Session(session, domain, [{} for _ in none], list(none), list(none))
+        self.open[session] = Session(session, domain, [Counter() for _ in none], list(none), list(none))
         self.domains[session] = domain
 
     def get(self, session: int) -> Session:
@@ -213,13 +214,12 @@ class Sessions:
     def pin(self, session: Session, tier: int, pages: Ids) -> None:
         """Counts pins of the session; pages may repeat."""
         mine, keys = session.pinned[tier], pages.tolist()
-        new = set(keys).difference(mine)
-        if len(new) == len(keys):
-            mine.update(dict.fromkeys(keys, 1))
-        else:
-            for key in keys:
-                mine[key] = mine.get(key, 0) + 1
-            pages = np.fromiter(new, np.int64, len(new))
+        before = len(mine)
+        mine.update(keys)
+        if len(mine) == before:
+            return  # as of a sequence that is held already
+        if len(mine) - before < len(keys):
+            pages = np.asarray([page for page, count in Counter(keys).items() if mine[page] == count], np.int64)
         session.pinned_bytes[tier] += int(self._tiers[tier].class_bytes(pages).sum())
 
     def unpin(self, session: Session, tier: int, pages: Ids) -> None:
@@ -227,13 +227,13 @@ class Sessions:
         mine, keys = session.pinned[tier], pages.tolist()
         if list(map(mine.get, keys)).count(1) == len(keys):
             for key in keys:
-                del mine[key]
+                mine.pop(key)
         else:
             for key in keys:
                 mine[key] -= 1
             gone = [key for key in dict.fromkeys(keys) if not mine[key]]
             for key in gone:
-                del mine[key]
+                mine.pop(key)
             pages = np.asarray(gone, np.int64)
         session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(pages).sum())
 

@@ -187,12 +187,13 @@ class Served:
     def extents(self) -> StructArray:
         """EXTENT [n], all of the lease's, one group after another."""
         parts = [group.extents.reshape(-1) for group in self.groups]
-        return np.concatenate(parts) if parts else NO_EXTENTS
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else NO_EXTENTS
 
     @property
     def blocks(self) -> Ids:
         """The block of each extent: int64 [n]."""
-        return np.concatenate([np.zeros(0, np.int64), *(group.blocks.reshape(-1) for group in self.groups)])
+        parts = [group.blocks.reshape(-1) for group in self.groups]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 @dataclass(frozen=True, slots=True)

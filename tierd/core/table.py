@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.sets import true_rows
+from tierd.core.sets import every, some, true_rows
 
 Ids = NDArray[np.int64]
 Keys = NDArray[np.uint64]
@@ -70,10 +70,9 @@ class _Slots:
             at = (at + step * ~is_open) & self.mask
             marks, at, step = marks[~won], at[~won], step[~won]
 
-    def find(self, keys: Keys, same: Same, out: Ids) -> None:
-        """Writes the ids of those rows that have none yet."""
-        rows = true_rows(out < 0)
-        tags = keys[rows] & _TAG
+    def find(self, keys: Keys, same: Same, rows: Ids, out: Ids) -> None:
+        """Writes the ids of these rows."""
+        tags = keys.take(rows) & _TAG
         at = self.homes(tags)
         step = 0
         while len(rows):
@@ -85,10 +84,15 @@ class _Slots:
             flat = there.ravel()
             likely = true_rows(flat < _ID)
             if len(likely):
-                ids, which = flat[likely].astype(np.int64), likely // WIDTH
-                hit = same(rows[which], ids)
+                ids, which = flat.take(likely).astype(np.int64), likely // WIDTH
+                hit = same(rows.take(which), ids)
+                if every(hit) and len(hit) == len(rows):  # as a rule, and none of them twice: each is another name
+                    out[rows.take(which)] = ids
+                    return
                 out[rows[which[hit]]] = ids[hit]
                 on[which[hit]] = False
+            if not some(on):
+                return
             rows, tags = rows[on], tags[on]
             at = (at[on] + step) & self.mask
 
@@ -124,9 +128,9 @@ class Table:
     def find(self, keys: Keys, same: Same) -> Ids:
         """The id with each key for which `same` holds, else -1. Candidates have the upper 33 bits of the key."""
         out = np.full(len(keys), -1, dtype=np.int64)
-        self._slots.find(keys, same, out)
-        if self._old is not None and (out < 0).any():
-            self._old.find(keys, same, out)
+        self._slots.find(keys, same, np.arange(len(keys)), out)
+        if self._old is not None:
+            self._old.find(keys, same, true_rows(out < 0), out)
         return out
 
     def insert(self, ids: Ids, keys: Keys) -> None:

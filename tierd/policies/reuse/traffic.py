@@ -129,8 +129,10 @@ class Traffic:
         for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
             ends = np.minimum((np.arange(ids.shape[1]) + 1) * size, request.tokens)
             rows = np.minimum((ends - 1) // request.tokens_per_block[0], len(groups))
-            placed = np.broadcast_to(padded[rows], ids.shape)
-            self._blocks.group[ids[ids >= 0]] = placed[ids >= 0]
+            placed = padded[rows]
+            for of_rank in ids:
+                known = of_rank >= 0
+                self._blocks.group[of_rank[known]] = placed[known]
 
     def _follow(self, blocks: Ids) -> None:
         """Each block goes on as the one before it, if that is a whole one; those that come before others stand before them."""
