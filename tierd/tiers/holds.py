@@ -385,6 +385,6 @@ def _check(words: Words) -> Words:
     """32 bits of each row's content, from [n, 6] words: each times an odd factor, summed, folded. Catches accidents only."""
     mixed = words.copy()
     mixed[:, -1] &= np.uint64(0xFFFF_FFFF)  # tier and kind, without the check itself
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * _FACTORS
-    total = mixed.sum(axis=1, dtype=np.uint64)
+    mixed ^= mixed >> np.uint64(29)
+    total = mixed @ _FACTORS
     return np.asarray((total ^ (total >> np.uint64(31))) >> np.uint64(32), dtype=np.uint64)
