@@ -116,7 +116,7 @@ class Lines:
             raise
         try:
             while (raw := await self._next(line, task, session)) is not None:
-                line.write((await self._answer(raw, session, line)).SerializeToString())
+                await self._serve(raw, session, line)
                 if not line.is_taken:
                     async with asyncio.timeout(self._guard.call_timeout_s):  # who does not read keeps nothing for ever
                         await line.taken()
@@ -139,24 +139,25 @@ class Lines:
         finally:
             del self._resting[task]
 
-    async def _answer(self, raw: bytes, session: Session, line: Line) -> pb.Answer:
-        """The reply to one message, or why there is none."""
+    async def _serve(self, raw: bytes, session: Session, line: Line) -> None:
+        """Writes the reply to one message, or why there is none, and counts it then."""
         begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
         try:
             ask = parsed(pb.Ask.FromString, raw)
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
-            return await self._made(verb, ask, session, request, line)
+            _write(line, await self._made(verb, ask, session, request, line))
         except (TierdError, TimeoutError) as error:
             outcome = type(error).__name__
-            return _refusal(error)
+            _write(line, _refusal(error))
         except asyncio.CancelledError:
             outcome = "Cancelled"
             raise
         except Exception as error:
             outcome = type(error).__name__
             log.exception("call failed")
-            return pb.Answer(status="INTERNAL", details=f"internal fault, request {request}: see the daemon's log")
+            details = f"internal fault, request {request}: see the daemon's log"
+            _write(line, pb.Answer(status="INTERNAL", details=details))
         finally:
             self._guard.count(verb.name if verb else "Line", outcome, seconds=time.perf_counter() - begun)
 
@@ -196,7 +197,11 @@ def _verbs_of(service: Any) -> list[Verb]:
 
 
 def _preview(line: Line, reply: Message) -> None:
-    line.write(pb.Answer(message=reply.SerializeToString(), preview=True).SerializeToString())
+    _write(line, pb.Answer(message=reply.SerializeToString(), preview=True))
+
+
+def _write(line: Line, answer: pb.Answer) -> None:
+    line.write(answer.SerializeToString())
 
 
 def _refusal(error: TierdError | TimeoutError) -> pb.Answer:

@@ -37,6 +37,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._cache = cache
         self._keep_namespaces = keep_namespaces
         self._batch_limit = batch_limit
+        self._known: dict[tuple[int, int], Wanted] = {}  # what calls asked for; tiers come and go with the daemon alone
         self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)
         self.openings = Openings()
         """Serves a stream of calls; set before the first one."""
@@ -201,7 +202,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return self._cache.namespace_for(CALLER.get().session, namespace_id)
 
     def _wanted(self, value: int, nth: int) -> Wanted:
-        """Any tier of a kind, or the nth from 1. Pages on one GPU are of no use on another, so of several one is to be named."""
+        """Any tier of a kind, or the nth from 1."""
+        found = self._known.get((value, nth))
+        if found is None:
+            found = self._known[value, nth] = self._find_wanted(value, nth)
+        return found
+
+    def _find_wanted(self, value: int, nth: int) -> Wanted:
+        """Pages on one GPU are of no use on another, so of several one is to be named."""
         kind = wire.tier_kind(value)
         mine = [tier for tier in self._cache.tiers if tier.spec.kind is kind]
         if not mine:
