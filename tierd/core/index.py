@@ -142,7 +142,6 @@ class Index:
     def publish(self, tier: int, pages: Ids) -> None:
         """reserved -> ready: attached pages have been filled."""
         self.tiers[tier].move(pages, PageState.RESERVED, PageState.READY)
-        self._weigh(tier, self.tiers[tier].block[pages])
 
     def discard(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
         """reserved -> free: pages that were never attached."""

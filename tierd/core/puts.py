@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from tierd.core.blocks import Names, hash_rows, words
+from tierd.core.blocks import Names, hash_rows, names_of, words
 from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.gets import Gets
@@ -297,19 +297,21 @@ class Puts:
 
         A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first.
         """
-        names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
+        metas = commit.metas
+        names = self._index.blocks.keyed(names_of(metas))
         known = self._index.blocks.find(names)
         new, is_known = names.firsts(), known >= 0
         if some(is_known):
             new &= self._nearest(known).pages < 0
         rows = true_rows(new)
         if some(is_known):
-            self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
-            self._say(known, Said.of_metas(commit.metas), draft.now)
-            keep_said(self._index.blocks, known, commit.metas, self._index.blocks.unix_s + draft.now)
+            self._make_way(known[rows], where.at(rows), metas["digest"][rows], draft)
+            self._say(known, Said.of_metas(metas), draft.now)
+            keep_said(self._index.blocks, known, metas, self._index.blocks.unix_s + draft.now)
         none = known[rows] if not some(is_known[rows]) else None
-        known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, known=none)
-        self._index.link(ids, commit.metas["parent"][rows], draft.now)
+        added, its = (metas, names) if len(rows) == len(metas) else (metas.take(rows), names.at(rows))
+        known[rows] = ids = self._index.blocks.add(added, draft.now, known=none, names=its)
+        self._index.link(ids, added["parent"], draft.now)
         self._index.say_before(ids, draft.now)
         if self._index.listener is not None:
             self._index.listener.stored(ids, draft.now)

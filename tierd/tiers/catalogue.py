@@ -29,7 +29,7 @@ from tierd.core.layout import (
     WORD_BYTES,
     CatalogueLayout,
 )
-from tierd.core.meta import META, META_BYTES, intact, seal
+from tierd.core.meta import META, META_BYTES, duplicate, intact, seal
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.pages import GENERATION_LIMIT
 from tierd.core.words import barrier, words_of
@@ -202,7 +202,7 @@ class Catalogue:
 
     def _located(self, slots: NDArray[np.uint32], *, metas: StructArray, slices: Sequence[SliceTable]) -> StructArray:
         assignment = self.head.assignment
-        records = np.ascontiguousarray(metas).copy()
+        records = duplicate(metas)
         records["store"] = np.frombuffer(self.head.store, dtype=np.uint8)
         records["segment"] = assignment.segment
         records["offset"] = slots.astype(np.uint64) * np.uint64(assignment.class_bytes)
