@@ -20,7 +20,7 @@ from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.gets import Gets
 from tierd.core.leases import BUSY, GONE, OPEN, Commit, Reservation, Session, Sessions
-from tierd.core.meta import new_meta
+from tierd.core.meta import new_meta, picked
 from tierd.core.model import (
     COMMIT_BLOCK,
     EXTENT,
@@ -309,7 +309,7 @@ class Puts:
             self._say(known, Said.of_metas(metas), draft.now)
             keep_said(self._index.blocks, known, metas, self._index.blocks.unix_s + draft.now)
         none = known[rows] if not some(is_known[rows]) else None
-        added, its = (metas, names) if len(rows) == len(metas) else (metas.take(rows), names.at(rows))
+        added, its = picked(metas, rows), names if len(rows) == len(metas) else names.at(rows)
         known[rows] = ids = self._index.blocks.add(added, draft.now, known=none, names=its)
         self._index.link(ids, added["parent"], draft.now)
         self._index.say_before(ids, draft.now)
