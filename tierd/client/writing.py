@@ -130,12 +130,12 @@ def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArra
 
 
 def _fill(pages: ReservedPages, sources: Sequence[buffers.Bytes]) -> None:
-    """Copies. The daemon, which hashes meanwhile, is told soon, and then each time that half of what was left is written."""
+    """Copies. The daemon, which hashes meanwhile, is told soon, then each time that half of what was left is written, and of the last, which it hashes while it hears of the commit."""
     targets, begun = pages.buffers(), 0
     for end in _stops([len(source) for source in sources]):
         given = [i for i in range(begun, end) if targets[i] is not None]
         buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
-        if end < len(sources):
+        if begun or end < len(sources):
             pages.tell_written(end)
         begun = end
 
