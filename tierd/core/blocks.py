@@ -170,6 +170,8 @@ class Blocks:
         """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
         hashes = words(parents)
         rows = true_rows((self.parent[ids] < 0) & (np.bitwise_or.reduce(hashes, axis=1) > 0))
+        if not len(rows):
+            return no_ids()
         prior, ids = ids[rows - 1], ids[rows]
         names = Names(self.namespace[ids], hashes[rows])
         found = self._before(prior, names)

@@ -214,7 +214,7 @@ class Index:
     def link(self, blocks: Ids, parents: Bytes, now: float) -> None:
         """Gives blocks their parents: uint8 [n, 32]."""
         linked = self.blocks.link(blocks, parents, now)
-        for tier in range(len(self.tiers)):
+        for tier in range(len(self.tiers)) if len(linked) else ():
             self._count_children(tier, linked[self._tracked(tier, linked)], 1)
 
     def touch(self, tier: int, blocks: Ids, now: float) -> None:

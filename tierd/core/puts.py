@@ -229,25 +229,28 @@ class Puts:
         """Which rows are still open and lie where the session writes them, where that is, and what is known of them."""
         held = self._held(session, reservation)
         rows = true_rows((held.state == OPEN) & (held.staging < 0))
-        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
-        return OpenPages(rows, extents, _metas(held, rows, extents))
+        at = _place(held, rows)
+        extents = self._extents(Where(held.tiers[at], held.pages[at]))
+        return OpenPages(rows, extents, _metas(held, at, extents))
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
         """Marks rows busy and names them."""
         held = self._held(session, reservation)
         if blocks is None:
             rows = held.rows(OPEN)
-            if not every(held.hash[rows].any(axis=1)):
+            at = _place(held, rows)
+            if not every(held.hash[at].any(axis=1)):
                 raise InvalidArgument(f"reservation {reservation}: it has private pages; commit must name its blocks")
         else:
             rows = _named_rows(held, blocks)
-            held.hash[rows], held.parent[rows] = blocks["hash"], blocks["parent"]
-            held.positions[rows], held.tokens[rows] = blocks["position"], blocks["tokens"]
+            at = _place(held, rows)
+            held.hash[at], held.parent[at] = blocks["hash"], blocks["parent"]
+            held.positions[at], held.tokens[at] = blocks["position"], blocks["tokens"]
             self._shorten(held, rows, blocks["length"])
-        held.state[rows] = BUSY
+        held.state[at] = BUSY
         self._sessions.set_ahead(held, 0)
-        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
-        commit = Commit(self._sessions.next_id(), held, rows, _metas(held, rows, extents))
+        extents = self._extents(Where(held.tiers[at], held.pages[at]))
+        commit = Commit(self._sessions.next_id(), held, rows, _metas(held, at, extents))
         self._sessions.commits[commit.id] = commit
         return Committing(
             commit.id,
@@ -255,9 +258,9 @@ class Puts:
             reservation,
             extents,
             commit.metas,
-            held.lengths[rows].copy(),
+            held.lengths[at].copy(),
             rows.astype(np.uint32),
-            staging=self._extents(Where(held.tiers[rows], held.staging[rows])),
+            staging=self._extents(Where(held.tiers[at], held.staging[at])),
         )
 
     def _held(self, session: int, reservation: int) -> Reservation:
@@ -444,13 +447,18 @@ def _spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
 
 
-def _metas(held: Reservation, rows: Ids, extents: StructArray) -> StructArray:
-    metas = new_meta(len(rows))
-    metas["namespace"], metas["domain"] = held.namespaces[rows], held.domain
-    metas["hash"], metas["parent"] = held.hash[rows], held.parent[rows]
-    metas["position"], metas["tokens"] = held.positions[rows], held.tokens[rows]
-    metas["logical_length"] = metas["stored_length"] = held.lengths[rows]
-    metas["priority"], metas["until_s"] = held.said.at(rows)
+def _place(held: Reservation, rows: Ids) -> Ids | slice:
+    """Where distinct rows of a reservation are: one stretch, which numpy reads and writes in a third of the time, if they are all of it and ascend."""
+    return slice(None) if len(rows) == len(held.state) and every(rows[1:] > rows[:-1]) else rows
+
+
+def _metas(held: Reservation, at: Ids | slice, extents: StructArray) -> StructArray:
+    metas = new_meta(len(extents))
+    metas["namespace"], metas["domain"] = held.namespaces[at], held.domain
+    metas["hash"], metas["parent"] = held.hash[at], held.parent[at]
+    metas["position"], metas["tokens"] = held.positions[at], held.tokens[at]
+    metas["logical_length"] = metas["stored_length"] = held.lengths[at]
+    metas["priority"], metas["until_s"] = held.said.at(at)
     for name in ("generation", "segment", "offset"):
         metas[name] = extents[name]
     return metas
