@@ -107,11 +107,12 @@ class Puts:
         wish.state[given] = OPEN
         whole = np.all(given.reshape(puts, count), axis=1)
         extents = self._extents(Where(wish.tiers, wish.written)).reshape(puts, count)[whole]
-        for rows, is_whole in zip(_spans([count] * puts), whole.tolist(), strict=True):
+        put_bytes = self._put_bytes(wish).reshape(puts, count).sum(axis=1)
+        for rows, is_whole, its_bytes in zip(_spans([count] * puts), whole.tolist(), put_bytes.tolist(), strict=True):
             part = wish.part(rows)
             number = self._keep(holder, part)
             if is_whole:
-                self._sessions.set_ahead(part, self._put_bytes(part))
+                self._sessions.set_ahead(part, its_bytes)
                 numbers.append(number)
             else:
                 self.abort(holder, number, reason=Reason.ABORTED, draft=draft)
@@ -134,10 +135,13 @@ class Puts:
         serving = self._index.writable(kind)
         return max((int(self._index.tiers[tier].put_bytes(lengths).sum(dtype=np.int64)) for tier in serving), default=0)
 
-    def _put_bytes(self, wish: Reservation) -> int:
-        """Of all pages that were set aside for it, in whichever tiers."""
-        parts = ((tier, wish.lengths[wish.tiers == tier]) for tier in kinds(wish.tiers))
-        return sum(int(self._index.tiers[tier].put_bytes(lengths).sum(dtype=np.int64)) for tier, lengths in parts)
+    def _put_bytes(self, wish: Reservation) -> Ids:
+        """Of all pages that were set aside for each of its blocks, in whichever tiers; 0 for one that has none."""
+        out = np.zeros(len(wish.lengths), np.int64)
+        for tier in kinds(wish.tiers[wish.tiers >= 0]):
+            rows = true_rows(wish.tiers == tier)
+            out[rows] = self._index.tiers[tier].put_bytes(wish.lengths[rows])
+        return out
 
     def _ahead_bytes_left(self, kind: Wanted) -> int:
         """How much more may be reserved ahead."""
