@@ -233,21 +233,19 @@ class Puts:
         """Which rows are still open and lie where the session writes them, where that is, and what is known of them."""
         held = self._held(session, reservation)
         rows = true_rows((held.state == OPEN) & (held.staging < 0))
-        at = _place(held, rows)
+        at = held.place(rows)
         extents = self._extents(Where(held.tiers[at], held.pages[at]))
         return OpenPages(rows, extents, _metas(held, at, extents))
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
         """Marks rows busy and names them."""
         held = self._held(session, reservation)
+        rows = held.rows(OPEN) if blocks is None else _named_rows(held, blocks)
+        at = held.place(rows)
         if blocks is None:
-            rows = held.rows(OPEN)
-            at = _place(held, rows)
             if not every(held.hash[at].any(axis=1)):
                 raise InvalidArgument(f"reservation {reservation}: it has private pages; commit must name its blocks")
         else:
-            rows = _named_rows(held, blocks)
-            at = _place(held, rows)
             held.hash[at], held.parent[at] = blocks["hash"], blocks["parent"]
             held.positions[at], held.tokens[at] = blocks["position"], blocks["tokens"]
             self._shorten(held, rows, blocks["length"])
@@ -449,11 +447,6 @@ def _spans(lengths: Sequence[int]) -> list[slice]:
     """Stretches of so many rows, one after another."""
     stops = list(accumulate(lengths))
     return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
-
-
-def _place(held: Reservation, rows: Ids) -> Ids | slice:
-    """Where distinct rows of a reservation are: one stretch, which numpy reads and writes in a third of the time, if they are all of it and ascend."""
-    return slice(None) if len(rows) == len(held.state) and every(rows[1:] > rows[:-1]) else rows
 
 
 def _metas(held: Reservation, at: Ids | slice, extents: StructArray) -> StructArray:
