@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from tierd.core.block import slice_lengths
 from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Reason, StructArray
+from tierd.core.sets import kinds
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.hashing.process import HashProcess
@@ -123,6 +124,9 @@ class Mover:
         self._tiers = tiers
         self._threads = ThreadPoolExecutor(hash_threads, thread_name_prefix="tierd-hash")
         self._have_begun = False
+        self._turns = threading.Semaphore(
+            hash_threads
+        )  # of lanes that hash: more than cores only take each other's time
         self._hash_threads = hash_threads
         self._links: dict[tuple[int, int], Link] = {}
         self._link_limit = link_limit
@@ -136,7 +140,7 @@ class Mover:
         """
         source, target = int(batch["source"]["tier"][0]), int(batch["target"]["tier"][0])
         link = self._links.setdefault((source, target), Link(self._link_limit))
-        priority = min(PRIORITY.get(Reason(int(r)), 2) for r in np.unique(batch["reason"]))
+        priority = min(PRIORITY.get(Reason(r), 2) for r in kinds(batch["reason"]))
         try:
             async with link.slot(priority):
                 return await self._copy(batch, metas, self._tiers[source], self._tiers[target])
@@ -187,7 +191,8 @@ class Mover:
         failpoint("mover.store.before_hash")
 
         def hash_row(row: int) -> SliceTable | None:
-            table = slice_sums(views[row], cuts[row])
+            with self._turns:
+                table = slice_sums(views[row], cuts[row])
             return table if table_digest(table) == digests[row] else None
 
         return await target.write(batch["target"], metas, hash_row, [source.view(row) for row in batch["source"]])
@@ -199,7 +204,8 @@ class Mover:
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
 
         def arrived(row: int) -> None:
-            slices[row] = slice_sums(views[row], cuts[row])
+            with self._turns:
+                slices[row] = slice_sums(views[row], cuts[row])
 
         result = await source.read(batch["source"], views, metas, arrived=arrived)
         failpoint("mover.load.before_verify")

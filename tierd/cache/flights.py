@@ -21,6 +21,7 @@ from tierd.core.columns import runs
 from tierd.core.core import Core
 from tierd.core.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
+from tierd.core.sets import kinds, true_rows
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover, link_of
@@ -166,7 +167,7 @@ class Flights:
         begun = asyncio.get_running_loop().time()
         try:
             ready = await self._sources_ready(batch, before)
-            await self.prepared(np.unique(batch["target"]["segment"]).tolist())
+            await self.prepared(kinds(batch["target"]["segment"]))
             if ready.any():
                 metas = self._core.metas(batch["block"][ready])
                 metas["layers"] = self.layers_of(metas["namespace"])
@@ -231,8 +232,8 @@ class Flights:
     def _held(self, landed: StructArray) -> StructArray:
         """Those transfers whose targets hold their blocks: an epoch may have ended, or a tier been lost, while they flew."""
         held = np.zeros(len(landed), dtype=np.bool_)
-        for tier in np.unique(landed["target"]["tier"]).tolist():
-            rows = np.flatnonzero(landed["target"]["tier"] == tier)
+        for tier in kinds(landed["target"]["tier"]):
+            rows = true_rows(landed["target"]["tier"] == tier)
             found = self._core.extents(landed["block"][rows], tier=tier)
             held[rows] = found["generation"] == landed["target"]["generation"][rows]
         return landed[held]

@@ -21,6 +21,7 @@ from tierd.errors import InvalidArgument, NotFound, Unavailable
 from tierd.failpoint import failpoint
 
 FLUSH_BATCH_BLOCKS = 256
+FLUSHED_AT_ONCE = 2
 POLL_S = 0.02
 SORT_COLUMNS = {"recent": "last_used", "hits": "hits", "position": "position", "bytes": "length"}
 
@@ -120,13 +121,20 @@ class Operator:
         rows = self._core.describe(self._core.blocks())
         is_there = (rows["tiers"] & self._nvme_bits()) != 0
         rows, written_before = rows[~is_there], rows["tiers"][is_there]
-        for i in range(0, len(rows), FLUSH_BATCH_BLOCKS):
-            part = rows[i : i + FLUSH_BATCH_BLOCKS]
-            stored = await self._cache.persistence.persist(part["block"], timeout_s=deadline - loop.time())
-            blocks += int(stored.sum())
-            size += int(part["length"][stored].sum())
-            if loop.time() >= deadline:
-                break
+        parts = (rows[i : i + FLUSH_BATCH_BLOCKS] for i in range(0, len(rows), FLUSH_BATCH_BLOCKS))
+
+        async def keep_parts() -> None:
+            nonlocal blocks, size
+            for part in parts:
+                stored = await self._cache.persistence.persist(part["block"], timeout_s=deadline - loop.time())
+                blocks += int(stored.sum())
+                size += int(part["length"][stored].sum())
+                if loop.time() >= deadline:
+                    break
+
+        async with asyncio.TaskGroup() as group:  # while one syncs, the next one writes
+            for _ in range(FLUSHED_AT_ONCE):
+                group.create_task(keep_parts())
         synced = await self._cache.persistence.sync(
             timeout_s=deadline - loop.time()
         )  # what demotion has written before

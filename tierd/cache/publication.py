@@ -15,8 +15,10 @@ from tierd.cache.ahead import Ahead
 from tierd.cache.flights import Flights
 from tierd.cache.parts import Parts
 from tierd.cache.sealing import Sealing
+from tierd.core.meta import picked
 from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.core.plan import Committed, Committing
+from tierd.core.sets import true_rows
 from tierd.errors import TierFailed
 from tierd.tiers.tier import SliceTable, is_shared
 
@@ -47,11 +49,12 @@ class Publication:
 
     def publish(self, committed: Committed, metas: StructArray, slices: Sequence[SliceTable]) -> None:
         """Catalogue entries of what is new, in the same step as the core's publication."""
-        new = np.flatnonzero(committed.statuses == BlockStatus.READY)
+        new = true_rows(committed.statuses == BlockStatus.READY)
+        tiers = committed.extents["tier"][new]
         for tier in filter(is_shared, self._parts.tiers):
-            rows = new[committed.extents["tier"][new] == tier.position]
+            rows = new[tiers == tier.position]
             if len(rows):
-                tier.publish(committed.extents[rows], metas[rows], [slices[i] for i in rows])
+                tier.publish(picked(committed.extents, rows), picked(metas, rows), [slices[i] for i in rows.tolist()])
                 self._parts.metrics.blocks_committed.labels(tier=tier.spec.name).inc(len(rows))
         reasons = np.full(len(new), Reason.NONE, dtype=np.uint16)
-        self._flights.announce(metas[new], committed.extents["tier"][new], reasons)
+        self._flights.announce(picked(metas, new), tiers, reasons)

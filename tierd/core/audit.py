@@ -110,7 +110,9 @@ class Audit:
             )
             is_open = place in tier.open_places(segment.key)
             assert is_open == (segment.spare > 0), f"{tier.spec.name}: segment {segment.id} among the open ones"
-            is_lost = place in empty and segment.key.writer not in {SEALED, *self._sessions.domains}
+            is_lost = (
+                place in empty and segment.key.writer not in {SEALED, *self._sessions.domains} and not segment.is_own
+            )
             assert not is_lost, f"{tier.spec.name}: segment {segment.id} is empty and not in the pool"
             assert segment.pages * segment.key.class_bytes <= tier.spec.segment_bytes, "a segment is over-full"
         spans.sort()

@@ -61,14 +61,15 @@ def words(raw: Bytes) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of n blocks: namespace uint32 [n], hash uint64 [n, 4]."""
+    """Names of n blocks: namespace uint32 [n], hash uint64 [n, 4]. keys: of the table, uint64 [n], where they are known (`Blocks.keyed`)."""
 
     namespace: Column
     hash: Words
+    keys: Column | None = None
 
     def at(self, rows: Ids) -> Names:
         """Some of them."""
-        return Names(self.namespace[rows], self.hash[rows])
+        return Names(self.namespace[rows], self.hash[rows], None if self.keys is None else self.keys[rows])
 
     def firsts(self) -> NDArray[np.bool_]:
         """Which names stand in no earlier row."""
@@ -171,6 +172,8 @@ class Blocks:
         """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
         hashes = words(parents)
         rows = true_rows((self.parent[ids] < 0) & (np.bitwise_or.reduce(hashes, axis=1) > 0))
+        if not len(rows):
+            return no_ids()
         prior, ids = ids[rows - 1], ids[rows]
         names = Names(self.namespace[ids], hashes[rows])
         found = self._before(prior, names)
@@ -259,8 +262,14 @@ class Blocks:
         """The table keys of blocks: uint64 [n]."""
         return self.keys_of(Names(self.namespace[ids], self.hash.take(ids, axis=0)))
 
+    def keyed(self, names: Names) -> Names:
+        """The same with their keys, for who needs them more than once."""
+        return Names(names.namespace, names.hash, self.keys_of(names))
+
     def keys_of(self, names: Names) -> Column:
         """Table keys: uint64 [n], modulo 2^64."""
+        if names.keys is not None:
+            return names.keys
         halves = names.hash.view(np.uint32)
         keys = halves.astype(np.uint64) @ self._factors[1:] + names.namespace.astype(np.uint64) * self._factors[0]
         return np.asarray(keys, np.uint64)
@@ -291,7 +300,7 @@ class Blocks:
         self.group[at] = 0
         self.declined[at] = 0
         self.last_used[at] = now
-        self.lax[at] = among(metas["namespace"], list(self._lax_namespaces))
+        self.lax[at] = among(metas["namespace"], list(self._lax_namespaces)) if self._lax_namespaces else False
 
     def _new_ids(self, count: int) -> Ids:
         reused = min(count, self._free_count)

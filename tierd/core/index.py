@@ -143,7 +143,6 @@ class Index:
     def publish(self, tier: int, pages: Ids) -> None:
         """reserved -> ready: attached pages have been filled."""
         self.tiers[tier].move(pages, PageState.RESERVED, PageState.READY)
-        self._weigh(tier, self.tiers[tier].block[pages])
 
     def discard(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
         """reserved -> free: pages that were never attached."""
@@ -216,7 +215,7 @@ class Index:
     def link(self, blocks: Ids, parents: Bytes, now: float) -> None:
         """Gives blocks their parents: uint8 [n, 32]."""
         linked = self.blocks.link(blocks, parents, now)
-        for tier in range(len(self.tiers)):
+        for tier in range(len(self.tiers)) if len(linked) else ():
             self._count_children(tier, linked[self._tracked(tier, linked)], 1)
 
     def touch(self, tier: int, blocks: Ids, now: float) -> None:

@@ -21,7 +21,7 @@ from tierd.core.model import StructArray, Wanted
 from tierd.core.pages import Pages
 from tierd.core.plan import ID_LIMIT, Bools, Bytes, GroupQuery, Ids, Lengths
 from tierd.core.said import Said
-from tierd.core.sets import true_rows
+from tierd.core.sets import every, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
 OPEN, BUSY, GONE = 0, 1, 2
@@ -95,6 +95,10 @@ class Reservation:
     def rows(self, state: int) -> Ids:
         """Indices in that state."""
         return true_rows(self.state == state)
+
+    def place(self, rows: Ids) -> Ids | slice:
+        """Where distinct rows are: one stretch, which numpy reads and writes in a third of the time, if they are all of it and ascend."""
+        return slice(None) if len(rows) == len(self.state) and every(rows[1:] > rows[:-1]) else rows
 
     @property
     def written(self) -> Ids:

@@ -65,10 +65,20 @@ def new_meta(count: int) -> StructArray:
     return meta
 
 
+def duplicate(meta: StructArray) -> StructArray:
+    """A copy in one piece; numpy's own goes field by field, which takes nine times as long."""
+    return np.ascontiguousarray(meta).view(np.uint8).copy().view(META)
+
+
+def picked(records: StructArray, rows: NDArray[np.int64]) -> StructArray:
+    """Those rows of a structured array, which ascend; the array itself if they are all. Each record is copied in one piece, too."""
+    return records if len(rows) == len(records) else records.take(rows)
+
+
 def seal(meta: StructArray, checksum: Checksum) -> StructArray:
     """A copy whose checksums hold, ready to be stored."""
-    sealed = np.ascontiguousarray(meta).copy()
-    sealed["checksum"] = _sums(sealed, checksum)
+    sealed = duplicate(meta)
+    sealed["checksum"] = sums_of(sealed, checksum)
     return sealed
 
 
@@ -76,7 +86,7 @@ def intact(meta: StructArray, checksum: Checksum) -> NDArray[np.bool_]:
     """Which records have their magic, a version that this code reads, and a checksum that holds."""
     good = is_meta(meta)
     some = np.ascontiguousarray(meta[good])
-    good[good] = _sums(some, checksum) == some["checksum"]
+    good[good] = sums_of(some, checksum) == some["checksum"]
     return np.asarray(good, dtype=np.bool_)
 
 
@@ -86,7 +96,7 @@ def is_meta(meta: StructArray) -> NDArray[np.bool_]:
     return np.asarray((meta["magic"] == META_MAGIC) & known, dtype=np.bool_)
 
 
-def _sums(meta: StructArray, checksum: Checksum) -> NDArray[np.uint64]:
+def sums_of(meta: StructArray, checksum: Checksum) -> NDArray[np.uint64]:
     """The checksum that each record should have."""
     raw = meta.tobytes()
     starts = range(0, len(raw), META_BYTES)

@@ -2,15 +2,15 @@
 
 Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is
 cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
-run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives and has committed into it, as soon
-as somebody needs its place; until then the writer has memory that it has mapped already. So do those of sealed puts, which readers have mapped.
+run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives and a block was in it, as soon as somebody needs its
+place; until then the writer has memory that it has mapped already. So do those that the daemon has begun to load into, or for sealed puts, which readers have mapped.
 
 A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back.
 Where its segment holds nothing else and the place is wanted (`reclaim`), the pages of the next life that lie on the same bytes are quarantined from its
 beginning, unless that life gets another file. The books of it are kept here; none outlives a restart.
 
 Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living
-writer, sealed ones, and those of a tier that is loading; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
+writer, sealed ones, the daemon's own, and those of a tier that is loading; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
 given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
@@ -88,7 +88,7 @@ class Pages:
         self._files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
         self.idle: dict[int, None] = {}
-        """Places of empty segments whose writer lives, or that are sealed, in the order in which they emptied."""
+        """Places of empty segments that wait until somebody needs them, in the order in which they emptied."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
@@ -356,10 +356,8 @@ class Pages:
             held[session] = held.get(session, False) or writer == session
 
     def hand_over(self, session: int, *, to: int = DAEMON) -> None:
-        """A session's process is gone: its segments become the daemon's, and it holds no descriptor any more.
-
-        to: a session of the same process and domain, whose its segments and descriptors become instead.
-        """
+        """A session's process is gone: its segments become the daemon's, or those of `to`, another session of the same process and domain, and it holds no
+        descriptor any more."""
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.key.writer == session:
                 self._close(place)
@@ -400,7 +398,8 @@ class Pages:
         first = self._run(count)
         self.vacant.remove(place)
         self.last_id[place], self._last_writer[place], self._last_domain[place] = segment, key.writer, key.domain
-        self.segments[place] = Segment(segment, key, first, count, count)
+        is_own = pages is None and key.writer == DAEMON and self.spec.writer_owned
+        self.segments[place] = Segment(segment, key, first, count, count, is_own=is_own)
         self._place_table[place] = segment, first, key.class_bytes
         self.place[first : first + count] = place
         self.counts[PageState.FREE] += count
@@ -460,7 +459,7 @@ class Pages:
         segment.low = min(segment.low, page - segment.first)
         if segment.spare < segment.pages or self.is_loading:
             self._reopen(place)
-        elif segment.is_proven and segment.key.writer not in (DAEMON, NOBODY):
+        elif segment.stays:
             self._reopen(place)
             self.idle[place] = None
         else:

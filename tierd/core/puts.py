@@ -15,12 +15,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from tierd.core.blocks import Names, hash_rows, words
+from tierd.core.blocks import Names, hash_rows, names_of, words
 from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.gets import Gets
 from tierd.core.leases import BUSY, GONE, OPEN, Commit, Reservation, Session, Sessions
-from tierd.core.meta import new_meta
+from tierd.core.meta import new_meta, picked
 from tierd.core.model import (
     COMMIT_BLOCK,
     EXTENT,
@@ -107,11 +107,12 @@ class Puts:
         wish.state[given] = OPEN
         whole = np.all(given.reshape(puts, count), axis=1)
         extents = self._extents(Where(wish.tiers, wish.written)).reshape(puts, count)[whole]
-        for rows, is_whole in zip(_spans([count] * puts), whole.tolist(), strict=True):
+        put_bytes = self._put_bytes(wish).reshape(puts, count).sum(axis=1)
+        for rows, is_whole, its_bytes in zip(_spans([count] * puts), whole.tolist(), put_bytes.tolist(), strict=True):
             part = wish.part(rows)
             number = self._keep(holder, part)
             if is_whole:
-                self._sessions.set_ahead(part, self._put_bytes(part))
+                self._sessions.set_ahead(part, its_bytes)
                 numbers.append(number)
             else:
                 self.abort(holder, number, reason=Reason.ABORTED, draft=draft)
@@ -134,10 +135,13 @@ class Puts:
         serving = self._index.writable(kind)
         return max((int(self._index.tiers[tier].put_bytes(lengths).sum(dtype=np.int64)) for tier in serving), default=0)
 
-    def _put_bytes(self, wish: Reservation) -> int:
-        """Of all pages that were set aside for it, in whichever tiers."""
-        parts = ((tier, wish.lengths[wish.tiers == tier]) for tier in kinds(wish.tiers))
-        return sum(int(self._index.tiers[tier].put_bytes(lengths).sum(dtype=np.int64)) for tier, lengths in parts)
+    def _put_bytes(self, wish: Reservation) -> Ids:
+        """Of all pages that were set aside for each of its blocks, in whichever tiers; 0 for one that has none."""
+        out = np.zeros(len(wish.lengths), np.int64)
+        for tier in kinds(wish.tiers[wish.tiers >= 0]):
+            rows = true_rows(wish.tiers == tier)
+            out[rows] = self._index.tiers[tier].put_bytes(wish.lengths[rows])
+        return out
 
     def _ahead_bytes_left(self, kind: Wanted) -> int:
         """How much more may be reserved ahead."""
@@ -229,25 +233,26 @@ class Puts:
         """Which rows are still open and lie where the session writes them, where that is, and what is known of them."""
         held = self._held(session, reservation)
         rows = true_rows((held.state == OPEN) & (held.staging < 0))
-        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
-        return OpenPages(rows, extents, _metas(held, rows, extents))
+        at = held.place(rows)
+        extents = self._extents(Where(held.tiers[at], held.pages[at]))
+        return OpenPages(rows, extents, _metas(held, at, extents))
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
         """Marks rows busy and names them."""
         held = self._held(session, reservation)
+        rows = held.rows(OPEN) if blocks is None else _named_rows(held, blocks)
+        at = held.place(rows)
         if blocks is None:
-            rows = held.rows(OPEN)
-            if not every(held.hash[rows].any(axis=1)):
+            if not every(held.hash[at].any(axis=1)):
                 raise InvalidArgument(f"reservation {reservation}: it has private pages; commit must name its blocks")
         else:
-            rows = _named_rows(held, blocks)
-            held.hash[rows], held.parent[rows] = blocks["hash"], blocks["parent"]
-            held.positions[rows], held.tokens[rows] = blocks["position"], blocks["tokens"]
+            held.hash[at], held.parent[at] = blocks["hash"], blocks["parent"]
+            held.positions[at], held.tokens[at] = blocks["position"], blocks["tokens"]
             self._shorten(held, rows, blocks["length"])
-        held.state[rows] = BUSY
+        held.state[at] = BUSY
         self._sessions.set_ahead(held, 0)
-        extents = self._extents(Where(held.tiers[rows], held.pages[rows]))
-        commit = Commit(self._sessions.next_id(), held, rows, _metas(held, rows, extents))
+        extents = self._extents(Where(held.tiers[at], held.pages[at]))
+        commit = Commit(self._sessions.next_id(), held, rows, _metas(held, at, extents))
         self._sessions.commits[commit.id] = commit
         return Committing(
             commit.id,
@@ -255,9 +260,9 @@ class Puts:
             reservation,
             extents,
             commit.metas,
-            held.lengths[rows].copy(),
+            held.lengths[at].copy(),
             rows.astype(np.uint32),
-            staging=self._extents(Where(held.tiers[rows], held.staging[rows])),
+            staging=self._extents(Where(held.tiers[at], held.staging[at])),
         )
 
     def _held(self, session: int, reservation: int) -> Reservation:
@@ -297,19 +302,21 @@ class Puts:
 
         A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first.
         """
-        names = Names(commit.metas["namespace"], words(commit.metas["hash"]))
+        metas = commit.metas
+        names = self._index.blocks.keyed(names_of(metas))
         known = self._index.blocks.find(names)
         new, is_known = names.firsts(), known >= 0
         if some(is_known):
             new &= self._nearest(known).pages < 0
         rows = true_rows(new)
         if some(is_known):
-            self._make_way(known[rows], where.at(rows), commit.metas["digest"][rows], draft)
-            self._say(known, Said.of_metas(commit.metas), draft.now)
-            keep_said(self._index.blocks, known, commit.metas, self._index.blocks.unix_s + draft.now)
+            self._make_way(known[rows], where.at(rows), metas["digest"][rows], draft)
+            self._say(known, Said.of_metas(metas), draft.now)
+            keep_said(self._index.blocks, known, metas, self._index.blocks.unix_s + draft.now)
         none = known[rows] if not some(is_known[rows]) else None
-        known[rows] = ids = self._index.blocks.add(commit.metas[rows], draft.now, known=none)
-        self._index.link(ids, commit.metas["parent"][rows], draft.now)
+        added, its = picked(metas, rows), names if len(rows) == len(metas) else names.at(rows)
+        known[rows] = ids = self._index.blocks.add(added, draft.now, known=none, names=its)
+        self._index.link(ids, added["parent"], draft.now)
         self._index.say_before(ids, draft.now)
         if self._index.listener is not None:
             self._index.listener.stored(ids, draft.now)
@@ -442,13 +449,13 @@ def _spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
 
 
-def _metas(held: Reservation, rows: Ids, extents: StructArray) -> StructArray:
-    metas = new_meta(len(rows))
-    metas["namespace"], metas["domain"] = held.namespaces[rows], held.domain
-    metas["hash"], metas["parent"] = held.hash[rows], held.parent[rows]
-    metas["position"], metas["tokens"] = held.positions[rows], held.tokens[rows]
-    metas["logical_length"] = metas["stored_length"] = held.lengths[rows]
-    metas["priority"], metas["until_s"] = held.said.at(rows)
+def _metas(held: Reservation, at: Ids | slice, extents: StructArray) -> StructArray:
+    metas = new_meta(len(extents))
+    metas["namespace"], metas["domain"] = held.namespaces[at], held.domain
+    metas["hash"], metas["parent"] = held.hash[at], held.parent[at]
+    metas["position"], metas["tokens"] = held.positions[at], held.tokens[at]
+    metas["logical_length"] = metas["stored_length"] = held.lengths[at]
+    metas["priority"], metas["until_s"] = held.said.at(at)
     for name in ("generation", "segment", "offset"):
         metas[name] = extents[name]
     return metas

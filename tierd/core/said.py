@@ -52,7 +52,7 @@ class Said(NamedTuple):
         """By now."""
         return cls(blocks.priority[ids], blocks.until_s[ids])
 
-    def at(self, rows: Ids) -> Said:
+    def at(self, rows: Ids | slice) -> Said:
         """Some of them."""
         return Said(self.codes[rows], self.until_s[rows])
 

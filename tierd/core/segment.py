@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tierd.core.model import DAEMON, NOBODY
+
 
 class Key(NamedTuple):
     """What the pages of one segment have in common. class_bytes includes the slot overhead."""
@@ -36,7 +38,7 @@ class Found(NamedTuple):
 @dataclass(slots=True)
 class Segment:
     """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free. is_proven: a block was in it,
-    so its memory can be had."""
+    so its memory can be had. is_own: the daemon began it, in this life, for what it loads itself."""
 
     id: int
     key: Key
@@ -45,3 +47,9 @@ class Segment:
     spare: int
     low: int = 0
     is_proven: bool = False
+    is_own: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether it waits, once it is empty, until its place is wanted: not where a client of the past may write to it."""
+        return self.is_proven and (self.is_own or self.key.writer not in (DAEMON, NOBODY))

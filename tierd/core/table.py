@@ -56,16 +56,17 @@ class _Slots:
 
     def put(self, marks: Keys) -> None:
         """Places distinct absent words. Two that meet at one slot: one stays, the other looks again."""
-        at = self.homes(marks)
+        flat, at = self.words.reshape(-1), self.homes(marks)
         step = np.zeros(len(marks), np.int64)
-        while len(marks):
-            there = self.words.take(at, axis=0)
-            slot = np.argmax((there & _ID) == 0, axis=1)
-            old = there[np.arange(len(marks)), slot]
+        while True:
+            slots = at * WIDTH + ((self.words.take(at, axis=0) & _ID) == 0).argmax(axis=1)
+            old = flat.take(slots)
             is_open = (old & _ID) == 0
-            self.words[at[is_open], slot[is_open]] = marks[is_open]
-            won = is_open & (self.words[at, slot] == marks)
+            flat[slots[is_open]] = marks[is_open]
+            won = is_open & (flat.take(slots) == marks)
             self.used += int(np.count_nonzero(won & (old == 0)))
+            if every(won):
+                return
             step += ~is_open
             at = (at + step * ~is_open) & self.mask
             marks, at, step = marks[~won], at[~won], step[~won]

@@ -29,9 +29,10 @@ from tierd.core.layout import (
     WORD_BYTES,
     CatalogueLayout,
 )
-from tierd.core.meta import META, META_BYTES, intact, seal
+from tierd.core.meta import META, META_BYTES, duplicate, intact, sums_of
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.pages import GENERATION_LIMIT
+from tierd.core.sets import kinds
 from tierd.core.words import barrier, words_of
 from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.failpoint import failpoint
@@ -164,14 +165,18 @@ class Catalogue:
 
         A page whose generation word is no longer that of its META is passed over. Raises InvalidArgument if a table is too long.
         """
-        records = self._located(slots, metas=metas, slices=slices)
+        tables = [np.ascontiguousarray(table, dtype="<u8").tobytes() for table in slices]
+        records = self._located(slots, metas=metas, tables=tables)
         current = np.flatnonzero(self._generations[slots] == records["generation"])
         words = records.view("<u8").reshape(len(records), _META_WORDS)[current]
         where = slots[current]
         self._entries[where, -1] = 0
         barrier()
-        for slot, row in zip(where.tolist(), current.tolist(), strict=True):
-            self._tables[slot, : len(slices[row])] = slices[row]
+        counts = records["slices"][current]
+        for count in kinds(counts):
+            alike = current[counts == count]
+            joined = b"".join([tables[row] for row in alike.tolist()])
+            self._tables[slots[alike], :count] = np.frombuffer(joined, "<u8").reshape(len(alike), count)
         self._entries[where, :-1] = words[:, :-1]
         barrier()
         failpoint("arena.publish.before_seal")
@@ -200,20 +205,21 @@ class Catalogue:
 
     # -- inner
 
-    def _located(self, slots: NDArray[np.uint32], *, metas: StructArray, slices: Sequence[SliceTable]) -> StructArray:
+    def _located(self, slots: NDArray[np.uint32], *, metas: StructArray, tables: Sequence[bytes]) -> StructArray:
         assignment = self.head.assignment
-        records = np.ascontiguousarray(metas).copy()
+        records = duplicate(metas)
         records["store"] = np.frombuffer(self.head.store, dtype=np.uint8)
         records["segment"] = assignment.segment
         records["offset"] = slots.astype(np.uint64) * np.uint64(assignment.class_bytes)
-        records["slices"] = [len(table) for table in slices]
+        records["slices"] = [len(table) // WORD_BYTES for table in tables]
         if records["slices"].max(initial=0) > self.layout.slice_words:
             raise InvalidArgument(
                 f"slices: {records['slices'].max()} of one block, the limit for pages of {assignment.class_bytes} bytes is "
                 f"{self.layout.slice_words}; cut the block into fewer slices"
             )
-        records["digest"] = table_digests([np.ascontiguousarray(table, dtype="<u8").tobytes() for table in slices])
-        return seal(records, record_checksum)
+        records["digest"] = table_digests(tables)
+        records["checksum"] = sums_of(records, record_checksum)
+        return records
 
     def _digests(self, slots: NDArray[np.uint32], counts: NDArray[np.uint16]) -> NDArray[np.uint8]:
         """The digests of these pages' slice tables as they stand: u8 [n, 16]."""

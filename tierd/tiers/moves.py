@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Semaphore
 from typing import Self
 
 import numpy as np
@@ -42,9 +43,10 @@ class GoneError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves a batch. find_file: the slot file of a segment, or GoneError. store: its id."""
+    """What moves a batch. disk: held while a call is at it, by no more lanes than its queue is deep. find_file: the slot file of a segment, or GoneError. store: its id."""
 
     io: SlotIO
+    disk: Semaphore
     pool: HeaderPool
     find_file: Callable[[int, Kind], SlotFile]
     store: bytes
@@ -139,7 +141,8 @@ class ReadRun(_RunJob):
         batch, run, means = self._batch, self._run, self._batch.means
         payloads = batch.payloads(run)
         buffers = self._buffers([p.buffer for p in payloads], means.pool.waste)
-        done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
+        with means.disk:
+            done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
         for i, (row, payload) in enumerate(zip(run.rows, payloads, strict=True)):
             is_there = done >= i * run.class_bytes + HEADER_BYTES + len(payload.buffer)  # or the file ends before it
             batch.outcomes.append(is_there)
@@ -159,7 +162,8 @@ class HeadRun(_RunJob):
         batch, run, means = self._batch, self._run, self._batch.means
         for i, row in enumerate(run.rows):
             at = run.offset + i * run.class_bytes
-            done = means.io.read(means.find_file(run.segment, self.kind), at, [batch.headers[row].data])
+            with means.disk:
+                done = means.io.read(means.find_file(run.segment, self.kind), at, [batch.headers[row].data])
             batch.outcomes.append(done == HEADER_BYTES)
             if done == HEADER_BYTES:
                 batch.came.append(row)
@@ -181,9 +185,10 @@ class WriteRun(_RunJob):
         batch.metas[rows] = stamp(batch.metas[rows], batch.extents[rows], tables, store=means.store)
         fill_headers([batch.headers[row] for row in rows], batch.metas[rows], tables)
         buffers = self._buffers([p.take() for p in batch.payloads(run)], means.pool.zeros)
-        file = means.find_file(run.segment, self.kind)
-        batch.files.update(dict.fromkeys(rows, file))
-        means.io.write(file, run.offset, buffers)
+        with means.disk:
+            file = means.find_file(run.segment, self.kind)
+            batch.files.update(dict.fromkeys(rows, file))
+            means.io.write(file, run.offset, buffers)
         batch.statuses[rows] = BlockStatus.READY
         return ()
 

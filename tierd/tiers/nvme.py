@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 
 from tierd.core.meta import META
 from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, SegmentAssignment, StructArray, TierSpec
-from tierd.core.sets import kinds
+from tierd.core.sets import kinds, true_rows
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.buffered import BufferedIO
@@ -55,6 +56,8 @@ STUCK_CLOSE_S = 1.0
 """For so long does `close` wait for a disk that hangs already."""
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
+LANES_PER_CALL = 2
+"""For each call at the disk that there may be at one time: one waits for it, the other hashes, and waits for its turn with what it has hashed."""
 
 
 def _no_hash(_row: int) -> None:
@@ -105,7 +108,8 @@ class NvmeStore:
         self.notices: list[str] = []
         self._direct: Direct = direct
         self._calls = Calls()
-        self._lanes, self._queue_depth = Lanes(queue_depth, name=f"tierd-{spec.name}", calls=self._calls), queue_depth
+        self._lanes = Lanes(LANES_PER_CALL * queue_depth, name=f"tierd-{spec.name}", calls=self._calls)
+        self._queue_depth, self._disk = queue_depth, threading.Semaphore(queue_depth)
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
@@ -393,12 +397,12 @@ class NvmeStore:
         return batch.statuses
 
     def _means(self) -> Means:
-        return Means(self._opened.io, self._headers, self._find_file, self._opened.store)
+        return Means(self._opened.io, self._disk, self._headers, self._find_file, self._opened.store)
 
     def _located(self, extents: StructArray) -> StructArray:
         """The extents with the offsets of their slots, whatever the offset says; all ones in a segment that is not here."""
         located = extents.copy()
-        for segment in np.unique(extents["segment"]).tolist():
+        for segment in kinds(extents["segment"]):
             rows = extents["segment"] == segment
             held = self._segments.get(segment)
             slots = extents["slot"][rows].astype(np.uint64)
@@ -408,7 +412,7 @@ class NvmeStore:
     def _usable(self, extents: StructArray) -> NDArray[np.int64]:
         """The rows whose slot is here and has room for the block."""
         usable = np.zeros(len(extents), dtype=np.bool_)
-        for segment in np.unique(extents["segment"]).tolist() if self._is_open else ():
+        for segment in kinds(extents["segment"]) if self._is_open else ():
             held = self._segments.get(segment)
             if held is not None and held.begun.place in self._opened.files:
                 fits = extents["length"].astype(np.int64) + HEADER_BYTES <= held.begun.class_bytes
@@ -444,12 +448,15 @@ class NvmeStore:
 
     def _note_stored(self, batch: Batch) -> None:
         """Tells the ledger what was written, place by place, unless segment or file has given way meanwhile: that is FAILED."""
-        for segment in np.unique(batch.extents["segment"]).tolist():
-            rows = np.flatnonzero((batch.extents["segment"] == segment) & (batch.statuses == BlockStatus.READY))
+        segments, is_written = batch.extents["segment"], batch.statuses == BlockStatus.READY
+        for segment in kinds(segments):
+            rows = true_rows((segments == segment) & is_written)
             held = self._segments.get(segment)
             taken = [held is not None and self._takes(held.begun.place, batch.files[i]) for i in rows.tolist()]
             kept = rows[np.array(taken, dtype=np.bool_)]
-            batch.statuses[np.setdiff1d(rows, kept)] = BlockStatus.FAILED
+            if len(kept) < len(rows):
+                batch.statuses[rows] = BlockStatus.FAILED
+                batch.statuses[kept] = BlockStatus.READY
             if held is not None and len(kept):
                 held.generations[batch.extents["slot"][kept]] = batch.extents["generation"][kept]
                 self._ledger.add(BlocksStored(batch.metas[kept]), place=held.begun.place)

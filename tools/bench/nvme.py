@@ -1,8 +1,9 @@
 """The store: blocks written and read by the daemon, verified, against raw O_DIRECT I/O of as many pieces at the best depth on the same disk.
 
-A batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already); one that newer ones have displaced is
-read back by a get of views. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet, as
-they are for as long as a daemon has not written its store over with zeros (`zero_ahead`); after that the first write is as any other.
+Writes first: a batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already). Then reads: of the batches that
+the store holds one after another, by a get of views, so that each has been displaced from memory when its turn comes again. Batch by batch the raw file is written
+and read beside it. `nvme_write_first`: slots that nobody has written yet, as they are for as long as a daemon has not written its store over with zeros
+(`zero_ahead`); after that the first write is as any other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tools.bench.rows import Row, row_of
 CONFIG = """\
 [scrub]
 period = "0 s"
+[mover]
+prefetch_on_lookup = false
 [[host]]
 capacity = "{host} MiB"
 segment = "{segment} MiB"
@@ -40,9 +43,12 @@ low_watermark = 0.99
 admission = "all"
 eviction = "lru"
 """
-HOST_BATCHES, NVME_BATCHES, LAG, WARM = 4, 16, 5, 2
-"""What the tiers hold, and how many runs later a batch is read: each run brings one and reads one, so by then it has left memory, and not the store."""
-SHAPES = {"2MiB": (32, 2 * MIB), "128KiB": (256, 128 * KIB)}
+HOST_BATCHES, NVME_BATCHES, WARM = 2, 8, 2
+"""What the tiers hold at most, headers and what does not fill a segment included."""
+READ_BATCHES = HOST_BATCHES + 2
+"""So many are read in turns: memory does not hold them all."""
+SHAPES = {"2MiB": (128, 2 * MIB), "128KiB": (1024, 128 * KIB)}
+"""Of a batch, which is so large that its begin and its end, some milliseconds, do not count for more than they do in a long transfer."""
 DURABLE_COUNT = 16
 
 
@@ -105,11 +111,11 @@ class Beside:
             "raw_synced": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
             "durable": lambda n: bench.durable(-n - 1),
             "raw_read": lambda _: raw.read,
-            "read": lambda n: bench.read(n - LAG),
+            "read": bench.read,
         }
 
     def run(self, number: int, names: Iterable[str], *, under: str = "") -> None:
-        """Each of these works once, in order: what is read must have been written. under: begins the names that they are kept by."""
+        """Each of these works once, in order. under: begins the names that they are kept by."""
         for name in names:
             self.costs[under + name].append(cost_of(self._works[name](number), pid=self._pid))
 
@@ -119,9 +125,14 @@ class Beside:
             self.run(number, ("raw_write", "write"), under="first_")
 
     def again(self, runs: int, *, first: int) -> None:
-        """Everything, into slots that were written before."""
-        for number in range(first, first + WARM + runs):
-            self.run(number, self._works, under="" if number >= first + WARM else "warm_")
+        """Writes into slots that were written before, then reads of what they brought."""
+        count = WARM + max(runs, READ_BATCHES)
+        for number in range(count):
+            kept = "" if number >= WARM else "warm_"
+            self.run(first + number, ("raw_write", "write", "raw_synced", "durable"), under=kept)
+        for number in range(READ_BATCHES + runs):  # the oldest first: memory holds the last ones
+            kept = "" if number >= READ_BATCHES else "warm_"
+            self.run(first + count - READ_BATCHES + number % READ_BATCHES, ("raw_read", "read"), under=kept)
 
     def row(self, name: str, verb: str, limit: str, *, size: int, meaning: str) -> Row:
         """GB/s of a verb against those of its limit."""
@@ -154,8 +165,8 @@ def _rows_of(bench: Bench, daemon: Daemon, name: str, effort: Effort) -> list[Ro
         raw.allocate()
         raw.calibrate()
         beside = Beside(bench, raw, daemon.pid)
-        beside.first(NVME_BATCHES - 1)
-        beside.again(effort.runs, first=NVME_BATCHES - 1)
+        beside.first(NVME_BATCHES - 2)
+        beside.again(effort.runs, first=NVME_BATCHES - 2)
         reads, writes = (f"raw O_DIRECT {verb}s at depth {raw.depths[verb]}" for verb in ("read", "write"))
     size = bench.size
     out = [

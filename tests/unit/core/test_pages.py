@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, tier
-from tierd.core.model import PageState, SegmentAssignment
+from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
+from tierd.core.model import DAEMON, PageState, SegmentAssignment, TierKind
 from tierd.core.pages import Pages
 from tierd.core.segment import Key
 from tierd.errors import ConfigError, InvalidArgument, NotFound
@@ -70,6 +70,43 @@ def test_a_living_writer_keeps_the_memory_that_it_emptied() -> None:
     other = kit.reserve(chain("c", 4), session=2)
     assert [s.replaces for s in other.plan.segments] == [segment]
     kit.core.check()
+
+
+def test_the_daemon_keeps_the_memory_that_it_loads_into() -> None:
+    """What is loaded in place of what was loaded before goes to the same segment, which readers have mapped; whoever else needs the place gets it at once."""
+    kit = Kit(tier(HOST, 4, high_watermark=0.1, low_watermark=0.0), tier(NVME, 16))
+    for name in "abc":
+        kit.put(chain(name, 4))
+        kit.demote()
+        kit.land()
+    begun = []
+    for name in "abab":
+        acquired = kit.acquire(group(chain(name, 4)))
+        kit.land()
+        kit.release(acquired.lease)
+        begun += acquired.plan.segments
+        kit.core.check()
+    assert [s.writer for s in begun] == [DAEMON], "one segment serves all of them"
+    kit.took(kit.core.evict(kit.ids(chain("b", 4)), tier=0, now=kit.tick()))
+    kit.core.check()
+    other = kit.reserve(chain("d", 4))
+    assert [s.replaces for s in other.plan.segments] == [begun[0].segment]
+    kit.core.check()
+
+
+@pytest.mark.parametrize(("kind", "is_found"), [(HOST, True), (NVME, False)])
+def test_other_segments_of_the_daemon_end_with_their_last_page(kind: TierKind, is_found: bool) -> None:
+    """One that a former daemon began may be written to by whoever was its client; slots of a store nobody maps."""
+    pages = Pages(tier(kind, 16), 0)
+    key = Key(1, pages.spec.segment_bytes // 4, DAEMON)
+    begun = pages.begin(key, 1, {})
+    if is_found:
+        pages = Pages(tier(kind, 16), 0)
+        assert pages.adopt_segment(begun, DAEMON)
+    taken = pages.take(key, 4, 1)
+    pages.move(taken, PageState.RESERVED, PageState.READY)
+    pages.give_back(taken)
+    assert not pages.idle and len(pages.vacant) == 4
 
 
 def test_a_segment_that_never_held_a_block_is_not_kept() -> None:

@@ -155,6 +155,17 @@ def test_private_pages_are_named_at_commit() -> None:
     assert left.freed["extent"]["slot"].tolist() == [1]
 
 
+def test_all_private_pages_are_named_in_another_order() -> None:
+    """A commit of a whole reservation may name its pages in any order: each block is found in the page that was named for it."""
+    kit, a = Kit(tier(HOST, 8)), chain("a", 3)
+    reserved = kit.reserve(np.zeros((3, 32), np.uint8))
+    begun = kit.core.begin_commit(1, reservation=reserved.reservation, blocks=commit_blocks(a, [2, 0, 1]), now=1.0)
+    assert begun.metas["hash"].tolist() == a.tolist()
+    assert begun.metas["offset"].tolist() == [2 * PAGE, 0, PAGE]
+    assert kit.finish_commit(begun).statuses.tolist() == [READY] * 3
+    assert kit.get(group(a)).groups[0].extents["slot"].tolist() == [[2, 0, 1]]
+
+
 @pytest.mark.parametrize(
     ("blocks", "what"),
     [

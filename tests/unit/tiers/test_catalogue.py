@@ -95,6 +95,18 @@ def test_published_entries_survive_with_their_tables(tmp_path: Path) -> None:
     assert found.highest == 72
 
 
+def test_tables_of_different_lengths_survive_each_as_it_was(tmp_path: Path) -> None:
+    """Blocks of different lengths may be published in one go, and one of them may have gone on meanwhile."""
+    catalogue, generations = filled(tmp_path / "3.meta"), np.arange(1, 6, dtype=np.uint64)
+    where, given = slots(7, 2, 5, 0, 9), [tables(1, entries)[0] for entries in (3, 1, 3, 2, 1)]
+    catalogue.stamp(where, generations)
+    catalogue.stamp(where[2:3], generations[:1] + np.uint64(90))
+    catalogue.publish(where, metas=metas(*generations.tolist()), slices=given)
+    found = catalogue.find_tables(where, generations)
+    assert [None if table is None else table.tolist() for table in found] == [[1, 2, 3], [1], None, [1, 2], [1]]
+    assert Catalogue.open(tmp_path / "3.meta").survivors().slots.tolist() == [0, 2, 7, 9]
+
+
 def test_stamped_page_has_no_entry_and_no_table(tmp_path: Path) -> None:
     """From the stamp on, before any byte of reuse, the page's former entry counts no more."""
     catalogue = filled(tmp_path / "3.cat", 70, 71)
