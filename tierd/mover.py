@@ -186,7 +186,8 @@ class Mover:
     async def _store(
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
     ) -> NDArray[np.uint16]:
-        views, cuts = _views(source, batch["source"], metas), _cuts(metas)
+        pages, cuts = [source.view(row) for row in batch["source"]], _cuts(metas)
+        views = [page[:length] for page, length in zip(pages, metas["stored_length"].tolist(), strict=True)]
         digests = [digest.tobytes() for digest in metas["digest"]]
         failpoint("mover.store.before_hash")
 
@@ -195,7 +196,7 @@ class Mover:
                 table = slice_sums(views[row], cuts[row])
             return table if table_digest(table) == digests[row] else None
 
-        return await target.write(batch["target"], metas, hash_row, [source.view(row) for row in batch["source"]])
+        return await target.write(batch["target"], metas, hash_row, pages)
 
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier

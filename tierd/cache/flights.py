@@ -29,6 +29,9 @@ from tierd.tiers.tier import Tier, is_stored
 
 log = structlog.get_logger(__name__)
 
+BATCH_BYTES = 64 << 20
+"""A batch of large blocks has fewer, so that what is urgent does not wait for long behind it."""
+
 Outcome = dict[int, int]
 """Transfer id to BlockStatus."""
 
@@ -154,8 +157,10 @@ class Flights:
         for row, key in enumerate(zip(links.tolist(), unready, strict=True)):
             alike.setdefault(key, []).append(row)
         for rows in alike.values():
-            for i in range(0, len(rows), self._batch_blocks):
-                yield transfers[rows[i : i + self._batch_blocks]]
+            largest = int(transfers["source"]["length"][rows].max())
+            step = max(1, min(self._batch_blocks, BATCH_BYTES // max(1, largest)))
+            for i in range(0, len(rows), step):
+                yield transfers[rows[i : i + step]]
 
     def _unready(self, tier: int, segment: int) -> int:
         """The segment, if its memory is still to be made; else 0."""

@@ -52,11 +52,9 @@ class Persistence:
         """Makes those blocks of a reserve durable that exist already and so get no commit; else they are FAILED in `statuses`."""
         for group, statuses in zip(groups, reserved.statuses, strict=True):
             rows = np.flatnonzero(statuses == BlockStatus.EXISTS)
-            ids = [self._core.find_block(group.namespace, group.blocks["hash"][i].tobytes()) for i in rows.tolist()]
-            # None: it has gone since the core said that it exists.
-            found = np.array([i for i in ids if i is not None], dtype=np.int64)
-            durable = np.zeros(len(rows), dtype=np.bool_)
-            durable[[i is not None for i in ids]] = await self.persist(found, timeout_s=timeout_s)
+            ids = self._core.find_blocks(group.namespace, group.blocks["hash"][rows])
+            durable = ids >= 0  # else it has gone since the core said that it exists
+            durable[durable] = await self.persist(ids[durable], timeout_s=timeout_s)
             statuses[rows[~durable]] = BlockStatus.FAILED
 
     async def persist(self, blocks: Ids, metas: StructArray | None = None, *, timeout_s: float) -> Bools:
@@ -69,8 +67,9 @@ class Persistence:
             return durable
         metas = self._core.metas(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.loaded.wait(), timeout_s)
+        if not self.loaded.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.loaded.wait(), timeout_s)
         self._forget_lost(blocks)
         await self._confirm(blocks, deadline)
         failpoint("cache.persist.before_write")

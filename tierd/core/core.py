@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from tierd.core.admission import Balance
 from tierd.core.audit import Audit
-from tierd.core.blocks import Names, hash_rows
+from tierd.core.blocks import Names, words
 from tierd.core.demotion import Demotion
 from tierd.core.draft import Draft
 from tierd.core.gets import NO_TIERS, Gets, Tiers
 from tierd.core.index import Index
 from tierd.core.leases import Sessions
 from tierd.core.listing import Listing
-from tierd.core.model import DAEMON, Fault, Reason, SegmentAssignment, StructArray, TierSpec, Wanted
+from tierd.core.model import DAEMON, HASH_BYTES, Fault, Reason, SegmentAssignment, StructArray, TierSpec, Wanted
 from tierd.core.plan import (
     Acquisition,
     Bools,
@@ -313,9 +313,14 @@ class Core:
     # -- what is held
 
     def find_block(self, namespace: int, block_hash: bytes) -> int | None:
-        """The block's id."""
-        ids = self._index.blocks.find(Names(np.asarray([namespace], np.uint32), hash_rows(block_hash)))
-        return int(ids[0]) if self._index.nearest(ids, range(len(self._index.tiers)))[0] >= 0 else None
+        """The block's id; None for one that can be read nowhere."""
+        found = int(self.find_blocks(namespace, np.frombuffer(block_hash, np.uint8).reshape(1, HASH_BYTES))[0])
+        return found if found >= 0 else None
+
+    def find_blocks(self, namespace: int, hashes: Bytes) -> Ids:
+        """Ids of the blocks with these hashes, uint8 [n, 32]; -1 for one that can be read nowhere."""
+        ids = self._index.blocks.find(Names(np.full(len(hashes), namespace, np.uint32), words(hashes)))
+        return np.where(self._index.nearest(ids, range(len(self._index.tiers))) >= 0, ids, -1)
 
     def find_by_prefix(self, prefix: str) -> Ids:
         """Ids of blocks whose hash begins with the hexadecimal digits."""
