@@ -7,7 +7,8 @@ slot by slot, so that a bad sector costs one block; rows of a batch belong to on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Semaphore
 from typing import Self
@@ -37,19 +38,35 @@ from tierd.tiers.tier import SliceTable
 NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
 
 
+class HangError(Exception):
+    """As many calls as there may be are at the disk, and none has come back for long."""
+
+
 class GoneError(OSError):
     """No fault of the disk's: the segment has ended, or its file has given way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves a batch. disk: held while a call is at it, by no more lanes than its queue is deep. find_file: the slot file of a segment, or GoneError. store: its id."""
+    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one. find_file: the slot file of a
+    segment, or GoneError. store: its id."""
 
     io: SlotIO
     disk: Semaphore
+    hang_s: float
     pool: HeaderPool
     find_file: Callable[[int, Kind], SlotFile]
     store: bytes
+
+    @contextmanager
+    def at_disk(self) -> Iterator[None]:
+        """Around a call. Raises HangError."""
+        if not self.disk.acquire(timeout=self.hang_s):
+            raise HangError
+        try:
+            yield
+        finally:
+            self.disk.release()
 
 
 @dataclass(slots=True)
@@ -109,6 +126,9 @@ class _RunJob:
         """As `Job.run`."""
         try:
             return self._move()
+        except HangError:
+            self.give_up()
+            return ()
         except OSError as error:
             if len(self._run.rows) > 1:
                 return self._one_by_one(self._run.rows)
@@ -141,7 +161,7 @@ class ReadRun(_RunJob):
         batch, run, means = self._batch, self._run, self._batch.means
         payloads = batch.payloads(run)
         buffers = self._buffers([p.buffer for p in payloads], means.pool.waste)
-        with means.disk:
+        with means.at_disk():
             done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
         for i, (row, payload) in enumerate(zip(run.rows, payloads, strict=True)):
             is_there = done >= i * run.class_bytes + HEADER_BYTES + len(payload.buffer)  # or the file ends before it
@@ -162,7 +182,7 @@ class HeadRun(_RunJob):
         batch, run, means = self._batch, self._run, self._batch.means
         for i, row in enumerate(run.rows):
             at = run.offset + i * run.class_bytes
-            with means.disk:
+            with means.at_disk():
                 done = means.io.read(means.find_file(run.segment, self.kind), at, [batch.headers[row].data])
             batch.outcomes.append(done == HEADER_BYTES)
             if done == HEADER_BYTES:
@@ -185,7 +205,7 @@ class WriteRun(_RunJob):
         batch.metas[rows] = stamp(batch.metas[rows], batch.extents[rows], tables, store=means.store)
         fill_headers([batch.headers[row] for row in rows], batch.metas[rows], tables)
         buffers = self._buffers([p.take() for p in batch.payloads(run)], means.pool.zeros)
-        with means.disk:
+        with means.at_disk():
             file = means.find_file(run.segment, self.kind)
             batch.files.update(dict.fromkeys(rows, file))
             means.io.write(file, run.offset, buffers)

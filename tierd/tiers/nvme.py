@@ -12,7 +12,7 @@ Invariants:
 - `apply` touches memory alone.
 - Once a sync has failed, writes are FAILED and `sync` raises until `probe` has put new files in the place of those that failed; what is durable is
   served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way.
-- A call that hangs keeps its lane; who waits while every lane hangs is FAILED.
+- A call that hangs keeps its lane; who waits while as many hang as there may be, or every lane, is FAILED.
 - `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled.
 - Nothing is written with a generation that the durable marks do not cover.
 """
@@ -397,7 +397,7 @@ class NvmeStore:
         return batch.statuses
 
     def _means(self) -> Means:
-        return Means(self._opened.io, self._disk, self._headers, self._find_file, self._opened.store)
+        return Means(self._opened.io, self._disk, self.patience.hang_s, self._headers, self._find_file, self._opened.store)
 
     def _located(self, extents: StructArray) -> StructArray:
         """The extents with the offsets of their slots, whatever the offset says; all ones in a segment that is not here."""
