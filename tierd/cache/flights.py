@@ -245,17 +245,17 @@ class Flights:
 
     def _announce_stored(self, landed: StructArray) -> None:
         if len(landed):
-            self.announce(self._core.metas(landed["block"]), landed["target"]["tier"], landed["reason"])
+            self.announce(self._core.names(landed["block"]), landed["target"]["tier"], landed["reason"])
 
-    def announce(self, metas: StructArray, tiers: StructArray, reasons: StructArray) -> None:
-        """Tells watchers of blocks that are now held in tiers."""
-        for rows in runs(tiers, metas["namespace"], reasons):
+    def announce(self, names: StructArray, tiers: StructArray, reasons: StructArray) -> None:
+        """Tells watchers of blocks that are now held in tiers. names: NAME or META [n]."""
+        for rows in runs(tiers, names["namespace"], reasons):
             first = rows[0]
             self._events.add(
                 EventKind.STORED,
                 tier=int(tiers[first]),
-                namespace=int(metas["namespace"][first]),
-                hashes=metas["hash"][rows].tobytes(),
+                namespace=int(names["namespace"][first]),
+                hashes=names["hash"][rows].tobytes(),
                 reason=Reason(reasons[first]).name.lower(),
             )
 

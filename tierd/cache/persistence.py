@@ -60,12 +60,12 @@ class Persistence:
     async def persist(self, blocks: Ids, metas: StructArray | None = None, *, timeout_s: float) -> Bools:
         """Brings blocks onto NVMe, data and journal synced; bool per block whether it is there.
 
-        metas: META [n] of what is meant, None for what the ids stand for now: an id whose block goes during an await gets another one.
+        metas: NAME or META [n] of what is meant, None for what the ids stand for now: an id whose block goes during an await gets another one.
         """
         durable = np.zeros(len(blocks), dtype=np.bool_)
         if not len(blocks):
             return durable
-        metas = self._core.metas(blocks) if metas is None else metas
+        metas = self._core.names(blocks) if metas is None else metas
         deadline = asyncio.get_running_loop().time() + timeout_s
         if not self.loaded.is_set():
             with contextlib.suppress(TimeoutError):
@@ -76,7 +76,7 @@ class Persistence:
         plan = self._core.persist(blocks, now=self._clock.now())
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
-        held = np.where(_same(self._core.metas(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
+        held = np.where(_same(self._core.names(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
         for tier in self._stored:
             here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
             if here.any() and await self._sync(tier, deadline):

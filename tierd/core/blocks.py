@@ -34,6 +34,8 @@ Words = NDArray[np.uint64]
 
 ID_LIMIT = (1 << 31) - 1
 """Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
+NAME = np.dtype([("namespace", "<u4"), ("hash", "u1", (HASH_BYTES,))])
+"""What META says of a block's name."""
 _WORD = np.dtype("<u8")
 _FOUR_TRUE = np.frombuffer(bytes([1] * 4), np.uint32)[0]
 """What four comparisons look like, seen as one word."""
@@ -256,6 +258,12 @@ class Blocks:
         out["parent"] = _raw(self.hash[parents])
         out["parent"][parents < 0] = 0
         out["digest"] = _raw(self.digest[ids])
+        return out
+
+    def names(self, ids: Ids) -> StructArray:
+        """NAME [n]."""
+        out = np.empty(len(ids), NAME)
+        out["namespace"], out["hash"] = self.namespace[ids], _raw(self.hash.take(ids, axis=0))
         return out
 
     def keys(self, ids: Ids) -> Column:

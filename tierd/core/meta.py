@@ -8,7 +8,7 @@ xxh3-128 over that table. The core does no hashing of its own: `seal` and `unsea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,11 @@ def duplicate(meta: StructArray) -> StructArray:
 def picked(records: StructArray, rows: NDArray[np.int64]) -> StructArray:
     """Those rows of a structured array, which ascend; the array itself if they are all. Each record is copied in one piece, too."""
     return records if len(rows) == len(records) else records.take(rows)
+
+
+def put_at(meta: StructArray, rows: Sequence[int], records: StructArray) -> None:
+    """meta[rows] = records, each in one piece. meta: contiguous."""
+    meta.view(np.uint8).reshape(len(meta), META_BYTES)[rows] = records.view(np.uint8).reshape(-1, META_BYTES)
 
 
 def seal(meta: StructArray, checksum: Checksum) -> StructArray:

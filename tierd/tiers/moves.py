@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.meta import put_at
 from tierd.core.model import BlockStatus, StructArray
 from tierd.tiers.calls import Kind
 from tierd.tiers.slots import (
@@ -202,8 +203,9 @@ class WriteRun(_RunJob):
             return self._one_by_one(good)
         rows = list(run.rows)
         tables = [batch.tables[row] for row in rows]
-        batch.metas[rows] = stamp(batch.metas[rows], batch.extents[rows], tables, store=means.store)
-        fill_headers([batch.headers[row] for row in rows], batch.metas[rows], tables)
+        stamped = stamp(batch.metas.take(rows), batch.extents[rows], tables, store=means.store)
+        put_at(batch.metas, rows, stamped)
+        fill_headers(batch.headers, rows, stamped, tables)
         buffers = self._buffers([p.take() for p in batch.payloads(run)], means.pool.zeros)
         with means.at_disk():
             file = means.find_file(run.segment, self.kind)

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.meta import META, META_BYTES, intact, seal
+from tierd.core.meta import META, META_BYTES, duplicate, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import DIGEST_BYTES, record_checksum, table_digest
@@ -159,7 +159,7 @@ def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable]
 
     Every table must fit a header (TABLE_SLICES). extents: EXTENT [n], with the offset of the slot.
     """
-    stamped = metas.copy()
+    stamped = duplicate(metas)
     stamped["store"] = np.frombuffer(store, dtype=np.uint8)
     for name in ("segment", "offset", "generation"):
         stamped[name] = extents[name]
@@ -170,14 +170,18 @@ def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable]
     return seal(stamped, record_checksum)
 
 
-def fill_headers(headers: Sequence[Header], metas: StructArray, slices: Sequence[SliceTable]) -> None:
-    """Writes stamped META and slice tables into headers, the rest zero."""
-    records = np.ascontiguousarray(metas).view(np.uint8).reshape(len(metas), META_BYTES)
-    for header, record, table in zip(headers, records, slices, strict=True):
-        header[:META_BYTES] = record
-        words = header[META_BYTES:].view("<u8")
-        words[: len(table)] = table
-        words[len(table) :] = 0
+def fill_headers(headers: Headers, rows: Sequence[int], metas: StructArray, slices: Sequence[SliceTable]) -> None:
+    """Writes stamped META and slice tables into these rows of headers, the rest zero."""
+    at, lengths = np.asarray(rows, np.int64), list(map(len, slices))
+    filled = np.zeros((len(at), HEADER_BYTES), np.uint8)
+    filled[:, :META_BYTES] = np.ascontiguousarray(metas).view(np.uint8).reshape(len(at), META_BYTES)
+    words = filled.view("<u8")[:, META_BYTES // 8 :]
+    if len(set(lengths)) == 1:
+        words[:, : lengths[0]] = slices
+    else:
+        for row, table in zip(words, slices, strict=True):
+            row[: len(table)] = table
+    headers[at] = filled
 
 
 def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:

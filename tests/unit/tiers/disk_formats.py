@@ -190,7 +190,7 @@ def _loaded(path: Path, data: bytes) -> StoredIndex:
 def slot_header(_directory: Path) -> Format:
     """The 4 KiB before a payload."""
     headers = np.zeros((len(KEYS), slots.HEADER_BYTES), dtype=np.uint8)
-    slots.fill_headers(headers, placed(), tables_of(KEYS))
+    slots.fill_headers(headers, range(len(headers)), placed(), tables_of(KEYS))
 
     def decode(data: bytes) -> object:
         row = np.frombuffer(data[: slots.HEADER_BYTES].ljust(slots.HEADER_BYTES, b"\0"), dtype=np.uint8).reshape(1, -1)

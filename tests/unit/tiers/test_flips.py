@@ -63,7 +63,7 @@ def _header(key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     extents = extents_of(1, [key % 8], generation=key + 1, length=LENGTH)
     metas = slots.stamp(metas_of([key], LENGTH), extents, _tables(key), store=STORE)
     header = np.zeros((1, slots.HEADER_BYTES), dtype=np.uint8)
-    slots.fill_headers(header, metas, _tables(key))
+    slots.fill_headers(header, range(len(header)), metas, _tables(key))
     return header, metas_of([key], LENGTH), extents
 
 

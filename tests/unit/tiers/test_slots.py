@@ -42,7 +42,7 @@ def headers_of(keys: list[int]) -> np.ndarray:
     extents = extents_of(1, range(len(keys)), generation=1)
     stamped = stamp(metas_of(keys), extents, tables_of(keys), store=STORE)
     area = np.zeros((len(keys), HEADER_BYTES), dtype=np.uint8)
-    fill_headers(area, stamped, tables_of(keys))
+    fill_headers(area, range(len(area)), stamped, tables_of(keys))
     return area
 
 
@@ -51,7 +51,7 @@ def test_header_comes_back() -> None:
     keys, extents = [1, 2], extents_of(1, [0, 1], generation=1)
     tables = [tables_of([1])[0], np.arange(TABLE_SLICES, dtype=np.uint64)]
     area = np.full((2, HEADER_BYTES), 0xFF, dtype=np.uint8)
-    fill_headers(area, stamp(metas_of(keys), extents, tables, store=STORE), tables)
+    fill_headers(area, range(len(area)), stamp(metas_of(keys), extents, tables, store=STORE), tables)
     metas, found = read_tables(area)
     assert [table is not None and table.tolist() for table in found] == [table.tolist() for table in tables]
     assert matches(metas, metas_of(keys), extents, store=STORE).all()
