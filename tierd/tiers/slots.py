@@ -171,17 +171,16 @@ def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable]
 
 
 def fill_headers(headers: Headers, rows: Sequence[int], metas: StructArray, slices: Sequence[SliceTable]) -> None:
-    """Writes stamped META and slice tables into these rows of headers, the rest zero."""
-    at, lengths = np.asarray(rows, np.int64), list(map(len, slices))
-    filled = np.zeros((len(at), HEADER_BYTES), np.uint8)
-    filled[:, :META_BYTES] = np.ascontiguousarray(metas).view(np.uint8).reshape(len(at), META_BYTES)
-    words = filled.view("<u8")[:, META_BYTES // 8 :]
-    if len(set(lengths)) == 1:
-        words[:, : lengths[0]] = slices
-    else:
-        for row, table in zip(words, slices, strict=True):
-            row[: len(table)] = table
-    headers[at] = filled
+    """Writes stamped META and slice tables into these rows of headers, the rest zero. It is quick for rows in a row with tables of one length."""
+    is_one_stretch = all(row == rows[0] + i for i, row in enumerate(rows)) and len(set(map(len, slices))) == 1
+    if not is_one_stretch and len(rows) > 1:
+        for i, row in enumerate(rows):
+            fill_headers(headers, [row], metas[i : i + 1], slices[i : i + 1])
+        return
+    filled, end = headers[rows[0] : rows[-1] + 1], META_BYTES + 8 * len(slices[0])
+    filled[:, :META_BYTES] = np.ascontiguousarray(metas).view(np.uint8).reshape(len(filled), META_BYTES)
+    filled[:, META_BYTES:end] = np.asarray(slices, "<u8").view(np.uint8)
+    filled[:, end:] = 0
 
 
 def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:
