@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.model import BlockStatus, StructArray
-from tierd.tiers.calls import Kind
+from tierd.tiers.calls import HangError, Kind
 from tierd.tiers.slots import (
     HEADER_BYTES,
     TABLE_SLICES,
@@ -36,10 +36,6 @@ from tierd.tiers.slots import (
 from tierd.tiers.tier import SliceTable
 
 NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
-
-
-class HangError(Exception):
-    """As many calls as there may be are at the disk, and none has come back for long."""
 
 
 class GoneError(OSError):
@@ -126,9 +122,6 @@ class _RunJob:
         """As `Job.run`."""
         try:
             return self._move()
-        except HangError:
-            self.give_up()
-            return ()
         except OSError as error:
             if len(self._run.rows) > 1:
                 return self._one_by_one(self._run.rows)

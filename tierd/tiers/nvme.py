@@ -397,7 +397,9 @@ class NvmeStore:
         return batch.statuses
 
     def _means(self) -> Means:
-        return Means(self._opened.io, self._disk, self.patience.hang_s, self._headers, self._find_file, self._opened.store)
+        return Means(
+            self._opened.io, self._disk, self.patience.hang_s, self._headers, self._find_file, self._opened.store
+        )
 
     def _located(self, extents: StructArray) -> StructArray:
         """The extents with the offsets of their slots, whatever the offset says; all ones in a segment that is not here."""
