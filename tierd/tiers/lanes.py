@@ -47,6 +47,7 @@ class Lanes:
         self._lock = threading.Lock()
         self._queue: deque[tuple[_Bundle, Job]] = deque()
         self._awake: set[Call] = set()
+        self._mine = threading.local()  # a lane's own: its call, and what time it is
         self._all_asleep = asyncio.Event()
         self._all_asleep.set()
 
@@ -139,7 +140,13 @@ class Lanes:
 
     # -- in a lane
 
+    def begin_call(self) -> None:
+        """The lane of this thread has its turn at the disk: only from now on is its call under way."""
+        call: Call = self._mine.call
+        call.go_on(call.kind, self._mine.now())
+
     def _drain(self, call: Call, now: Callable[[], float]) -> None:
+        self._mine.call, self._mine.now = call, now
         while entry := self._next():
             bundle, job = entry
             call.go_on(job.kind, now())

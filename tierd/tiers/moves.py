@@ -44,12 +44,13 @@ class GoneError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one. find_file: the slot file of a
-    segment, or GoneError. store: its id."""
+    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one; begin_call: told when it has one. find_file: the
+    slot file of a segment, or GoneError. store: its id."""
 
     io: SlotIO
     disk: Semaphore
     hang_s: float
+    begin_call: Callable[[], None]
     pool: HeaderPool
     find_file: Callable[[int, Kind], SlotFile]
     store: bytes
@@ -60,6 +61,7 @@ class Means:
         if not self.disk.acquire(timeout=self.hang_s):
             raise HangError
         try:
+            self.begin_call()
             yield
         finally:
             self.disk.release()
