@@ -26,11 +26,14 @@ from tests.system.overload_load import spec
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client
 from tierd.testing import Daemon, chain, content_of
+from tierd.tiers.slots import HEADER_BYTES, RUN_BYTES, RUN_SLOTS
 
 MIB = 1 << 20
 BLOCKS, BLOCK_BYTES = 64, 128 << 10
-DELAY_S, READS, READ_BLOCKS = 0.05, 2, 7
-"""Of every read of a run of slots, at most 1 MiB, of which two are made at one time."""
+DELAY_S, READS = 0.2, 2
+"""Of every read of a run of slots, of which two are made at one time."""
+READ_BLOCKS = min(RUN_SLOTS, RUN_BYTES // (BLOCK_BYTES + HEADER_BYTES))
+"""Of a run, at most."""
 CEILING_PER_S = READS / DELAY_S * READ_BLOCKS / BLOCKS
 """Whole acquires that the disk allows, whatever the machine does: about four a second."""
 PEAK_THREADS = (2, 4, 8)

@@ -296,6 +296,7 @@ class Core:
 
     def set_serving(self, tier: int, serving: bool) -> None:  # noqa: FBT001
         """Out of service: a tier's blocks are not found and it is no target; nothing of it is freed."""
+        self._gets.catch_up()
         self._index.set_serving(tier, serving=serving)
 
     def set_writable(self, tier: int, writable: bool) -> None:  # noqa: FBT001

@@ -400,6 +400,7 @@ class Pages:
         self.last_id[place], self._last_writer[place], self._last_domain[place] = segment, key.writer, key.domain
         is_own = pages is None and key.writer == DAEMON and self.spec.writer_owned
         self.segments[place] = Segment(segment, key, first, count, count, is_own=is_own)
+        self._files.begin(place, key.domain)
         self._place_table[place] = segment, first, key.class_bytes
         self.place[first : first + count] = place
         self.counts[PageState.FREE] += count

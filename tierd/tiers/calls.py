@@ -15,6 +15,10 @@ from typing import Literal
 Kind = Literal["read", "write"]
 
 
+class HangError(Exception):
+    """As many calls as there may be are at the disk, and none has come back for long."""
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """One that is under way, or one after another by the same thread. begun: when the present one began."""

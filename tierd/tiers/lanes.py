@@ -3,7 +3,7 @@
 Purpose: as many calls at the disk as it wants, the hashing of one beside the I/O of others, and the event loop out of it: it wakes lanes that sleep, and
 hears of a bundle once, at its end. Non-purpose: what a job does (`moves`). Invariants: jobs begin in the order in which they came, at most `count` at a
 time; a bundle ends only when no lane has one of its jobs any more, and none is left in the queue; what no lane has begun is given up when every lane
-hangs, or none is awake and the system gives no thread.
+hangs, or one has waited for its turn at the disk in vain, or none is awake and the system gives no thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 
 import structlog
 
-from tierd.tiers.calls import Call, Calls, Kind, outlast
+from tierd.tiers.calls import Call, Calls, HangError, Kind, outlast
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ class Job(Protocol):
         """Which way its bytes go."""
 
     def run(self) -> Sequence[Job]:
-        """To its end, in a lane. Gives what is to be tried in its stead."""
+        """To its end, in a lane. Gives what is to be tried in its stead. Raises HangError where it is to be given up, and so is what waited as long."""
 
     def give_up(self) -> None:
         """It will not run."""
@@ -47,6 +47,7 @@ class Lanes:
         self._lock = threading.Lock()
         self._queue: deque[tuple[_Bundle, Job]] = deque()
         self._awake: set[Call] = set()
+        self._mine = threading.local()  # a lane's own: its call, and what time it is
         self._all_asleep = asyncio.Event()
         self._all_asleep.set()
 
@@ -97,7 +98,7 @@ class Lanes:
                 break
             lane.add_done_callback(partial(self._fell_asleep, call))
         if kinds and not self._awake:
-            self._withdraw()
+            self._withdraw(lambda _: True)
 
     def _fell_asleep(self, call: Call, lane: asyncio.Future[None]) -> None:
         self._lie_down(call)
@@ -118,18 +119,20 @@ class Lanes:
             if bundle.done.done():
                 return
             if self.are_taken and loop.time() - max(call.begun for call in self._awake) > hang_s:
-                self._withdraw(bundle)
+                self._withdraw(lambda its: its is bundle)
             self._watch(bundle, hang_s)
 
         loop = bundle.done.get_loop()
         bundle.watch = loop.call_later(hang_s, look)
 
-    def _withdraw(self, bundle: _Bundle | None = None) -> None:
-        """What no lane has begun of a bundle, or of all, is given up."""
+    # -- on the loop, or in a lane
+
+    def _withdraw(self, is_meant: Callable[[_Bundle], bool]) -> None:
+        """What no lane has begun of such bundles is given up."""
         with self._lock:
             waiting, self._queue = self._queue, deque[tuple[_Bundle, Job]]()
             for its, job in waiting:
-                if bundle is None or its is bundle:
+                if is_meant(its):
                     job.give_up()
                     its.count(-1)
                 else:
@@ -137,13 +140,22 @@ class Lanes:
 
     # -- in a lane
 
+    def begin_call(self) -> None:
+        """The lane of this thread has its turn at the disk: only from now on is its call under way."""
+        call: Call = self._mine.call
+        call.go_on(call.kind, self._mine.now())
+
     def _drain(self, call: Call, now: Callable[[], float]) -> None:
+        self._mine.call, self._mine.now = call, now
         while entry := self._next():
             bundle, job = entry
             call.go_on(job.kind, now())
             instead: Sequence[Job] = ()
             try:
                 instead = job.run()
+            except HangError:
+                job.give_up()
+                self._withdraw(lambda its: its.begun <= call.begun)  # else each of them would wait for its turn in turn
             except Exception as error:  # noqa: BLE001  # it is for who carries
                 bundle.error = error
             with self._lock:
@@ -156,9 +168,10 @@ class Lanes:
 
 
 class _Bundle:
-    """Jobs that are waited for together. error: of one that raised."""
+    """Jobs that are waited for together, since `begun`. error: of one that raised."""
 
     def __init__(self, left: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.begun = loop.time()
         self.done: asyncio.Future[None] = loop.create_future()
         self.error: Exception | None = None
         self.watch: asyncio.TimerHandle | None = None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tierd.core.meta import put_at
 from tierd.core.model import BlockStatus, StructArray
-from tierd.tiers.calls import Kind
+from tierd.tiers.calls import HangError, Kind
 from tierd.tiers.slots import (
     HEADER_BYTES,
     TABLE_SLICES,
@@ -39,22 +39,19 @@ from tierd.tiers.tier import SliceTable
 NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
 
 
-class HangError(Exception):
-    """As many calls as there may be are at the disk, and none has come back for long."""
-
-
 class GoneError(OSError):
     """No fault of the disk's: the segment has ended, or its file has given way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one. find_file: the slot file of a
-    segment, or GoneError. store: its id."""
+    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one; begin_call: told when it has one. find_file: the
+    slot file of a segment, or GoneError. store: its id."""
 
     io: SlotIO
     disk: Semaphore
     hang_s: float
+    begin_call: Callable[[], None]
     pool: HeaderPool
     find_file: Callable[[int, Kind], SlotFile]
     store: bytes
@@ -65,6 +62,7 @@ class Means:
         if not self.disk.acquire(timeout=self.hang_s):
             raise HangError
         try:
+            self.begin_call()
             yield
         finally:
             self.disk.release()
@@ -127,9 +125,6 @@ class _RunJob:
         """As `Job.run`."""
         try:
             return self._move()
-        except HangError:
-            self.give_up()
-            return ()
         except OSError as error:
             if len(self._run.rows) > 1:
                 return self._one_by_one(self._run.rows)

@@ -398,7 +398,13 @@ class NvmeStore:
 
     def _means(self) -> Means:
         return Means(
-            self._opened.io, self._disk, self.patience.hang_s, self._headers, self._find_file, self._opened.store
+            io=self._opened.io,
+            disk=self._disk,
+            hang_s=self.patience.hang_s,
+            begin_call=self._lanes.begin_call,
+            pool=self._headers,
+            find_file=self._find_file,
+            store=self._opened.store,
         )
 
     def _located(self, extents: StructArray) -> StructArray:

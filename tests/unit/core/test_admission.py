@@ -81,6 +81,7 @@ THEN: dict[str, Callable[[Asked, int], object]] = {
     "evict": lambda kit, _: kit.core.evict(kit.ids(chain("a", 2)), tier=None, now=kit.tick()),
     "demote": lambda kit, _: kit.core.demote(kit.tick()),
     "describe": lambda kit, _: kit.core.describe(kit.ids(chain("a", 2))),
+    "set_serving": lambda kit, _: kit.core.set_serving(1, False),
     "wear_balance": lambda kit, _: kit.core.wear_balance(1, kit.tick()),
     "end_session": lambda kit, _: kit.core.end_session(1, kit.tick()),
 }

@@ -147,13 +147,14 @@ def test_extents_say_where_a_page_lies() -> None:
         ({1: True}, {1: 1}, 1, 2, True),
         ({1: False}, {1: 1}, 1, 2, False),
         ({1: False}, {1: 1}, 2, 2, True),
-        ({1: True}, {}, 2, 2, False),
+        ({1: True}, {}, 1, 2, False),
+        ({1: True}, {}, 2, 2, True),
         ({1: True, 2: False}, {1: 1, 2: 1}, 1, 1, False),
         ({1: True, 2: True}, {1: 1, 2: 1}, 1, 1, True),
     ],
 )
 def test_a_file_is_reused_only_if_nobody_can_abuse_it(held, domains, domain, writer, fresh) -> None:
-    """fresh exactly if a live session writes to the old file and is not the new writer, or is of another domain."""
+    """fresh exactly if a live session writes to the old file and is not the new writer, or its life was another domain's."""
     pages = pages_with(KEY)
     pages.give_back(pages.take(KEY, 1, 1))
     pages.holders[1] = dict(held)
@@ -176,6 +177,16 @@ def test_descriptors_outlive_a_life() -> None:
     kit.core.end_session(1, 3.0)
     other = kit.reserve(chain("c", 1), session=2, namespace=2).plan.segments[0]
     assert (other.replaces, other.fresh) == (2, True), "a fork of the first may have it mapped still"
+
+
+def test_no_domain_gets_memory_with_what_another_left() -> None:
+    """What was in a segment that no client ever mapped (put over TCP, loaded ahead) is in its memory still: the next domain there gets other memory."""
+    pages = pages_with(KEY)
+    pages.give_back(pages.take(KEY, 4, 1))
+    assert pages.vacant == {0, 1, 2, 3}
+    assert not pages.begin(KEY, 2, {}).fresh, "the same domain"
+    pages.give_back(pages.take(KEY, 4, 5))
+    assert pages.begin(KEY._replace(domain=2), 3, {}).fresh
 
 
 def test_a_writer_hands_over() -> None:

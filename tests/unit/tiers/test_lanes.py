@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.tiers.store_world import CORRUPT, LENGTH, READY, World, content, extents_of, metas_of, pages, tables_of
 from tierd.core.plan import Plan
-from tierd.tiers.calls import Calls, Kind
+from tierd.tiers.calls import Calls, HangError, Kind
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.tier import SliceTable
 
@@ -103,6 +103,24 @@ async def test_what_no_lane_begins_while_all_hang_is_given_up(lanes: Lanes) -> N
     gate.set()
     await asyncio.wait_for(first, SOON_S)
     assert log == ["late given up", "hung", "hung"]
+
+
+async def test_who_waited_in_vain_gives_up_what_waited_as_long(lanes: Lanes) -> None:
+    """A job without a turn at the disk is given up with all that was in the queue when it began, so that these do not wait one after another; what came later runs."""
+    log, ends, turn, held = list[str](), threading.Event(), threading.Event(), threading.Event()
+    first, stuck = Step(log, "first", ends), Step(log, "stuck", turn, HangError())
+    carried = [[Step(log, "held", held)], [first], [stuck, Step(log, "a")], [Step(log, "b")]]
+    works = [asyncio.create_task(lanes.carry(jobs, hang_s=SOON_S)) for jobs in carried]
+    assert await asyncio.to_thread(first.entered.wait, SOON_S)
+    ends.set()
+    assert await asyncio.to_thread(stuck.entered.wait, SOON_S)
+    late = asyncio.create_task(lanes.carry([Step(log, "late")], hang_s=SOON_S))
+    await asyncio.sleep(0)
+    turn.set()
+    await asyncio.wait_for(asyncio.gather(*works[1:], late), SOON_S)
+    held.set()
+    await asyncio.wait_for(works[0], SOON_S)
+    assert log == ["first", "stuck", "stuck given up", "a given up", "b given up", "late", "held"]
 
 
 async def test_a_lane_that_goes_on_leaves_nothing_to_be_given_up(lanes: Lanes) -> None:

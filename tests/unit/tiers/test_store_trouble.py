@@ -263,6 +263,38 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
     await made.store.close(release=False)
 
 
+async def test_to_wait_for_a_turn_is_no_call_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that had to wait for another one is as old as its own call: two calls that are within their time are no hang."""
+    made = World.at(tmp_path / "store", queue_depth=1)
+    await made.open()
+    await made.begin(1)
+    await made.write([1, 2], segment=1, slots=[0, 2])
+    gates, entered, real = [threading.Event(), threading.Event()], threading.Event(), slots.read_at
+    order = iter(gates)
+
+    def hold(*given: object) -> int:
+        gate = next(order)
+        if gate is gates[1]:
+            entered.set()
+        assert gate.wait(30)
+        return real(*given)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "read_at", hold)
+        reads = [asyncio.create_task(made.read([key])) for key in (1, 2)]
+        while made.store._disk._value or len(made.store._lanes._awake) < 2:  # noqa: ASYNC110  # neither rings a bell
+            await asyncio.sleep(0)
+        turn_s = asyncio.get_running_loop().time()
+        gates[0].set()
+        assert await asyncio.to_thread(entered.wait, 10)
+        await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+        age_s, since_turn_s = made.store.health().read_age_s, asyncio.get_running_loop().time() - turn_s
+        gates[1].set()
+        assert [(await task)[0] for task in reads] == [content(1), content(2)]
+        assert 0 < age_s <= since_turn_s
+    await made.store.close(release=False)
+
+
 async def test_close_gives_up_on_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that never returns does not keep close; the store says that threads hang."""
     made = World.at(tmp_path / "store")
