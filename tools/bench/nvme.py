@@ -43,7 +43,7 @@ low_watermark = 0.99
 admission = "all"
 eviction = "lru"
 """
-HOST_BATCHES, NVME_BATCHES, WARM = 2, 8, 2
+HOST_BATCHES, NVME_BATCHES, WARM = 2, 10, 2
 """What the tiers hold at most, headers and what does not fill a segment included."""
 READ_BATCHES = HOST_BATCHES + 2
 """So many are read in turns: memory does not hold them all."""
