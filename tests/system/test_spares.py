@@ -1,4 +1,4 @@
-"""Puts in a row: the pages of the next ones are reserved after one, and nothing else is different from puts that reserve for themselves."""
+"""Puts in a row: the pages of the next ones are reserved while one copies, and nothing else is different from puts that reserve for themselves."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.system.blocks import await_true
 from tests.system.raw import RawClient, put_blocks
 from tests.system.sdk import NOTHING, empty, held
 from tierd._proto import cache_pb2 as pb
-from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
 from tierd.client.local import Later, LocalTransport
 from tierd.core.model import BlockStatus
 from tierd.errors import DeadlineExceeded, InvalidArgument
@@ -128,15 +128,17 @@ def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: p
     """Ctrl-C after a put has taken a spare, and before it writes, gives the spare back."""
     spec = NamespaceSpec(model="long", tokens_per_block=16, block_bytes=256 << 10)
 
-    def mapped(*_: Any) -> None:
+    def begin(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with Client(daemon.target) as client:
         space = client.open_namespace(spec)
+        monkeypatch.setattr(writing, "LONG_BYTES", 1 << 20)
         monkeypatch.setattr(spares, "PUTS_AHEAD", 1)
         in_a_row(client, space)
         await_true(lambda: held(daemon) == (0, 1, 0, BLOCKS), "pages are reserved")
-        monkeypatch.setattr(client._verbs, "mapped", mapped)
+        link = client._verbs.connector.link
+        monkeypatch.setattr(link.spares, "_begin", begin)
         with pytest.raises(KeyboardInterrupt):
             put(client, space, 5)
         await_true(lambda: held(daemon) == NOTHING, "they went back")

@@ -64,7 +64,7 @@ from tierd.tiers.tier import is_mapped
 log = structlog.get_logger(__name__)
 
 MEANWHILE_S = 0.001
-"""What is reserved ahead after a put stands back for so long: a call that its client makes right away is served first. After a long one it does not: the next copies first."""
+"""What is reserved ahead after a put stands back for so long: a call that its client makes right away is served first. While a put copies there is none."""
 
 
 class Cache:

@@ -1,4 +1,4 @@
-"""Spares: pages that are reserved for the next puts after one, so that a put which follows another soon is one call.
+"""Spares: pages that are reserved for the next puts while one copies, or after it, so that a put which follows another soon is one call.
 
     put ──▶ order ──▶ Reserve is on its way, while nobody waits ──▶ the next puts take pages of its stock, and the last but one of them orders again
 
@@ -29,8 +29,6 @@ LEAST_BYTES = 1 << 20
 """Of a put; with less, what Reserve takes is waited for."""
 STALE_S = 1.0
 """Between two puts that still count as in a row."""
-LEAST_STOCK = 2
-"""Puts that there are pages for; with fewer more are ordered, so that one that comes before the order's answer has some."""
 PUTS_AHEAD = 8
 STOCK_BYTES = 64 << 20
 """What an order asks for at most: pages for so many puts like the last one, and so many bytes; for one put at least."""
@@ -113,9 +111,8 @@ class Spares:
             self._used_s = time.monotonic()
             return self._stock.pop()
 
-    def order(self, group: PutGroup, *, length: int, deadline: float, ended: int = 0) -> None:
-        """Asks for pages like this put's, if one came before it a moment ago and the stock has become little. ended: the spare reservation that this put had, where the daemon
-        need not stand back before it reserves."""
+    def order(self, group: PutGroup, *, length: int, deadline: float, taken: int = 0, low: int = 0) -> None:
+        """Asks for pages like this put's, if one came before it a moment ago and the stock has those of so many puts, or fewer. taken: the spare reservation that this put has."""
         now, this = time.monotonic(), Shape(_key(group), len(group.hashes), length)
         with self._turn:
             last, last_s = self._last, self._last_s
@@ -126,7 +123,7 @@ class Spares:
             if last.key != this.key or now - last_s > STALE_S or now >= deadline:
                 return
             fits = self._shape is not None and self._shape.fits(this)
-            if fits and len(self._stock) >= LEAST_STOCK:
+            if fits and len(self._stock) > low:
                 return
             self._is_ordering, self._used_s, pickups = True, now, self._pickups
             useless = [] if fits else [number for number, _ in self._stock]
@@ -135,7 +132,7 @@ class Spares:
             self._let_go(useless)
         shape, pending = Shape(this.key, max(this.count, last.count), length), None
         try:
-            pending = self._begin("Reserve", _request(shape, ended), min(ANSWER_TIMEOUT_S, deadline - now))
+            pending = self._begin("Reserve", _request(shape, taken), min(ANSWER_TIMEOUT_S, deadline - now))
         finally:
             self._placed((shape, pending) if pending is not None else None, pickups)
 
@@ -226,10 +223,10 @@ def _key(group: PutGroup) -> Key:
     return group.namespace.id, group.rank
 
 
-def _request(shape: Shape, ended: int) -> pb.ReserveRequest:
+def _request(shape: Shape, taken: int) -> pb.ReserveRequest:
     blocks = np.zeros(shape.count, dtype=PUT_BLOCK)
     blocks["length"], blocks["tokens"] = shape.length, 1
     namespace, rank = shape.key
     group = pb.PutGroup(namespace=namespace, rank=rank, blocks=blocks.tobytes())
     puts = max(1, min(PUTS_AHEAD, STOCK_BYTES // (shape.count * shape.length)))
-    return pb.ReserveRequest(groups=[group], ahead=puts, taken=ended, **protocol.wanted_tier("host"))
+    return pb.ReserveRequest(groups=[group], ahead=puts, taken=taken, **protocol.wanted_tier("host"))

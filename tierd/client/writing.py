@@ -1,6 +1,6 @@
 """A put by shared memory: pages, a copy, one commit.
 
-    reserved now, or a spare ──▶ copied, while the daemon hashes what is told ──▶ committed ──▶ the next ones' pages ordered
+    reserved now, or a spare ──▶ copied, while the daemon hashes what is told ──▶ committed
 
 Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (verbs.py), what spares are (spares.py), TCP (remote.py).
 Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
 LONG_BYTES = 16 << 20
-"""Of a put after which the daemon reserves at once, since the next one copies before it has anything to say. While one copies it would keep the daemon from hashing."""
+"""Of a put that copies for so long that the daemon can reserve the next one's pages meanwhile; with less it is asked to afterwards."""
 TELL_BYTES = 1 << 20
 """Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
 POSITION_LIMIT = 1 << 32
@@ -62,8 +62,11 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
     if spares is None or not is_plain or write.bytes < LEAST_BYTES:
         return PutResult((yield from _into_reserved(verbs, write)))
+    length, is_long = max(map(len, write.sources)), write.bytes >= LONG_BYTES
     pages = yield Do(lambda: _spare(verbs, link, spares, write))
     try:
+        if is_long:
+            spares.order(group, length=length, deadline=write.deadline, taken=pages.id if pages else 0)
         statuses = (yield from _into_spare(verbs, pages, write)) if pages else None
     except BaseException:
         if pages:
@@ -73,9 +76,8 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
         statuses = yield from _into_reserved(verbs, write)
     if (statuses != BlockStatus.READY).any():
         yield Do(lambda: spares.pause(write.deadline))
-    else:
-        ended = pages.id if pages and write.bytes >= LONG_BYTES else 0
-        spares.order(group, length=max(map(len, write.sources)), deadline=write.deadline, ended=ended)
+    elif not is_long:
+        spares.order(group, length=length, deadline=write.deadline, low=1)
     return PutResult(statuses)
 
 
