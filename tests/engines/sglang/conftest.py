@@ -1,7 +1,7 @@
 """SGLang on a machine without a GPU, for tests: its own modules as they are, and one daemon a module.
 
 A torchvision whose C++ part does not load (the one on PyPI is for CUDA) declares fakes of two of its operators, which must exist: they are named here, and
-nothing calls them.
+nothing calls them. SGLang leaves 10 GiB of a machine's memory to others before it makes a host pool: those of the tests have some KiB, and leave nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ kept: list[object] = []
 
 
 def import_pools() -> None:
-    """SGLang's host pools, and torchvision's operators without a body if it cannot load its own."""
+    """SGLang's host pools, on any machine, and torchvision's operators without a body if it cannot load its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sglang's, of what lacks on a CPU
         try:
@@ -27,6 +28,8 @@ def import_pools() -> None:
         except RuntimeError:
             kept.append(_named_operators())
         importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
+        base: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
 def _named_operators() -> object:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.engines.vllm.engine import ENVIRONMENT, Engine
+from tests.engines.vllm.engine import ENVIRONMENT, Engine, engines
 from tests.engines.vllm.models import make_in_fork
 
 if importlib.util.find_spec("vllm"):
@@ -36,17 +34,6 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Callable[..., Engine]]:
-    """engine(model, connector=..., **of_llm): a vLLM engine in a process of its own, kept until the module's tests end.
-
-    One that was started with the same arguments, and has not ended, is given again.
-    """
-    running: dict[str, Engine] = {}
-    with ExitStack() as stack:
-
-        def start(model: Path, *, fresh: bool = False, **given: Any) -> Engine:
-            key = repr((model, sorted(given.items(), key=lambda item: item[0])))
-            if fresh or key not in running or running[key].has_ended:
-                running[key] = stack.enter_context(Engine(model, **given))
-            return running[key]
-
+    """engine(model, connector=..., **of_llm): a vLLM engine in a process of its own, kept until the module's tests end (engine.py)."""
+    with engines() as start:
         yield start

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -163,6 +164,22 @@ class Engine:
         if error:
             raise RuntimeError(f"{error}\n{self.log[-3000:]}")
         return value
+
+
+@contextmanager
+def engines() -> Iterator[Callable[..., Engine]]:
+    """start(model, connector=..., **of_llm): an engine that is kept until this ends. One that was started with the same arguments, and has not ended, is
+    given again, unless a fresh one is asked for."""
+    running: dict[str, Engine] = {}
+    with ExitStack() as stack:
+
+        def start(model: Path, *, fresh: bool = False, **given: Any) -> Engine:
+            key = repr((model, sorted(given.items(), key=lambda item: item[0])))
+            if fresh or key not in running or running[key].has_ended:
+                running[key] = stack.enter_context(Engine(model, **given))
+            return running[key]
+
+        yield start
 
 
 def in_fork(

@@ -14,7 +14,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
-from tests.engines.vllm.engine import Answer, Engine
+from tests.engines.vllm.engine import Answer, Engine, engines
 from tests.engines.vllm.tiered import VERIFIED, prompt
 from tierd.testing import Daemon
 
@@ -30,6 +30,13 @@ on_reference_kernels = pytest.mark.skipif(
 def daemon() -> Iterator[Daemon]:
     with Daemon(VERIFIED) as daemon:
         yield daemon
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    """Engines that end with their test: no two tests here share one, and each of the nine takes 1.5 GB."""
+    with engines() as start:
+        yield start
 
 
 def _is_restored(llm: Engine, daemon: Daemon, asked: list[int]) -> None:
