@@ -230,3 +230,17 @@ def test_a_store_may_speak_of_blocks_that_are_not_here() -> None:
     traffic.above[0](np.array([0, 2, 1 << 24]))
     assert len(policy) == 1
     assert policy.victims(1, np.zeros(6, bool)).tolist() == [2]  # type: ignore[union-attr]
+
+
+def test_a_run_that_is_left_at_once_is_over() -> None:
+    """Runs that blocks come and leave by the hundred keep no place, whether all leave together or some after others."""
+    index = runs.Runs(400)
+    index.make_room(400)
+    blocks, rows = np.arange(400), len(index.alive)
+    for turn in range(3 * rows):
+        index.join(blocks, np.full(400, turn))
+        assert index.alive.sum() == 400
+        for part in (blocks,) if turn % 2 else (blocks[:150], blocks[150:]):
+            index.leave(part)
+        assert index.alive.sum() == 0
+    assert len(index.alive) == rows

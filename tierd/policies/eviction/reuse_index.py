@@ -105,7 +105,10 @@ class ReuseIndex:
                 kin = math.floor(last_used.item(block) / TICK_S) * _GROUPS + group.item(block)
                 self._runs.join_one(block, kin)
         else:
-            self._runs.join(blocks, np.floor(last_used[blocks] / TICK_S).astype(np.int64) * _GROUPS + group[blocks])
+            kins = np.floor(last_used.take(blocks) / TICK_S).astype(np.int64)
+            kins *= _GROUPS
+            kins += group.take(blocks)
+            self._runs.join(blocks, kins)
 
     def _move(self, blocks: Ids) -> None:
         """A store has them from now on, or no longer: they are worth less here, or more."""

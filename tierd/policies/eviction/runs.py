@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tierd.core.columns import Columns, rows_for
 from tierd.core.eviction import Ids, Mask
+from tierd.core.sets import every
 
 FEW = 8
 """So many blocks, or fewer, are treated one by one."""
@@ -85,7 +86,10 @@ class Runs:
             for block in blocks.tolist():
                 self._leave_one(self._run_at[block])
             return
-        runs = self._run[blocks].astype(np.int64)
+        runs = self._run.take(blocks).astype(np.int64)
+        if every(runs == runs[0]):
+            self._leave_one(runs.item(0), len(blocks))
+            return
         np.subtract.at(self.alive, runs, 1)
         alive = self.alive[runs]
         for row in dict.fromkeys(runs[alive == 0].tolist()):
@@ -150,7 +154,7 @@ class Runs:
     # -- inside
 
     def _join(self, blocks: Ids, kins: NDArray[np.int64]) -> None:
-        if (kins == kins[0]).all():
+        if every(kins == kins[0]):
             self._join_kin(blocks, kins.item(0))
             return
         each = kins.tolist()
@@ -175,8 +179,9 @@ class Runs:
         if size + len(blocks) >= RUN_BLOCKS:
             del self._open[kin]
 
-    def _leave_one(self, row: int) -> None:
-        alive = self._alive_at[row] - 1
+    def _leave_one(self, row: int, count: int = 1) -> None:
+        """So many blocks go out of one run."""
+        alive = self._alive_at[row] - count
         self._alive_at[row] = alive
         if not alive:
             self._end(row)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.columns import Columns, rows_for
+from tierd.core.sets import every, some
 from tierd.core.table import Table
 
 Keys = NDArray[np.uint64]
@@ -50,7 +51,7 @@ class _Half:
         self.table = Table()
 
     def find(self, keys: Keys) -> Rows:
-        return self.table.find(keys, lambda asked, rows: np.asarray(self.keys[rows] == keys[asked], np.bool_))
+        return self.table.find(keys, lambda asked, rows: np.asarray(self.keys.take(rows) == keys.take(asked), np.bool_))
 
     def add(self, keys: Keys) -> Rows:
         """Rows for distinct names that are not here."""
@@ -81,10 +82,12 @@ class Ghosts:
     def recall(self, keys: Keys) -> Recalled:
         """GHOST [n] of distinct names: all zero, part -1, of one that is not known."""
         rows = self._young.find(keys)
-        found = np.full(len(keys), _UNKNOWN)
         young = rows >= 0
+        if every(young):
+            return Recalled(self._young.numbers.take(rows), rows)
+        found = np.full(len(keys), _UNKNOWN)
         found[young] = self._young.numbers[rows[young]]
-        if self._old.count and not young.all():
+        if self._old.count:
             missing = np.flatnonzero(~young)
             at = self._old.find(keys[missing])
             found[missing[at >= 0]] = self._old.numbers[at[at >= 0]]
@@ -96,6 +99,6 @@ class Ghosts:
             self._old, self._young, rows = self._young, _Half(self._half_limit), np.full(len(keys), -1, np.int64)
         rows = self._young.find(keys) if rows is None else rows
         new = rows < 0
-        if new.any():
+        if some(new):
             rows[new] = self._young.add(keys[new])
         self._young.numbers[rows] = numbers

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,23 +74,42 @@ def hazards(counts: Counts, prior: Floats, levels: Sequence[Ids], trust: Trust =
     return hazard
 
 
-def blend(counts: Counts, experts: Floats, nodes: Ids) -> Floats:
+class Logs(NamedTuple):
+    """Logarithms of experts' hazards and of what they leave, float64 [experts, groups, ages] each: to take them is most of the work of a `blend`."""
+
+    used: Floats
+    spared: Floats
+
+    @classmethod
+    def of(cls, experts: Floats) -> Logs:
+        """experts: hazards, float64 [experts, groups, ages]."""
+        return cls(np.log(experts), np.log1p(-experts))
+
+
+def blend(counts: Counts, experts: Logs, nodes: Ids) -> Floats:
     """One prior of several: each node believes the experts by how well they foretold what was seen there, and a little by what was seen anywhere.
 
-    experts: hazards, float64 [experts, groups, ages]. The mean is that of logarithms, weighted by the likelihood of the counts (Bayesian
+    The mean is that of logarithms, weighted by the likelihood of the counts (Bayesian
     model averaging), which is taken to the power 1 / _CAUTION, since parts of one session are no independent witnesses.
     """
     spared = counts.seen - counts.used
-    each = np.sum(counts.used * np.log(experts) + spared * np.log1p(-experts), axis=2)  # [experts, groups]
+    each = np.sum(counts.used * experts.used + spared * experts.spared, axis=2)  # [experts, groups]
     scores = np.stack([np.bincount(nodes, one) for one in each]) + _ELSEWHERE * each.sum(axis=1, keepdims=True)
     weights = np.exp((scores - scores.max(axis=0)) / _CAUTION)
     weights /= weights.sum(axis=0)
-    return np.asarray(np.exp(np.sum(weights[:, nodes, None] * np.log(experts), axis=0)), np.float64)
+    return np.asarray(np.exp(np.sum(weights[:, nodes, None] * experts.used, axis=0)), np.float64)
 
 
 def _by_node(values: Floats, nodes: Ids) -> Floats:
-    shape = (int(nodes.max()) + 1, AGES)
-    return tallied(np.repeat(nodes, AGES), np.tile(_steps, len(nodes)), shape, values.ravel())
+    cells, count = _cells(nodes.tobytes())
+    return np.bincount(cells, values.ravel(), count * AGES).astype(np.float64, copy=False).reshape(count, AGES)
+
+
+@cache
+def _cells(raw: bytes) -> tuple[Ids, int]:
+    """Of nodes int64 [groups], of which there are a few for each version: where each group's ages count, and how many nodes there are."""
+    nodes = np.frombuffer(raw, np.int64)
+    return np.repeat(nodes * AGES, AGES) + np.tile(_steps, len(nodes)), int(nodes.max()) + 1
 
 
 def tallied(rows: Ids, columns: Ids, shape: tuple[int, int], weights: Floats | None = None) -> Floats:

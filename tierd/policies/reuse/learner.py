@@ -29,6 +29,7 @@ from tierd.policies.reuse.hazard import (
     Counts,
     Floats,
     Ids,
+    Logs,
     Trust,
     age_of,
     blend,
@@ -48,6 +49,8 @@ NEW, OLD, SHARED = 0, 1, 2
 
 _LAST_PAUSE = 0.6  # its least share in a session's pace
 _EDGES_S = EDGES_S.tolist()
+_KIND_OF = np.append([NEW, NEW], SHARED + features.shared_level(np.arange(2, 2 << features.SHARED_LEVELS)))
+"""Of a block that so many sessions have asked for; one's own may be OLD. More than there are is the last."""
 _CLOSED = AGES + 1  # a part's next age to count, when it is not waiting (used again, given up, or never was)
 
 
@@ -116,7 +119,7 @@ class Learner:
         half_life: requests after which a count weighs half. requests: how many are remembered.
         """
         self.ages_s = AGES_S
-        self._experts = prior_hazards() if experts is None else experts
+        self._experts = Logs.of(prior_hazards() if experts is None else experts)
         self._trust, self._half_life = trust, half_life
         self._used = np.zeros((features.GROUPS, AGES))
         self._seen = np.zeros((features.GROUPS, AGES))
@@ -137,7 +140,7 @@ class Learner:
         self._rows.group[at] = self._groups_of(at, request)
         self._rows.waiting[at, kinds] = 0
         self._rows.size[at] = np.bincount(kinds, minlength=KINDS)
-        return Groups(start, self._rows.group[at][kinds].astype(np.int64), row * KINDS + kinds)
+        return Groups(start, self._rows.group[at].take(kinds).astype(np.int64), row * KINDS + kinds)
 
     def refit(self, now: float) -> None:
         """Makes `worth` of what was heard; to be called every REFIT_EVERY requests."""
@@ -232,9 +235,9 @@ class Learner:
         asked = np.ones(request.blocks, dtype=np.int64)
         asked[: len(request.sessions)] = request.sessions
         asked[start : len(request.sessions)] += 1
-        kinds = np.where(np.arange(request.blocks) < start, OLD, NEW)
-        shared = asked > 1
-        kinds[shared] = SHARED + features.shared_level(asked[shared])
+        kinds = _KIND_OF.take(asked, mode="clip")
+        own = kinds[:start]
+        own[own == NEW] = OLD
         return kinds, start
 
     def _groups_of(self, at: int, request: Request) -> list[int]:

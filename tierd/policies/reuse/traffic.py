@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tierd.core.blocks import Blocks
 from tierd.core.eviction import Asked, Ids
+from tierd.core.sets import every
 from tierd.policies.reuse.features import NOTHING, first_group
 from tierd.policies.reuse.ghosts import GHOST, Ghosts
 from tierd.policies.reuse.hazard import EDGES_S, age_of
@@ -88,9 +89,12 @@ class Traffic:
         keys = request.keys[:whole]
         recalled = self._ghosts.recall(keys)
         ghosts = recalled.numbers
-        known = int(np.argmin(np.append(ghosts["asked"] > 0, False)))
+        asked = ghosts["asked"]
+        is_known = asked > 0
+        known = len(asked) if every(is_known) else int(is_known.argmin())
         groups = self._learner_hears(ghosts[:known], whole, now)
-        ghosts["asked"][groups.start :] += ghosts["asked"][groups.start :] < _ASKED_LIMIT
+        more = asked[groups.start :]
+        more += more < _ASKED_LIMIT
         ghosts["part"], ghosts["group"] = groups.parts, groups.groups + 1
         self._ghosts.note(keys, ghosts, recalled.rows)
         self._place(request, ghosts["group"])
@@ -125,14 +129,19 @@ class Traffic:
 
     def _place(self, request: Asked, groups: NDArray[np.uint16]) -> None:
         """Blocks of every rank and attention group are in the group of the first one's block at their end; what lies beyond is partial."""
-        padded = np.append(groups, np.uint16(_NOTHING))
+        padded = np.full(len(groups) + 1, _NOTHING, np.uint16)
+        padded[:-1] = groups
         for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
-            ends = np.minimum((np.arange(ids.shape[1]) + 1) * size, request.tokens)
-            rows = np.minimum((ends - 1) // request.tokens_per_block[0], len(groups))
-            placed = padded[rows]
+            if size == request.tokens_per_block[0] and ids.shape[1] == len(request.keys):
+                placed = padded[: len(request.keys)]
+            else:
+                ends = np.minimum((np.arange(ids.shape[1]) + 1) * size, request.tokens)
+                placed = padded[np.minimum((ends - 1) // request.tokens_per_block[0], len(groups))]
             for of_rank in ids:
-                known = of_rank >= 0
-                self._blocks.group[of_rank[known]] = placed[known]
+                if every(known := of_rank >= 0):
+                    self._blocks.group[of_rank] = placed
+                else:
+                    self._blocks.group[of_rank[known]] = placed[known]
 
     def _follow(self, blocks: Ids) -> None:
         """Each block goes on as the one before it, if that is a whole one; those that come before others stand before them."""

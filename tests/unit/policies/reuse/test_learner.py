@@ -10,7 +10,7 @@ import pytest
 
 from tests.depth import count, report
 from tierd.policies.reuse import features, prior
-from tierd.policies.reuse.hazard import AFRESH, AGES, EDGES_S, Counts, blend, worth
+from tierd.policies.reuse.hazard import AFRESH, AGES, EDGES_S, Counts, Logs, blend, worth
 from tierd.policies.reuse.learner import (
     HALF_LIFE,
     KINDS,
@@ -180,6 +180,15 @@ def test_a_session_is_followed_and_an_application_is_not_one() -> None:
     assert third.start == 0
 
 
+@pytest.mark.parametrize("sessions", [64, 65, 127, 128, 300, 65_535])
+def test_what_very_many_share_is_in_the_last_group(sessions: int) -> None:
+    """However many sessions have asked for a block, it is in the group of the most."""
+    learner = flat()
+    first = learner.hear(asks(3), 0.0)
+    other = learner.hear(asks(3, first, known=3, sessions=sessions), 1.0)
+    assert other.groups.tolist() == [int(features.SHARED[-1])] * 3
+
+
 def test_a_part_is_used_when_half_of_it_is_whoever_asks() -> None:
     """Another session that asks for at least half of what a session asked for alone is a use of it; one that asks for less is none."""
     learner, group = flat(), features.first_group(9)
@@ -221,10 +230,10 @@ def test_experts_are_believed_where_they_are_right() -> None:
     """Of two experts, one for chats and one for agents, each node believes the one whose word came true, and before anything came neither."""
     nodes, experts = np.array([0, 0, 1]), np.stack([np.full((3, AGES), 0.01), np.full((3, AGES), 0.2)])
     nothing = np.zeros((3, AGES))
-    assert np.allclose(blend(Counts(nothing, nothing), experts, nodes), np.sqrt(0.01 * 0.2))
+    assert np.allclose(blend(Counts(nothing, nothing), Logs.of(experts), nodes), np.sqrt(0.01 * 0.2))
     seen = np.full((3, AGES), 100.0)
     used = seen * np.array([0.01, 0.01, 0.2])[:, None]
-    assert np.allclose(blend(Counts(used, seen), experts, nodes), used / seen, rtol=0.01)
+    assert np.allclose(blend(Counts(used, seen), Logs.of(experts), nodes), used / seen, rtol=0.01)
 
 
 def test_the_shipped_table_reads_as_it_was_written() -> None:

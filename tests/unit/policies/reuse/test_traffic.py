@@ -10,6 +10,7 @@ from tierd.core.blocks import Names, words
 from tierd.core.core import Core
 from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.model import StructArray
+from tierd.core.plan import GroupQuery
 from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.features import GROUPS, NOTHING, SHARED, first_group
 from tierd.policies.reuse.hazard import EDGES_S
@@ -179,3 +180,16 @@ def test_only_a_wear_budget_has_a_price() -> None:
         Core(tiers, policies=policies, session_share=1.0)
         assert policies.traffic is not None and len(policies.traffic.thresholds) == count
         assert len(policies.traffic.above) == 1
+
+
+def test_groups_that_ask_for_different_lengths(kit: Taught) -> None:
+    """Two attention groups with blocks of one size, of which one asks for more: every block that is held has a group."""
+    long, short = chain("a", 5), chain("b", 3)
+    kit.serve(long)
+    kit.serve(short)
+    for asked in ((long, short), (short, long)):
+        groups = [GroupQuery((1,), hashes, TOKENS, TOKENS * len(hashes)) for hashes in asked]
+        lease = kit.core.acquire(1, groups=groups, kind=HOST, now=9.0).lease
+        kit.core.release(1, leases=[lease], now=9.0)
+        kit.core.catch_up()
+        assert min(kit.groups(long) + kit.groups(short)) >= 0
