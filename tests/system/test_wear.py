@@ -16,6 +16,7 @@ from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
+from tierd.client import Client, NamespaceSpec
 from tierd.testing import Daemon, chain, content_of
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -62,6 +63,19 @@ def written(client: RawClient) -> int:
     """Bytes of blocks that transfers have written to the store."""
     tiers = client.call(client.admin.Tiers, apb.TiersRequest()).tiers
     return int(next(tier for tier in tiers if tier.name == "nvme.0").bytes_written)
+
+
+def test_a_use_makes_a_block_worth_writing() -> None:
+    """What was declined is written once a get has used it, though nobody puts anything any more."""
+    host = 'segment = "1 MiB"\nhigh_watermark = 0.02\nlow_watermark = 0.01'
+    text = config(admission="second-touch").replace('segment = "1 MiB"', host, 1)
+    with Daemon(text) as daemon, RawClient(daemon.target) as raw, Client(daemon.target) as client:
+        space = client.open_namespace(NamespaceSpec(model="m", tokens_per_block=16, block_bytes=LENGTH))
+        client.put(space, chain(1, 16), [bytes(LENGTH)] * 16)
+        await_true(lambda: sum(worn(raw).declined.values()) > 0, "the store declines what nobody has used")
+        assert written(raw) == 0
+        assert client.get(space, chain(1, 16)).blocks == 16
+        await_true(lambda: written(raw) > 0, "the store takes what was used")
 
 
 @pytest.mark.parametrize("admission", ["all", "learned"])

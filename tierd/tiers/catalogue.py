@@ -32,7 +32,7 @@ from tierd.core.layout import (
 from tierd.core.meta import META, META_BYTES, duplicate, intact, sums_of
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.pages import GENERATION_LIMIT
-from tierd.core.sets import kinds
+from tierd.core.sets import kinds, true_rows
 from tierd.core.words import barrier, words_of
 from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.failpoint import failpoint
@@ -167,9 +167,10 @@ class Catalogue:
         """
         tables = [np.ascontiguousarray(table, dtype="<u8").tobytes() for table in slices]
         records = self._located(slots, metas=metas, tables=tables)
-        current = np.flatnonzero(self._generations[slots] == records["generation"])
-        words = records.view("<u8").reshape(len(records), _META_WORDS)[current]
-        where = slots[current]
+        current = true_rows(self._generations[slots] == records["generation"])
+        words, where = records.view("<u8").reshape(len(records), _META_WORDS), slots
+        if len(current) < len(records):
+            words, where = words[current], slots[current]
         self._entries[where, -1] = 0
         barrier()
         counts = records["slices"][current]

@@ -42,6 +42,8 @@ def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
         raise InvalidArgument(
             f"slices: {total} bytes in all, the page has {memory.nbytes}; the length of the block is wrong"
         )
+    if len(lengths) == 1:
+        return np.array([xxhash.xxh3_64_intdigest(memory[:total])], dtype="<u8")
     ends = accumulate(lengths)
     sums = [xxhash.xxh3_64_intdigest(memory[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
     return np.array(sums, dtype="<u8")

@@ -86,6 +86,10 @@ _FACTORS = np.array(
     dtype=np.uint64,
 )
 
+_NO_CHECK = np.uint64(0xFFFF_FFFF)
+"""Of the last word: tier and kind, without the check itself."""
+_FOLD, _FOLD_SUM, _HALF = np.uint64(29), np.uint64(31), np.uint64(32)
+
 Rows = NDArray[np.int64]
 """Numbers of rows in the table; good until they are erased."""
 
@@ -384,7 +388,8 @@ def _valid_rows(words: Words) -> NDArray[np.bool_]:
 def _check(words: Words) -> Words:
     """32 bits of each row's content, from [n, 6] words: each times an odd factor, summed, folded. Catches accidents only."""
     mixed = words.copy()
-    mixed[:, -1] &= np.uint64(0xFFFF_FFFF)  # tier and kind, without the check itself
-    mixed ^= mixed >> np.uint64(29)
-    total = mixed @ _FACTORS
-    return np.asarray((total ^ (total >> np.uint64(31))) >> np.uint64(32), dtype=np.uint64)
+    mixed[:, -1] &= _NO_CHECK
+    mixed ^= mixed >> _FOLD
+    total: Words = mixed @ _FACTORS
+    total ^= total >> _FOLD_SUM
+    return total >> _HALF

@@ -58,4 +58,6 @@ def populate(view: memoryview) -> bool:
 
 def address_of(view: memoryview) -> int:
     """Where the view begins in this process."""
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    if view.readonly or not view.nbytes:
+        return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))  # a quarter of the time: it is asked for every block

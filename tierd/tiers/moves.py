@@ -96,8 +96,8 @@ class Batch:
 
     def payloads(self, run: Run) -> list[Payload]:
         """The pages of a run as the disk wants them."""
-        align, lengths = self.means.io.align_bytes, self.extents["length"]
-        return [Payload(self.views[row], length=int(lengths[row]), align_bytes=align) for row in run.rows]
+        align, lengths = self.means.io.align_bytes, self.extents["length"][list(run.rows)].tolist()
+        return [Payload(self.views[row], length=n, align_bytes=align) for row, n in zip(run.rows, lengths, strict=True)]
 
     def judge(self) -> None:
         """Of what was read: READY where the header is that of the block meant, else CORRUPT."""

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.meta import duplicate, picked
 from tierd.core.model import SegmentAssignment, StructArray, TierSpec
-from tierd.core.sets import kinds
+from tierd.core.sets import every, kinds, true_rows
 from tierd.core.words import barrier
 from tierd.errors import CorruptRecord, TierFailed
 from tierd.failpoint import failpoint
@@ -149,19 +150,21 @@ class SegmentBooks(Generic[Memory]):
 
     def apply(self, plan: Plan) -> None:
         """Retract freed pages, begin segments, stamp reserved generations. A segment that cannot begin fails in `prepare`."""
-        for segment, rows in self._by_segment(plan.freed["extent"]):
+        freed = plan.freed["extent"]
+        for segment, rows in self._rows(freed):
             if segment.catalogue is not None:
-                segment.catalogue.retract(rows["slot"])
+                segment.catalogue.retract(freed["slot"][rows])
         for assignment in plan.segments:
             if assignment.tier == self.position:
                 self._begin(assignment)
-        mine = plan.reserved[plan.reserved["tier"] == self.position]
+        generations = plan.reserved["generation"]
+        mine = generations[plan.reserved["tier"] == self.position]
         if len(mine):
             failpoint("arena.stamp.before_marks")
-            self._marks.use_generation(int(mine["generation"].max()))
-            for segment, rows in self._by_segment(mine):
+            self._marks.use_generation(int(mine.max()))
+            for segment, rows in self._rows(plan.reserved):
                 if segment.catalogue is not None:
-                    segment.catalogue.stamp(rows["slot"], rows["generation"])
+                    segment.catalogue.stamp(plan.reserved["slot"][rows], generations[rows])
         barrier()
 
     async def prepare(self, segments: Sequence[SegmentAssignment]) -> None:
@@ -185,12 +188,12 @@ class SegmentBooks(Generic[Memory]):
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
         """Enter blocks into the catalogue: EXTENT[n], META[n], a table of u64 for each. Raises InvalidArgument."""
-        records = metas.copy()
+        records = duplicate(metas)
         records["generation"] = extents["generation"]
         for segment, where in self._rows(extents):
             if segment.is_ready and segment.catalogue is not None:
                 tables = [slices[i] for i in where.tolist()]
-                segment.catalogue.publish(extents["slot"][where], metas=records[where], slices=tables)
+                segment.catalogue.publish(extents["slot"][where], metas=picked(records, where), slices=tables)
 
     def slices(self, extents: StructArray) -> list[SliceTable | None]:
         """The published slice tables of these pages; None where there is none of that generation."""
@@ -225,14 +228,11 @@ class SegmentBooks(Generic[Memory]):
 
     def _rows(self, extents: StructArray) -> Iterator[tuple[Segment[Memory], NDArray[np.intp]]]:
         """The rows that lie in this tier, by segment; those of unknown segments are passed over."""
-        mine = extents["tier"] == self.position
-        for segment_id in kinds(extents["segment"][mine]):
+        mine, segments = extents["tier"] == self.position, extents["segment"]
+        for segment_id in kinds(segments if every(mine) else segments[mine]):
             segment = self._segments.get(segment_id)
             if segment is not None:
-                yield segment, np.flatnonzero(mine & (extents["segment"] == segment_id))
-
-    def _by_segment(self, extents: StructArray) -> Iterator[tuple[Segment[Memory], StructArray]]:
-        return ((segment, extents[where]) for segment, where in self._rows(extents))
+                yield segment, true_rows(mine & (segments == segment_id))
 
     def _begin(self, assignment: SegmentAssignment) -> None:
         """A segment begins a life. What cannot be done now (no spare memory) is left to `prepare`."""

@@ -1,9 +1,9 @@
 """The store: blocks written and read by the daemon, verified, against raw O_DIRECT I/O of as many pieces at the best depth on the same disk.
 
 Writes first: a batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already). Then reads: of the batches that
-the store holds one after another, by a get of views, so that each has been displaced from memory when its turn comes again. Batch by batch the raw file is written
-and read beside it. `nvme_write_first`: slots that nobody has written yet, as they are for as long as a daemon has not written its store over with zeros
-(`zero_ahead`); after that the first write is as any other.
+the store holds one after another, by a get of views, so that each has been displaced from memory when its turn comes again. At last puts that are copied and
+made durable in one call. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet, as they are for as
+long as a daemon has not written its store over with zeros (`zero_ahead`); after that the first write is as any other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
@@ -64,8 +65,11 @@ class Bench:
 
     def put(self, number: int, *, count: int) -> None:
         """Into memory only."""
-        blocks = self._noise.integers(0, 256, (count, self.block_bytes), dtype=np.uint8)
-        assert self._client.put(self._space, chain(number, count), list(blocks)).stored == count
+        assert self._client.put(self._space, chain(number, count), self._blocks(count)).stored == count
+
+    def _blocks(self, count: int) -> list[NDArray[np.uint8]]:
+        """Random bytes."""
+        return list(self._noise.integers(0, 256, (count, self.block_bytes), dtype=np.uint8))
 
     def write(self, number: int) -> Callable[[], object]:
         """All that is in memory goes to the store, synced."""
@@ -84,6 +88,16 @@ class Bench:
 
         def work() -> None:
             assert self._client.put(self._space, hashes, same, durable=True).stored == DURABLE_COUNT
+
+        return work
+
+    def durable_put(self, number: int) -> Callable[[], object]:
+        """A put of blocks that are nowhere yet, copied, hashed, published and made durable."""
+        hashes = chain(number, DURABLE_COUNT)
+        blocks = self._blocks(DURABLE_COUNT)
+
+        def work() -> None:
+            assert self._client.put(self._space, hashes, blocks, durable=True).stored == DURABLE_COUNT
 
         return work
 
@@ -109,7 +123,9 @@ class Beside:
             "raw_write": lambda _: raw.write,
             "write": bench.write,
             "raw_synced": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
-            "durable": lambda n: bench.durable(-n - 1),
+            "durable": lambda n: bench.durable(-2 * n - 1),
+            "raw_synced_put": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
+            "durable_put": lambda n: bench.durable_put(-2 * n - 2),
             "raw_read": lambda _: raw.read,
             "read": bench.read,
         }
@@ -125,7 +141,7 @@ class Beside:
             self.run(number, ("raw_write", "write"), under="first_")
 
     def again(self, runs: int, *, first: int) -> None:
-        """Writes into slots that were written before, then reads of what they brought."""
+        """Writes into slots that were written before, then reads of what they brought; at last durable puts, which displace it."""
         count = WARM + max(runs, READ_BATCHES)
         for number in range(count):
             kept = "" if number >= WARM else "warm_"
@@ -133,6 +149,8 @@ class Beside:
         for number in range(READ_BATCHES + runs):  # the oldest first: memory holds the last ones
             kept = "" if number >= READ_BATCHES else "warm_"
             self.run(first + count - READ_BATCHES + number % READ_BATCHES, ("raw_read", "read"), under=kept)
+        for number in range(WARM + runs):
+            self.run(first + number, ("raw_synced_put", "durable_put"), under="" if number >= WARM else "warm_")
 
     def row(self, name: str, verb: str, limit: str, *, size: int, meaning: str) -> Row:
         """GB/s of a verb against those of its limit."""
@@ -143,7 +161,7 @@ class Beside:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`nvme_write_...`, `nvme_read_...` and `nvme_write_first_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`; GB/s."""
+    """`nvme_write_...`, `nvme_read_...` and `nvme_write_first_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`, `nvme_durable_put_2MiB_x16`; GB/s."""
     out: list[Row] = []
     for name, (count, block_bytes) in SHAPES.items():
         sizes = {"count": effort.pick(count, 16), "block_bytes": effort.pick(block_bytes, 64 * KIB)}
@@ -183,7 +201,10 @@ def _rows_of(bench: Bench, daemon: Daemon, name: str, effort: Effort) -> list[Ro
         ),
     ]
     if name == "2MiB":
-        meaning = "batches of 16 become durable, against raw O_DIRECT writes with one fdatasync a batch"
+        against = "against raw O_DIRECT writes with one fdatasync a batch"
         size = DURABLE_COUNT * bench.block_bytes
+        meaning = f"batches of 16 that are in memory become durable, {against}"
         out.append(beside.row("nvme_durable_2MiB_x16", "durable", "raw_synced", size=size, meaning=meaning))
+        meaning = f"durable puts of 16 that are nowhere, copied and hashed meanwhile, {against}"
+        out.append(beside.row("nvme_durable_put_2MiB_x16", "durable_put", "raw_synced_put", size=size, meaning=meaning))
     return out

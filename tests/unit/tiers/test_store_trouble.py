@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.tiers.store_world import CLASS_BYTES, FAILED, READY, World, content, die, kind_of, next_life
 from tierd.errors import TierFailed
-from tierd.tiers import slots
+from tierd.tiers import ledger, slots
 from tierd.tiers.files import OsFiles
 from tierd.tiers.nvme import Patience
 
@@ -86,6 +86,38 @@ async def test_slot_file_gives_way(world: World, tmp_path: Path, monkeypatch: py
     other = await next_life(tmp_path)
     assert set(other.held) == {1, 2, 4}
     assert await other.read([1, 2, 4]) == [content(key) for key in (1, 2, 4)]
+    await other.store.close(release=False)
+
+
+@pytest.mark.parametrize("in_turn", [4, 1])
+async def test_one_of_several_slot_files_gives_way(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: int
+) -> None:
+    """Of several slot files, synced in turn or apart, one fails: each is synced once, the journal is not, and only what lay in that one is lost."""
+    monkeypatch.setattr(ledger, "IN_TURN", in_turn)
+    for number in (2, 3):
+        await world.begin(number, place=number - 1)
+        assert await world.write([2 * number, 2 * number + 1], segment=number, slots=[0, 1]) == [READY, READY]
+    bad, synced, real = (tmp_path / "store" / "seg-000001.slots").stat().st_ino, list[str](), OsFiles().sync_data
+
+    def sync_data(fd: int) -> None:
+        synced.append(kind_of(fd))
+        if os.fstat(fd).st_ino == bad:
+            raise OSError(errno.EIO, "bad disk")
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, "sync_data", staticmethod(sync_data))
+        with pytest.raises(TierFailed, match="bad disk"):
+            await world.store.sync()
+    assert synced == ["seg"] * 3
+    assert world.store.health().write_errors == 1
+    await world.store.probe()
+    assert [held(world, key) for key in (1, 2, 3, 4, 5, 6, 7)] == [True, True, True, False, False, True, True]
+    await world.store.sync()
+    die(world)
+    other = await next_life(tmp_path)
+    assert set(other.held) == {1, 2, 3, 6, 7}
     await other.store.close(release=False)
 
 
