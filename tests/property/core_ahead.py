@@ -11,7 +11,7 @@ from core_clients import Entry, Reservation, chains, kinds, picks
 from core_tangles import Tangles
 from core_world import CHAINS, DEPTH, chain
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import invariant, rule
 
 from tierd.core.model import StructArray, TierKind
 from tierd.core.plan import PutQuery
@@ -48,14 +48,6 @@ class Ahead(Tangles):
         assert not set(given) & older, "pages of another reservation"
         if given:
             assert self.ahead_bytes * AHEAD_SHARE <= sum(s.capacity_bytes for s in self.specs if s.kind is kind)
-
-    @precondition(lambda self: any(made.ahead_bytes for made in self.reservations.values()))
-    @rule(which=picks)
-    def take_ahead(self, which: int) -> None:
-        """A put has come for one of them."""
-        number = self.pick([i for i, made in self.reservations.items() if made.ahead_bytes], which)
-        self.reservations[number].ahead_bytes = 0
-        self.core.take_ahead(self.reservations[number].session, number)
 
     @invariant()
     def what_is_ahead_is_counted(self) -> None:

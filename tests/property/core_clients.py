@@ -365,6 +365,15 @@ class Clients(RuleBasedStateMachine):
         if made is not None and not keep_open:
             self.check_only_busy_left(self.reservations.pop(committing.reservation))
 
+    @precondition(lambda self: self.commits)
+    @rule(which=picks)
+    def withdraw_commit(self, which: int) -> None:
+        """Its pages are the reservation's again, to be written and committed, unless that has ended."""
+        commit = self.commits.pop(which % len(self.commits))
+        plan = self.core.withdraw_commit(commit.committing, now=self.tick())
+        self.close_commit(commit, [FAILED] * len(commit.keys), keep_open=True)
+        self.apply(plan)
+
     def take_published(self, commit: Commit, statuses: list[int], digests: np.ndarray, *, good: bool) -> None:
         if not good:
             assert set(statuses) == {FAILED}

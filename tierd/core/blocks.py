@@ -148,11 +148,9 @@ class Blocks:
         """Blocks that have a page and can be found."""
         return int(np.count_nonzero(self.named[: self._rows] & (self.places[: self._rows] > 0)))
 
-    def find(self, names: Names, keys: Column | None = None) -> Ids:
-        """The id with each name, else -1. It may have no page at the moment. keys: of the names, where they are known."""
-        return self.table.find(
-            self.keys_of(names) if keys is None else keys, lambda rows, ids: self._same(names, rows, ids)
-        )
+    def find(self, names: Names) -> Ids:
+        """The id with each name, else -1. It may have no page at the moment."""
+        return self.table.find(self.keys_of(names), lambda rows, ids: self._same(names, rows, ids))
 
     def expect(self, count: int) -> None:
         """So many more are going to be added, at a start."""
@@ -164,10 +162,14 @@ class Blocks:
         names = names or names_of(metas)
         ids = self.find(names) if known is None else known.copy()
         new = true_rows(ids < 0)
-        ids[new] = self._new_ids(len(new))
-        self.pinned[ids[new]] = False
+        fresh = self._new_ids(len(new))
+        if len(new) == len(ids):
+            ids, its = fresh, names
+        else:
+            ids[new], its = fresh, names.at(new)
+        self.pinned[fresh] = False
         self._write(ids, metas, names, now)
-        self.table.insert(ids[new], self.keys_of(names if len(new) == len(ids) else names.at(new)))
+        self.table.insert(fresh, self.keys_of(its))
         return ids
 
     def link(self, ids: Ids, parents: Bytes, now: float) -> Ids:
@@ -186,10 +188,11 @@ class Blocks:
             self.add(blank, now, known=np.full(len(unknown), -1, np.int64))
             found = self.find(names)
         kin = found != ids
-        self.parent[ids[kin]] = found[kin]
-        np.add.at(self.family, found[kin], 1)
-        linked: Ids = ids[kin]
-        return linked
+        if not every(kin):
+            ids, found = ids[kin], found[kin]
+        self.parent[ids] = found
+        np.add.at(self.family, found, 1)
+        return ids
 
     def ancestors(self, ids: Ids) -> Ids:
         """The blocks before these, nearest first, each once and none of these."""
@@ -285,15 +288,16 @@ class Blocks:
     def _before(self, prior: Ids, names: Names) -> Ids:
         """The ids with the names of some blocks' parents. prior: where to look first, since as a rule each is the block before it."""
         is_prior = self._same(names, np.arange(len(prior)), prior) & self.named[prior]
+        if every(is_prior):
+            return prior
         found = np.where(is_prior, prior, -1)
         rest = true_rows(~is_prior)
-        if len(rest):
-            found[rest] = self.find(names.at(rest))
+        found[rest] = self.find(names.at(rest))
         return found
 
     def _same(self, names: Names, rows: Ids, ids: Ids) -> NDArray[np.bool_]:
         alike = self.hash.take(ids, axis=0) == names.hash.take(rows, axis=0)
-        same = (alike.view(np.uint32)[:, 0] == _FOUR_TRUE) & (self.namespace[ids] == names.namespace[rows])
+        same = (alike.view(np.uint32)[:, 0] == _FOUR_TRUE) & (self.namespace.take(ids) == names.namespace.take(rows))
         return np.asarray(same, np.bool_)
 
     def _write(self, ids: Ids, metas: StructArray, names: Names, now: float) -> None:

@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.admission import Balance
+from tierd.core.aside import Aside
 from tierd.core.audit import Audit
 from tierd.core.blocks import Names, words
+from tierd.core.commits import Commits
 from tierd.core.demotion import Demotion
 from tierd.core.draft import Draft
 from tierd.core.gets import NO_TIERS, Gets, Tiers
@@ -37,7 +39,6 @@ from tierd.core.plan import (
     Found,
     GroupQuery,
     Ids,
-    OpenPages,
     PagesHeld,
     Plan,
     PutQuery,
@@ -81,7 +82,9 @@ class Core:
         self._planner = Planner(self._index, room)
         self._demotion = Demotion(self._planner)
         self._gets = Gets(self._planner, self._sessions)
-        self._puts = Puts(self._planner, self._sessions, self._gets)
+        aside = Aside(self._index, self._sessions)
+        self._puts = Puts(self._planner, self._sessions, aside)
+        self._commits = Commits(self._index, self._sessions, self._gets, aside, dead=self._puts.dead)
         self._upkeep = Upkeep(self._planner, self._sessions, self._gets, self._puts)
         self._listing = Listing(self._index, self._sessions, self._planner.flights)
 
@@ -145,9 +148,8 @@ class Core:
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
         """Ends leases of the session; unknown ones are ignored (releasing twice is no fault). May be called before settle."""
         draft, holder = self._begin(now), self._sessions.get(session)
-        for number in leases:
-            if number in holder.leases:
-                self._gets.let_go(holder, holder.leases[number], draft)
+        theirs = [holder.leases[number] for number in dict.fromkeys(leases) if number in holder.leases]
+        self._gets.let_go(holder, theirs, draft)
         return draft.plan()
 
     def report_attention(self, session: int, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
@@ -187,13 +189,11 @@ class Core:
         self._gets.catch_up()
         return self._puts.reserve_ahead(session, group=group, puts=puts, kind=kind, now=now)
 
-    def take_ahead(self, session: int, reservation: int) -> None:
-        """The put has come that a reservation was made ahead for; nothing if there is no such reservation."""
-        self._puts.take_ahead(session, reservation)
-
-    def open_pages(self, session: int, *, reservation: int) -> OpenPages:
-        """The blocks of a reservation that are still open. Raises NotFound."""
-        return self._puts.open_pages(session, reservation=reservation)
+    def note_written(self, session: int, *, reservation: int, end: int = 0) -> int:
+        """The session has written the blocks of a reservation before `end`; before which it has, as far as it ever said. Raises NotFound."""
+        held = self._sessions.reservation(session, reservation)
+        held.told = max(held.told, end)
+        return held.told
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
         """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None: every reserved block as it was named in reserve (private pages must be named).
@@ -211,7 +211,20 @@ class Core:
         page of the reservation is freed too, unless a commit of it is under way. If the session has ended, blocks are published but no lease is made.
         """
         self._gets.catch_up()
-        return self._puts.finish_commit(committing, digests=digests, ok=ok, lease=lease, keep_open=keep_open, now=now)
+        return self._commits.finish(committing, digests=digests, ok=ok, lease=lease, keep_open=keep_open, now=now)
+
+    def withdraw_commit(self, committing: Committing, *, now: float) -> Plan:
+        """As if it had not begun: who has it may write to its pages still, so they stay his; of a reservation that has ended meanwhile they are free."""
+        count = len(committing.indices)
+        none = self.finish_commit(
+            committing,
+            digests=np.zeros((count, 16), np.uint8),
+            ok=np.zeros(count, bool),
+            lease=False,
+            keep_open=True,
+            now=now,
+        )
+        return none.plan
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at their finish_commit). Unknown: nothing happens."""

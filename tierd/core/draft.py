@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tierd.core.meta import joined
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Plan, TransferIds
-from tierd.core.sets import among, distinct
+from tierd.core.sets import among, distinct, every
 
 
 class Draft:
@@ -32,6 +33,11 @@ class Draft:
         """EXTENT of pages set aside."""
         self._reserved.append(extents)
 
+    def sole_reserved(self, pages: Ids) -> StructArray | None:
+        """EXTENT of these pages, if they are all that was set aside so far, at one time; not to be changed."""
+        (its,) = self._reserved if len(self._reserved) == 1 else (NO_EXTENTS,)
+        return its if len(its) == len(pages) and every(its["page"] == pages) else None
+
     def begin(self, assignment: SegmentAssignment) -> None:
         """A segment begins a life."""
         self._segments.append(assignment)
@@ -46,20 +52,17 @@ class Draft:
 
     def plan(self) -> Plan:
         """What was collected."""
-        reserved, freed = _joined(self._reserved, NO_EXTENTS), _joined(self._freed, NONE_FREED)
+        reserved = joined(self._reserved) if self._reserved else NO_EXTENTS
+        freed = joined(self._freed) if self._freed else NONE_FREED
         if len(reserved) and len(freed):  # what was both, nobody ever saw
             old, new = freed["extent"]["generation"], reserved["generation"]
             if old.max() >= new.min():
                 reserved, freed = reserved[~among(new, old)], freed[~among(old, new)]
-        transfers = _joined(self._transfers, NO_TRANSFERS)
-        waits = _joined(self._waits, NO_WAITS)
+        transfers = joined(self._transfers) if self._transfers else NO_TRANSFERS
+        waits = np.concatenate(self._waits) if self._waits else NO_WAITS
         if len(waits):
             waits = distinct(waits[~among(waits, transfers["id"])])
         return Plan(freed, self._segments, reserved, transfers, waits)
-
-
-def _joined(parts: list[StructArray], none: StructArray) -> StructArray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else none
 
 
 def no_ids() -> Ids:

@@ -153,15 +153,16 @@ class Gets:
             self._shorten(lease, holder, draft)
         lease.settled = True
         if lease.tokens == 0:
-            self.let_go(holder, lease, draft)
+            self.let_go(holder, [lease], draft)
             return Served(0, [], draft.plan())
         groups = [self._served(query, held) for query, held in zip(lease.queries, lease.held, strict=True)]
         return Served(lease.tokens, groups, draft.plan())
 
-    def let_go(self, holder: Session, lease: Lease, draft: Draft) -> None:
-        """The lease ends."""
-        self._unpin(lease, holder, draft)
-        del holder.leases[lease.id], self._sessions.leases[lease.id]
+    def let_go(self, holder: Session, leases: Sequence[Lease], draft: Draft) -> None:
+        """These leases of a session end: several cost hardly more than one."""
+        self._unpin(leases, holder, draft)
+        for lease in leases:
+            del holder.leases[lease.id], self._sessions.leases[lease.id]
 
     def hold(self, holder: Session, *, kind: Wanted, where: Where, blocks: Ids, within_share: bool = True) -> int:
         """A lease on readable pages (of a commit, or from before a restart). 0 if that is beyond the session's share and must not be."""
@@ -184,15 +185,16 @@ class Gets:
             shape = (len(group.namespaces), len(group.hashes))
             namespaces = np.array(group.namespaces, np.uint32).repeat(shape[1])
             hashes = words(group.hashes)
-            names = Names(namespaces, hashes if shape[0] == 1 else np.tile(hashes, (shape[0], 1)))
-            keys = self._index.blocks.keys_of(names)
-            ids = self._index.blocks.find(names, keys)
+            names = self._index.blocks.keyed(
+                Names(namespaces, hashes if shape[0] == 1 else np.tile(hashes, (shape[0], 1)))
+            )
+            ids = self._index.blocks.find(names)
             if domain is not None and some(strange := self._index.blocks.domain.take(ids) != domain):
                 ids[strange] = -1
             tier = self._index.nearest(ids, serving)
             if some(nowhere := tier < 0):
                 ids[nowhere] = -1
-            sight.keys.append(keys.reshape(shape))
+            sight.keys.append(self._index.blocks.keys_of(names).reshape(shape))
             sight.ids.append(ids.reshape(shape))
             sight.tier.append(tier.reshape(shape))
         return sight
@@ -215,7 +217,7 @@ class Gets:
         if self._index.listener is None:
             return
         for ids in sight.ids:
-            self._index.blocks.last_used[ids[ids >= 0]] = now
+            self._index.blocks.last_used[ids if every(known := ids >= 0) else ids[known]] = now
         tokens = sight.groups[0].tokens if len(sight.groups[0].hashes) else 0
         sizes = [group.tokens_per_block for group in sight.groups]
         self._index.listener.asked(Asked(sight.keys[0][0], sight.ids, sizes, tokens), now)
@@ -295,10 +297,10 @@ class Gets:
     def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, now: float) -> None:
         """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
         serving = self._index.serving(kind)
-        arrived = among(blocks, brought)
+        stayed = blocks[~among(blocks, brought)] if len(brought) else blocks
         self._index.blocks.touch(blocks, now)  # first, so that policies can tell uses by requests from other touches
         for tier in self._index.serving():
-            self._index.touch(tier, (blocks[~arrived] if tier in serving else blocks)[::-1], now)
+            self._index.touch(tier, (stayed if tier in serving else blocks)[::-1], now)
         self._index.note_use(blocks[::-1], now)
 
     # -- inside: leases
@@ -321,9 +323,10 @@ class Gets:
                 self._index.pin(tier, pages)
                 self._sessions.pin(holder, tier, pages)
 
-    def _unpin(self, lease: Lease, holder: Session, draft: Draft) -> None:
+    def _unpin(self, leases: Sequence[Lease], holder: Session, draft: Draft) -> None:
         for tier in range(len(self._index.tiers)):
-            pages = lease.pages_in(tier)
+            parts = [lease.pages_in(tier) for lease in leases]
+            pages = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else no_ids()
             if len(pages):
                 self._sessions.unpin(holder, tier, pages)
                 self._index.unpin(tier, pages, draft)
@@ -356,7 +359,7 @@ class Gets:
             failed = np.concatenate((failed, blocks[over]))
         lease.hold(self._held(sight, tokens, lease.kind), tokens)
         self._pin(lease, holder)
-        self._unpin(before, holder, draft)
+        self._unpin([before], holder, draft)
 
     def _served(self, group: GroupQuery, held: Held) -> ServedGroup:
         shape, tiers = held.pages.shape, kinds(held.tiers.ravel())

@@ -4,6 +4,7 @@ Purpose: keeps blocks, pages and eviction policies in step. Non-purpose: choosin
 
     set_aside  free -> reserved            publish  reserved -> ready            vacate   ready -> free
     discard    reserved -> free            doom     ready (-> retiring) -> free  condemn  ready, retiring -> quarantined
+                                           exchange ready (-> free) -> reserved
 
 A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready one as a copy to read.
 A page is *doomed* when it is detached but something still pins it: it is retiring, nobody finds it again, and it is freed with its last
@@ -26,6 +27,7 @@ from tierd.core.admission import Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
 from tierd.core.eviction import Heeding
+from tierd.core.exchange import exchange, order_given
 from tierd.core.model import (
     FREED,
     NO_PAGE,
@@ -43,7 +45,7 @@ from tierd.core.plan import Bools, Bytes, Ids, Start
 from tierd.core.policies import Policies
 from tierd.core.said import Said, raise_before, raise_said
 from tierd.core.segment import Key
-from tierd.core.sets import distinct, every, some, span, true_rows
+from tierd.core.sets import distinct, every, some, span, tally, true_rows
 
 Column = NDArray[Any]
 
@@ -154,6 +156,21 @@ class Index:
         assert not self.tiers[tier].pins[pages].any(), "a pinned page is never freed"
         self.doom(tier, pages, reason, draft)
 
+    def exchange(self, tier: int, pages: Ids, reasons: Column, draft: Draft) -> Ids:
+        """ready -> free -> reserved: attached pages without pins, in the order in which they go, for another use; as they are given. They must be exchangeable,
+        and as many generations be left."""
+        pages_of = self.tiers[tier]
+        assert not some(pages_of.pins[pages] > 0), "a pinned page is never freed"
+        blocks = self._detach(tier, pages)
+        draft.free(self._freed(tier, pages, blocks, reasons))
+        first, self.generation = self.generation, self.generation + len(pages)
+        given = pages[order_given(pages_of, pages)]
+        exchange(pages_of, given, first)
+        places = self.blocks.places[blocks] - 1
+        self.blocks.places[blocks] = places
+        self.blocks.fade(blocks if not some(places > 0) else blocks[places == 0])
+        return given
+
     def condemn(self, tier: int, pages: Ids, fault: Fault, draft: Draft) -> None:
         """ready, retiring -> quarantined: pages with wrong bytes; with their last pin, like what is doomed, or is doomed already."""
         pages_of = self.tiers[tier]
@@ -178,10 +195,7 @@ class Index:
     def doom(self, tier: int, pages: Ids, reason: Reason, draft: Draft) -> None:
         """Attached pages are detached, whatever their state; freed at once, or with their last pin."""
         pages_of = self.tiers[tier]
-        blocks = pages_of.block[pages].astype(np.int64)
-        self._leave(tier, blocks)
-        self.page[tier][blocks] = NO_PAGE
-        self._note_kept(tier, blocks)
+        self._detach(tier, pages)
         pages_of.doom[pages] = int(reason)
         stays = (pages_of.pins[pages] > 0) | (pages_of.fault[pages] > 0)
         if some(stays):
@@ -202,25 +216,30 @@ class Index:
     def unpin(self, tier: int, pages: Ids, draft: Draft) -> None:
         """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
         pages_of = self.tiers[tier]
-        each, pins = distinct(pages), pages_of.pins
-        assert every(pins[each] > 0), "a page is unpinned more often than pinned"
-        if len(each) == len(pages):
-            pins[each] -= 1
-        else:
-            np.subtract.at(pins, pages, 1)
-        each = each[pins[each] == 0]
-        self._weigh_pages(tier, each)
-        self._sweep(tier, each[pages_of.doom[each] > 0], draft)
+        (each, counts), pins = tally(pages), pages_of.pins
+        before = pins.take(each)
+        assert every(before >= counts), "a page is unpinned more often than pinned"
+        pins[each] = before - counts
+        if not every(is_last := before == counts):
+            each = each[is_last]
+        if len(each) == 0:
+            return
+        self._let(tier, each)
+        doomed = pages_of.doom.take(each) > 0
+        if some(doomed):
+            self._sweep(tier, each[doomed], draft)
 
     def link(self, blocks: Ids, parents: Bytes, now: float) -> None:
         """Gives blocks their parents: uint8 [n, 32]."""
         linked = self.blocks.link(blocks, parents, now)
         for tier in range(len(self.tiers)) if len(linked) else ():
-            self._count_children(tier, linked[self._tracked(tier, linked)], 1)
+            if some(tracked := self._tracked(tier, linked)):
+                self._count_children(tier, linked[tracked], 1)
 
     def touch(self, tier: int, blocks: Ids, now: float) -> None:
         """The blocks were used in this tier; those that it does not track are passed over."""
-        self.policies[tier].touch(blocks[self._tracked(tier, blocks)], now)
+        tracked = self._tracked(tier, blocks)
+        self.policies[tier].touch(blocks if every(tracked) else blocks[tracked], now)
 
     def note_use(self, blocks: Ids, now: float) -> None:
         """The blocks were used, or have come, wherever they lie: stores that wear hear of it. Last of the sequence first."""
@@ -256,6 +275,8 @@ class Index:
         """Before room is made."""
         for _, policy in self._heeding:
             policy.pass_time(now)
+        for pages in self.tiers:
+            pages.now = now
 
     def weigh(self, blocks: Ids) -> None:
         """Blocks whose operator's pin or laxness changed."""
@@ -264,8 +285,16 @@ class Index:
 
     # -- inside
 
+    def _detach(self, tier: int, pages: Ids) -> Ids:
+        """Attached pages hold their blocks no longer; the blocks."""
+        blocks = self.tiers[tier].block[pages].astype(np.int64)
+        self._leave(tier, blocks)
+        self.page[tier][blocks] = NO_PAGE
+        self._note_kept(tier, blocks)
+        return blocks
+
     def _tracked(self, tier: int, blocks: Ids) -> Bools:
-        return np.asarray(self.page[tier][blocks] >= 0, bool)
+        return np.asarray(self.page[tier].take(blocks) >= 0, bool)
 
     def _note_kept(self, tier: int, blocks: Ids) -> None:
         """After blocks have come to a store that wears, or left it: whether one has them."""
@@ -288,10 +317,12 @@ class Index:
         if len(blocks) == 0:
             return
         self.policies[tier].forget(blocks)
+        held, barred = self.held[tier], self.barred[tier]
+        self.going[tier] -= len(blocks) - int(np.count_nonzero(held[blocks]))
+        held[blocks] = True
         self._count_children(tier, blocks, -1)
-        self.going[tier] -= int(np.count_nonzero(~self.held[tier][blocks]))
-        self.held[tier][blocks] = True
-        self._bar(tier, blocks)
+        self.tips[tier] -= len(blocks) - int(np.count_nonzero(barred[blocks]))
+        barred[blocks] = True
 
     def _count_children(self, tier: int, blocks: Ids, step: int) -> None:
         parents = self.blocks.parent[blocks]
@@ -319,20 +350,29 @@ class Index:
         held[at] = ~free
         self._bar(tier, blocks)
 
+    def _attached_to(self, tier: int, pages: Ids) -> Ids:
+        """The blocks that have these pages."""
+        blocks: Ids = self.tiers[tier].block.take(pages)
+        attached = (blocks >= 0) & (self.page[tier].take(blocks) == pages)
+        return blocks if every(attached) else blocks[attached]
+
     def _hold(self, tier: int, pages: Ids) -> None:
         """Distinct pages have got their first pin: what is attached to them may not go."""
-        blocks = self.tiers[tier].block.take(pages)
-        attached = (blocks >= 0) & (self.page[tier].take(blocks) == pages)
-        if not every(attached):
-            blocks = blocks[attached]
+        blocks = self._attached_to(tier, pages)
         held, barred = self.held[tier], self.barred[tier]
         self.going[tier] -= len(blocks) - int(np.count_nonzero(held.take(blocks)))
         self.tips[tier] -= len(blocks) - int(np.count_nonzero(barred.take(blocks)))
         held[blocks] = barred[blocks] = True
 
-    def _weigh_pages(self, tier: int, pages: Ids) -> None:
-        blocks = self.tiers[tier].block[pages]
-        self._weigh(tier, distinct(blocks[blocks >= 0]))
+    def _let(self, tier: int, pages: Ids) -> None:
+        """Distinct pages have lost their last pin: what is attached to them may go, unless an operator pins it."""
+        blocks = self._attached_to(tier, pages)
+        held, barred = self.held[tier], self.barred[tier]
+        kept = self.blocks.pinned.take(blocks)
+        lead = (self.children[tier].take(blocks) > 0) & ~self.blocks.lax.take(blocks) | kept
+        self.going[tier] += int(np.count_nonzero(held.take(blocks))) - int(np.count_nonzero(kept))
+        self.tips[tier] += int(np.count_nonzero(barred.take(blocks))) - int(np.count_nonzero(lead))
+        held[blocks], barred[blocks] = kept, lead
 
     def _sweep(self, tier: int, pages: Ids, draft: Draft) -> None:
         """Frees those doomed pages that nothing pins."""
@@ -343,8 +383,7 @@ class Index:
     def _free(self, tier: int, pages: Ids, reasons: Column, draft: Draft) -> None:
         pages_of = self.tiers[tier]
         blocks = pages_of.block[pages].astype(np.int64)
-        draft.free(self._freed(tier, pages, reasons))
-        self.freed_by_reason += np.bincount(reasons, minlength=len(Reason))
+        draft.free(self._freed(tier, pages, blocks, reasons))
         bad = pages_of.fault[pages] > 0
         if some(bad):
             pages_of.withhold(pages[bad], draft.now)
@@ -356,17 +395,17 @@ class Index:
             blocks = distinct(blocks)
             self.blocks.fade(blocks[self.blocks.places[blocks] == 0])
 
-    def _freed(self, tier: int, pages: Ids, reasons: Column) -> StructArray:
+    def _freed(self, tier: int, pages: Ids, blocks: Ids, reasons: Column) -> StructArray:
+        """FREED, counted. blocks: of the pages."""
         pages_of = self.tiers[tier]
+        self.freed_by_reason += np.bincount(reasons, minlength=len(Reason))
         out = np.zeros(len(pages), FREED)
-        out["extent"] = pages_of.extents(pages)
+        pages_of.extents(pages, out["extent"])
         out["reason"] = reasons
-        blocks = pages_of.block[pages]
         is_known = blocks >= 0
         out["was_ready"] = (pages_of.state[pages] >= PageState.READY) & is_known
-        known = true_rows(is_known)
-        if len(known):
-            blocks = blocks[known]
-            out["namespace"][known] = self.blocks.namespace[blocks]
-            out["hash"][known] = self.blocks.hash.take(blocks, axis=0).view(np.uint8)
+        if some(is_known):
+            at = slice(None) if every(is_known) else true_rows(is_known)
+            out["namespace"][at] = self.blocks.namespace[blocks[at]]
+            out["hash"][at] = self.blocks.hash.take(blocks[at], axis=0).view(np.uint8)
         return out

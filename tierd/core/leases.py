@@ -21,7 +21,7 @@ from tierd.core.model import StructArray, Wanted
 from tierd.core.pages import Pages
 from tierd.core.plan import ID_LIMIT, Bools, Bytes, GroupQuery, Ids, Lengths
 from tierd.core.said import Said
-from tierd.core.sets import every, true_rows
+from tierd.core.sets import every, tally, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
 OPEN, BUSY, GONE = 0, 1, 2
@@ -72,7 +72,8 @@ class Reservation:
 
     staging: of a tier with sealed puts, where the session writes what comes to lie in `pages`; else -1.
     hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. said: of each. state: OPEN, BUSY or GONE. closing:
-    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put that may come, until it has.
+    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put that may come, until it has. told: how many
+    blocks, from the first on, the session says that it has written.
     """
 
     id: int
@@ -91,6 +92,7 @@ class Reservation:
     state: Bytes
     closing: bool = False
     ahead_bytes: int = 0
+    told: int = 0
 
     def rows(self, state: int) -> Ids:
         """Indices in that state."""
@@ -143,7 +145,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Session:
-    """One session's holdings, per tier."""
+    """One session's holdings, per tier. brought: the blocks of its last commit, which may have left since."""
 
     id: int
     domain: int
@@ -152,6 +154,7 @@ class Session:
     reserved_bytes: list[int]
     leases: dict[int, Lease] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
+    brought: Ids = field(default_factory=no_ids)
 
 
 class Sessions:
@@ -186,6 +189,13 @@ class Sessions:
         if found is None:
             raise NotFound(f"session {session}: not open here; open a session again")
         return found
+
+    def reservation(self, session: int, number: int) -> Reservation:
+        """One that a session has. Raises NotFound."""
+        held = self.get(session).reservations.get(number)
+        if held is None:
+            raise NotFound(f"reservation {number}: session {session} has none; reserve again")
+        return held
 
     def end(self, session: int) -> Session | None:
         """Closes the books of a session; what it held is for the caller to let go."""
@@ -227,18 +237,14 @@ class Sessions:
         session.pinned_bytes[tier] += int(self._tiers[tier].class_bytes(pages).sum())
 
     def unpin(self, session: Session, tier: int, pages: Ids) -> None:
-        """Counts them off; call before the pages are freed."""
-        mine, keys = session.pinned[tier], pages.tolist()
-        if list(map(mine.get, keys)).count(1) == len(keys):
-            for key in keys:
-                mine.pop(key)
-        else:
-            for key in keys:
-                mine[key] -= 1
-            gone = [key for key in dict.fromkeys(keys) if not mine[key]]
-            for key in gone:
-                mine.pop(key)
-            pages = np.asarray(gone, np.int64)
+        """Counts them off; call before the pages are freed. Pages may repeat."""
+        mine, (pages, counts) = session.pinned[tier], tally(pages)
+        keys, off = pages.tolist(), counts.tolist()
+        had = list(map(mine.pop, keys))
+        if had != off:
+            left = {key: before - less for key, before, less in zip(keys, had, off, strict=True) if before > less}
+            dict.update(mine, left)
+            pages = np.asarray([key for key in keys if key not in left], np.int64)
         session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(pages).sum())
 
     def reserve(self, session: Session, tier: int, pages: Ids, *, step: int) -> None:

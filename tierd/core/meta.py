@@ -75,6 +75,13 @@ def picked(records: StructArray, rows: NDArray[np.int64]) -> StructArray:
     return records if len(rows) == len(records) else records.take(rows)
 
 
+def joined(parts: Sequence[StructArray]) -> StructArray:
+    """Structured arrays of one dtype one after another, each record in one piece too. It may be the one itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(parts[0].dtype)
+
+
 def put_at(meta: StructArray, rows: Sequence[int], records: StructArray) -> None:
     """meta[rows] = records, each in one piece. meta: contiguous."""
     meta.view(np.uint8).reshape(len(meta), META_BYTES)[rows] = records.view(np.uint8).reshape(-1, META_BYTES)

@@ -1,17 +1,17 @@
 """The pages of one tier: segments, size classes, page ids, which pages are free.
 
-Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is
-cut into places of segment_bytes. A place in use holds a segment of one key: (domain, class_bytes, writer), and a
-run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives and a block was in it, as soon as somebody needs its
-place; until then the writer has memory that it has mapped already. So do those that the daemon has begun to load into, or for sealed puts, which readers have mapped.
+Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is cut into places of segment_bytes. A place
+in use holds a segment of one key: (domain, class_bytes, writer), and a run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives
+and a block was in it, as soon as somebody needs its place (`reclaim`); until then the writer has memory that it has mapped already. So do those that the daemon has begun to
+load into, or for sealed puts, which readers have mapped.
 
-A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back.
-Where its segment holds nothing else and the place is wanted (`reclaim`), the pages of the next life that lie on the same bytes are quarantined from its
-beginning, unless that life gets another file. The books of it are kept here; none outlives a restart.
+A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back. Where its segment holds
+nothing else and the place is wanted, the pages of the next life that lie on the same bytes are quarantined from its beginning, unless that life gets another file. The books
+of it are kept here; none outlives a restart.
 
-Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living
-writer, sealed ones, the daemon's own, and those of a tier that is loading; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and at the end of their range nothing more is
-given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
+Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living writer, sealed ones, the daemon's
+own, and those of a tier that is loading; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and
+at the end of their range nothing more is given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Pages:
         self._last_domain = [0] * places
         self._files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
-        self.idle: dict[int, None] = {}
-        """Places of empty segments that wait until somebody needs them, in the order in which they emptied."""
+        self.now, self.idle = 0.0, dict[int, float]()
+        """Places of empty segments that wait until somebody needs them, in the order in which they emptied: since when."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
@@ -105,9 +105,9 @@ class Pages:
 
     def class_of(self, lengths: Column) -> Ids:
         """Bytes of the page that a block of each length takes, slot overhead included."""
-        values = np.asarray(kinds(lengths), np.int64)
-        sizes = [size_class(value) + self.spec.slot_overhead_bytes for value in values.tolist()]
-        return np.asarray(sizes, np.int64)[np.searchsorted(values, lengths)]
+        values = kinds(lengths)
+        sizes = np.asarray([size_class(value) + self.spec.slot_overhead_bytes for value in values], np.int64)
+        return sizes.repeat(len(lengths)) if len(sizes) == 1 else sizes[np.searchsorted(values, lengths)]
 
     def put_bytes(self, lengths: Column) -> Ids:
         """Bytes of what a block of each length takes while it is put: its page, and where puts are sealed another one."""
@@ -175,9 +175,9 @@ class Pages:
         while self.quarantined_bytes > self.quarantine_bytes:
             self._acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
 
-    def reclaim(self) -> bool:
-        """Vacates the place of an idle segment, or of one that holds nothing but quarantined pages, if they are no more than half of it. False: there is none."""
-        if self.idle:
+    def reclaim(self, *, idle_s: float) -> bool:
+        """Vacates the place of a segment that has been idle for so long, or of one that holds nothing but quarantined pages, if they are no more than half of it. False: there is none."""
+        if self.idle and next(iter(self.idle.values())) <= self.now - idle_s:
             self._vacate(next(iter(self.idle)))
             return True
         for place, segment in enumerate(self.segments):
@@ -186,10 +186,14 @@ class Pages:
                 pages = [page for page in self.quarantine if self.place[page] == place]
                 self._spots[place] = [self.quarantine[page] for page in pages]
                 self._acquit(pages)
-                if place in self.idle:
-                    self._vacate(place)
+                self.vacate_idle(place)
                 return True
         return False
+
+    def vacate_idle(self, place: int) -> None:
+        """Vacates a place if it is idle."""
+        if place in self.idle:
+            self._vacate(place)
 
     def is_mostly_bad(self, place: int) -> bool:
         """Whether more than half of a segment in use is quarantined."""
@@ -223,9 +227,9 @@ class Pages:
             if state >= PageState.RETIRING:
                 np.add.at(self._retiring if state == PageState.RETIRING else self._bad, self.place[pages], step)
 
-    def extents(self, pages: Ids) -> StructArray:
-        """EXTENT of each page; all zero with page -1 where a page is negative."""
-        out = np.zeros(len(pages), EXTENT)
+    def extents(self, pages: Ids, out: StructArray | None = None) -> StructArray:
+        """EXTENT of each page; all zero with page -1 where a page is negative. out: zeros to write to."""
+        out = np.zeros(len(pages), EXTENT) if out is None else out
         out["tier"] = self.position
         is_there = pages >= 0
         if not every(is_there):
@@ -283,10 +287,6 @@ class Pages:
         """Whether a segment of the class could have page ids: those of an ended one, or new ones."""
         count = self.spec.segment_bytes // class_bytes
         return bool(self._runs.get(count)) or self.top + count <= PAGE_LIMIT
-
-    def fits(self, class_bytes: int) -> bool:
-        """Whether a segment can hold a page of the class at all."""
-        return class_bytes <= self.spec.segment_bytes
 
     def begin(self, key: Key, segment: int, domains: dict[int, int]) -> SegmentAssignment:
         """A vacant place (there must be one) begins a life. domains: of every live session."""
@@ -376,10 +376,9 @@ class Pages:
         """Sends segments without any page in use to the pool, those of living writers when it is wanted (after a restart; otherwise that happens as they empty)."""
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.spare == segment.pages:
+                self.idle[place] = self.now
                 if segment.key.writer in LIFELESS:
                     self._vacate(place)
-                else:
-                    self.idle[place] = None
 
     # -- inside
 
@@ -462,7 +461,7 @@ class Pages:
             self._reopen(place)
         elif segment.stays:
             self._reopen(place)
-            self.idle[place] = None
+            self.idle[place] = self.now
         else:
             self._vacate(place)
 

@@ -234,15 +234,6 @@ class ReservedAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPages:
-    """What of a reservation is still to be committed. indices: int64 [n] over all of it; extents: EXTENT [n]; metas: META [n], names as far as they are known."""
-
-    indices: Ids
-    extents: StructArray
-    metas: StructArray
-
-
-@dataclass(frozen=True, slots=True)
 class Committing:
     """Pages between begin_commit and finish_commit: written by the client, being hashed outside.
 

@@ -1,10 +1,9 @@
-"""Puts: reserve, begin_commit, finish_commit, abort.
+"""Puts: reserve, begin_commit, abort.
 
-Purpose: from named blocks to pages that one session may write, and from written pages to blocks that everybody finds. Non-purpose: room
-(room.py); hashing, and copying from staging pages, which happen outside between begin_commit and finish_commit.
+Purpose: from named blocks to pages that one session may write, and the beginning of their commit. Non-purpose: room (room.py); hashing, and copying from staging
+pages, which happen outside after begin_commit; the commit's end (commits.py).
 
-Invariants: nothing of a reservation can be found before its commit; the blocks of one commit become findable together or not at all; of
-several reservations of one name the first commit wins; a busy page is freed by its finish_commit only. In a tier with sealed puts a reserved block has two pages:
+Invariants: nothing of a reservation can be found before its commit; a busy page is freed by the end of its commit only. In a tier with sealed puts a reserved block has two pages:
 the one that it will lie in, which the daemon alone may write, and a staging page, which the session writes and which is free again when the block is published or given up.
 """
 
@@ -15,18 +14,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from tierd.core.blocks import Names, hash_rows, names_of, words
+from tierd.core.aside import Aside
+from tierd.core.blocks import Names, hash_rows, words
 from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
-from tierd.core.gets import Gets
-from tierd.core.leases import BUSY, GONE, OPEN, Commit, Reservation, Session, Sessions
-from tierd.core.meta import new_meta, picked
+from tierd.core.leases import BUSY, OPEN, Commit, Reservation, Session, Sessions
+from tierd.core.meta import new_meta
 from tierd.core.model import (
     COMMIT_BLOCK,
     EXTENT,
-    NO_PAGE,
     ROOT,
-    UNVERIFIED,
     BlockStatus,
     Reason,
     StructArray,
@@ -34,23 +31,19 @@ from tierd.core.model import (
 )
 from tierd.core.plan import (
     Bools,
-    Bytes,
     Codes,
-    Committed,
     Committing,
     Ids,
     Lengths,
-    OpenPages,
     PutQuery,
     Reserved,
     ReservedAhead,
 )
 from tierd.core.planner import Planner, Where
-from tierd.core.said import Said, keep_said
 from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, every, in_order, kinds, some, true_rows
-from tierd.core.wish import wish_of
-from tierd.errors import InvalidArgument, NotFound
+from tierd.core.wish import wish_ahead, wish_of
+from tierd.errors import InvalidArgument
 
 AHEAD_SHARE = 8
 """One part in so many of a kind of tier is at most reserved for puts that may come."""
@@ -59,8 +52,9 @@ AHEAD_SHARE = 8
 class Puts:
     """See the module. dead: namespaces that were forgotten."""
 
-    def __init__(self, planner: Planner, sessions: Sessions, gets: Gets) -> None:
-        self._planner, self._index, self._sessions, self._gets = planner, planner.index, sessions, gets
+    def __init__(self, planner: Planner, sessions: Sessions, aside: Aside) -> None:
+        self._planner, self._index, self._sessions, self._aside = planner, planner.index, sessions, aside
+        self._extents = aside.extents
         self.dead: set[int] = set()
 
     # -- reserve
@@ -73,13 +67,13 @@ class Puts:
         if self.dead:
             statuses[among(wish.namespaces, list(self.dead))] = BlockStatus.REJECTED
         ids = self._known(wish)
-        where = self._nearest(ids)
+        where = self._aside.nearest(ids)
         exists = where.pages >= 0
         statuses[exists] = BlockStatus.EXISTS
-        self._say(np.where(exists, ids, -1), wish.said, now)
-        query = np.repeat(np.arange(len(groups)), [len(group.blocks) for group in groups])
+        self._aside.say(np.where(exists, ids, -1), wish.said, now)
+        counts = [len(group.blocks) for group in groups]
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
-        self._give(wish, statuses=statuses, query=query, kind=kind, draft=draft)
+        self._give(wish, statuses=statuses, counts=counts, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         statuses[given] = BlockStatus.RESERVED
@@ -88,11 +82,14 @@ class Puts:
             Where(np.where(given, wish.tiers, where.tiers), np.where(given, wish.written, where.pages))
         )
         number = self._keep(holder, wish) if some(given) else 0
-        spans = _spans([len(group.blocks) for group in groups])
+        spans = _spans(counts)
         return Reserved(number, [statuses[span] for span in spans], [extents[span] for span in spans], draft.plan())
 
     def reserve_ahead(self, session: int, *, group: PutQuery, puts: int, kind: Wanted, now: float) -> ReservedAhead:
-        """A reservation of private pages for each of some puts that may come, as many as there is room for and all such pages stay a small part of the tiers."""
+        """A reservation of private pages for each of some puts that may come, as many as there is room for and all such pages stay a small part of the tiers.
+
+        What the session brought last leaves for none of them: nobody had the time to ask for it, and the next put is likely to continue it.
+        """
         holder, draft, numbers, count = self._sessions.get(session), Draft(now), list[int](), len(group.blocks)
         if np.count_nonzero(group.blocks["hash"]):
             raise InvalidArgument("groups[0].blocks: named; ask for private pages, the commit names them")
@@ -100,15 +97,23 @@ class Puts:
         puts = min(puts, self._ahead_bytes_left(kind) // each) if each and group.namespace not in self.dead else 0
         if puts <= 0:
             return ReservedAhead(numbers, np.zeros((0, count), EXTENT), draft.plan())
-        wish = wish_of([group] * puts, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
+        time_s = self._index.blocks.unix_s + now
+        wish = wish_ahead(group, puts=puts, session=session, domain=holder.domain, time_s=time_s)
         statuses = np.full(puts * count, BlockStatus.NO_ROOM, np.uint16)
-        self._give(wish, statuses=statuses, query=np.repeat(np.arange(puts), count), kind=kind, draft=draft)
+        guarded = self._planner.guard(in_order(holder.brought))
+        self._give(wish, statuses=statuses, counts=[count] * puts, kind=kind, draft=draft)
+        self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         wish.state[given] = OPEN
-        whole = np.all(given.reshape(puts, count), axis=1)
-        extents = self._extents(Where(wish.tiers, wish.written)).reshape(puts, count)[whole]
-        put_bytes = self._put_bytes(wish).reshape(puts, count).sum(axis=1)
-        for rows, is_whole, its_bytes in zip(_spans([count] * puts), whole.tolist(), put_bytes.tolist(), strict=True):
+        extents = draft.sole_reserved(wish.pages)
+        if extents is None:  # where it writes others, or not all have some
+            extents = self._extents(Where(wish.tiers, wish.written))
+        extents = extents.reshape(puts, count)
+        whole = np.asarray(given.reshape(puts, count).all(axis=1), bool)
+        extents = extents if every(whole) else extents[whole]
+        is_sure = len(self._index.writable(kind)) == 1  # in which tier they lie
+        put_bytes = [each] * puts if is_sure else self._put_bytes(wish).reshape(puts, count).sum(axis=1).tolist()
+        for rows, is_whole, its_bytes in zip(_spans([count] * puts), whole.tolist(), put_bytes, strict=True):
             part = wish.part(rows)
             number = self._keep(holder, part)
             if is_whole:
@@ -117,12 +122,6 @@ class Puts:
             else:
                 self.abort(holder, number, reason=Reason.ABORTED, draft=draft)
         return ReservedAhead(numbers, extents, draft.plan())
-
-    def take_ahead(self, session: int, reservation: int) -> None:
-        """The put has come that a reservation was made ahead for."""
-        held = self._sessions.get(session).reservations.get(reservation)
-        if held is not None:
-            self._sessions.set_ahead(held, 0)
 
     def _known(self, wish: Reservation) -> Ids:
         """The blocks that it names; -1: not known, or private."""
@@ -148,20 +147,17 @@ class Puts:
         capacity = sum(self._index.tiers[tier].spec.capacity_bytes for tier in self._index.writable(kind))
         return max(0, capacity // AHEAD_SHARE - self._sessions.ahead_bytes)
 
-    def _say(self, ids: Ids, said: Said, now: float) -> None:
-        """What a put says of blocks that are held already (-1: are not), its first block first."""
-        rows = true_rows((said.codes > 0) & (ids >= 0))[::-1]
-        if len(rows):
-            self._index.say(ids[rows], said.at(rows), now)
-
-    def _give(self, wish: Reservation, *, statuses: Codes, query: Ids, kind: Wanted, draft: Draft) -> None:
-        """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more."""
+    def _give(self, wish: Reservation, *, statuses: Codes, counts: Sequence[int], kind: Wanted, draft: Draft) -> None:
+        """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more. counts: of blocks in each query."""
         serving, holder = self._index.writable(kind), self._sessions.get(wish.session)
         if not serving:
             return
+        free = statuses == BlockStatus.NO_ROOM
+        if len(serving) == 1 and every(free) and self._give_alike(wish, serving[0], draft):
+            return
+        query = np.repeat(np.arange(len(counts)), counts)
         tiers = _striped(wish, serving)
         classes = np.zeros(len(tiers), np.int64)
-        free = statuses == BlockStatus.NO_ROOM
         fits = free.copy()
         for tier in kinds(tiers):
             rows = true_rows((tiers == tier) & free)
@@ -174,9 +170,24 @@ class Puts:
             at = rows[part]
             wish.tiers[at] = tiers[at]
             self._set_aside(wish, at, int(classes[at[0]]), draft)
-        self._take_back(wish, _after_first(free & (wish.pages < 0), query), Reason.ABORTED, draft)
+        self._aside.take_back(wish, _after_first(free & (wish.pages < 0), query), Reason.ABORTED, draft)
         for tier in kinds(tiers):
             self._sessions.reserve(holder, tier, wish.pages_in(tier, true_rows(wish.pages >= 0)), step=1)
+
+    def _give_alike(self, wish: Reservation, tier: int, draft: Draft) -> bool:
+        """As `_give`, in fewer steps, all of a wish for blocks of one length in one tier. False, and nothing was done, where it is for others, or the share is too small."""
+        pages_of, holder, count = self._index.tiers[tier], self._sessions.get(wish.session), len(wish.lengths)
+        if not count or not every(wish.lengths == wish.lengths[0]):
+            return False
+        each = int(pages_of.put_bytes(wish.lengths[:1])[0])
+        if count * each > self._sessions.room_bytes(holder, tier):
+            return False
+        wish.tiers[:] = tier
+        self._set_aside(wish, np.arange(count), each >> pages_of.spec.sealed_puts, draft)
+        if some(missing := wish.pages < 0):
+            count -= int(np.count_nonzero(missing))
+        holder.reserved_bytes[tier] += count * each
+        return True
 
     def _set_aside(self, wish: Reservation, at: Ids, class_bytes: int, draft: Draft) -> None:
         """Pages for rows of one tier and class, as far as there is room."""
@@ -201,7 +212,7 @@ class Puts:
         own = key._replace(writer=self._index.tiers[tier].spec.own_writer)
         pages = self._reserved(tier, own, wish.lengths[at[: len(staging)]], draft)
         wish.pages[at[: len(pages)]] = pages
-        self._unstage(wish, at[len(pages) :], Reason.ABORTED, draft)
+        self._aside.unstage(wish, at[len(pages) :], Reason.ABORTED, draft)
         return len(pages)
 
     def _reserved(self, tier: int, key: Key, lengths: Lengths, draft: Draft) -> Ids:
@@ -229,17 +240,9 @@ class Puts:
 
     # -- commit
 
-    def open_pages(self, session: int, *, reservation: int) -> OpenPages:
-        """Which rows are still open and lie where the session writes them, where that is, and what is known of them."""
-        held = self._held(session, reservation)
-        rows = true_rows((held.state == OPEN) & (held.staging < 0))
-        at = held.place(rows)
-        extents = self._extents(Where(held.tiers[at], held.pages[at]))
-        return OpenPages(rows, extents, _metas(held, at, extents))
-
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None) -> Committing:
         """Marks rows busy and names them."""
-        held = self._held(session, reservation)
+        held = self._sessions.reservation(session, reservation)
         rows = held.rows(OPEN) if blocks is None else _named_rows(held, blocks)
         at = held.place(rows)
         if blocks is None:
@@ -265,115 +268,6 @@ class Puts:
             staging=self._extents(Where(held.tiers[at], held.staging[at])),
         )
 
-    def _held(self, session: int, reservation: int) -> Reservation:
-        held = self._sessions.get(session).reservations.get(reservation)
-        if held is None:
-            raise NotFound(f"reservation {reservation}: session {session} has none; reserve again")
-        return held
-
-    def finish_commit(
-        self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
-    ) -> Committed:
-        """Publishes all, or none."""
-        commit = self._sessions.commits.get(committing.id)
-        if commit is None:
-            raise NotFound(f"commit {committing.id}: not under way; begin_commit gives one that is")
-        count = len(commit.rows)
-        if digests.shape != (count, 16) or ok.shape != (count,):
-            raise InvalidArgument(
-                f"commit {commit.id}: digests {digests.shape}, ok {ok.shape} for {count} blocks; give one each"
-            )
-        del self._sessions.commits[commit.id]
-        draft, held = Draft(now), commit.reservation
-        where = Where(held.tiers[commit.rows], held.pages[commit.rows])
-        statuses = np.full(count, BlockStatus.FAILED, np.uint16)
-        ids = np.full(count, -1, np.int64)
-        if every(ok) and not (self.dead and self.dead & set(held.namespaces[commit.rows].tolist())):
-            commit.metas["digest"] = digests
-            ids = self._publish(commit, where, statuses, draft=draft)
-        self._close(commit, failed=some(ids < 0), keep_open=keep_open, draft=draft)
-        is_own = every(statuses == BlockStatus.READY)
-        found = where if is_own else self._nearest(ids, besides=kinds(where.tiers))
-        number = self._lease(held, found, ids, now) if lease and count else 0
-        return Committed(statuses, self._extents(found), ids, commit.metas, number, draft.plan())
-
-    def _publish(self, commit: Commit, where: Where, statuses: Codes, *, draft: Draft) -> Ids:
-        """New names get their pages; the ids of all names.
-
-        A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first.
-        """
-        metas = commit.metas
-        names = self._index.blocks.keyed(names_of(metas))
-        known = self._index.blocks.find(names)
-        new, is_known = names.firsts(), known >= 0
-        if some(is_known):
-            new &= self._nearest(known).pages < 0
-        rows = true_rows(new)
-        if some(is_known):
-            self._make_way(known[rows], where.at(rows), metas["digest"][rows], draft)
-            self._say(known, Said.of_metas(metas), draft.now)
-            keep_said(self._index.blocks, known, metas, self._index.blocks.unix_s + draft.now)
-        none = known[rows] if not some(is_known[rows]) else None
-        added, its = picked(metas, rows), names if len(rows) == len(metas) else names.at(rows)
-        known[rows] = ids = self._index.blocks.add(added, draft.now, known=none, names=its)
-        self._index.link(ids, added["parent"], draft.now)
-        self._index.say_before(ids, draft.now)
-        if self._index.listener is not None:
-            self._index.listener.stored(ids, draft.now)
-        for part in runs(where.tiers[rows]):
-            tier, pages = int(where.tiers[rows[part[0]]]), where.pages[rows[part]]
-            if self._index.tiers[tier].spec.writer_owned and not self._index.tiers[tier].spec.sealed_puts:
-                self._index.tiers[tier].flags[pages] = UNVERIFIED
-            self._index.attach(tier, pages[::-1], ids[part][::-1], draft.now)
-            self._index.publish(tier, pages)
-        self._index.note_use(ids[::-1], draft.now)
-        before = self._index.blocks.ancestors(ids)
-        for tier in self._index.serving():
-            self._index.touch(tier, before, draft.now)
-        self._count_off(commit.reservation, commit.rows[rows])
-        self._unstage(commit.reservation, commit.rows[rows], Reason.SEALED, draft)
-        commit.reservation.state[commit.rows[rows]] = GONE
-        statuses[:] = np.where(new, BlockStatus.READY, BlockStatus.EXISTS)
-        if len(again := true_rows(~new)):  # names that came twice, of which what made way may have had another id
-            known[again] = self._index.blocks.find(names.at(again))
-        return known
-
-    def _make_way(self, ids: Ids, where: Where, digests: Bytes, draft: Draft) -> None:
-        """Pages of those blocks that nobody can read now (tier out of service, transfer under way) go if they are in the way or differ."""
-        same = (self._index.blocks.digest[ids] == words(digests)).all(axis=1)
-        for tier in range(len(self._index.tiers)):
-            pages = self._index.attached(tier, ids)
-            pages = pages[(pages >= 0) & (~same | (where.tiers == tier))]
-            if len(pages):
-                self._index.doom(tier, pages, Reason.DUPLICATE, draft)
-
-    def _close(self, commit: Commit, *, failed: bool, keep_open: bool, draft: Draft) -> None:
-        """What of the reservation is not published stays open, or is freed."""
-        held = commit.reservation
-        busy = np.zeros(len(held.state), bool)
-        busy[commit.rows] = held.state[commit.rows] == BUSY
-        if failed and keep_open and not held.closing:
-            held.state[busy] = OPEN
-        else:
-            self._take_back(held, busy, Reason.FAILED if failed else Reason.DUPLICATE, draft)
-        if not keep_open:
-            held.closing = True
-            self._take_back(held, held.state == OPEN, Reason.ABORTED, draft)
-        holder = self._sessions.open.get(held.session)
-        if holder is not None and (held.closing or every(held.state == GONE)):
-            holder.reservations.pop(held.id, None)
-
-    def _lease(self, held: Reservation, where: Where, ids: Ids, now: float) -> int:
-        """A lease on what was committed, if its session lives and all of it can be held and mapped."""
-        holder = self._sessions.open.get(held.session)
-        if holder is None or (where.pages < 0).any():
-            return 0
-        tiers = kinds(where.tiers)
-        if not all(self._index.tiers[tier].spec.writer_owned for tier in tiers):
-            return 0  # a block existed on a store alone, which nobody can map
-        kind = self._index.tiers[int(where.tiers[0])].spec.kind
-        return self._gets.hold(holder, kind=kind, where=where, blocks=ids)
-
     # -- ends
 
     def abort(self, holder: Session, reservation: int, *, reason: Reason, draft: Draft) -> None:
@@ -382,58 +276,9 @@ class Puts:
         if held is not None:
             self._sessions.set_ahead(held, 0)
             held.closing = True
-            self._take_back(held, held.state == OPEN, reason, draft)
+            self._aside.take_back(held, held.state == OPEN, reason, draft)
 
     # -- inside
-
-    def _take_back(self, held: Reservation, rows: Bools, reason: Reason, draft: Draft) -> None:
-        """reserved -> free for rows that have a page."""
-        at = true_rows(rows & (held.pages >= 0))
-        if len(at) == 0:
-            return
-        self._count_off(held, at)
-        self._unstage(held, at, reason, draft)
-        for part in runs(held.tiers[at]):
-            self._index.discard(int(held.tiers[at[part[0]]]), held.pages[at[part]], reason, draft)
-        held.state[at] = GONE
-        held.pages[at] = NO_PAGE
-
-    def _unstage(self, held: Reservation, rows: Ids, reason: Reason, draft: Draft) -> None:
-        """reserved -> free for the staging pages of rows. SEALED: what was written to them is published, so their memory can be had, and stays the writer's."""
-        at = rows[held.staging[rows] >= 0]
-        for part in runs(held.tiers[at]):
-            tier, pages = int(held.tiers[at[part[0]]]), held.staging[at[part]]
-            if reason is Reason.SEALED:
-                self._index.tiers[tier].prove(pages)
-            self._index.discard(tier, pages, reason, draft)
-        held.staging[at] = NO_PAGE
-
-    def _count_off(self, held: Reservation, rows: Ids) -> None:
-        holder = self._sessions.open.get(held.session)
-        if holder is None or held.id == 0:
-            return
-        for tier in kinds(held.tiers[rows]):
-            self._sessions.reserve(holder, tier, held.pages_in(tier, rows), step=-1)
-
-    def _nearest(self, ids: Ids, *, besides: Sequence[int] = ()) -> Where:
-        """The nearest readable page of each block in any tier in service; of what is in none, its page in the tiers besides."""
-        serving = self._index.serving()
-        tiers = self._index.nearest(ids, [*serving, *(t for t in besides if t not in serving)]).astype(np.int64)
-        pages = np.full(len(ids), NO_PAGE, np.int64)
-        for tier in kinds(tiers[tiers >= 0]):
-            pages[tiers == tier] = self._index.attached(tier, ids[tiers == tier])
-        return Where(tiers, pages)
-
-    def _extents(self, where: Where) -> StructArray:
-        tiers = kinds(where.tiers[where.pages >= 0])
-        if len(tiers) == 1:
-            return self._index.tiers[tiers[0]].extents(where.pages)
-        out = np.zeros(len(where.pages), EXTENT)
-        out["page"] = NO_PAGE
-        for tier in tiers:
-            here = (where.tiers == tier) & (where.pages >= 0)
-            out[here] = self._index.tiers[tier].extents(where.pages[here])
-        return out
 
     def _shorten(self, held: Reservation, rows: Ids, lengths: Lengths) -> None:
         if every(held.lengths[rows] == lengths):

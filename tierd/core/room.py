@@ -2,10 +2,11 @@
 
 Purpose: which page is given, and what leaves for it. Non-purpose: what the page is for. In this order:
 1. a free page of a segment of the right key (domain, class, writer);
-2. a vacant place begins a life as such a segment;
+2. a vacant place begins a life as such a segment, or one whose segment is empty; with sealed puts only if it has been for STAY_S;
 3. the coldest blocks are dropped if their pages have the right key, even if others are a little colder: those within as many victims
    as one segment would take are as good;
-4. else the segment that holds most of those victims is emptied whole and begins a new life; one in which something is held is passed over.
+4. else the segment that holds most of those victims is emptied whole and begins a new life; one in which something is held is passed over;
+5. with sealed puts one that is empty only since then: who puts in a row finds what he wrote to before, and no new file is made for what is sealed.
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
 Coldest first, but children before their parents: a candidate that still has children in the tier waits for them. Only when everything
@@ -21,13 +22,16 @@ import numpy as np
 
 from tierd.core.admission import Verdict
 from tierd.core.draft import Draft, no_ids
+from tierd.core.exchange import is_exchangeable
 from tierd.core.index import Index
 from tierd.core.model import PageState, Reason
 from tierd.core.pages import SEGMENT_LIMIT
 from tierd.core.plan import Bools, Ids
 from tierd.core.segment import Key
-from tierd.core.sets import among, distinct, true_rows
+from tierd.core.sets import among, every, kinds, some, true_rows
 
+STAY_S = 1.0
+"""As long as two puts count as in a row."""
 MOST_REACH = 4096
 """How many of the coldest are looked at, at first, for blocks of the right key before a whole segment of another is given up."""
 
@@ -44,15 +48,20 @@ class Room:
         """Up to `count` pages of the key, reserved."""
         self._index.pass_time(draft.now)
         pages_of = self._index.tiers[tier]
-        if not (pages_of.serving and pages_of.writable and pages_of.fits(key.class_bytes)):
+        if not (pages_of.serving and pages_of.writable) or key.class_bytes > pages_of.spec.segment_bytes:
             return no_ids()
         count = min(count, self._index.generations_left)
         got = [self._index.set_aside(tier, key, count)]
         missing = count - len(got[0])
-        while missing and (self._begin(tier, key, draft) or self._give_up(tier, key, missing, draft)):
-            got.append(self._index.set_aside(tier, key, missing))
+        stay_s = STAY_S if pages_of.spec.sealed_puts else 0.0
+        while missing:
+            has_begun = self._begin(tier, key, draft, idle_s=stay_s)
+            pages = no_ids() if has_begun else self._give_up(tier, key, missing, draft)
+            if pages is None and not (stay_s and self._begin(tier, key, draft, idle_s=0.0)):
+                break
+            got.append(pages if pages is not None and len(pages) else self._index.set_aside(tier, key, missing))
             missing -= len(got[-1])
-        return np.concatenate(got)
+        return np.concatenate(got) if len(got) > 1 else got[0]
 
     def coldest(self, tier: int, count: int, *, leaves: int = 1) -> Ids:
         """Up to `count` blocks that may leave now, in the order in which they should.
@@ -90,33 +99,27 @@ class Room:
         What stays farther is touched there, as what is written there is tracked: so a chain that leaves piece by piece, one way or the
         other, is in one order there, and loses its tail first.
         """
-        # What stays nearer is not written here again before a use: two full tiers would hand each other the same blocks for ever.
-        nearer = [
-            t for t in self._index.serving() if self._index.tiers[t].spec.kind < self._index.tiers[tier].spec.kind
-        ]
-        self._index.blocks.declined[blocks[self._index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
-        kept = self.is_farther(tier, blocks)
-        if kept.any():
-            for farther in self._farther(tier):
-                self._index.touch(farther, blocks[kept], draft.now)
+        kept = self._say_farewell(tier, blocks, draft)
         for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
             if len(those):
-                self._index.evictions[tier] += len(those)
                 self._index.vacate(tier, self._index.attached(tier, those), reason, draft)
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
         """Which blocks can be read in a farther kind of tier."""
-        return np.asarray(self._index.nearest(blocks, self._farther(tier)) >= 0, bool)
+        farther = self._farther(tier)
+        return np.asarray(self._index.nearest(blocks, farther) >= 0, bool) if farther else np.zeros(len(blocks), bool)
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
         """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""
         blocks = self._index.blocks
         children = self._index.children[tier][victims]
         strict = (children > 0) & ~blocks.lax[victims]
-        if not strict.any():
+        if not some(strict):
             return victims
-        order, rows = np.argsort(victims), np.arange(len(victims))
         parents = blocks.parent[victims]
+        if not strict[0] and every(((parents[:-1] == victims[1:]) & (children[1:] == 1)) | ~strict[1:]):
+            return victims  # each comes right after its only child, as a policy that goes by uses has them
+        order, rows = np.argsort(victims), np.arange(len(victims))
         at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
         kin = victims[at] == parents
         waits = np.append(strict & (np.bincount(at[kin], minlength=len(victims)) != children), True)
@@ -132,9 +135,9 @@ class Room:
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
         places = self._places(tier, victims)
-        used = distinct(places)
-        right = np.asarray([self._index.tiers[tier].key_of(place) == key for place in used.tolist()], bool)
-        return right[np.searchsorted(used, places)]
+        used = kinds(places)
+        right = np.asarray([self._index.tiers[tier].key_of(place) == key for place in used], bool)
+        return np.ones(len(places), bool) if every(right) else right[np.searchsorted(used, places)]
 
     def is_beside(self, tier: int, victims: Ids, block: int) -> Bools:
         """Which of the victims lie in the same segment as the block."""
@@ -158,34 +161,60 @@ class Room:
             good = len(path) if above in cold else good
         return np.asarray(path[:good], np.int64)
 
-    def _begin(self, tier: int, key: Key, draft: Draft) -> bool:
-        """A vacant place begins a life, or one that holds little but what is quarantined. False: there is none."""
+    def _begin(self, tier: int, key: Key, draft: Draft, *, idle_s: float) -> bool:
+        """A vacant place begins a life, or one that has been empty for so long, or holds little but what is quarantined. False: there is none."""
         pages_of = self._index.tiers[tier]
-        if not ((pages_of.vacant or pages_of.reclaim()) and self._has_ids(tier, key)):
+        if not ((pages_of.vacant or pages_of.reclaim(idle_s=idle_s)) and self._has_ids(tier, key)):
             return False
         draft.begin(pages_of.begin(key, self.next_segment, dict(self._domains)))
         self.next_segment += 1
         return True
 
-    def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
-        """Drops up to `count` cold blocks of the key, or empties one segment. False: nothing may leave."""
+    def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> Ids | None:
+        """Drops up to `count` cold blocks of the key, or empties one segment. The pages that the key has got by it already, reserved: not all. None: nothing may leave."""
         pages_of = self._index.tiers[tier]
         victims = self.coldest(tier, count)
         right = self.is_right(tier, victims, key)
-        if right[:1].all() and len(victims):
-            self.drop(tier, victims[: int(np.argmin(np.append(right, False)))], draft)
-            return True
+        if len(victims) and right[0]:
+            return self._exchange(tier, victims if every(right) else victims[: int(np.argmin(right))], draft)
         reach = min(max(count, pages_of.spec.segment_bytes // key.class_bytes), MOST_REACH)
         leaves = 1
         while True:
             victims = self.coldest(tier, reach, leaves=leaves)
             if self._empty_colder(tier, victims, key, draft) or self._drop_right(tier, victims, key, count, draft):
-                return True
+                return no_ids()
             if self._empty_coldest(tier, victims, key, draft):
-                return True
+                return no_ids()
             if leaves >= self._index.going[tier]:
-                return False
+                return None
             reach = leaves = 2 * reach
+
+    def _exchange(self, tier: int, victims: Ids, draft: Draft) -> Ids:
+        """Drops victims that lie in segments of one key, which has no free page. Their pages, reserved for the key; none where it has to take what there is then."""
+        pages_of, pages = self._index.tiers[tier], self._index.attached(tier, victims)
+        if not is_exchangeable(pages_of, pages):
+            self.drop(tier, victims, draft)
+            return no_ids()
+        kept = self._say_farewell(tier, victims, draft)
+        if some(kept) and not every(kept):  # first what is held farther away, as in `drop`
+            order = np.argsort(~kept, kind="stable")
+            pages, kept = pages[order], kept[order]
+        reasons = np.where(kept, int(Reason.DEMOTED), int(Reason.EVICTED))
+        return self._index.exchange(tier, pages, reasons, draft)
+
+    def _say_farewell(self, tier: int, blocks: Ids, draft: Draft) -> Bools:
+        """Before blocks are dropped: other tiers hear of it. Which can be read farther away."""
+        index = self._index
+        # What stays nearer is not written here again before a use: two full tiers would hand each other the same blocks for ever.
+        nearer = [t for t in index.serving() if index.tiers[t].spec.kind < index.tiers[tier].spec.kind]
+        if nearer:
+            index.blocks.declined[blocks[index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
+        kept = self.is_farther(tier, blocks)
+        if some(kept):
+            for farther in self._farther(tier):
+                index.touch(farther, blocks[kept], draft.now)
+        index.evictions[tier] += len(blocks)
+        return kept
 
     def _empty_colder(self, tier: int, victims: Ids, key: Key, draft: Draft) -> bool:
         """Empties a segment of another key of which half or more is colder than whatever the key has. False: there is none."""
@@ -235,6 +264,7 @@ class Room:
         if is_held or pages_of.is_mostly_bad(place):
             return False
         self.drop(tier, blocks, draft)
+        pages_of.vacate_idle(place)
         return True
 
 

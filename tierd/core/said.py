@@ -18,7 +18,7 @@ from tierd.core.blocks import Blocks
 from tierd.core.draft import no_ids
 from tierd.core.model import PRIORITY_DEFAULT, StructArray
 from tierd.core.plan import Bools, Bytes, Ids, Lengths
-from tierd.core.sets import in_order
+from tierd.core.sets import in_order, some
 
 _LAST_S = (1 << 32) - 1
 _RANK_BITS = 32
@@ -101,9 +101,10 @@ def keep_said(blocks: Blocks, ids: Ids, metas: StructArray, time_s: float) -> No
 
 def raise_before(blocks: Blocks, ids: Ids, time_s: float) -> Ids:
     """Says of the blocks before these what is said of them, where that is more. Those that have another word now, nearest first."""
-    ids = ids[blocks.priority[ids] > 0]
-    if not len(ids):
+    said = blocks.priority[ids] > 0
+    if not some(said):
         return no_ids()
+    ids = ids[said]
     ids = ids[(blocks.parent[ids] >= 0) & ~blocks.lax[ids] & Said.of_blocks(blocks, ids).hold(time_s)]
     ranks = Said.of_blocks(blocks, ids).ranks(time_s)
     less = ranks > Said.of_blocks(blocks, blocks.parent[ids].astype(np.int64)).ranks(time_s)

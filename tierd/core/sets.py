@@ -50,6 +50,18 @@ def distinct(values: Numbers) -> Numbers:
     return values[starts(values)]
 
 
+def tally(values: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
+    """Each once, ascending, and how often it is there."""
+    if len(values) < 2 or every(values[1:] > values[:-1]):
+        return values, np.ones(len(values), np.int64)
+    values = np.sort(values)
+    firsts = starts(values)
+    counts = np.empty(len(firsts), np.int64)
+    np.subtract(firsts[1:], firsts[:-1], out=counts[:-1])
+    counts[-1] = len(values) - firsts[-1]
+    return values[firsts], counts
+
+
 def kinds(values: Numbers) -> list[int]:
     """Each once, ascending, where there are hardly any that differ: tiers, say."""
     if len(values) == 0:

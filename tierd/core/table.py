@@ -13,6 +13,7 @@ after a 0 is another; at most 3 in 4 slots of the array that takes inserts are n
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ Keys = NDArray[np.uint64]
 Same = Callable[[Ids, Ids], NDArray[np.bool_]]
 """(rows of the question, candidate ids) -> whether they are the same in full."""
 
-WIDTH = 8
+WIDTH_BITS = 3
+WIDTH = 1 << WIDTH_BITS
 """Slots of a bucket."""
 LEAST_SLOTS = 1024
 FULL = 3 / 4
@@ -39,6 +41,22 @@ _ID_BITS = np.uint64(31)
 _ID = np.uint64((1 << 31) - 1)
 _TAG = ~_ID
 _REMOVED = np.uint64(1 << 63)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """A question: tags and out (the ids found, -1 yet) of all its rows."""
+
+    tags: Keys
+    same: Same
+    out: Ids
+
+    def note(self, rows: Ids, which: Ids, ids: Ids, on: NDArray[np.bool_]) -> None:
+        """Of the rows looked at, `which` have these candidates. Those that are the same in full are found, and look no further."""
+        hit = self.same(rows.take(which), ids)
+        found = which[hit]
+        self.out[rows[found]] = ids[hit]
+        on[found] = False
 
 
 class _Slots:
@@ -71,31 +89,51 @@ class _Slots:
             at = (at + step * ~is_open) & self.mask
             marks, at, step = marks[~won], at[~won], step[~won]
 
-    def find(self, keys: Keys, same: Same, rows: Ids, out: Ids) -> None:
-        """Writes the ids of these rows."""
-        tags = keys.take(rows) & _TAG
+    def find(self, keys: Keys, same: Same) -> Ids:
+        """The ids, -1 for what is not here. As a rule all are in their home buckets, and none twice: that takes the fewest steps."""
+        tags = keys & _TAG
         at = self.homes(tags)
-        step = 0
+        there = self._candidates(at, tags)
+        flat = there.ravel()
+        likely = true_rows(flat < _ID)
+        ids, which = flat.take(likely).astype(np.int64), likely >> WIDTH_BITS
+        if len(which) == len(keys) and every(same(which, ids)):  # no row twice: each is another name
+            return ids
+        search = _Search(tags, same, np.full(len(keys), -1, dtype=np.int64))
+        on = there[:, -1] + np.uint64(1) != tags
+        if len(which):
+            search.note(np.arange(len(keys)), which, ids, on)
+        rows = true_rows(on)
+        self._walk(search, rows, (at.take(rows) + 1) & self.mask, step=1)
+        return search.out
+
+    def find_more(self, keys: Keys, same: Same, rows: Ids, out: Ids) -> None:
+        """Writes the ids of these rows, if they are here."""
+        tags = keys & _TAG
+        self._walk(_Search(tags, same, out), rows, self.homes(tags.take(rows)), step=0)
+
+    def _walk(self, search: _Search, rows: Ids, at: Ids, *, step: int) -> None:
+        """From bucket to bucket, for those rows whose buckets so far were full; step: how many they were."""
+        tags = search.tags.take(rows)
         while len(rows):
             step += 1
-            there = self.words.take(at, axis=0)
-            on = there[:, -1] != 0
-            there ^= tags[:, None]
-            there -= np.uint64(1)  # what has the tag is its id now, all else is greater
+            there = self._candidates(at, tags)
+            on = there[:, -1] + np.uint64(1) != tags
             flat = there.ravel()
             likely = true_rows(flat < _ID)
             if len(likely):
-                ids, which = flat.take(likely).astype(np.int64), likely // WIDTH
-                hit = same(rows.take(which), ids)
-                if every(hit) and len(hit) == len(rows):  # as a rule, and none of them twice: each is another name
-                    out[rows.take(which)] = ids
-                    return
-                out[rows[which[hit]]] = ids[hit]
-                on[which[hit]] = False
+                search.note(rows, likely >> WIDTH_BITS, flat.take(likely).astype(np.int64), on)
             if not some(on):
                 return
             rows, tags = rows[on], tags[on]
             at = (at[on] + step) & self.mask
+
+    def _candidates(self, at: Ids, tags: Keys) -> Keys:
+        """The words of these buckets: what has the tag is its id now, all else is greater."""
+        there: Keys = self.words.take(at, axis=0)
+        there ^= tags[:, None]
+        there -= np.uint64(1)
+        return there
 
     def remove(self, marks: Keys) -> NDArray[np.bool_]:
         """Which of the words were here; they are no more."""
@@ -128,10 +166,9 @@ class Table:
 
     def find(self, keys: Keys, same: Same) -> Ids:
         """The id with each key for which `same` holds, else -1. Candidates have the upper 33 bits of the key."""
-        out = np.full(len(keys), -1, dtype=np.int64)
-        self._slots.find(keys, same, np.arange(len(keys)), out)
+        out = self._slots.find(keys, same)
         if self._old is not None:
-            self._old.find(keys, same, true_rows(out < 0), out)
+            self._old.find_more(keys, same, true_rows(out < 0), out)
         return out
 
     def insert(self, ids: Ids, keys: Keys) -> None:

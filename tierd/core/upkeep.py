@@ -56,8 +56,7 @@ class Upkeep:
             return
         if into != DAEMON and (into == session or self._sessions.get(into).domain != holder.domain):
             raise InvalidArgument(f"session {session}: cannot end into {into}: give another session of its domain")
-        for lease in list(holder.leases.values()):
-            self._gets.let_go(holder, lease, draft)
+        self._gets.let_go(holder, list(holder.leases.values()), draft)
         for reservation in list(holder.reservations):
             self._puts.abort(holder, reservation, reason=Reason.SESSION_ENDED, draft=draft)
         self._sessions.end(session)

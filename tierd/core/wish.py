@@ -38,6 +38,22 @@ def wish_of(groups: Sequence[PutQuery], *, session: int, domain: int, time_s: fl
     return wish
 
 
+def wish_ahead(group: PutQuery, *, puts: int, session: int, domain: int, time_s: float) -> Reservation:
+    """As of so many times the same query, which names no block."""
+    _check_put(0, group)
+    count = len(group.blocks)
+    wish = _blank(puts * count, session=session, domain=domain)
+    wish.namespaces[:] = group.namespace
+    wish.parent[::count] = np.frombuffer(group.parent, np.uint8)
+    wish.positions.reshape(puts, count)[:] = np.arange(group.position, group.position + count)
+    wish.tokens.reshape(puts, count)[:] = group.blocks["tokens"]
+    wish.lengths.reshape(puts, count)[:] = group.blocks["length"]
+    if group.priorities is not None:
+        said = said_by(group.priorities, group.retention_s, time_s=time_s)
+        wish.said.codes.reshape(puts, count)[:], wish.said.until_s.reshape(puts, count)[:] = said
+    return wish
+
+
 def _blank(count: int, *, session: int, domain: int) -> Reservation:
     return Reservation(
         id=0,

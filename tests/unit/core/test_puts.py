@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, TOKENS, Kit, chain, commit_blocks, group, tier
-from tierd.core.model import PUT_BLOCK, ROOT, UNVERIFIED, BlockStatus, Reason, TierKind
+from tierd.core.model import PUT_BLOCK, ROOT, UNVERIFIED, BlockStatus, Reason, StructArray, TierKind
 from tierd.core.plan import PutQuery
 from tierd.errors import InvalidArgument, NotFound
 
 MISS, READY, RESERVED, EXISTS, NO_ROOM, REJECTED, FAILED = (
     getattr(BlockStatus, name) for name in ("MISS", "READY", "RESERVED", "EXISTS", "NO_ROOM", "REJECTED", "FAILED")
 )
+
+
+def held(kit: Kit, names: StructArray) -> int:
+    return int((kit.ids(names) >= 0).sum())
 
 
 def statuses(reserved) -> list[int]:
@@ -362,7 +366,9 @@ def test_little_is_reserved_ahead() -> None:
     assert (len(first.reservations), len(second.reservations)) == (3, 1)
     assert kit.reserve_ahead(1, 2).reservations == []
     assert statuses(kit.reserve(chain("a", 3))) == [RESERVED] * 3
-    kit.core.take_ahead(1, first.reservations[0])
+    kit.core.begin_commit(
+        1, reservation=first.reservations[0], blocks=commit_blocks(chain("c", 2), range(2)), now=kit.tick()
+    )
     (third,) = kit.reserve_ahead(5, 2).reservations
     kit.took(kit.core.abort(1, reservation=third, now=kit.tick()))
     (fourth,) = kit.reserve_ahead(5, 2).reservations
@@ -370,7 +376,6 @@ def test_little_is_reserved_ahead() -> None:
     assert len(kit.reserve_ahead(5, 2).reservations) == 1
     kit.took(kit.core.end_session(2, now=kit.tick()))
     assert len(kit.reserve_ahead(5, 2).reservations) == 1
-    kit.core.take_ahead(1, 999)
 
 
 def test_what_is_reserved_ahead_counts_in_whole_pages() -> None:
@@ -395,6 +400,19 @@ def test_each_put_that_may_come_has_pages_of_its_own() -> None:
         )
         assert done.statuses.tolist() == [READY] * 2
     kit.core.check()
+
+
+def test_pages_ahead_cost_nobody_what_was_put_last() -> None:
+    """Where what is new is worth least, a session's last put is still there for who asks for it next, though its next put has its pages; only another session's may take it."""
+    kit = Kit(tier(HOST, 64, eviction="lfu"))
+    kit.core.open_session(2, domain=1)
+    kit.put(old := chain("old", 60))
+    kit.release(kit.acquire(group(old)).lease)
+    kit.put(new := chain("new", 4))
+    assert len(kit.reserve_ahead(1, 4).reservations) == 1
+    assert [held(kit, names) for names in (old, new)] == [56, 4]
+    assert len(kit.reserve_ahead(1, 4, session=2).reservations) == 1
+    assert [held(kit, names) for names in (old, new)] == [56, 0]
 
 
 def test_a_put_that_may_come_gets_all_its_pages_or_none() -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, commit_blocks, group, tier
 from tierd.core.model import SEALED, UNVERIFIED, BlockStatus, Reason
 from tierd.core.plan import Committing
+from tierd.core.room import STAY_S
 
 READY, EXISTS, NO_ROOM, RESERVED, FAILED = (
     BlockStatus.READY,
@@ -227,8 +228,37 @@ def test_the_memory_that_a_writer_has_mapped_stays_with_it() -> None:
     assert len(staged) == 1
 
 
-def test_nothing_is_hashed_ahead_of_what_is_staged() -> None:
-    """A reservation with staging pages has no page that could be hashed before its commit."""
-    kit = sealed()
-    reserved = kit.reserve(chain("a", 3))
-    assert len(kit.core.open_pages(1, reservation=reserved.reservation).indices) == 0
+def test_who_puts_in_a_row_writes_to_the_same_memory() -> None:
+    """With a full tier no put begins a segment: what was written to is written to again, and blocks displace blocks. When a session has put nothing for a
+    while, its memory is there for others' blocks."""
+    kit = sealed(32)
+    kit.core.open_session(2, domain=1)
+
+    def tick() -> float:
+        kit.now += STAY_S / 100
+        return kit.now
+
+    def begins(name: str) -> int:
+        reserved = kit.reserve(chain(name, 4))
+        return len(reserved.plan.segments) + len(kit.commit(reserved).plan.segments)
+
+    kit.tick = tick  # type: ignore[method-assign]
+    for number in range(12):
+        begins(f"fill {number}")
+    assert [begins(f"next {number}") for number in range(6)] == [0] * 6
+    (staging,) = [given.segment for given in kit.core.segments(0) if given.writer == 1]
+    kit.reserve(chain("soon", 2), session=2)
+    assert staging in {given.segment for given in kit.core.segments(0)}
+    kit.now += STAY_S
+    kit.reserve(chain("late", 4), session=2)
+    assert staging not in {given.segment for given in kit.core.segments(0)}
+
+
+def test_memory_that_somebody_just_wrote_to_is_given_up_where_nothing_else_may_leave() -> None:
+    """Where all blocks are held, another session gets what is empty, however lately it was used."""
+    kit, a = sealed(12), chain("a", 4)
+    kit.core.open_session(2, domain=1)
+    kit.tick = lambda: kit.now  # type: ignore[method-assign] # all at one time
+    kit.put(a)
+    kit.get(group(a))
+    assert kit.reserve(chain("b", 4), session=2).statuses[0].tolist() == [RESERVED] * 4

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.sets import MANY, among, distinct, in_order, kinds, span, starts
+from tierd.core.sets import MANY, among, distinct, in_order, kinds, span, starts, tally
 
 NUMBERS = st.lists(st.integers(-3, 12), max_size=40).map(lambda given: np.asarray(given, np.int64))
 
@@ -19,6 +19,8 @@ def test_each_once(values: np.ndarray) -> None:
     assert distinct(values).tolist() == ascending.tolist() == kinds(values)
     assert in_order(values).tolist() == list(dict.fromkeys(v for v in values.tolist() if v >= 0))
     assert starts(np.sort(values)).tolist() == np.unique(np.sort(values), return_index=True)[1].tolist()
+    each, counts = tally(values)
+    assert (each.tolist(), counts.tolist()) == tuple(found.tolist() for found in np.unique(values, return_counts=True))
     assert np.array_equal(values, before)
 
 

@@ -48,6 +48,16 @@ def test_equal_keys_are_told_apart_by_the_caller() -> None:
     assert np.array_equal(found, np.where(np.arange(100) % 2, np.arange(100), -1))
 
 
+def test_a_key_that_is_alike_in_part_leads_nowhere() -> None:
+    """Not one that shares its upper 33 bits with another, asked for alone or beside one that two ids have."""
+    keys = np.array([5 << 32, 9 << 32, (9 << 32) + 1, (5 << 32) + 1, 77 << 32], np.uint64)
+    table = Table()
+    put(table, np.arange(3), keys)
+    assert find(table, keys[3:4], keys).tolist() == [-1]
+    assert find(table, keys[[1, 4]], keys).tolist() == [1, -1]
+    assert find(table, keys[[0, 2, 1]], keys).tolist() == [0, 2, 1]
+
+
 def test_removed_slots_do_not_pile_up() -> None:
     """Inserting and removing for ever keeps the table small."""
     keys = numbered(64)
