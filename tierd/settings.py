@@ -353,7 +353,7 @@ class MoverConfig:
 
     transfer_limit: int = _key(
         1024,
-        "Transfers in flight at one time on each link between two tiers; the others queue, demand first.",
+        "Transfers in flight at one time on each link between two tiers, in as many batches as go into it, one at least; the others queue, demand first.",
         unit="transfers",
         least=1,
         most=65536,

@@ -139,6 +139,7 @@ def die_often(points: list[str], *, seed: int, kind: type[Daemon] = Daemon) -> N
         run = Deaths(daemon, random.Random(seed))
         point = ""
         try:
+            assert not run.busy.turn(many_leases=False)  # so that the first start has something to find
             for point in points:
                 run.die_at(point)
             daemon.restart()

@@ -46,7 +46,8 @@ SHORT_LIFE = {"OpenNamespace": 250}
 OF_ITS_OWN = {"Drain", "Namespaces"}
 """What needs a daemon of its own: one drains it, the other lists all that was sent before."""
 CHECK_EVERY = 250
-CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05, "Scrub": 0.01}
+CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05, "Scrub": 0.01, "Commit": 0.02}
+"""What would otherwise wait as long as it may: a Commit of pages that are not said to be written waits for its writer."""
 LONG_S = 1.0
 """A call that takes longer is a stall; asserted with tenfold slack, since machines are shared."""
 MEMORY_BYTES = 256 << 20

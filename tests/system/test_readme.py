@@ -13,8 +13,9 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's Python example runs as it is written, against a real daemon."""
+    """The README's Python example runs as it is written, against a real daemon, and once more against one that has its blocks."""
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     with Daemon() as daemon:
         monkeypatch.setenv("TIERD_TARGET", daemon.target)
-        exec(compile(example, str(README), "exec"), {})
+        for _ in range(2):
+            exec(compile(example, str(README), "exec"), {})

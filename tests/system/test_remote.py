@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tests.system.relay import Relay
-from tests.system.sdk import BIG, HOST, await_nothing_held, put, right
+from tests.system.sdk import BIG, HOST, HOST_BYTES, await_nothing_held, churn, empty, put, right
 from tests.system.tcp import SECRET, free_port, remote_config
 from tierd._proto import admin_pb2, cache_pb2
-from tierd.client import Client, NamespaceSpec
+from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.core.model import BlockStatus
 from tierd.errors import ERROR_KEY, CorruptRecord, TierdError
 from tierd.testing import Daemon, chain, content_of, is_content
@@ -244,3 +244,18 @@ def test_damaged_put(remote: Remote) -> None:
         assert put(client, namespace, 70, 3)
         assert right(client.get(namespace, chain(70, 3)).views, 70) == 3
     await_nothing_held(remote.daemon, "a put that failed")
+
+
+def test_what_came_over_tcp_is_in_nobody_elses_pages(tmp_path: Path) -> None:
+    """Memory that the daemon itself has written for one tenant comes to another one's writer with nothing of it, though no process ever mapped it."""
+    port = free_port()
+    with Daemon(remote_config(tmp_path, port)) as daemon:
+        with Remote(daemon, port, tmp_path / "secret").client() as far:
+            assert churn(far, seed=1, total=2 * HOST_BYTES, byte=0xAB)
+        empty(daemon, "what came over TCP")
+        with Client(daemon.target) as near:
+            names = chain(2, HOST_BYTES // BIG.block_bytes // 2)
+            with near.reserve(PutGroup(near.open_namespace(BIG), names)) as pages:
+                given = [buffer for buffer in pages.buffers() if buffer is not None]
+                assert len(given) > 1
+                assert not any((buffer == 0xAB).any() for buffer in given)

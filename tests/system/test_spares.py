@@ -252,17 +252,17 @@ def test_a_daemon_that_dies_between_two_puts() -> None:
 def test_a_daemon_that_dies_while_a_put_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written to a spare of the dead daemon is written once more, to its successor's pages."""
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
-        space, inner = client.open_namespace(SPEC), writing._fill
+        space, inner = client.open_namespace(SPEC), writing.Copying.run
         for number in range(3):
             put(client, space, number)
 
-        def fill(*what: Any) -> None:
-            inner(*what)
+        def run(copying: writing.Copying) -> None:
+            inner(copying)
             monkeypatch.undo()
             daemon.kill()
             daemon.start()
 
-        monkeypatch.setattr(writing, "_fill", fill)
+        monkeypatch.setattr(writing.Copying, "run", run)
         assert put(client, space, 3) == [READY] * BLOCKS
         assert all(is_right(client, space, number) for number in range(4))
 
@@ -434,3 +434,18 @@ def check(client: Client, space: OpenedNamespace, numbers: Sequence[int]) -> Non
         names = chain(number, BLOCKS)
         views = client.get(space, names).views
         assert all(np.array_equal(view, block) for view, block in zip(views, blocks_of(names), strict=False)), number
+
+
+def test_the_last_but_one_orders(daemon: Daemon) -> None:
+    """Pages are asked for while there are some for one put more, which comes before the answer perhaps; not while there are more."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(2):
+            put(client, space, number)
+        link = client._connector.link
+        assert link is not None and link.spares is not None
+        seen = set[tuple[bool, bool]]()
+        for number in range(2, 14):
+            put(client, space, number)
+            seen.add((len(link.spares._stock) < 2, link.spares._order is not None))
+        assert seen == {(False, False), (True, True)}

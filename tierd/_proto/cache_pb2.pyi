@@ -210,20 +210,18 @@ class PutGroup(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., priorities: _Optional[_Iterable[int]] = ..., retention_s: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("groups", "tier", "durability", "nth", "ahead", "taken")
+    __slots__ = ("groups", "tier", "durability", "nth", "ahead")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
-    TAKEN_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[PutGroup]
     tier: TierKind
     durability: Durability
     nth: int
     ahead: int
-    taken: int
-    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ..., nth: _Optional[int] = ..., ahead: _Optional[int] = ..., taken: _Optional[int] = ...) -> None: ...
+    def __init__(self, groups: _Optional[_Iterable[_Union[PutGroup, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., durability: _Optional[_Union[Durability, str]] = ..., nth: _Optional[int] = ..., ahead: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "handles", "ahead")
@@ -242,18 +240,22 @@ class CommitGroup(_message.Message):
     def __init__(self, blocks: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("reservation", "blocks", "durability", "lease", "keep_open")
+    __slots__ = ("reservation", "blocks", "durability", "lease", "keep_open", "unwritten", "word")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     KEEP_OPEN_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_FIELD_NUMBER: _ClassVar[int]
+    WORD_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     blocks: CommitGroup
     durability: Durability
     lease: bool
     keep_open: bool
-    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Union[CommitGroup, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease: bool = ..., keep_open: bool = ...) -> None: ...
+    unwritten: bool
+    word: int
+    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Union[CommitGroup, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease: bool = ..., keep_open: bool = ..., unwritten: bool = ..., word: _Optional[int] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("handles", "lease")

@@ -1,193 +1,267 @@
-"""Hashes made ahead: of pages whose writer says that they are written, while it writes the next ones.
+"""Hashes made ahead: of pages that their client still writes, while it does.
 
-    written ──▶ hashed by the hash process, which follows the writer ──▶ the commit takes what fits, and hashes the rest
+    Commit comes ──▶ its client copies, and says on its board how far ──▶ the hash process follows ──▶ all is written ──▶ the commit takes the sums
 
-Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: sums are taken for
-the very life of a page, length and layers that they were made of; each page of a reservation is hashed ahead once at most, and no more than
-FOLLOWED_LIMIT reservations at one time, SESSION_LIMIT of one session, so that nobody keeps the process busy by talking; what it does not answer the commit hashes. Who writes to a page after he has
-said that he is done has committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
+A commit may come before its pages are written, and waits here until its session has said that all of them are.
+
+Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: a commit goes on when its session has said over its socket that
+all is written, whatever its board says; no more than
+FOLLOWED_LIMIT commits are followed at one time, SESSION_LIMIT of one session; what the process does not answer the commit hashes. Who writes to a page after he has
+said that it is written has committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from tierd.cache.boards import WORDS, Boards, board_of
 from tierd.core.block import slice_cut
 from tierd.core.core import Core
 from tierd.core.model import StructArray
 from tierd.core.plan import Committing
-from tierd.hashing.wire import PAGES_MAX, Page
+from tierd.core.sets import every, some, true_rows
+from tierd.errors import NotFound, Unavailable
+from tierd.hashing.process import PAGE
+from tierd.hashing.wire import NOWHERE, PAGES_MAX, Word
 from tierd.mover import Hashed, Mover
-from tierd.tiers.checksum import table_digest
-from tierd.tiers.tier import Descriptor, MappedTier, SliceTable, Tier, is_mapped
+from tierd.tiers.checksum import table_digests
+from tierd.tiers.tier import Descriptor, MappedTier, Tier, is_mapped
 
 FOLLOWED_LIMIT = 64
-"""Reservations that are being hashed; beyond it commits do the work."""
+"""Commits that are followed; those beyond it do the work themselves."""
 SESSION_LIMIT = FOLLOWED_LIMIT // 4
 """Of them, of one session."""
 BEHIND_BYTES = 32 << 20
-"""So much of one reservation the process is asked for at one time, and more when half is done: others get their turn, and what is given up is soon out of the way."""
+"""So much of one commit the process is asked for at one time, and more when half is done: others get their turn, and what is given up is soon out of the way."""
 BEHIND_LIMIT_BYTES = 8 * BEHIND_BYTES
-"""Of all of them, ended ones too: no commit waits for more."""
-Life = tuple[int, int, int, int]
-"""Of a page: segment, generation, length of its block, layers."""
+"""Of all of them, ended ones too: no commit waits for more. No session has more of it than it leaves to the others, however long it does not write."""
 
 
 @dataclass
 class Job:
-    """One reservation. tiers: where its segments are; pages: index, life and place of those that nobody has spoken of, last first; left: of those that are written and still to be
-    asked for; asked: what is still to be answered, so many bytes; made: sums and digest of what is."""
+    """One commit. tiers: where its segments are; board: gives a descriptor of its session's; pages: PAGE [n], of so many bytes each; at: the first that is still to be asked for; where:
+    it is said how far they are written; numbers: by which some were asked for; asked: how many are still to be answered, of so many bytes; tables: sums as they came, by row."""
 
+    session: int
     tiers: dict[int, MappedTier]
-    pages: list[tuple[int, Life, Page]]
-    left: deque[tuple[Life, Page]] = field(default_factory=deque)
-    asked: deque[Life] = field(default_factory=deque)
+    board: Callable[[int], Descriptor]
+    pages: StructArray
+    lengths: list[int]
+    where: Word
+    at: int = 0
+    numbers: list[int] = field(default_factory=list)
+    asked: int = 0
     asked_bytes: int = 0
-    made: dict[Life, tuple[SliceTable, bytes]] = field(default_factory=dict)
+    tables: dict[int, bytes] = field(default_factory=dict)
     answered: asyncio.Future[None] | None = None
 
-    def told(self, end: int) -> None:
-        """The pages before this index are written."""
-        while self.pages and self.pages[-1][0] < end:
-            self.left.append(self.pages.pop()[1:])
+    def opened(self, memory: int) -> Descriptor:
+        """A descriptor of its board, or of one of its segments for reading. Raises KeyError, OSError, TierFailed."""
+        if memory == self.where.board:
+            return self.board(memory)
+        return self.tiers[memory].descriptor(memory, writable=False)
 
-    def named(self, indices: Sequence[int]) -> None:
-        """These pages are written."""
-        wanted = set(indices)
-        self.left.extend(page[1:] for page in reversed(self.pages) if page[0] in wanted)
-        self.pages = [page for page in self.pages if page[0] not in wanted]
+    def next(self) -> range:
+        """The rows that are to be asked for now, in one message: of a long commit not all that may be at once, so that the process has work while an answer is on its way."""
+        is_short = self.asked_bytes + sum(self.lengths[self.at :]) <= BEHIND_BYTES
+        end_bytes = BEHIND_BYTES if is_short else min(BEHIND_BYTES, self.asked_bytes + BEHIND_BYTES // 2)
+        at, count_bytes = self.at, self.asked_bytes
+        while at < len(self.lengths) and count_bytes < end_bytes and at - self.at < PAGES_MAX:
+            count_bytes += self.lengths[at]
+            at += 1
+        return range(self.at, at)
 
-    def drop(self) -> None:
+    def give_up(self) -> None:
         """Nothing more is asked for."""
-        self.pages.clear()
-        self.left.clear()
+        self.at = len(self.lengths)
 
-    def opened(self, segment: int) -> Descriptor:
-        """A descriptor of one of its segments, for reading. Raises KeyError, TierFailed."""
-        return self.tiers[segment].descriptor(segment, writable=False)
 
-    def next(self) -> list[tuple[Life, Page]]:
-        """What is to be asked for now, in one message: not all that may be at once, so that the process has work while an answer is on its way."""
-        pages, end = list[tuple[Life, Page]](), min(BEHIND_BYTES, self.asked_bytes + BEHIND_BYTES // 2)
-        while self.left and self.asked_bytes < end and len(pages) < PAGES_MAX:
-            pages.append(self.left.popleft())
-            self.asked_bytes += pages[-1][0][2]
-        return pages
+@dataclass
+class Awaited:
+    """How far a reservation must be written for the first of those who wait to go on. is_over: nobody can say so any more."""
 
-    def take(self, table: bytes | None) -> int:
-        """The next answer; of how many bytes."""
-        life = self.asked.popleft()
-        self.asked_bytes -= life[2]
-        if table is not None:
-            sums = np.frombuffer(table, "<u8")
-            self.made[life] = sums, table_digest(sums)
-        return life[2]
+    end: int
+    is_over: bool = False
+    event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Ahead:
-    """Jobs by session and reservation. layers_of: namespace ids to layers per block."""
+    """Jobs by commit. layers_of: namespace ids to layers per block."""
 
     def __init__(
         self, core: Core, tiers: Sequence[Tier], *, mover: Mover, layers_of: Callable[[StructArray], StructArray]
     ) -> None:
         self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
-        self._jobs: dict[tuple[int, int], Job] = {}
-        self._behind_bytes = 0
+        self.boards = Boards()
+        self._jobs: dict[int, Job] = {}
+        self._awaited: dict[tuple[int, int], Awaited] = {}
+        self._behind = Counter[int]()  # bytes, by session
+        self._is_ended = False
 
     def note(self, session: int, reservation: int, *, end: int) -> None:
-        """The blocks of a reservation before this index are written. What cannot be hashed now is left to the commit. Raises NotFound."""
-        job = self._jobs.get((session, reservation))
-        if job is None:
-            job = self._begun(session, reservation)
-            if job is None:
-                return
-        job.told(end)
-        self._ask(job)
+        """The blocks of a reservation before this index are written. Raises NotFound."""
+        end = self._core.note_written(session, reservation=reservation, end=end)
+        awaited = self._awaited.get((session, reservation))
+        if awaited is not None and end >= awaited.end:
+            self._ring((session, reservation))
 
-    def note_named(self, committing: Committing) -> None:
-        """A commit has begun, so what it names is written. Of a reservation that is not followed the commit itself hashes all."""
-        if job := self._jobs.get((committing.session, committing.reservation)):
-            job.named(committing.indices.tolist())
+    def end(self, *, after_s: float) -> None:
+        """The daemon ends: after so long no commit waits any more for its pages to be written."""
+        asyncio.get_running_loop().call_later(after_s, self._end)
+
+    async def written(self, committing: Committing, *, word: int = 0) -> None:
+        """Follows the writer of a commit's pages until it says that they are written. word: of its session's board, from 1; 0: none.
+
+        Raises NotFound where their reservation ends before, Unavailable where the daemon does.
+        """
+        job = self._begun(committing, word)
+        try:
+            if job is not None and job.where != NOWHERE:
+                self._ask(job)
+            await self._all_written(committing)
+        except BaseException:
+            self.give_up(committing)
+            raise
+        if job is not None:
+            job.where = NOWHERE
+            for number in job.numbers:
+                self._mover.hashing.written(number)
             self._ask(job)
 
-    def _begun(self, session: int, reservation: int) -> Job | None:
-        """With all that the reservation has still open; none where something of it is not mapped, or nobody would hash it."""
-        if not self._mover.hashing.is_ready or self._is_full(session):
+    async def _all_written(self, committing: Committing) -> None:
+        key = session, reservation = committing.session, committing.reservation
+        end = int(committing.indices.max()) + 1 if len(committing.indices) else 0
+        while self._core.note_written(session, reservation=reservation) < end:
+            if self._is_ended:
+                raise Unavailable("daemon: it ends, and the pages are not written; put again later, or to another one")
+            awaited = self._awaited.setdefault(key, Awaited(end))
+            awaited.end = min(awaited.end, end)
+            try:
+                await awaited.event.wait()
+            except BaseException:
+                self._ring(key)  # who else waits puts it up again
+                raise
+            if awaited.is_over:
+                raise NotFound(
+                    f"session {session}: it has ended, and the pages of its commit are not written; put again with a new one"
+                )
+
+    def _begun(self, committing: Committing, word: int) -> Job | None:
+        """Of a commit; none where something of it is staged or not mapped, or nobody would hash it."""
+        extents, metas, session = committing.extents, committing.metas, committing.session
+        if not self._mover.hashing.is_ready or self._is_full(session) or some(committing.staging["page"] >= 0):
             return None
-        there = self._core.open_pages(session, reservation=reservation)
-        extents, metas = there.extents, there.metas
-        tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
-        if len(tiers) < len(extents) or not tiers:
+        places = dict(zip(extents["segment"].tolist(), extents["tier"].tolist(), strict=True))
+        tiers = {segment: tier for segment, at in places.items() if is_mapped(tier := self._tiers[at])}
+        if len(tiers) < len(places) or not tiers:
             return None
         metas["layers"] = self._layers_of(metas["namespace"])
-        lives = _lives(extents, metas)
-        places = [
-            Page(life[0], offset, *slice_cut(*life[2:]))
-            for life, offset in zip(lives, extents["offset"].tolist(), strict=True)
-        ]
-        pages = list(zip(there.indices.tolist(), lives, places, strict=True))
-        segments = dict(zip(extents["segment"].tolist(), tiers, strict=True))
-        job = self._jobs[session, reservation] = Job(segments, pages[::-1])
+        board = board_of(session)
+        where = Word(board, word - 1) if 0 < word <= WORDS and board in self.boards else NOWHERE
+        pages, lengths = _pages(committing), metas["stored_length"].tolist()
+        job = self._jobs[committing.id] = Job(session, tiers, self.boards.opened, pages, lengths, where)
         return job
 
     def _ask(self, job: Job) -> None:
         """For what is left of it, as far as the process may be behind with it; where that is behind with too much the commit does the rest."""
-        while new := job.next():
-            if self._behind_bytes >= BEHIND_LIMIT_BYTES or not self._mover.hashing.hash(
-                [page for _, page in new], job.opened, partial(self._take, job)
-            ):
-                job.drop()
+        while rows := job.next():
+            number, size = 0, sum(job.lengths[rows.start : rows.stop])
+            if self._behind[job.session] < BEHIND_LIMIT_BYTES - self._behind.total():
+                took = partial(self._take, job, iter(rows))
+                number = self._mover.hashing.hash(job.pages[rows.start : rows.stop], job.opened, took, where=job.where)
+            if not number:
+                job.give_up()
                 return
-            job.asked.extend(life for life, _ in new)
-            self._behind_bytes += sum(life[2] for life, _ in new)
+            job.at = rows.stop
+            job.numbers.append(number)
+            job.asked += len(rows)
+            job.asked_bytes += size
+            self._behind[job.session] += size
 
-    def _take(self, job: Job, table: bytes | None) -> None:
-        self._behind_bytes -= job.take(table)
+    def _take(self, job: Job, rows: Iterator[int], table: bytes | None) -> None:
+        """The answer for the next of the rows, which one message asked for; the answers to another may come between."""
+        row = next(rows)
+        job.asked -= 1
+        job.asked_bytes -= job.lengths[row]
+        self._behind[job.session] -= job.lengths[row]
+        if not self._behind[job.session]:
+            del self._behind[job.session]
+        if table is not None:
+            job.tables[row] = table
         if job.asked_bytes <= BEHIND_BYTES // 2:
             self._ask(job)
         if not job.asked and job.answered is not None and not job.answered.done():
             job.answered.set_result(None)
 
+    def give_up(self, committing: Committing) -> None:
+        """Nobody wants its sums."""
+        if job := self._jobs.pop(committing.id, None):
+            job.give_up()
+            for number in job.numbers:
+                self._mover.hashing.drop(number)
+
     async def hash(self, committing: Committing) -> Hashed:
         """Sums and digests of a commit's pages, whose metas have their layers. Raises what hashing raises."""
         extents, metas = committing.extents, committing.metas
-        job = self._jobs.pop((committing.session, committing.reservation), None)
+        job = self._jobs.pop(committing.id, None)
         if job is None:
             return await self._mover.hash_pages(extents, metas)
-        lives = _lives(extents, metas)
         if job.asked:
             job.answered = asyncio.get_running_loop().create_future()
             await job.answered
-        found = job.made
-        rest = np.array([life not in found for life in lives], bool)
-        if rest.any():
+        rest = np.array([row not in job.tables for row in range(len(extents))], bool)
+        if some(rest):
             last = await self._mover.hash_pages(extents[rest], metas[rest])
-            new = zip(last.slices, map(bytes, last.digests), strict=True)
-            found |= zip((life for life in lives if life not in found), new, strict=True)
-        slices, digests = zip(*(found[life] for life in lives), strict=True)
-        return Hashed(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16), list(slices))
+            job.tables |= zip(true_rows(rest).tolist(), (table.tobytes() for table in last.slices), strict=True)
+        tables = [job.tables[row] for row in range(len(extents))]
+        return Hashed(table_digests(tables), [np.frombuffer(table, "<u8") for table in tables])
 
     def drop(self, session: int, reservation: int) -> None:
-        """The reservation has ended, and nobody wants its sums."""
-        if job := self._jobs.pop((session, reservation), None):
-            job.drop()
+        """The reservation has ended: commits that wait for its pages end."""
+        self._ring((session, reservation))
 
     def forget(self, session: int) -> None:
         """The session has ended."""
-        for key in [key for key in self._jobs if key[0] == session]:
-            self.drop(*key)
+        for key in [key for key in self._awaited if key[0] == session]:
+            self._awaited[key].is_over = True
+            self._ring(key)
+        self._mover.hashing.detach(board_of(session))
+        self.boards.end(session)
+
+    def _end(self) -> None:
+        self._is_ended = True
+        for key in list(self._awaited):
+            self._ring(key)
+
+    def _ring(self, key: tuple[int, int]) -> None:
+        """Those who wait look again."""
+        if awaited := self._awaited.pop(key, None):
+            awaited.event.set()
 
     def _is_full(self, session: int) -> bool:
         """Whether all that may be are being hashed, or all of the session's."""
-        return len(self._jobs) >= FOLLOWED_LIMIT or sum(its == session for its, _ in self._jobs) >= SESSION_LIMIT
+        return (
+            len(self._jobs) >= FOLLOWED_LIMIT
+            or sum(job.session == session for job in self._jobs.values()) >= SESSION_LIMIT
+        )
 
 
-def _lives(extents: StructArray, metas: StructArray) -> list[Life]:
-    columns = (extents["segment"], extents["generation"], metas["stored_length"], metas["layers"])
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def _pages(committing: Committing) -> StructArray:
+    """PAGE [n] of a commit whose metas have their layers."""
+    extents, metas = committing.extents, committing.metas
+    pages = np.zeros(len(extents), PAGE)
+    pages["segment"], pages["offset"], pages["block"] = extents["segment"], extents["offset"], committing.indices
+    lengths, layers = metas["stored_length"], metas["layers"]
+    if every(lengths == lengths[0]) and every(layers == layers[0]):
+        cuts: tuple[Any, ...] = slice_cut(int(lengths[0]), int(layers[0]))
+    else:
+        cuts = tuple(zip(*map(slice_cut, lengths.tolist(), layers.tolist()), strict=True))
+    pages["piece"], pages["pieces"], pages["last"], pages["layers"] = cuts
+    return pages

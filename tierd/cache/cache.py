@@ -23,13 +23,14 @@ from tierd.cache.counting import count_reserved, count_served
 from tierd.cache.events import Event
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
-from tierd.cache.holdings import Holdings, Key
+from tierd.cache.holdings import Holdings
 from tierd.cache.lease import NOTHING, Lease, Preview
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
-from tierd.cache.publication import Publication
+from tierd.cache.publication import CommitQuery, Publication
 from tierd.cache.releases import LateReleases
+from tierd.cache.under_way import UnderWay
 from tierd.cache.verification import Verification
 from tierd.cache.watch import Watch
 from tierd.core.block import Namespace, NamespaceSpec
@@ -63,8 +64,8 @@ from tierd.tiers.tier import is_mapped
 
 log = structlog.get_logger(__name__)
 
-MEANWHILE_S = 0.001
-"""What is reserved ahead after a put stands back for so long: a call that its client makes right away is served first. While a put copies there is none."""
+ANSWER_SHARE = 0.8
+"""Of a call's time, what may be spent before its answer: so that a slow disk costs a smaller answer, and not the call."""
 
 
 class Cache:
@@ -98,6 +99,7 @@ class Cache:
         )
         self._tenants: dict[int, str] = {}
         self._commits: set[asyncio.Future[Committed]] = set()
+        self._under_way = UnderWay()
         self._verification = Verification(
             parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, setting=(parts.verify, parts.seed)
         )
@@ -206,6 +208,7 @@ class Cache:
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way: there may be a good one farther off.
             self._give_back(session, [got.lease])
+            self.background.note(got.plan)
             second = partial(self.core.acquire_again, session, got.question)
             again, served = await self._bring(session, groups, second, timeout_s=deadline - now())
             got = replace(again, tokens=max(again.tokens, got.tokens))
@@ -246,7 +249,7 @@ class Cache:
             served = await self._settle(got.lease, preview)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
-                self._hold((session, HoldKind.LEASE, got.lease), served.extents)
+                self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
         except BaseException:
             self._give_back(session, [got.lease])
             raise
@@ -294,49 +297,37 @@ class Cache:
         count_reserved(self.metrics, reserved)
         return reserved
 
-    async def reserve_ahead(
-        self, session: int, group: PutQuery, *, puts: int, kind: Wanted, instead_of: int = 0
-    ) -> ReservedAhead:
-        """Private pages for so many puts that may come, or for fewer. instead_of: a reservation whose put has come. Raises Unsupported in a replay, as `reserve` else."""
+    async def reserve_ahead(self, session: int, group: PutQuery, *, puts: int, kind: Wanted) -> ReservedAhead:
+        """Private pages for so many puts that may come, or for fewer; not before the session's commits that are under way have ended. Raises Unsupported in a replay, as `reserve` else."""
         if self.clock.is_replay:
             raise Unsupported("ahead: a replay clock knows no meanwhile; reserve for a put")
-        if instead_of:
-            self.core.take_ahead(session, instead_of)
-        else:
-            await asyncio.sleep(MEANWHILE_S)
+        await self._under_way.ended(session)
         self._check_puts(session, [group])
         reserved = self.core.reserve_ahead(session, group=group, puts=puts, kind=kind, now=self.clock.now())
         async with self._given(session, reserved.plan, dict(zip(reserved.reservations, reserved.extents, strict=True))):
             return reserved
 
-    async def commit(
-        self,
-        session: int,
-        reservation: int,
-        blocks: StructArray | None,
-        *,
-        durability: Durability,
-        lease: bool,
-        keep_open: bool,
-        timeout_s: float,
-    ) -> Committed:
-        """Hashes what was written and publishes it, all of the call's blocks or none."""
+    async def commit(self, session: int, query: CommitQuery, *, deadline: float) -> Committed:
+        """Hashes what was written and publishes it, all of the call's blocks or none. deadline: of the loop's time; what a store may take of it counts from when all is written."""
         self.tenant_of(session)
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        committing = self.core.begin_commit(session, reservation=reservation, blocks=blocks, now=self.clock.now())
-        self.ahead.note_named(committing)
-        # Not to be cut short: the pages are marked busy until it ends.
-        work = asyncio.ensure_future(self._finish_commit(committing, lease=lease, keep_open=keep_open))
-        self._commits.add(work)
-        work.add_done_callback(self._commits.discard)
-        try:
-            committed = await asyncio.shield(work)
-            if durability is Durability.DURABLE:
-                left = deadline - asyncio.get_running_loop().time()
-                await self.persistence.keep_committed(committed, committing.metas, timeout_s=left)
-        except BaseException:
-            work.add_done_callback(lambda done: self._disown(session, done))
-            raise
+        now = asyncio.get_running_loop().time
+        with self._under_way.one(session):
+            committing = self.core.begin_commit(
+                session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
+            )
+            await self._publication.written(committing, query)
+            keep_s = now() + ANSWER_SHARE * (deadline - now())
+            # Not to be cut short: the pages are marked busy until it ends.
+            work = asyncio.ensure_future(self._finish_commit(committing, query))
+            self._commits.add(work)
+            work.add_done_callback(self._commits.discard)
+            try:
+                committed = await asyncio.shield(work)
+                if query.durability is Durability.DURABLE:
+                    await self.persistence.keep_committed(committed, committing.metas, timeout_s=keep_s - now())
+            except BaseException:
+                work.add_done_callback(lambda done: self._disown(session, done))
+                raise
         self.background.wake()
         return committed
 
@@ -400,14 +391,19 @@ class Cache:
                 return served
             self.flights.condemn(bad, Fault.READ)
 
-    async def _finish_commit(self, committing: Committing, *, lease: bool, keep_open: bool) -> Committed:
+    async def _finish_commit(self, committing: Committing, query: CommitQuery) -> Committed:
         """From hashing to publication, and to what the session holds of it."""
         failpoint("cache.commit.before_hash")
         metas, slices = committing.metas, await self._publication.hash(committing)
         failpoint("cache.commit.before_publish")
         ok = np.full(len(metas), slices is not None)
         committed = self.core.finish_commit(
-            committing, digests=metas["digest"], ok=ok, lease=lease, keep_open=keep_open, now=self.clock.now()
+            committing,
+            digests=metas["digest"],
+            ok=ok,
+            lease=query.lease,
+            keep_open=query.keep_open,
+            now=self.clock.now(),
         )
         self._publication.publish(committed, metas, slices or [])
         failpoint("cache.commit.before_hold")
@@ -417,15 +413,17 @@ class Cache:
             if committed.lease:
                 committed = await self._without_bad(committed, session)
             if committed.lease:
-                self._hold((session, HoldKind.LEASE, committed.lease), committed.extents[held])
+                self._hold(session, HoldKind.LEASE, {committed.lease: committed.extents[held]})
         except BaseException:
             self._give_back(session, [committed.lease])
             raise
         finally:
-            if not keep_open:
+            if not query.keep_open:
                 self.ahead.drop(session, committing.reservation)  # of what was said while this was hashing
             reservation = (session, HoldKind.RESERVATION, committing.reservation)
-            self._holdings.drop(reservation, only=committing.indices[held].astype(np.int64) if keep_open else None)
+            self._holdings.drop(
+                reservation, only=committing.indices[held].astype(np.int64) if query.keep_open else None
+            )
         return committed
 
     async def _without_bad(self, committed: Committed, session: int) -> Committed:
@@ -468,9 +466,9 @@ class Cache:
             # Every segment, not only those that begin here: another call may have begun one a moment ago.
             await self.flights.prepared(kinds(plan.reserved["segment"]))
             yield
-            for reservation, its in pages.items():
+            if pages:
                 failpoint("cache.reserve.before_hold")
-                self._hold((session, HoldKind.RESERVATION, reservation), its, at=at)
+                self._hold(session, HoldKind.RESERVATION, pages, at=at)
         except BaseException:
             for reservation in pages:
                 self.abort(session, reservation)
@@ -481,17 +479,16 @@ class Cache:
         failpoint("cache.release.before_unpin")
         with contextlib.suppress(NotFound):
             self.flights.start(self.core.release(session, leases=leases, now=self.clock.now()))
-        for lease in leases:
-            self._holdings.drop((session, HoldKind.LEASE, lease))
+        self._holdings.drop_leases(session, leases)
         self.background.wake()
 
-    def _hold(self, key: Key, extents: StructArray, *, at: Ids | None = None) -> None:
-        """Writes into the holds file who has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
-        if self._holdings.is_full(key[0]):
-            self.releases.make(asker=key[0])  # of what it has given back already; its end may be heard there
-        if key[0] not in self._tenants:
-            raise SessionLost(f"session {key[0]}: it ended during the call; open a session again")
-        self._holdings.add(key, extents, at=at)
+    def _hold(self, who: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
+        """Writes into the holds file which session has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
+        if self._holdings.is_full(who, more=len(pages)):
+            self.releases.make(asker=who)  # of what it has given back already; its end may be heard there
+        if who not in self._tenants:
+            raise SessionLost(f"session {who}: it ended during the call; open a session again")
+        self._holdings.add(who, kind, pages, at=at)
 
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
         """The last look before the core, which knows no tenants. Raises NotFound, NotPermitted, StaleHandle."""

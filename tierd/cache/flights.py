@@ -19,6 +19,7 @@ from tierd.cache.events import EventKind, EventLog
 from tierd.clock import Clock
 from tierd.core.columns import runs
 from tierd.core.core import Core
+from tierd.core.meta import picked
 from tierd.core.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.core.sets import kinds, true_rows
@@ -80,6 +81,8 @@ class Flights:
         for segment in plan.segments:
             self._prepare(segment)
         self._announce_freed(plan.freed)
+        if not len(plan.transfers):
+            return
         before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
             self.admission.begin(batch, session=session)
@@ -226,12 +229,14 @@ class Flights:
                 log.warning("transfers failed", link=link, outcome=outcome, count=int(count))
 
     def _announce_freed(self, freed: StructArray) -> None:
-        gone = freed[freed["was_ready"]]
+        if not len(freed):
+            return
+        gone = picked(freed, true_rows(freed["was_ready"]))
         for rows in runs(gone["extent"]["tier"], gone["namespace"], gone["reason"]):
             first = gone[rows[0]]
             tier, name = int(first["extent"]["tier"]), Reason(first["reason"]).name.lower()
             self._metrics.freed.labels(tier=self._tiers[tier].spec.name, reason=name).inc(len(rows))
-            hashes, namespace = gone["hash"][rows].tobytes(), int(first["namespace"])
+            hashes, namespace = gone["hash"].take(rows, axis=0).tobytes(), int(first["namespace"])
             self._events.add(EventKind.REMOVED, tier=tier, namespace=namespace, hashes=hashes, reason=name)
 
     def _held(self, landed: StructArray) -> StructArray:
@@ -255,7 +260,7 @@ class Flights:
                 EventKind.STORED,
                 tier=int(tiers[first]),
                 namespace=int(names["namespace"][first]),
-                hashes=names["hash"][rows].tobytes(),
+                hashes=names["hash"].take(rows, axis=0).tobytes(),
                 reason=Reason(reasons[first]).name.lower(),
             )
 

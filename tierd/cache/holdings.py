@@ -7,9 +7,11 @@ itself (tiers/holds.py), what may be held (core). Invariant: whatever is here, i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tierd.core.meta import joined
 from tierd.core.model import StructArray
 from tierd.core.plan import Bools, Ids
 from tierd.errors import Overloaded
@@ -48,17 +50,20 @@ class Holdings:
         self._table.erase(former.leased_rows[~leased])
         self._table.erase(former.reserved_rows[~reserved])
 
-    def is_full(self, session: int) -> bool:
-        """Whether it holds as much as it may."""
-        return self._held[session] >= HOLDS_LIMIT
+    def is_full(self, session: int, *, more: int = 1) -> bool:
+        """Whether so many more are too much for it."""
+        return self._held[session] + more > HOLDS_LIMIT
 
-    def add(self, key: Key, extents: StructArray, *, at: Ids | None = None) -> None:
-        """Records EXTENT [n], before handles leave. at: their positions, where not 0 to n - 1. Raises TierFailed, Overloaded."""
-        if self.is_full(key[0]):
+    def add(self, session: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
+        """Records EXTENT [n] of leases or reservations, by number, before handles leave: all or none. at: their positions, where not 0 to n - 1. Raises TierFailed,
+        Overloaded."""
+        if self.is_full(session, more=len(pages)):
             raise Overloaded(f"session: it holds {HOLDS_LIMIT} leases and reservations, the most; release some of them")
-        where = np.arange(len(extents)) if at is None else at
-        self._rows[key] = (where, self._table.append(key[0], extents, kind=key[1]))
-        self._held[key[0]] += 1
+        rows, end = self._table.append(session, joined(list(pages.values())), kind=kind), 0
+        for number, its in pages.items():
+            begin, end = end, end + len(its)
+            self._rows[session, kind, number] = (np.arange(len(its)) if at is None else at, rows[begin:end])
+        self._held[session] += len(pages)
 
     def drop(self, key: Key, *, only: Ids | None = None) -> None:
         """Forgets all of it, or these positions. What is not there is no fault."""
@@ -71,6 +76,14 @@ class Holdings:
         if not gone.all():
             self._held[key[0]] += 1
             self._rows[key] = (where[~gone], rows[~gone])
+
+    def drop_leases(self, session: int, leases: Sequence[int]) -> None:
+        """Forgets these whole. What is not there is no fault."""
+        found = [self._rows.pop((session, HoldKind.LEASE, lease), None) for lease in dict.fromkeys(leases)]
+        rows = [each[1] for each in found if each is not None]
+        if rows:
+            self._held[session] -= len(rows)
+            self._table.erase(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     def __contains__(self, key: Key) -> bool:
         return key in self._rows

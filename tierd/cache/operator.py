@@ -22,6 +22,7 @@ from tierd.failpoint import failpoint
 
 FLUSH_BATCH_BLOCKS = 256
 FLUSHED_AT_ONCE = 2
+"""Parts of a flush: while one syncs, the next one writes."""
 POLL_S = 0.02
 SORT_COLUMNS = {"recent": "last_used", "hits": "hits", "position": "position", "bytes": "length"}
 
@@ -132,9 +133,12 @@ class Operator:
                 if loop.time() >= deadline:
                     break
 
-        async with asyncio.TaskGroup() as group:  # while one syncs, the next one writes
-            for _ in range(FLUSHED_AT_ONCE):
-                group.create_task(keep_parts())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(FLUSHED_AT_ONCE):
+                    group.create_task(keep_parts())
+        except ExceptionGroup as errors:  # who asked hears of the fault as of any other
+            raise errors.exceptions[0] from errors
         synced = await self._cache.persistence.sync(
             timeout_s=deadline - loop.time()
         )  # what demotion has written before

@@ -39,7 +39,9 @@ _closed: dict[str, deque[int]] = {}
 
 
 class Meanwhile(Protocol):
-    """Work beside a call. Its time is not the call's."""
+    """Work beside a call. is_due: the call waits for it; if not, it may be done or not, and its time is not the call's."""
+
+    is_due: bool
 
     def run(self) -> None:
         """The request has gone."""
@@ -54,7 +56,7 @@ class Transport(Protocol):
     """gRPC to one daemon: plain results from the synchronous one, awaitables from the other. All raise TierdErrors."""
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
-        """One request, one reply. meanwhile: what may be done, or not, while it is under way."""
+        """One request, one reply. meanwhile: work while it is under way, or before it where that cannot be and it is due."""
         ...
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> Any:

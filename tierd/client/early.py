@@ -70,6 +70,8 @@ class Known:
 class EarlyCopy:
     """The copy of one get. known: what the last get gave; deadline: of time.monotonic(). handles: what was copied, from the first block on."""
 
+    is_due = False
+
     def __init__(self, session: Session, group: Group, out: Any, *, known: StructArray | None, deadline: float) -> None:
         self.session, self._group, self._out = session, group, out
         self._known, self._deadline = known, deadline

@@ -20,7 +20,7 @@ from tierd.client import buffers
 from tierd.client.early import EarlyCopy
 from tierd.client.mapping import still_hold
 from tierd.client.pins import Bytes, Hold
-from tierd.client.protocol import Leased, LeasedGroup, joined, leading_tokens, valid_blocks
+from tierd.client.protocol import Leased, LeasedGroup, every, joined, leading_tokens, valid_blocks
 from tierd.client.session import Parts, by_place
 from tierd.client.work import pauses
 from tierd.core.model import StructArray
@@ -28,6 +28,8 @@ from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError, ViewsAlive
 
 RELEASE_TIMEOUT_S = 5.0
+ROWS_LEAST = 8
+"""From so many pages on it is looked whether they lie in a row."""
 
 
 class Lease:
@@ -175,13 +177,31 @@ def copy_out(pages: Sequence[Any], targets: Sequence[Bytes]) -> None:
 def cut_pages(hold: Hold, handles: StructArray, *, parts: Parts | None = None, writable: bool = False) -> list[Bytes]:
     """The bytes of HANDLE [n], uint8 each, under one pin. parts: the handles by segment, where that is known. Raises StaleHandle."""
     pin, parts = hold.pin(), by_place(handles) if parts is None else parts
-    starts, ends = handles["offset"].tolist(), (handles["offset"] + handles["length"]).tolist()
     if len(parts) == 1:
         whole = hold.expose(parts[0][0], pin, writable=writable)
+        rows = rows_of(whole, handles) if isinstance(whole, np.ndarray) else None
+        if rows is not None:
+            return list(rows)
+    starts, ends = handles["offset"].tolist(), (handles["offset"] + handles["length"]).tolist()
+    if len(parts) == 1:
         return [whole[start:end] for start, end in zip(starts, ends, strict=True)]
     places = list(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
     wholes = {place: hold.expose(place, pin, writable=writable) for place, _ in parts}
     return [wholes[place][start:end] for place, start, end in zip(places, starts, ends, strict=True)]
+
+
+def rows_of(whole: Bytes, handles: StructArray) -> Bytes | None:
+    """Pages of one length at equal distances, as those of one put are: uint8 [n, length], whose rows cost half of what slices do. None: they are not so."""
+    starts, lengths = handles["offset"], handles["length"]
+    if len(handles) < ROWS_LEAST:
+        return None
+    first, length, step = int(starts[0]), int(lengths[0]), int(starts[1]) - int(starts[0])
+    end = first + len(handles) * step
+    if not (0 < length <= step and end <= len(whole)):
+        return None
+    if not (every(lengths == length) and every(starts[1:] - starts[:-1] == step)):
+        return None
+    return whole[first:end].reshape(len(handles), step)[:, :length]
 
 
 def _index(i: int, count: int) -> int:

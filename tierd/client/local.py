@@ -41,7 +41,7 @@ class Sent:
     def reply(self, *, deadline: float, meanwhile: Meanwhile | None = None) -> Any:
         """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
         try:
-            deadline += _seconds_of(meanwhile.run) if meanwhile is not None else 0.0
+            deadline += _beside(meanwhile)
             while (answer := self._receive(deadline)).preview:
                 preview = _REPLIES[self._method](answer.message)
                 deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
@@ -141,6 +141,8 @@ class LocalTransport:
             deadline = time.monotonic() + left_s
             sent = self._send(method, request, deadline=deadline)
             if sent is None:
+                if meanwhile is not None and meanwhile.is_due:
+                    meanwhile.run()
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
             return sent.reply(deadline=deadline, meanwhile=meanwhile)
 
@@ -200,7 +202,7 @@ class LocalTransport:
         raw = ask.SerializeToString()
         if len(raw) > MESSAGE_MAX_BYTES:
             return None
-        line = self._lines.take(timeout_s=left_s) if is_patient else self._lines.take_resting()
+        line = self._lines.take(timeout_s=left_s) if is_patient or self._lines.is_one else self._lines.take_resting()
         if line is None:
             return None
         sent = Sent(self._link, self._lines, line, method=method, name=name)
@@ -209,6 +211,14 @@ class LocalTransport:
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise sent.given_up(error, deadline) from None
         return sent
+
+
+def _beside(meanwhile: Meanwhile | None) -> float:
+    """Seconds of other work, which the call has besides its own."""
+    if meanwhile is None:
+        return 0.0
+    took = _seconds_of(meanwhile.run)
+    return 0.0 if meanwhile.is_due else took
 
 
 def _seconds_of(work: Callable[[], None]) -> float:

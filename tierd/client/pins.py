@@ -89,9 +89,11 @@ class Hold:
         self._pins.add(key)
         self.link.pins.add(key)
         weakref.finalize(pin, self._unpin, key).atexit = False
-        # Looked at after the pin is there: a link that is lost in another thread meanwhile sees the pin, or is seen here.
+        # Looked at after the pin is there: a link that is lost, or a handle that is dropped, in another thread meanwhile sees the pin, or is seen here.
         if self.link.is_lost:
             raise StaleHandle(f"{self}: its client was closed; acquire or reserve again")
+        if not self._has_handle:
+            raise StaleHandle(f"{self}: it was given back meanwhile; acquire or reserve again")
         return pin
 
     def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Any:

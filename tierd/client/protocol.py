@@ -286,7 +286,7 @@ def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tel
 
 
 def commit_request(
-    reservation: int, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool
+    reservation: int, blocks: StructArray | None, *, durable: bool, lease: bool = False, keep_open: bool = False
 ) -> pb.CommitRequest:
     """blocks: COMMIT_BLOCK [n]; None: every block as it was named in Reserve."""
     return pb.CommitRequest(

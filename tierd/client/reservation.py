@@ -104,10 +104,10 @@ class ReservedPages:
         """One writable page a block; None where none is reserved. Raises StaleHandle, ForkedClient."""
         return self._cut(range(len(self)))
 
-    def tell_written(self, end: int) -> None:
-        """The blocks before this index are written for good; the daemon may hash them."""
+    def tell_written(self, end: int, *, deadline: float) -> None:
+        """The blocks before this index are written for good. Raises DeadlineExceeded where the daemon does not take that by the deadline (of time.monotonic())."""
         if self.hold is not None and self.hold.link.session is not None:
-            self.hold.link.session.written(self.id, blocks=end)
+            self.hold.link.session.written(self.id, blocks=end, deadline=deadline)
 
     def held(self) -> Hold:
         """The hold, good to be used. Raises InvalidArgument, StaleHandle, ForkedClient."""

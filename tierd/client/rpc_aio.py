@@ -28,7 +28,11 @@ class AsyncTransport:
         """One request, one reply."""
         link = self._sync.link
         async with _turn(link.credits, method, timeout_s=timeout_s) as left_s:
+            deadline = time.monotonic() + left_s
+            if meanwhile is not None and meanwhile.is_due:
+                await asyncio.to_thread(meanwhile.run)
             with named(link, method) as metadata:
+                left_s = max(0.0, deadline - time.monotonic())  # noqa: PLW2901
                 return await self._call(method, request, timeout_s=left_s, metadata=metadata)
 
     async def _call(self, method: str, request: Any, *, timeout_s: float, metadata: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import socket
 import sys
 import threading
@@ -26,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tierd
-from tierd.client.mapping import Segment, map_segment
+from tierd.client.mapping import Segment, map_file, map_segment
+from tierd.client.progress import Board
 from tierd.client.protocol import error_of, every
 from tierd.client.target import LocalTarget
 from tierd.core.model import StructArray
@@ -36,6 +38,7 @@ from tierd.errors import (
     OperatorError,
     Overloaded,
     SessionLost,
+    TierFailed,
     Unavailable,
     Unsupported,
 )
@@ -72,6 +75,10 @@ class Session:
         self.credits = int(hello.get("credits", 0))
         self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
+        self.takes_unwritten = bool(hello.get("unwritten", False))
+        """Whether a commit may come before its pages are written, and when they are can be told."""
+        self.board: Board | None = None
+        """Where it can be said on the way: the daemon gives such a place with the first memory that may be written to, if it can."""
         self._connection = connection
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
         self._glance = connection.dup()
@@ -172,11 +179,15 @@ class Session:
         )
         self.flush()
 
-    def written(self, reservation: int, *, blocks: int) -> None:
-        """The blocks of a reservation before this index are written for good. Without an answer; lost if the socket does not take it now."""
-        if self.lines:  # told by daemons that know both
-            with contextlib.suppress(OSError):
-                self._tell({"op": "written", "reservation": reservation, "blocks": blocks})
+    def written(self, reservation: int, *, blocks: int, deadline: float) -> None:
+        """The blocks of a reservation before this index are written for good. Without an answer. Raises DeadlineExceeded where the socket does not take it by the deadline (of
+        time.monotonic()). A daemon that has gone, or would not know what it means, is not told."""
+        if not self.takes_unwritten:
+            return
+        message = {"op": "written", "reservation": reservation, "blocks": blocks}
+        with contextlib.suppress(OSError):
+            while not self._took(message):
+                self._await_room(deadline)
 
     def revoke(self, request: str) -> None:
         """Takes back what a call gave whose reply is not to be had, or is still to give. Without an answer, like `let_go`."""
@@ -208,7 +219,10 @@ class Session:
         reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
         try:
             _checked(reply)
-            _check_came(fds, 2, what=f"segment {segment}")
+            board_bytes = int(reply.get("board", 0))
+            _check_came(fds, 3 if board_bytes else 2, what=f"segment {segment}")
+            if board_bytes:
+                self.board = _board(fds[2], board_bytes)
             data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
             is_writable = bool(reply["writable"])
             if tier not in self.gpus:
@@ -281,6 +295,23 @@ class Session:
 
     def _wait(self, deadline: float) -> None:
         self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+
+    def _took(self, request: Mapping[str, Any]) -> bool:
+        """Whether the socket had room for it. Raises OSError."""
+        try:
+            self._tell(request)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _await_room(self, deadline: float) -> None:
+        """Until the socket takes something, perhaps. Raises DeadlineExceeded, OSError."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("session socket: the daemon has not heard for long what is written; is it stuck?")
+        poll = select.poll()
+        poll.register(self._glance, select.POLLOUT)
+        poll.poll(left_s * 1000)
 
     def _tell(self, request: Mapping[str, Any]) -> None:
         self._glance.send(msgpack.packb(request), socket.MSG_NOSIGNAL)
@@ -395,6 +426,13 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
         for fd in array("i", packed)
     ]
     return data, fds
+
+
+def _board(fd: int, length: int) -> Board | None:
+    """Where puts say how far they are; without one they are hashed when they are written."""
+    with contextlib.suppress(TierFailed):  # no mapping more is to be had
+        return Board(map_file(fd, length, writable=True).view(np.uint64))
+    return None
 
 
 def _checked(reply: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Spares: pages that are reserved for the next puts while one copies, or after it, so that a put which follows another soon is one call.
+"""Spares: pages that are reserved for the next puts when one is written, so that a put which follows another soon is one call.
 
-    put ──▶ order ──▶ Reserve is on its way, while nobody waits ──▶ the next puts take pages of its stock, and the last but one of them orders again
+    put is written ──▶ order ──▶ the daemon commits, answers, and reserves then ──▶ the next puts take pages of its stock, and the last but one of them orders again
 
 Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (writing.py), how much the daemon gives ahead (core/puts.py).
 Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it but who has no room
@@ -111,8 +111,8 @@ class Spares:
             self._used_s = time.monotonic()
             return self._stock.pop()
 
-    def order(self, group: PutGroup, *, length: int, deadline: float, taken: int = 0, low: int = 0) -> None:
-        """Asks for pages like this put's, if one came before it a moment ago and the stock has those of so many puts, or fewer. taken: the spare reservation that this put has."""
+    def order(self, group: PutGroup, *, length: int, deadline: float) -> None:
+        """Asks for pages like this put's, if one came before it a moment ago and the stock is low: the last is for the put that comes before the answer."""
         now, this = time.monotonic(), Shape(_key(group), len(group.hashes), length)
         with self._turn:
             last, last_s = self._last, self._last_s
@@ -123,7 +123,7 @@ class Spares:
             if last.key != this.key or now - last_s > STALE_S or now >= deadline:
                 return
             fits = self._shape is not None and self._shape.fits(this)
-            if fits and len(self._stock) > low:
+            if fits and len(self._stock) >= min(2, _puts_ahead(this)):
                 return
             self._is_ordering, self._used_s, pickups = True, now, self._pickups
             useless = [] if fits else [number for number, _ in self._stock]
@@ -132,7 +132,7 @@ class Spares:
             self._let_go(useless)
         shape, pending = Shape(this.key, max(this.count, last.count), length), None
         try:
-            pending = self._begin("Reserve", _request(shape, taken), min(ANSWER_TIMEOUT_S, deadline - now))
+            pending = self._begin("Reserve", _request(shape), min(ANSWER_TIMEOUT_S, deadline - now))
         finally:
             self._placed((shape, pending) if pending is not None else None, pickups)
 
@@ -223,10 +223,13 @@ def _key(group: PutGroup) -> Key:
     return group.namespace.id, group.rank
 
 
-def _request(shape: Shape, taken: int) -> pb.ReserveRequest:
+def _puts_ahead(shape: Shape) -> int:
+    return max(1, min(PUTS_AHEAD, STOCK_BYTES // (shape.count * shape.length)))
+
+
+def _request(shape: Shape) -> pb.ReserveRequest:
     blocks = np.zeros(shape.count, dtype=PUT_BLOCK)
     blocks["length"], blocks["tokens"] = shape.length, 1
     namespace, rank = shape.key
     group = pb.PutGroup(namespace=namespace, rank=rank, blocks=blocks.tobytes())
-    puts = max(1, min(PUTS_AHEAD, STOCK_BYTES // (shape.count * shape.length)))
-    return pb.ReserveRequest(groups=[group], ahead=puts, taken=taken, **protocol.wanted_tier("host"))
+    return pb.ReserveRequest(groups=[group], ahead=_puts_ahead(shape), **protocol.wanted_tier("host"))

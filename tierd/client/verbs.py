@@ -261,11 +261,18 @@ class Verbs:
             return (yield from remote.put(link, group, sources, durable=durable, deadline=deadline))
         return (yield from writing.put(self, link, writing.Write(group, sources, deadline, durable)))
 
-    def committed(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
+    def committed(
+        self,
+        pages: ReservedPages,
+        request: pb.CommitRequest,
+        deadline: float,
+        *,
+        meanwhile: Meanwhile | None = None,
+    ) -> Steps[Committed]:
         """The inner half of `commit`: whatever fails is raised."""
         hold = pages.held()
         pages.seal(_indices(request) if request.keep_open else None)
-        reply = yield from self._ask_holder(hold, "Commit", request, deadline)
+        reply = yield from self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
         if not request.keep_open:
             hold.settle()
         handles = protocol.handles_of(reply.handles)
@@ -351,11 +358,13 @@ class Verbs:
         if not namespace.is_open or isinstance(self.connector.target, RemoteTarget):
             yield from self._opened([namespace], deadline)
 
-    def _ask_holder(self, hold: Hold, method: str, request: Any, deadline: float) -> Steps[Any]:
+    def _ask_holder(
+        self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
+    ) -> Steps[Any]:
         """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
         hold.check()
         try:
-            return (yield from _called(hold.link, method, request, deadline))
+            return (yield from _called(hold.link, method, request, deadline, meanwhile=meanwhile))
         except (SessionLost, Unavailable) as error:
             if not isinstance(error, SessionLost) and hold.link.is_usable:
                 raise

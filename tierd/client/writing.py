@@ -1,6 +1,6 @@
 """A put by shared memory: pages, a copy, one commit.
 
-    reserved now, or a spare ──▶ copied, while the daemon hashes what is told ──▶ committed
+    reserved now, or a spare ──▶ Commit is sent ──▶ copied, while what the board says is written is hashed ──▶ all is told to be written ──▶ its answer
 
 Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (verbs.py), what spares are (spares.py), TCP (remote.py).
 Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it.
@@ -8,13 +8,15 @@ Invariants: a put answers with what the daemon said of each block; one into spar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import buffers, protocol
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
+from tierd.client.progress import Progress
 from tierd.client.reservation import ReservedPages
 from tierd.client.spares import LEAST_BYTES, Spares
 from tierd.client.steps import Do, Steps
@@ -25,22 +27,21 @@ from tierd.errors import NotFound, StaleHandle
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
-LONG_BYTES = 16 << 20
-"""Of a put that copies for so long that the daemon can reserve the next one's pages meanwhile; with less it is asked to afterwards."""
-TELL_BYTES = 1 << 20
-"""Of what is still to be written: with less the daemon would be told of what it is about to hear anyway."""
+STEP_BYTES = 1 << 20
+"""Of what is written between two notes of it."""
 POSITION_LIMIT = 1 << 32
 """Of blocks; with a greater one no message is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a put is to do: a source for each block of a group, by when, and whether onto NVMe."""
+    """What a put is to do: a source for each block of a group, by when, and whether onto NVMe. on_written: is called when all is, before the commit is answered."""
 
     group: PutGroup
     sources: Sequence[buffers.Bytes]
     deadline: float
     durable: bool = False
+    on_written: Callable[[], None] = lambda: None
 
     @property
     def bytes(self) -> int:
@@ -62,22 +63,15 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
     if spares is None or not is_plain or write.bytes < LEAST_BYTES:
         return PutResult((yield from _into_reserved(verbs, write)))
-    length, is_long = max(map(len, write.sources)), write.bytes >= LONG_BYTES
+    length = max(map(len, write.sources))
+    order = partial(spares.order, group, length=length, deadline=write.deadline)
+    write = replace(write, on_written=order)
     pages = yield Do(lambda: _spare(verbs, link, spares, write))
-    try:
-        if is_long:
-            spares.order(group, length=length, deadline=write.deadline, taken=pages.id if pages else 0)
-        statuses = (yield from _into_spare(verbs, pages, write)) if pages else None
-    except BaseException:
-        if pages:
-            pages.drop()
-        raise
+    statuses = (yield from _into_spare(verbs, pages, write)) if pages else None
     if statuses is None:
         statuses = yield from _into_reserved(verbs, write)
     if (statuses != BlockStatus.READY).any():
         yield Do(lambda: spares.pause(write.deadline))
-    elif not is_long:
-        spares.order(group, length=length, deadline=write.deadline, low=1)
     return PutResult(statuses)
 
 
@@ -103,52 +97,89 @@ def _spare(verbs: Verbs, link: Link, spares: Spares, write: Write) -> ReservedPa
 
 def _into_spare(verbs: Verbs, pages: ReservedPages, write: Write) -> Steps[Any]:
     """u2 [n] of BlockStatus; None: nothing was stored, for a reason that reserving tells."""
-    group, sources = write.group, write.sources
-    names = group.namespace.naming(
+    try:
+        names = _names(write)
+        names["length"] = pages.handles["length"]
+        yield from verbs.mapped(pages, write.deadline)
+        statuses = yield from _written(verbs, pages, write, names)
+    except (NotFound, StaleHandle):
+        pages.drop()
+        return None
+    except BaseException:
+        pages.drop()
+        raise
+    return None if (statuses == BlockStatus.FAILED).any() else statuses
+
+
+def _names(write: Write) -> StructArray:
+    """COMMIT_BLOCK [n], whose lengths are to be filled in."""
+    group = write.group
+    return group.namespace.naming(
         protocol.checked_hashes(group.hashes),
-        index=range(len(sources)),
+        index=range(len(write.sources)),
         parent=group.parent,
         position=group.position,
         tokens=group.tokens,
     )
-    names["length"] = pages.handles["length"]
-    try:
-        yield from verbs.mapped(pages, write.deadline)
-        statuses = yield from _written(verbs, pages, write, names)
-    except (NotFound, StaleHandle):
-        return None
-    return None if (statuses == BlockStatus.FAILED).any() else statuses
 
 
 def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArray | None) -> Steps[Any]:
     """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
+    progress = None
     try:
-        yield Do(lambda: _fill(pages, write.sources))
-        request = protocol.commit_request(pages.id, names, durable=write.durable, lease=False, keep_open=False)
-        return (yield from verbs.committed(pages, request, write.deadline)).statuses
+        session = pages.held().link.session
+        is_early = session is not None and session.takes_unwritten
+        if session is not None and is_early and session.board is not None:
+            progress = session.board.take()
+        copying = Copying(pages, write, progress)
+        if not is_early:
+            yield Do(copying.run)
+        request = protocol.commit_request(pages.id, names, durable=write.durable)
+        request.unwritten, request.word = is_early, progress.number if progress else 0
+        meanwhile = copying if is_early else None
+        return (yield from verbs.committed(pages, request, write.deadline, meanwhile=meanwhile)).statuses
     except BaseException:
         pages.drop()
         raise
+    finally:
+        if progress is not None:
+            progress.end()
 
 
-def _fill(pages: ReservedPages, sources: Sequence[buffers.Bytes]) -> None:
-    """Copies. The daemon, which hashes meanwhile, is told soon, then each time that half of what was left is written, and of the last, which it hashes while it hears of the commit."""
-    targets, begun = pages.buffers(), 0
-    for end in _stops([len(source) for source in sources]):
-        given = [i for i in range(begun, end) if targets[i] is not None]
-        buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
-        if begun or end < len(sources):
-            pages.tell_written(end)
-        begun = end
+class Copying:
+    """The copy of one put, while the daemon has its commit already: that is prepared meanwhile, and what is written is hashed. At the end the daemon is told, and waits for that."""
+
+    is_due = True
+
+    def __init__(self, pages: ReservedPages, write: Write, progress: Progress | None) -> None:
+        self._pages, self._write, self._progress, self._is_done = pages, write, progress, False
+
+    def run(self) -> None:
+        """Once, however often it is called."""
+        if self._is_done:
+            return
+        sources, targets, begun = self._write.sources, self._pages.buffers(), 0
+        for end in _stops([len(source) for source in sources]):
+            given = [i for i in range(begun, end) if targets[i] is not None]
+            buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
+            if self._progress is not None:
+                self._progress.note(end)
+            begun = end
+        self._pages.tell_written(len(sources), deadline=self._write.deadline)
+        self._is_done = True
+        self._write.on_written()
+
+    def hear(self, reply: Any) -> None:
+        """Of a commit there are no previews."""
 
 
 def _stops(lengths: Sequence[int]) -> Iterator[int]:
     """Before which blocks to say how far one has come, and the end."""
-    left = sum(lengths)
-    stop_at = left - left // 8
+    written = 0
     for index, length in enumerate(lengths, 1):
-        left -= length
-        if TELL_BYTES <= left <= stop_at:
+        written += length
+        if written >= STEP_BYTES:
             yield index
-            stop_at = left // 2
-    yield len(lengths)
+            written = 0
+    if written:
+        yield len(lengths)

@@ -1,8 +1,8 @@
 """The daemon's end of the hash process: it is started, asked, and started again when it has ended.
 
 Purpose: `HashProcess`. Non-purpose: which pages, and what their sums are good for (cache/ahead.py). Invariants: nobody waits in here: a page that it does not take now is its caller's to hash, and
-each one that it takes is answered, with None if it has ended or says nothing for PATIENCE_S, and then it is killed; what it is asked is bounded by its socket; memory of a segment that has ended is
-let go of.
+each one that it takes is answered, with None if it has ended; one that owes sums, or is to hear of an end, and for PATIENCE_S says and takes nothing is killed; what it is asked is bounded by its
+socket; it hears of all that is dropped and of all memory that has ended.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import os
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from tierd import children
 from tierd.errors import TierFailed
@@ -30,16 +32,20 @@ STOP_S = 5.0
 """So long it may take to end by itself."""
 PATIENCE_S = 5.0
 """With a process that is asked for sums and says nothing."""
+PAGE = np.dtype([(name, f"<u{size}") for name, size in zip(wire.Page._fields, wire.PAGE_SIZES, strict=True)])
+"""`wire.Page`, as it is sent."""
+Opened = Callable[[int], tuple[int, int]]
 Took = Callable[[bytes | None], None]
 """Is told the sums of a page, u8 [slices], little-endian; None: there are none to be had."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """Pages of one message that are still to be answered."""
+    """Pages of one message that are still to be answered. is_due: all of them are written."""
 
     left: int
     took: Took
+    is_due: bool
 
 
 class HashProcess:
@@ -52,7 +58,7 @@ class HashProcess:
         self._heard_s = 0.0
         self._patience: asyncio.TimerHandle | None = None
         self._attached: set[int] = set()
-        self._ended = deque[int]()
+        self._unheard = deque[bytes]()
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._pidfd = -1
@@ -81,30 +87,44 @@ class HashProcess:
         loop.add_reader(self._socket, self._read)
         loop.add_reader(self._pidfd, self._buried)
 
-    def hash(self, pages: Sequence[wire.Page], opened: Callable[[int], tuple[int, int]], took: Took) -> bool:
-        """Whether it takes all of the pages. took: is told of each, in order. opened: a new descriptor of a segment's file, and its length in bytes; may raise KeyError, TierFailed."""
+    def hash(self, pages: NDArray[np.void], opened: Opened, took: Took, *, where: wire.Word = wire.NOWHERE) -> int:
+        """A number for all of the pages, PAGE [n], if it takes them; 0: it does not. took: is told of each, in order. opened: a new descriptor of a segment's or a board's file, and its length
+        in bytes; may raise KeyError, TierFailed."""
         if not self.is_ready or not 0 < len(pages) <= wire.PAGES_MAX:
-            return False
+            return 0
         try:
-            for segment in {page.segment for page in pages} - self._attached:
-                self._attach(segment, *opened(segment))
+            for memory in {where.board, *pages["segment"].tolist()} - {0} - self._attached:
+                self._attach(memory, *opened(memory))
         except (KeyError, TierFailed, OSError):
-            return False
+            return 0
         number = next(self._numbers)
-        if not self._send(wire.ask(number, pages)):
-            return False
-        if not self._asked:
-            self._heard_s = asyncio.get_running_loop().time()
-            self._wait()
-        self._asked[number] = Asked(len(pages), took)
-        return True
+        if not self._send(wire.ask(number, pages.tobytes(), where=where)):
+            return 0
+        self._asked[number] = Asked(len(pages), took, is_due=False)
+        if where == wire.NOWHERE:
+            self._due(number)
+        return number
 
-    def detach(self, segment: int) -> None:
-        """The segment has ended."""
-        if segment in self._attached:
-            self._attached.discard(segment)
-            self._ended.append(segment)
-            self._let_go()
+    def written(self, number: int) -> None:
+        """All pages of a number are; what it does not hear of it does not do."""
+        if number in self._asked:
+            if self._send(wire.written(number)):
+                self._due(number)
+            else:
+                self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Nobody wants the sums of a number any more: its caller is told that there are none."""
+        if asked := self._asked.pop(number, None):
+            self._tell(wire.drop(number))
+            for _ in range(asked.left):
+                asked.took(None)
+
+    def detach(self, memory: int) -> None:
+        """The segment, or the board, has ended."""
+        if memory in self._attached:
+            self._attached.discard(memory)
+            self._tell(wire.detach(memory))
 
     def end(self, why: str) -> None:
         """Kills it; another takes its place."""
@@ -130,20 +150,30 @@ class HashProcess:
         if self._pidfd >= 0:
             self._buried()
 
-    def _attach(self, segment: int, descriptor: int, length_bytes: int) -> None:
+    def _attach(self, memory: int, descriptor: int, length_bytes: int) -> None:
         assert self._socket is not None
         try:
-            socket.send_fds(self._socket, [wire.attach(segment, length_bytes)], [descriptor])
-            self._attached.add(segment)
+            socket.send_fds(self._socket, [wire.attach(memory, length_bytes)], [descriptor])
+            self._attached.add(memory)
         finally:
             os.close(descriptor)
 
-    def _let_go(self) -> None:
-        """Of memory that has ended: now, or with the next answer where it is far behind."""
-        while self._ended and self._send(wire.detach(self._ended[0])):
-            self._ended.popleft()
-        if self._ended and not self._asked:
-            self.end("does not take messages")
+    def _tell(self, message: bytes) -> None:
+        """What it must hear: now, or when it takes messages again."""
+        if not self._unheard and self._send(message):
+            return
+        assert self._socket is not None
+        self._expect()
+        self._unheard.append(message)
+        asyncio.get_running_loop().add_writer(self._socket, self._tell_on)
+
+    def _tell_on(self) -> None:
+        assert self._socket is not None
+        while self._unheard and self._send(self._unheard[0]):
+            self._unheard.popleft()
+            self._heard_s = asyncio.get_running_loop().time()
+        if not self._unheard:
+            asyncio.get_running_loop().remove_writer(self._socket)
 
     def _send(self, message: bytes) -> bool:
         assert self._socket is not None
@@ -166,15 +196,31 @@ class HashProcess:
             self.is_ready = True
         else:
             self._take(*wire.answered(message))
-            self._let_go()
 
     def _take(self, number: int, tables: list[bytes]) -> None:
-        self._heard_s, asked = asyncio.get_running_loop().time(), self._asked[number]
+        self._heard_s, asked = asyncio.get_running_loop().time(), self._asked.get(number)
+        if asked is None:  # it was dropped
+            return
         asked.left -= len(tables)
         if not asked.left:
             del self._asked[number]
         for table in tables:
             asked.took(table or None)
+
+    def _due(self, number: int) -> None:
+        self._expect()
+        self._asked[number].is_due = True
+
+    def _expect(self) -> None:
+        """From now on it is to say something, or to take what it is told."""
+        if not self._owes:
+            self._heard_s = asyncio.get_running_loop().time()
+            self._wait()
+
+    @property
+    def _owes(self) -> bool:
+        """Whether there are pages that it could have hashed, or messages that it could have taken."""
+        return bool(self._unheard) or any(asked.is_due for asked in self._asked.values())
 
     def _wait(self) -> None:
         """Looks again when patience would be over."""
@@ -184,18 +230,19 @@ class HashProcess:
 
     def _look(self) -> None:
         self._patience = None
-        if self._asked and asyncio.get_running_loop().time() >= self._heard_s + PATIENCE_S:
-            self.end(f"no sums within {PATIENCE_S:g} s")
-        elif self._asked:
+        if self._owes and asyncio.get_running_loop().time() >= self._heard_s + PATIENCE_S:
+            self.end(f"says nothing, and takes nothing, within {PATIENCE_S:g} s")
+        elif self._owes:
             self._wait()
 
     def _closed(self) -> None:
         assert self._socket is not None
         asyncio.get_running_loop().remove_reader(self._socket)
+        asyncio.get_running_loop().remove_writer(self._socket)
         self._socket.close()
         self._socket, self.is_ready = None, False
         self._attached.clear()
-        self._ended.clear()
+        self._unheard.clear()
         asked, self._asked = self._asked, {}
         for each in asked.values():
             for _ in range(each.left):

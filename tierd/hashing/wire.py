@@ -3,35 +3,47 @@
 Purpose: messages as bytes. Non-purpose: what becomes of them. Invariants: both ends are of one version, since one starts the other; a message fits into a socket's buffer;
 pages are answered in the order in which they were asked for. Little-endian; the standard library alone, so that the process begins at once.
 
-    attach  "A" {u8 segment, u8 bytes}, with a descriptor
-    detach  "D" {u8 segment}
-    hash    "H" {u8 number}, then PAGE for each page
-    sums    {u8 number}, then for each page {u2 count, u8 sums[count]}; of no page: the process is ready
+    attach   "A" {u8 memory, u8 bytes}, with a descriptor
+    detach   "D" {u8 memory}
+    hash     "H" {u8 number, u8 board, u4 word}, then PAGE for each page
+    written  "W" {u8 number}
+    drop     "X" {u8 number}
+    sums     {u8 number}, then for each page {u2 count, u8 sums[count]}; of no page: the process is ready
+
+A memory is a segment, or a session's board, on which its client says how many blocks of a put are written: a page is hashed when word `word` there is above its index, or
+`written` has come; where no board is given, at once.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MESSAGE_BYTES = 32 << 10
-"""Of a message at most, but for the sums of one page that are more."""
+"""Of a message to the process at most."""
 ANSWER_BYTES = 64 << 10
 """More than the longest answer: SLICE_WORDS_MAX sums behind a message that was almost full."""
-ATTACH, DETACH, HASH = b"A", b"D", b"H"
+ATTACH, DETACH, HASH, WRITTEN, DROP = b"A", b"D", b"H", b"W", b"X"
 
 _NUMBER, _ATTACHED, _COUNT = struct.Struct("<Q"), struct.Struct("<QQ"), struct.Struct("<H")
-_PAGE = struct.Struct("<QQ4I")
-PAGES_MAX = (MESSAGE_BYTES - 1 - _NUMBER.size) // _PAGE.size
+WORD, SUM_BYTES = struct.Struct("<Q"), 8
+"""Of a board; and of a sum in an answer."""
+ALL = 1 << 32
+"""Above every index."""
+_HEAD, _PAGE = struct.Struct("<QQI"), struct.Struct("<QQ5I")
+PAGE_SIZES = (8, 8, 4, 4, 4, 4, 4)
+"""Bytes of the fields of a Page."""
+PAGES_MAX = (MESSAGE_BYTES - 1 - _HEAD.size) // _PAGE.size
 """Of one hash message."""
 
 
 class Page(NamedTuple):
-    """Where a block lies, and how it is cut, which is `tierd.core.block.Cut`."""
+    """Which block of its put it is, where it lies, and how it is cut, which is `tierd.core.block.Cut`."""
 
     segment: int
     offset: int
+    block: int
     piece: int
     pieces: int
     last: int
@@ -43,46 +55,68 @@ class Page(NamedTuple):
         return ([self.piece] * (self.pieces - 1) + [self.last]) * self.layers
 
 
-def attach(segment: int, length_bytes: int) -> bytes:
+class Word(NamedTuple):
+    """Where a client says how many blocks of a put are written; of board 0: all are."""
+
+    board: int
+    word: int
+
+
+NOWHERE = Word(0, 0)
+
+
+def attach(memory: int, length_bytes: int) -> bytes:
     """To be sent with a descriptor."""
-    return ATTACH + _ATTACHED.pack(segment, length_bytes)
+    return ATTACH + _ATTACHED.pack(memory, length_bytes)
 
 
 def attached(message: bytes) -> tuple[int, int]:
-    """Segment, bytes."""
+    """Memory, bytes."""
     return _ATTACHED.unpack_from(message, 1)
 
 
-def detach(segment: int) -> bytes:
-    """Of a segment that has ended."""
-    return DETACH + _NUMBER.pack(segment)
+def detach(memory: int) -> bytes:
+    """Of memory that has ended."""
+    return DETACH + _NUMBER.pack(memory)
 
 
-def detached(message: bytes) -> int:
-    """The segment."""
+def written(number: int) -> bytes:
+    """All pages that were asked for by this number are."""
+    return WRITTEN + _NUMBER.pack(number)
+
+
+def drop(number: int) -> bytes:
+    """Nobody wants their sums."""
+    return DROP + _NUMBER.pack(number)
+
+
+def subject(message: bytes) -> int:
+    """What `detach`, `written` and `drop` speak of."""
     return int(_NUMBER.unpack_from(message, 1)[0])
 
 
-def ask(number: int, pages: Sequence[Page]) -> bytes:
-    """At most PAGES_MAX of them."""
-    return HASH + _NUMBER.pack(number) + b"".join(_PAGE.pack(*page) for page in pages)
+def ask(number: int, pages: bytes, *, where: Word = NOWHERE) -> bytes:
+    """pages: at most PAGES_MAX of them, as they are sent."""
+    return HASH + _HEAD.pack(number, *where) + pages
 
 
-def asked(message: bytes) -> tuple[int, Iterator[Page]]:
-    """Number, pages."""
-    return _NUMBER.unpack_from(message, 1)[0], map(Page._make, _PAGE.iter_unpack(message[1 + _NUMBER.size :]))
+class Question(NamedTuple):
+    """What `ask` says. where: it is said how far the pages are written."""
+
+    number: int
+    where: Word
+    pages: list[Page]
 
 
-def answers(number: int, tables: Iterator[Sequence[int]]) -> Iterator[bytes]:
-    """Messages with the sums of each page."""
-    head = message = _NUMBER.pack(number)
-    for table in tables:
-        message += _COUNT.pack(len(table)) + struct.pack(f"<{len(table)}Q", *table)
-        if len(message) >= MESSAGE_BYTES:
-            yield message
-            message = head
-    if message is not head:
-        yield message
+def asked(message: bytes) -> Question:
+    """What was asked."""
+    number, *where = _HEAD.unpack_from(message, 1)
+    return Question(number, Word(*where), [Page(*its) for its in _PAGE.iter_unpack(message[1 + _HEAD.size :])])
+
+
+def answer(number: int, tables: Sequence[Sequence[int]]) -> bytes:
+    """The sums of each page."""
+    return _NUMBER.pack(number) + b"".join(_COUNT.pack(len(its)) + struct.pack(f"<{len(its)}Q", *its) for its in tables)
 
 
 READY = _NUMBER.pack(0)

@@ -24,7 +24,7 @@ from tierd.config import Config
 from tierd.errors import Unsupported
 from tierd.events.feed import publishing
 from tierd.failpoint import failpoint
-from tierd.server import heap
+from tierd.server import heap, precedence
 from tierd.server.assembly import Assembly, assemble
 from tierd.server.fault_socket import fault_socket
 from tierd.server.listeners import Listeners
@@ -37,6 +37,8 @@ KERNEL_LEAST = (5, 15)
 PR_SET_DUMPABLE = 4
 KEPT_S = 1.0
 """For what was written and what was learnt to be kept; beside the deadline, since it comes after everything that may use that up."""
+WRITERS_S = 1.0
+"""For puts that are being written to be written, and committed."""
 EVENTS_END_S = 1.0
 """For the last KV events to leave."""
 SLACK_S = 5.0
@@ -62,6 +64,7 @@ async def serve(config: Config, *, release: bool = False) -> int:
     check_platform()
     os.umask(0o077)
     heap.keep_freed()
+    log.info("event loop", goes_first=precedence.go_first())
     # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop, begun = asyncio.Event(), asyncio.Event()
@@ -139,6 +142,7 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     daemon.cache.releases.make()
     daemon.cache.events.close()  # watchers would keep their calls open until the deadline
     await _in_time(daemon.scrub.stop(), deadline)
+    daemon.cache.ahead.end(after_s=WRITERS_S)
     await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
     await _in_time(daemon.cache.health.stop(), deadline)
     await _in_time(daemon.cache.background.stop(), deadline)

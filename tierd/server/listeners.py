@@ -80,6 +80,7 @@ class Listeners:
             self._service.grants.revoke,
             lambda session, into: cache.end_session(session, into=into),
             lambda session, reservation, end: cache.ahead.note(session, reservation, end=end),
+            cache.ahead.boards.give,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         cache.releases.hear = self.sessions.hear
@@ -98,6 +99,7 @@ class Listeners:
                 "tiers": [_described(tier) for tier in daemon.tiers],
                 "credits": self._credits.share,
                 "lines": LINES,
+                "unwritten": True,  # commits may come before their pages are written
                 "events": daemon.config.events.enabled,
             },
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
-from tierd.cache.cache import Cache
+from tierd.cache.cache import ANSWER_SHARE, Cache
 from tierd.core.block import Namespace
 from tierd.core.model import BlockStatus, Wanted
 from tierd.core.plan import GroupQuery, PutQuery, Served
@@ -66,7 +66,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         caller, groups = CALLER.get(), self._asked(request.groups)
         # Time is left for the answer, so that a slow disk costs a smaller hit and not the call.
-        timeout_s = caller.left_s * 0.8
+        timeout_s = caller.left_s * ANSWER_SHARE
         kind = self._wanted(request.tier, request.nth)
         epochs, tell = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups], caller.preview
 
@@ -94,7 +94,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         caller, groups = CALLER.get(), self._put_queries(request.groups)
         kind, durability = self._wanted(request.tier, request.nth), wire.durability(request.durability)
         reserved = await self._cache.reserve(
-            caller.session, groups, kind=kind, durability=durability, timeout_s=caller.left_s * 0.8
+            caller.session, groups, kind=kind, durability=durability, timeout_s=caller.left_s * ANSWER_SHARE
         )
         given = [
             wire.handles(
@@ -117,26 +117,17 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         group = groups[0]
         puts = min(request.ahead, max(1, self._batch_limit // max(1, len(group.blocks))))
         kind = self._wanted(request.tier, request.nth)
-        reserved = await self._cache.reserve_ahead(
-            caller.session, group, puts=puts, kind=kind, instead_of=request.taken
-        )
+        reserved = await self._cache.reserve_ahead(caller.session, group, puts=puts, kind=kind)
         epoch, tokens = self._cache.registry.get(group.namespace).epoch, group.blocks["tokens"]
         status = np.full(len(group.blocks), BlockStatus.RESERVED, np.uint16)
-        given = [wire.handles(its, status=status, tokens=tokens, epoch=epoch).tobytes() for its in reserved.extents]
-        reply = pb.ReserveReply(ahead=reserved.reservations, handles=given)
+        handles = wire.handles(reserved.extents, status=status, tokens=tokens, epoch=epoch)
+        reply = pb.ReserveReply(ahead=reserved.reservations, handles=[its.tobytes() for its in handles])
         return self.grants.give((caller.session, caller.request), reply, reservations=reserved.reservations)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         caller = CALLER.get()
-        committed = await self._cache.commit(
-            caller.session,
-            request.reservation,
-            wire.commit_blocks(request, batch_limit=self._batch_limit),
-            durability=wire.durability(request.durability),
-            lease=request.lease,
-            keep_open=request.keep_open,
-            timeout_s=caller.left_s * 0.8,
-        )
+        query = wire.commit_query(request, batch_limit=self._batch_limit)
+        committed = await self._cache.commit(caller.session, query, deadline=caller.deadline)
         reply = wire.commit_reply(committed)
         return self.grants.give((caller.session, caller.request), reply, lease=committed.lease)
 

@@ -283,11 +283,16 @@ class Connection:
             "writable": files.is_writable,
             "catalogue_bytes": files.catalogue_bytes,
         }
+        fds = [files.data_fd, files.catalogue_fd]
         try:
+            board = self._owner.sessions.give_board(session) if files.is_writable else None
+            if board is not None:
+                fds.append(board[0])
+                reply["board"] = board[1]
             failpoint("session.map.before_reply")
-            self._send(reply, fds=[files.data_fd, files.catalogue_fd])
+            self._send(reply, fds=fds)
         finally:
-            for fd in (files.data_fd, files.catalogue_fd):
+            for fd in fds:
                 with contextlib.suppress(OSError):  # it is closed all the same, and its client has one of its own
                     os.close(fd)
 

@@ -70,6 +70,7 @@ class Session:
     engine: dict[str, str] = field(default_factory=dict)
     state: SessionState = SessionState.OPEN
     has_mapped: bool = False
+    has_board: bool = False
     secret: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES), repr=False)
     opened: float = field(default_factory=time.monotonic)
     ended_because: str = ""
@@ -105,7 +106,8 @@ class SessionCalls:
     on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
     one call gave or is still to give.
     on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
-    on_written(session id, reservation, end): its blocks before this index are written. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
+    on_written(session id, reservation, end): its blocks before this index are written. give_board(session id): a descriptor of where it says so on the way, which the session socket
+    closes after sending, and its length in bytes. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
 
@@ -119,6 +121,7 @@ class SessionCalls:
     on_revoke: Callable[[int, str], None] = lambda _session, _request: None
     on_join: Callable[..., None] = lambda _session, **_into: None
     on_written: Callable[[int, int, int], None] = lambda _session, _reservation, _end: None
+    give_board: Callable[[int], tuple[int, int] | None] = lambda _session: None
 
 
 class Sessions:
@@ -266,6 +269,19 @@ class Sessions:
         """The client has written the blocks of a reservation before this index. One that has ended is no fault."""
         with contextlib.suppress(NotFound):
             self._calls.on_written(session.id, reservation, end)
+
+    def give_board(self, session: Session) -> tuple[int, int] | None:
+        """Where it says how far puts are written, once, if there can be such a place: a descriptor that the session socket closes after sending, and its length in bytes."""
+        if session.has_board:
+            return None
+        session.has_board = True
+        try:
+            return self._calls.give_board(session.id)
+        except OSError as error:  # the daemon is out of descriptors, or of memory
+            log.warning(
+                "no board: a session's puts are hashed when they are written", session=session.id, error=str(error)
+            )
+            return None
 
     def new_id(self) -> int:
         """An id that no session of this daemon or a former one has; below 2**63, never 0."""

@@ -14,7 +14,8 @@ import grpc
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.cache.cache import Cache
+from tierd.cache.cache import ANSWER_SHARE, Cache
+from tierd.cache.publication import CommitQuery
 from tierd.chunks import Chunk, Codec
 from tierd.core.model import COMMIT_BLOCK, BlockStatus, Durability, StructArray, TierKind
 from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved
@@ -68,7 +69,7 @@ async def put(
         raise InvalidArgument("put: a block without a hash; name every block of a stream")
     durability = wire.durability(first.head.durability)
     reserved = await cache.reserve(
-        caller.session, [group], kind=TierKind.HOST, durability=durability, timeout_s=caller.left_s * 0.8
+        caller.session, [group], kind=TierKind.HOST, durability=durability, timeout_s=caller.left_s * ANSWER_SHARE
     )
     if not reserved.reservation:
         return reserved.statuses[0]
@@ -133,15 +134,8 @@ async def _commit(cache: Cache, caller: Caller, incoming: Incoming, *, durabilit
     if not len(whole):
         cache.abort(caller.session, incoming.reservation)
         return statuses
-    committed = await cache.commit(
-        caller.session,
-        incoming.reservation,
-        _named(group, whole),
-        durability=durability,
-        lease=False,
-        keep_open=False,
-        timeout_s=caller.left_s * 0.8,
-    )
+    query = CommitQuery(incoming.reservation, _named(group, whole), durability)
+    committed = await cache.commit(caller.session, query, deadline=caller.deadline)
     statuses[whole] = committed.statuses
     return statuses
 
@@ -161,7 +155,7 @@ async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int) ->
     """Sends the servable blocks from number `first` on, as GetChunk; the first chunk says how many tokens can be served."""
     if len(group.namespaces) != 1:
         raise InvalidArgument(f"get: {len(group.namespaces)} ranks; ask for one rank a call")
-    lease = await cache.acquire(caller.session, [group], kind=TierKind.HOST, timeout_s=caller.left_s * 0.8)
+    lease = await cache.acquire(caller.session, [group], kind=TierKind.HOST, timeout_s=caller.left_s * ANSWER_SHARE)
     try:
         yield pb.GetChunk(tokens=lease.served.tokens, index=first).SerializeToString()
         for served in lease.served.groups:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
+from tierd.cache.publication import CommitQuery
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec
 from tierd.core.model import (
     COMMIT_BLOCK,
@@ -26,6 +27,7 @@ from tierd.core.model import (
     TierKind,
 )
 from tierd.core.plan import Bytes, Committed, GroupQuery, Lengths, PutQuery, Served
+from tierd.core.sets import every, some
 from tierd.errors import InvalidArgument
 
 NamespaceOf = Callable[[int], Namespace]
@@ -116,12 +118,12 @@ def _put_query(group: pb.PutGroup, namespace: Namespace) -> PutQuery:
     blocks = _records(group.blocks, PUT_BLOCK, "group.blocks")
     _check_sizes(blocks, namespace.spec)
     size = namespace.spec.tokens_per_block
-    named = blocks["hash"].any(axis=1)
-    if named.any() and not named.all():
+    named = int(np.count_nonzero(blocks["hash"].any(axis=1)))
+    if named and named < len(blocks):
         raise InvalidArgument(
             "group.blocks: named and private blocks (hash all zero) in one group; use a group for each"
         )
-    if named.any() and (blocks["tokens"][:-1] != size).any():
+    if named and some(blocks["tokens"][:-1] != size):
         raise InvalidArgument(
             f"group.blocks: a block before the last has not {size} tokens; only the last may be short"
         )
@@ -157,13 +159,26 @@ def _of_each(values: Sequence[int], name: str, count: int, *, limit: int) -> Len
     return np.full(count, values, np.uint32)
 
 
+def commit_query(message: pb.CommitRequest, *, batch_limit: int) -> CommitQuery:
+    """What a Commit asks for."""
+    return CommitQuery(
+        message.reservation,
+        commit_blocks(message, batch_limit=batch_limit),
+        durability(message.durability),
+        lease=message.lease,
+        keep_open=message.keep_open,
+        unwritten=message.unwritten,
+        word=message.word,
+    )
+
+
 def commit_blocks(message: pb.CommitRequest, *, batch_limit: int) -> StructArray | None:
     """COMMIT_BLOCK [n], or None for everything as it was named in Reserve."""
     if not message.HasField("blocks"):
         return None
     blocks = _records(message.blocks.blocks, COMMIT_BLOCK, "blocks")
     _check_batch(len(blocks), batch_limit)
-    if not blocks["hash"].any(axis=1).all():
+    if not every(blocks["hash"].any(axis=1)):
         raise InvalidArgument("blocks.hash: all zero; name every block that is committed")
     if len(blocks) and (int(blocks["tokens"].min()) < 1 or int(blocks["length"].min()) < 1):
         raise InvalidArgument("blocks: a block of 0 tokens or 0 bytes; leave it out")
@@ -226,10 +241,11 @@ def _check_sizes(blocks: StructArray, spec: NamespaceSpec) -> None:
         ("tokens", spec.tokens_per_block, "cut the sequence as the namespace was opened"),
         ("length", spec.block_bytes, "open a namespace for blocks of that size"),
     ):
-        outside = blocks[name][(blocks[name] < 1) | (blocks[name] > limit)]
-        if len(outside):
+        values = blocks[name]
+        outside = (values < 1) | (values > limit)
+        if some(outside):
             raise InvalidArgument(
-                f"block.{name}: {int(outside[0])} is outside 1 to {limit}, the namespace's limit; {remedy}"
+                f"block.{name}: {int(values[outside][0])} is outside 1 to {limit}, the namespace's limit; {remedy}"
             )
 
 

@@ -11,6 +11,8 @@ MOVER = ("tests/unit/test_mover.py",)
 CACHE = ("tests/unit/cache/test_cache.py",)
 SEALED = ("tests/unit/core/test_sealed.py",)
 SEALING = ("tests/unit/cache/test_sealing.py",)
+AHEAD = ("tests/unit/cache/test_ahead.py",)
+EARLY = ("tests/system/test_early_commits.py",)
 CORE = ("tests/unit/core/test_ends_of_ranges.py", "tests/unit/core/test_upkeep.py")
 
 STORED: tuple[Mutation, ...] = (
@@ -75,7 +77,7 @@ STORED: tuple[Mutation, ...] = (
         "late-publish",
         "an entry is not written for a page that has moved on",
         "tierd/tiers/catalogue.py",
-        'current = np.flatnonzero(self._generations[slots] == records["generation"])',
+        'current = true_rows(self._generations[slots] == records["generation"])',
         "current = np.arange(len(records))",
         CATALOGUE,
     ),
@@ -180,7 +182,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "unverified-flag",
         "a page that a client wrote counts as unverified",
-        "tierd/core/puts.py",
+        "tierd/core/commits.py",
         "self._index.tiers[tier].flags[pages] = UNVERIFIED",
         "self._index.tiers[tier].flags[pages] = 0",
         CACHE,
@@ -230,7 +232,7 @@ STORED: tuple[Mutation, ...] = (
         "sync-data",
         "the slots of a batch are synced before the journal tells of them",
         "tierd/tiers/ledger.py",
-        "await self._sync_data(dirty, records)\n",
+        "self._opened.disk.sync_data(file.fd)\n",
         "pass\n",
         NVME,
     ),
@@ -265,5 +267,46 @@ STORED: tuple[Mutation, ...] = (
         'failpoint("file.replace.before_directory_sync")\n    disk.sync_directory(path.parent)',
         'failpoint("file.replace.before_directory_sync")',
         ("tests/sim/test_crash_states.py",),
+    ),
+    # -- commits that come before their pages are written
+    Mutation(
+        "withdrawn-pages",
+        "pages of a commit that was given up stay with their writer, who may still be writing",
+        "tierd/core/core.py",
+        "            keep_open=True,\n            now=now,",
+        "            keep_open=False,\n            now=now,",
+        (*EARLY, "-k", "stops"),
+    ),
+    Mutation(
+        "last-block-written",
+        "a commit waits for the last of its blocks to be written",
+        "tierd/cache/ahead.py",
+        "int(committing.indices.max()) + 1",
+        "int(committing.indices.max())",
+        AHEAD,
+    ),
+    Mutation(
+        "last-word-heard",
+        "that all is written is said until it is heard",
+        "tierd/client/session.py",
+        "while not self._took(message):",
+        "while not self._took(message) and False:",
+        (*EARLY, "-k", "last_word"),
+    ),
+    Mutation(
+        "dropped-handle",
+        "no page is touched through a reservation that was given back",
+        "tierd/client/pins.py",
+        "if not self._has_handle:\n            raise",
+        "if False:\n            raise",
+        (*EARLY, "-k", "cancelled"),
+    ),
+    Mutation(
+        "exchange-flags",
+        "a page that changes hands at once loses what was known of the block before",
+        "tierd/core/exchange.py",
+        "pages_of.flags[pages] = 0",
+        "pass",
+        ("tests/unit/core/test_exchange.py",),
     ),
 )

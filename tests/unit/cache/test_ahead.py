@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import signal
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
@@ -16,15 +18,16 @@ from tests.maps import maps_of
 from tests.still import stand_still
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
 from tierd.cache.ahead import FOLLOWED_LIMIT, SESSION_LIMIT
+from tierd.cache.boards import Boards, board_of
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, TierKind
-from tierd.core.plan import PutQuery
-from tierd.errors import InvalidArgument, NotFound
+from tierd.core.plan import Committed, PutQuery
+from tierd.errors import NotFound, Unavailable
 from tierd.hashing.wire import ask
 from tierd.testing import chain, content_of
 
 NAMES = chain(1, 4)
-OF_NO_PAGE = ask(0, [])
+OF_NO_PAGE = ask(0, b"")
 
 
 @contextlib.asynccontextmanager
@@ -74,18 +77,61 @@ def digests(world: World, committed: object) -> bytes:
     return bytes(world.cache.core.metas(committed.blocks)["digest"].tobytes())  # type: ignore[attr-defined]
 
 
-async def test_a_commit_takes_what_was_hashed_ahead() -> None:
-    """Pages that were said to be written are hashed once, before the commit; what it names besides is hashed when it comes, and all digests are those of the bytes."""
+async def waiting(
+    world: World, reservation: int, blocks: np.ndarray | None = None, *, word: int = 0
+) -> asyncio.Future[Committed]:
+    """A commit whose pages are not written yet, so far that it waits for them."""
+    commit = asyncio.ensure_future(world.commit(reservation, blocks, unwritten=True, word=word))
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert not commit.done()
+    return commit
+
+
+class Board:
+    """What a client writes to of its session's board. word: of the put that is under way, from 1."""
+
+    word = 3
+
+    def __init__(self, world: World) -> None:
+        descriptor, length = world.cache.ahead.boards.give(world.session)
+        self._memory = mmap.mmap(descriptor, length)
+        os.close(descriptor)
+
+    def note(self, blocks: int) -> None:
+        """So many are written."""
+        struct.pack_into("<Q", self._memory, 8 * (self.word - 1), blocks)
+
+
+def sums_made(world: World) -> int:
+    """Pages of commits under way whose sums have come."""
+    return sum(len(job.tables) for job in world.cache.ahead._jobs.values())
+
+
+async def made(world: World, count: int) -> None:
+    """When the sums of so many pages have come, of commits that wait."""
+    async with asyncio.timeout(SOON_S):
+        while sums_made(world) < count:  # noqa: ASYNC110  # nobody waits for them yet
+            await asyncio.sleep(0.001)
+
+
+async def test_a_commit_takes_what_was_hashed_while_it_was_written() -> None:
+    """Pages are hashed by the process as soon as the board says that they are written; when the session says so too the commit has its sums, which are those of the bytes."""
     async with hashing() as world:
         whole = digests(world, await world.put(NAMES))
         world.cache.flights.start(
             world.cache.core.evict(world.cache.core.blocks(), tier=None, now=world.cache.clock.now())
         )
-        counted = Counted(world)
+        counted, board = Counted(world), Board(world)
         reserved = await world.reserve(NAMES)
-        for end in (1, 3, 3):
-            world.cache.ahead.note(world.session, reserved.reservation, end=end)
-        committed = await world.commit(reserved.reservation)
+        commit = await waiting(world, reserved.reservation, word=board.word)
+        for end in (1, 3, 4):
+            assert not sums_made(world)  # of one message, at its end
+            board.note(end)
+        await made(world, 4)
+        assert not commit.done()
+        world.cache.ahead.note(world.session, reserved.reservation, end=4)
+        committed = await commit
         assert committed.statuses.tolist() == [BlockStatus.READY] * 4
         assert counted.pages == 0
         assert digests(world, committed) == whole
@@ -93,61 +139,119 @@ async def test_a_commit_takes_what_was_hashed_ahead() -> None:
         assert not world.cache.ahead._jobs
 
 
-async def test_a_page_changed_after_it_was_said_to_be_written() -> None:
-    """It is a miss, and so is what follows it: its checksum is not that of what it holds."""
+async def test_sums_are_those_of_their_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the second message is answered before the first, whose pages are written later."""
+    monkeypatch.setattr("tierd.cache.ahead.BEHIND_BYTES", 3 * BLOCK_BYTES)
     async with hashing() as world:
+        board, counted = Board(world), Counted(world)
         reserved = await world.reserve(NAMES)
+        commit = await waiting(world, reserved.reservation, named(4)[[2, 3, 0, 1]], word=board.word)
+        assert len(world.cache.parts.mover.hashing._asked) == 2
+        board.note(2)
+        await made(world, 1)
+        board.note(4)
+        await made(world, 4)
         world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        job = world.cache.ahead._jobs[world.session, reserved.reservation]
-        async with asyncio.timeout(SOON_S):
-            while job.asked:  # noqa: ASYNC110  # nobody waits for it yet
-                await asyncio.sleep(0.001)
-        world.page(reserved.extents[0][2])[5] ^= 1
-        await world.commit(reserved.reservation)
-        assert (await world.acquire(NAMES)).served.tokens == 2 * TOKENS
-
-
-async def test_more_blocks_than_there_are() -> None:
-    """Who says that he has written more blocks than he has, and says so again, has written all of them."""
-    async with hashing() as world:
-        reserved = await world.reserve(NAMES)
-        for _ in range(2):
-            world.cache.ahead.note(world.session, reserved.reservation, end=(1 << 64) - 1)
-        counted = Counted(world)
-        assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
-        assert counted.pages == 0
-
-
-async def test_a_block_that_is_shorter_in_the_end() -> None:
-    """Sums of another length are of no use: the block is hashed as it was committed."""
-    async with hashing() as world:
-        reserved = await world.reserve(NAMES)
-        world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        blocks = named(4)
-        blocks["length"][3], blocks["tokens"][3] = 4096, 8
-        committed = await world.commit(reserved.reservation, blocks)
-        assert committed.statuses.tolist() == [BlockStatus.READY] * 4
+        assert ((await commit).statuses.tolist(), counted.pages) == ([BlockStatus.READY] * 4, 0)
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
 
 
-async def test_a_reservation_that_ends_is_forgotten() -> None:
-    """An abort, and the end of the session, leave nothing behind; of what has ended nothing is hashed."""
+@pytest.mark.parametrize("says", ["too soon", "nothing", "nonsense"])
+async def test_what_a_board_says_decides_nothing(says: str) -> None:
+    """One that speaks before its pages are written has them missed later, all that come after the first bad one; one that says nothing, or too much, costs no block; and no commit is made by it."""
     async with hashing() as world:
-        cache = world.cache
-        first, second = await world.reserve(NAMES), await world.reserve(chain(2, 4))
-        for reserved in (first, second):
-            cache.ahead.note(world.session, reserved.reservation, end=2)
-        cache.abort(world.session, first.reservation)
-        assert len(cache.ahead._jobs) == 1
+        board, counted = Board(world), Counted(world)
+        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
+        pages = [world.page(extent) for extent in reserved.extents[0]]
+        commit = await waiting(world, reserved.reservation, word=board.word)
+        for page, name in zip(pages[: 2 if says == "too soon" else 4], NAMES, strict=False):
+            page[:] = content_of(name, BLOCK_BYTES).tobytes()
+        if says != "nothing":
+            board.note((1 << 64) - 1 if says == "nonsense" else 4)
+            await made(world, 4)
+        for page, name in zip(pages, NAMES, strict=True):
+            page[:] = content_of(name, BLOCK_BYTES).tobytes()
+        assert not commit.done()
+        for _ in range(2):
+            world.cache.ahead.note(world.session, reserved.reservation, end=(1 << 64) - 1)
+        assert ((await commit).statuses.tolist(), counted.pages) == ([BlockStatus.READY] * 4, 0)
+        good = 2 if says == "too soon" else 4
+        assert (await world.acquire(NAMES)).served.tokens == good * TOKENS
+
+
+async def test_a_writer_that_stands_still_holds_up_nobody() -> None:
+    """Its pages are not hashed, and those of who came after it are."""
+    async with hashing() as world:
+        counted, board = Counted(world), Board(world)
+        reserved = await world.reserve(NAMES)
+        commit = await waiting(world, reserved.reservation, word=board.word)
+        board.note(2)
+        other = await world.reserve(chain(2, 4))
+        second = await waiting(world, other.reservation)
+        world.cache.ahead.note(world.session, other.reservation, end=4)
+        async with asyncio.timeout(SOON_S):
+            assert (await second).statuses.tolist() == [BlockStatus.READY] * 4
+        assert not commit.done()
+        world.cache.ahead.note(world.session, reserved.reservation, end=4)
+        await commit
+        assert counted.pages == 0
+
+
+async def test_writers_that_stand_still_leave_others_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One session whose commits are never written does not have all that the process may be asked for: another's put is hashed by it."""
+    monkeypatch.setattr("tierd.cache.ahead.BEHIND_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr("tierd.cache.ahead.BEHIND_LIMIT_BYTES", 16 * BLOCK_BYTES)
+    async with hashing() as world:
+        counted, word, first = Counted(world), Board(world).word, world.session
+        mine = [await world.reserve(chain(seed, 4)) for seed in range(1, 5)]
+        held = [await waiting(world, each.reservation, word=word) for each in mine]
+        world.cache.open_session(901, tenant=world.cache.tenant_of(first))
+        world.session = 901
+        other = await world.reserve(chain(9, 4))
+        world.cache.ahead.note(901, other.reservation, end=4)
+        done = await world.commit(other.reservation, unwritten=True)
+        assert (done.statuses.tolist(), counted.pages) == ([BlockStatus.READY] * 4, 0)
+        world.cache.end_session(first)
+        await asyncio.wait(held)
+
+
+def test_a_board_cannot_be_taken_away() -> None:
+    """Its client can make it neither shorter nor longer."""
+    boards = Boards()
+    descriptor, length = boards.give(7)
+    for size in (0, 2 * length):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+    boards.end(7)
+    assert board_of(7) not in boards
+
+
+async def test_a_commit_whose_reservation_ends_leaves_nothing() -> None:
+    """An abort, and the end of the session, end the commits that wait for them; the process has no page of theirs left."""
+    async with hashing() as world:
+        cache, process = world.cache, world.cache.parts.mover.hashing
+        reserved = [await world.reserve(NAMES), await world.reserve(chain(2, 4))]
+        board = Board(world)
+        commits = [await waiting(world, each.reservation, word=board.word) for each in reserved]
+        assert (len(cache.ahead._jobs), len(process._asked)) == (2, 2)
+        cache.abort(world.session, reserved[0].reservation)
         with pytest.raises(NotFound):
-            cache.ahead.note(world.session, first.reservation, end=4)
-        cache.stop_session(world.session)
+            await commits[0]
+        assert (len(cache.ahead._jobs), len(process._asked)) == (1, 1)
+        with pytest.raises(NotFound):
+            cache.ahead.note(world.session, reserved[0].reservation, end=4)
+        cache.stop_session(world.session)  # its process may live on, and nobody can say any more that it has written
+        with pytest.raises(NotFound):
+            await commits[1]
         assert not cache.ahead._jobs
-        cache.end_session(world.session)
+        assert not process._asked
+        assert not cache.ahead._behind
+        assert board_of(world.session) not in cache.ahead.boards
 
 
-async def test_no_more_reservations_are_followed_than_the_limit() -> None:
-    """One session has a part of them, all together no more than the limit; whoever speaks of more has them hashed by their commits."""
+async def test_no_more_commits_are_followed_than_the_limit() -> None:
+    """One session has a part of them, all together no more than the limit; the others hash by themselves."""
     async with hashing(CONFIG.replace('capacity = "4 MiB"', 'capacity = "12 MiB"')) as world:
         tenant = world.cache.tenant_of(world.session)
         counted, held = Counted(world), []
@@ -155,85 +259,38 @@ async def test_no_more_reservations_are_followed_than_the_limit() -> None:
             world.cache.open_session(session, tenant=tenant)
             world.session = session
             mine = [await world.reserve(chain(100 * session + number, 1)) for number in range(SESSION_LIMIT + 2)]
-            for each in mine:
-                world.cache.ahead.note(session, each.reservation, end=1)
-            held.append((session, mine))
-            followed = Counter(owner for owner, _ in world.cache.ahead._jobs)
-            assert followed[session] == min(SESSION_LIMIT, FOLLOWED_LIMIT - SESSION_LIMIT * (len(held) - 1))
+            held += [(session, each.reservation, await waiting(world, each.reservation)) for each in mine]
+            followed = Counter(job.session for job in world.cache.ahead._jobs.values())
+            assert followed[session] == min(SESSION_LIMIT, FOLLOWED_LIMIT - sum(followed.values()) + followed[session])
         assert len(world.cache.ahead._jobs) == FOLLOWED_LIMIT
-        for world.session, mine in held:
-            for each in mine:
-                assert (await world.commit(each.reservation)).statuses.tolist() == [BlockStatus.READY]
-        assert counted.pages == sum(len(mine) for _, mine in held) - FOLLOWED_LIMIT
-
-
-async def test_what_is_said_during_the_last_commit_is_forgotten_with_it() -> None:
-    """A reservation that ends with its commit leaves no job behind, also where its writer speaks while the commit is hashing."""
-    async with hashing() as world:
-        reserved, ahead = await world.reserve(NAMES), world.cache.ahead
-
-        def speak() -> None:
-            ahead.note(world.session, reserved.reservation, end=4)
-            assert len(ahead._jobs) == 1
-
-        Counted(world, meanwhile=speak)
-        assert (await world.commit(reserved.reservation, named(2))).statuses.tolist() == [BlockStatus.READY] * 2
-        assert not ahead._jobs
-
-
-async def test_a_commit_that_is_refused_says_nothing_of_its_pages() -> None:
-    """What it named was not hashed: its writer may still write to it, and commits what it holds then."""
-    async with hashing() as world:
-        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
-        world.cache.ahead.note(world.session, reserved.reservation, end=0)
-        wrong = named(4)
-        wrong["length"] = 1 << 20
-        with pytest.raises(InvalidArgument):
-            await world.commit(reserved.reservation, wrong)
-        assert not world.cache.ahead._jobs[world.session, reserved.reservation].asked
-        for extent, name in zip(reserved.extents[0], NAMES, strict=True):
-            world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
-        assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
-        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
-
-
-async def test_a_commit_has_hashed_what_it_names() -> None:
-    """By the hash process where its reservation is followed, and nothing before it that it does not name."""
-    async with hashing() as world:
-        reserved, process, counted = await world.reserve(NAMES), world.cache.parts.mover.hashing, Counted(world)
-        world.cache.ahead.note(world.session, reserved.reservation, end=0)
-        stand_still(process.pid)
-        commit = asyncio.ensure_future(world.commit(reserved.reservation, named(4)[3:], keep_open=True))
-        await asyncio.sleep(0)
-        assert sum(asked.left for asked in process._asked.values()) == 1
-        os.kill(process.pid, signal.SIGCONT)
-        assert ((await commit).statuses.tolist(), counted.pages) == ([BlockStatus.READY], 0)
-        await world.commit(reserved.reservation, named(3))
-        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+        for session, reservation, commit in held:
+            world.cache.ahead.note(session, reservation, end=1)
+            assert (await commit).statuses.tolist() == [BlockStatus.READY]
+        assert counted.pages == len(held) - FOLLOWED_LIMIT
 
 
 async def test_no_more_is_asked_for_than_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one reservation, and of all with those that were given up, the process has so much before it at one time; the commit has all sums nevertheless."""
+    """Of one commit, and of all, the process has so much before it at one time; the commits have all sums nevertheless."""
     monkeypatch.setattr("tierd.cache.ahead.BEHIND_BYTES", 2 * BLOCK_BYTES)
-    monkeypatch.setattr("tierd.cache.ahead.BEHIND_LIMIT_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr("tierd.cache.ahead.BEHIND_LIMIT_BYTES", 8 * BLOCK_BYTES)
     async with hashing() as world:
         ahead, counted, process = world.cache.ahead, Counted(world), world.cache.parts.mover.hashing
         stand_still(process.pid)
-        first = await world.reserve(NAMES)
-        ahead.note(world.session, first.reservation, end=4)
-        assert sum(asked.left for asked in process._asked.values()) == 2
-        given_up = await world.reserve(chain(2, 4))
-        ahead.note(world.session, given_up.reservation, end=4)
-        world.cache.abort(world.session, given_up.reservation)
-        late = await world.reserve(chain(3, 4))
-        ahead.note(world.session, late.reservation, end=4)
-        assert sum(asked.left for asked in process._asked.values()) == 4
+        commits = []
+        for seed, asked in ((1, 2), (2, 4), (3, 4)):
+            reserved = await world.reserve(chain(seed, 4))
+            commits.append(await waiting(world, reserved.reservation))
+            ahead.note(world.session, reserved.reservation, end=4)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert sum(each.left for each in process._asked.values()) == asked
         os.kill(process.pid, signal.SIGCONT)
-        for reserved, hashed in ((first, 0), (late, 4)):
-            assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
-            assert counted.pages == hashed
-        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
-        assert not ahead._behind_bytes
+        for commit in commits:
+            assert (await commit).statuses.tolist() == [BlockStatus.READY] * 4
+        assert counted.pages == 4
+        for seed in (1, 2, 3):
+            assert (await world.acquire(chain(seed, 4))).served.tokens == 4 * TOKENS
+        assert not ahead._behind
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "is behind"])
@@ -250,11 +307,12 @@ async def test_hashing_that_fails_is_done_by_the_commit(how: str, monkeypatch: p
                 ends.callback(os.kill, first, signal.SIGCONT)
                 while process._send(OF_NO_PAGE):
                     pass
+            commit = await waiting(world, reserved.reservation)
             world.cache.ahead.note(world.session, reserved.reservation, end=4)
             if how == "dies":
                 os.kill(first, signal.SIGKILL)
             async with asyncio.timeout(SOON_S):
-                committed = await world.commit(reserved.reservation)
+                committed = await commit
             assert counted.pages == 4
         assert committed.statuses.tolist() == [BlockStatus.READY] * 4
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
@@ -266,7 +324,7 @@ async def test_hashing_that_fails_is_done_by_the_commit(how: str, monkeypatch: p
                 await asyncio.sleep(0.001)
         again, counted.pages = await world.reserve(chain(2, 4)), 0
         world.cache.ahead.note(world.session, again.reservation, end=4)
-        assert (await world.commit(again.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
+        assert (await world.commit(again.reservation, unwritten=True)).statuses.tolist() == [BlockStatus.READY] * 4
         assert counted.pages == 0
 
 
@@ -280,7 +338,7 @@ async def test_memory_that_has_ended_is_let_go_of() -> None:
 
         reserved = await world.reserve(NAMES)
         world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        await world.commit(reserved.reservation)
+        await world.commit(reserved.reservation, unwritten=True)
         assert mapped() == ["r--s"]
         spec = NamespaceSpec(model="other", tokens_per_block=TOKENS, block_bytes=2 * BLOCK_BYTES)
         world.namespace = world.cache.open_namespace(world.session, spec)
@@ -302,3 +360,140 @@ async def test_nothing_is_left_of_the_process() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("is_ready", [True, False], ids=["by the process", "by threads"])
+async def test_a_commit_may_come_before_its_pages_are_written(is_ready: bool) -> None:
+    """It publishes nothing before all of them are said to be written, and then what they hold; they are hashed by the process where there is one."""
+    async with opened() as world:
+        if is_ready:
+            await ready(world)
+        else:
+            await world.cache.parts.mover.hashing.stop()
+        counted = Counted(world)
+        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
+        commit = await waiting(world, reserved.reservation)
+        for end, (extent, name) in enumerate(zip(reserved.extents[0], NAMES, strict=True), 1):
+            assert not (await world.acquire(NAMES)).served.tokens
+            world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
+            world.cache.ahead.note(world.session, reserved.reservation, end=end)
+        async with asyncio.timeout(SOON_S):
+            assert (await commit).statuses.tolist() == [BlockStatus.READY] * 4
+        assert counted.pages == (0 if is_ready else 4)
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+        assert not world.cache.ahead._jobs
+        assert not world.cache.ahead._awaited
+
+
+async def test_what_was_said_before_the_commit_came_counts() -> None:
+    """A commit whose pages were all said to be written waits for nothing; what comes in parts waits for its own part, each."""
+    async with hashing() as world:
+        reserved = await world.reserve(NAMES)
+        world.cache.ahead.note(world.session, reserved.reservation, end=2)
+        last = await waiting(world, reserved.reservation, named(4)[3:])
+        third = asyncio.ensure_future(world.commit(reserved.reservation, named(4)[2:3], unwritten=True, keep_open=True))
+        first = await world.commit(reserved.reservation, named(2), unwritten=True, keep_open=True)
+        assert first.statuses.tolist() == [BlockStatus.READY] * 2
+        world.cache.ahead.note(world.session, reserved.reservation, end=3)
+        async with asyncio.timeout(SOON_S):
+            assert (await third).statuses.tolist() == [BlockStatus.READY]
+        assert not last.done()
+        world.cache.ahead.note(world.session, reserved.reservation, end=4)
+        async with asyncio.timeout(SOON_S):
+            assert (await last).statuses.tolist() == [BlockStatus.READY]
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+
+
+async def test_pages_of_a_commit_that_was_given_up_stay_their_writers() -> None:
+    """Its client may still write to them: nobody else gets them, and he may commit them later, or give them back."""
+    async with hashing(CONFIG.replace('capacity = "4 MiB"', 'capacity = "1 MiB"')) as world:
+        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
+        commit = await waiting(world, reserved.reservation)
+        commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        others = await world.reserve(chain(2, 120))
+        theirs = others.extents[0][others.statuses[0] == BlockStatus.RESERVED]
+        mine = {(int(e["segment"]), int(e["offset"])) for e in reserved.extents[0]}
+        assert not mine & {(int(e["segment"]), int(e["offset"])) for e in theirs}
+        for extent, name in zip(reserved.extents[0], NAMES, strict=True):
+            world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
+        assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+
+
+@pytest.mark.parametrize("end", ["abort", "session"])
+async def test_a_reservation_that_ends_under_a_commit_that_waits(end: str) -> None:
+    """The commit ends with NotFound at once, and its pages are free."""
+    async with hashing() as world:
+        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
+        commit = await waiting(world, reserved.reservation)
+        if end == "abort":
+            world.cache.abort(world.session, reserved.reservation)
+        else:
+            world.cache.stop_session(world.session)
+            world.cache.end_session(world.session)
+        async with asyncio.timeout(SOON_S):
+            with pytest.raises(NotFound):
+                await commit
+        assert world.pins == 0
+        assert not world.cache.ahead._awaited
+
+
+async def test_what_is_reserved_ahead_stands_back_for_commits() -> None:
+    """Pages for puts that may come are looked for when the session's commits have ended, and not for ever after: for others that begin meanwhile nobody waits."""
+    async with hashing() as world:
+        reserved, later = await world.reserve(NAMES), await world.reserve(chain(2, 4))
+        commit = await waiting(world, reserved.reservation)
+        group = world.put_query(np.zeros((2, 32), np.uint8))
+        ahead = asyncio.ensure_future(world.cache.reserve_ahead(world.session, group, puts=1, kind=TierKind.HOST))
+        await asyncio.sleep(0)
+        last = await waiting(world, later.reservation)
+        assert not ahead.done()
+        world.cache.ahead.note(world.session, reserved.reservation, end=4)
+        async with asyncio.timeout(SOON_S):
+            await commit
+            assert len((await ahead).reservations) == 1
+        assert not last.done()
+        last.cancel()
+
+
+async def test_the_last_block_is_waited_for() -> None:
+    """A commit whose last block is not said to be written is not made, nor begun."""
+    async with hashing() as world:
+        reserved = await world.reserve(NAMES)
+        commit = await waiting(world, reserved.reservation)
+        world.cache.ahead.note(world.session, reserved.reservation, end=3)
+        assert world.cache.ahead._awaited
+        world.cache.ahead.note(world.session, reserved.reservation, end=4)
+        async with asyncio.timeout(SOON_S):
+            assert (await commit).statuses.tolist() == [BlockStatus.READY] * 4
+
+
+async def test_nothing_is_left_of_a_commit_that_was_given_up() -> None:
+    """Given up, then made in a commit that leaves the reservation open: it has ended with its last block, and nobody waits for it."""
+    async with hashing() as world:
+        reserved = await world.reserve(NAMES)
+        commit = await waiting(world, reserved.reservation)
+        commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        done = await world.commit(reserved.reservation, named(4), keep_open=True)
+        assert done.statuses.tolist() == [BlockStatus.READY] * 4
+        assert not world.cache.core.stats().reservations
+        assert not world.cache.ahead._awaited
+        assert not world.cache._under_way._ends
+
+
+async def test_a_daemon_that_ends_waits_for_no_writer() -> None:
+    """A commit whose pages are not written is refused when the daemon ends, and one that comes then is too; their pages stay their writer's."""
+    async with hashing() as world:
+        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
+        commit = await waiting(world, reserved.reservation)
+        world.cache.ahead.end(after_s=0.0)
+        async with asyncio.timeout(SOON_S):
+            with pytest.raises(Unavailable):
+                await commit
+            with pytest.raises(Unavailable):
+                await world.commit(reserved.reservation, unwritten=True)
+        assert world.cache.core.tier_stats()[0].pages_reserved == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import aclosing
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.unit.cache.world import CONFIG, SOON_S, TOKENS, World, opened
 from tierd import failpoint
 from tierd.cache import holdings
 from tierd.cache.operator import Operator
+from tierd.cache.publication import CommitQuery
 from tierd.core.model import HANDLE, TRANSFER, BlockStatus, Durability, Fault, TierKind
 from tierd.errors import Overloaded, SessionLost, TierFailed
 from tierd.server import wire
@@ -181,15 +183,8 @@ async def test_watch_ends_with_its_session() -> None:
         reserved = await world.reserve(chain(2, 1))
         world.cache.stop_session(world.session)
         world.cache.open_session(12, tenant="t")
-        await world.cache.commit(
-            12,
-            (await world.cache.reserve(12, [world.put_query(chain(3, 1))], kind=TierKind.HOST)).reservation,
-            None,
-            durability=Durability.MEMORY,
-            lease=False,
-            keep_open=False,
-            timeout_s=SOON_S,
-        )
+        theirs = await world.cache.reserve(12, [world.put_query(chain(3, 1))], kind=TierKind.HOST)
+        await world.cache.commit(12, CommitQuery(theirs.reservation), deadline=math.inf)
         with pytest.raises(SessionLost):
             await anext(events)
         assert reserved.reservation

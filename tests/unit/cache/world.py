@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import tempfile
@@ -12,9 +13,10 @@ import numpy as np
 
 from tierd.cache.cache import Cache
 from tierd.cache.lease import Lease
+from tierd.cache.publication import CommitQuery
 from tierd.config import read_config, resolve
 from tierd.core.block import Namespace, NamespaceSpec
-from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, Durability, StructArray, TierKind
+from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, StructArray, TierKind
 from tierd.core.plan import Committed, GroupQuery, PutQuery, Reserved
 from tierd.server.assembly import Assembly, assemble
 from tierd.testing import content_of
@@ -70,8 +72,8 @@ class World:
         return reserved
 
     async def commit(self, reservation: int, blocks: StructArray | None = None, **options: object) -> Committed:
-        wanted = {"durability": Durability.MEMORY, "lease": False, "keep_open": False, "timeout_s": SOON_S} | options
-        return await self.cache.commit(self.session, reservation, blocks, **wanted)  # type: ignore[arg-type]
+        query = CommitQuery(reservation, blocks, **options)  # type: ignore[arg-type]
+        return await self.cache.commit(self.session, query, deadline=asyncio.get_running_loop().time() + SOON_S)
 
     async def put(self, hashes: np.ndarray, **options: object) -> Committed:
         reserved = await self.reserve(hashes)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.unit.cache.world import SOON_S, World, directories, opened
 from tierd._proto import cache_pb2 as pb
+from tierd.cache.cache import Cache
 from tierd.core.model import BlockStatus
 from tierd.errors import TierFailed
+from tierd.hashing.process import HashProcess
+from tierd.mover import Hashed
 from tierd.server.guard import CALLER, Caller
 from tierd.server.service import CacheService
 from tierd.testing import chain
@@ -109,20 +112,39 @@ async def test_blocks_are_found_again() -> None:
             assert (await world.acquire(chain(1, 4))).served.tokens == 64
 
 
-async def test_the_end_waits_for_what_is_hashed() -> None:
-    """A commit whose call was cut off while its blocks were hashed ends before pages and tables go: what it stored is there in the next life."""
-    with directories() as places:
+async def test_the_end_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit whose call was cut off while its blocks were hashed ends before pages and tables go, and before what hashes does: what it stored is there in the next life."""
+    stop, wait, had_ended, may_go_on = HashProcess.stop, Cache.commits_ended, list[bool](), asyncio.Event()
+
+    async def stopped(process: HashProcess) -> None:
+        had_ended.append(work.done())
+        may_go_on.set()
+        await stop(process)
+
+    async def waited(cache: Cache) -> None:
+        asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+        await wait(cache)
+
+    with directories() as places, monkeypatch.context() as patch:
+        patch.setattr(HashProcess, "stop", stopped)
+        patch.setattr(Cache, "commits_ended", waited)
         async with opened(places=places) as world:
             reserved = await world.reserve(chain(1, 4))
-            threads, may_go_on = world.cache.parts.mover._threads, threading.Event()
-            for _ in range(threads._max_workers):
-                threads.submit(may_go_on.wait, SOON_S)
+            mover = world.cache.parts.mover
+            hash_pages = mover.hash_pages
+
+            async def hash_late(*pages: np.ndarray) -> Hashed:
+                await may_go_on.wait()
+                return await hash_pages(*pages)
+
+            patch.setattr(mover, "hash_pages", hash_late)
             call = asyncio.create_task(world.commit(reserved.reservation))
             await asyncio.sleep(0)
             (work,) = world.cache._commits
             call.cancel()
             await asyncio.wait([call])
-            asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+        patch.undo()
+        assert had_ended == [True]
         assert work.result().statuses.tolist() == [BlockStatus.READY] * 4
         async with opened(places=places) as world:
             assert world.cache.core.stats().blocks == 4

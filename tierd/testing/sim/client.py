@@ -10,13 +10,14 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from tierd.cache.lease import Lease
+from tierd.cache.publication import CommitQuery
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.model import (
     BlockStatus,
@@ -267,16 +268,27 @@ class Client:
         try:
             pages = await self.pages(held, extents, [ways.wanted.key(ways.wanted.first + i) for i in ways.given])
             self.writing += pages
+            commit = None
+            if rng.random() < 0.3:  # before it is written
+                commit = self.loop.create_task(
+                    self.commit(held, replace(ways, unwritten=True), rng), context=self.context
+                )
             await self.write(pages, rng)
             self.writing = [page for page in self.writing if page not in pages]  # what is committed is not written to
-            if rng.random() < 0.9:
-                await self.commit(held, ways, rng, timeout_s=rng.choice((0.5, 2.0, 5.0)))
+            self.let_go(held, lambda a: self.tell_written(a, held, ways))
+            if commit is not None or rng.random() < 0.9:
+                await (commit or self.commit(held, ways, rng))
                 self.written = [*self.written[-16:], *pages]
                 return
         finally:
             self.writing = [page for page in self.writing if page not in pages]
             # After a commit there is nothing left of it; an abort of that is no fault.
             self.let_go(held, lambda a: a.cache.abort(held.session, ways.reservation))
+
+    def tell_written(self, assembly: Assembly, held: _Held, ways: _Commit) -> None:
+        """All of a reservation is."""
+        with suppress(NotFound):
+            assembly.cache.ahead.note(held.session, ways.reservation, end=max(ways.given) + 1)
 
     async def reserve(
         self, held: _Held, wanted: Blocks, *, durability: Durability, private: bool, kind: TierKind
@@ -305,9 +317,9 @@ class Client:
         for page in pages:
             page.write(page.length // 2, page.length)
 
-    async def commit(self, held: _Held, ways: _Commit, rng: random.Random, *, timeout_s: float) -> None:
+    async def commit(self, held: _Held, ways: _Commit, rng: random.Random) -> None:
         """At once, or in two parts; with a lease, or without."""
-        parts = [ways.given]
+        parts, timeout_s = [ways.given], rng.choice((0.5, 2.0, 5.0))
         if len(ways.given) > 1 and rng.random() < 0.3:
             cut = rng.randrange(1, len(ways.given))
             parts = [ways.given[:cut], ways.given[cut:]]
@@ -326,15 +338,15 @@ class Client:
         began_s = self.loop.time()
 
         async def work(assembly: Assembly) -> Committed:
-            committed = await assembly.cache.commit(
-                held.session,
+            query = CommitQuery(
                 ways.reservation,
                 part.named,
-                durability=ways.durability,
+                ways.durability,
                 lease=part.lease,
                 keep_open=not part.is_last,
-                timeout_s=timeout_s * 0.8,
+                unwritten=ways.unwritten,
             )
+            committed = await assembly.cache.commit(held.session, query, deadline=self.loop.time() + timeout_s)
             if part.lease:  # a hit of those that existed
                 theirs = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
                 self.world.oracle.hit([keys[i] for i in theirs.tolist()], began_s)
@@ -402,13 +414,14 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """What is to be committed. given: places in the reservation."""
+    """What is to be committed. given: places in the reservation. unwritten: while it is being written."""
 
     wanted: Blocks
     reservation: int
     given: list[int]
     durability: Durability
     private: bool
+    unwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True)

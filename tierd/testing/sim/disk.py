@@ -151,7 +151,7 @@ class SimDisk:
         self._unsynced_names: dict[Path, list[Mapping[Path, _File | None]]] = {}
         self._open: dict[int, tuple[str, _File, bool]] = {}  # name, file, whether O_DIRECT
         self._locked: set[Path] = set()
-        self._next_fd = 3
+        self._next_fd = self._ended_fd = 3
 
     # -- crashes
 
@@ -178,6 +178,7 @@ class SimDisk:
     def end_process(self) -> None:
         """The process that used the disk is gone, the machine is not: what it wrote stays, its descriptors and locks do not."""
         self._open.clear()
+        self._ended_fd = self._next_fd
         self._locked.clear()
 
     # -- whole files, for those who look at a disk from outside
@@ -223,9 +224,10 @@ class SimDisk:
         return self._next_fd
 
     def close(self, fd: int) -> None:
-        """As `Files.close`."""
-        self._file(fd)
-        del self._open[fd]
+        """As `Files.close`. A descriptor of a life that has ended is closed: who still lets go of it is only collected."""
+        if fd > self._ended_fd:
+            self._file(fd)
+            del self._open[fd]
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """As `Files.preadv`."""

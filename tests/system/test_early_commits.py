@@ -1,0 +1,249 @@
+"""Puts whose commit is under way while they are written, by writers that stop, die or fail in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.still import stand_still
+from tests.system.blocks import await_true
+from tests.system.raw import RawClient
+from tests.system.sdk import BIG, HOST, NOTHING, SMALL, await_nothing_held, churn, held, put, right
+from tierd._proto import admin_pb2 as apb
+from tierd.client import AsyncClient, Client, PutGroup, writing
+from tierd.client.local import LocalTransport
+from tierd.client.reservation import ReservedPages
+from tierd.client.session import Session
+from tierd.errors import DeadlineExceeded, Overloaded
+from tierd.testing import Daemon, chain, content_of
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = 4
+TIMEOUT_S, SHUTDOWN_S, LONG_S = 1, 20, 10.0
+WRITER = f"""
+import sys
+import numpy as np
+from tierd.client import Client, writing
+from tierd.errors import TierdError
+from tests.system.sdk import BIG
+from tierd.testing import chain
+
+inner, calls = writing.buffers.copy_all, []
+
+def copy_all(targets, sources):
+    if calls:
+        print("half", flush=True)
+        sys.stdin.readline()
+    calls.append(inner(targets, sources))
+
+writing.buffers.copy_all = copy_all
+with Client(sys.argv[1]) as client:
+    space, blocks = client.open_namespace(BIG), [np.full(BIG.block_bytes, 0xAB, np.uint8)] * {BLOCKS}
+    try:
+        print(client.put(space, chain(9, {BLOCKS}), blocks, timeout_s=float(sys.argv[2])).stored)
+    except TierdError as error:
+        print(type(error).__name__)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def writer(daemon: Daemon, timeout_s: int = TIMEOUT_S) -> Iterator[subprocess.Popen[str]]:
+    """A process that has written the first blocks of a put, and waits for a line before it writes the others."""
+    command = [sys.executable, "-c", WRITER, daemon.target, str(timeout_s)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "half\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def go_on(process: subprocess.Popen[str]) -> str:
+    """What the writer says then, or the next time that it waits."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def commits(daemon: Daemon) -> int:
+    """Commits that have ended."""
+    with RawClient(daemon.target) as client:
+        counters = client.call(client.admin.Status, apb.StatusRequest()).counters
+    return sum(count for name, count in counters.items() if "Commit" in name)
+
+
+def test_a_writer_that_stops_for_longer_than_its_call() -> None:
+    """What it goes on to write reaches nobody's block: its pages are its own after the commit was given up, and come back when it lets go of them."""
+    with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client, writer(daemon) as process:
+        space = client.open_namespace(BIG)
+        assert held(daemon) == (0, 1, 0, BLOCKS)
+        stand_still(process.pid)
+        await_true(lambda: commits(daemon) == 1, "the commit is given up")
+        churn(client, seed=1)
+        mine = put(client, space, 2, 8).stored
+        assert mine
+        assert held(daemon) == (0, 1, 0, BLOCKS)
+        os.kill(process.pid, signal.SIGCONT)
+        said = go_on(process)
+        while said == "half":
+            said = go_on(process)
+        assert said == "DeadlineExceeded"
+        assert right(client.get(space, chain(2, 8)).views, 2) == mine
+        await_nothing_held(daemon, "a put that came too late")
+        assert not client.get(space, chain(9, BLOCKS)).blocks
+
+
+def test_a_writer_that_dies_while_it_writes() -> None:
+    """Nothing of its put is found, and its pages come back."""
+    with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client, writer(daemon) as process:
+        process.kill()
+        await_nothing_held(daemon, "the end of a writer")
+        assert not client.get(client.open_namespace(BIG), chain(9, BLOCKS)).blocks
+
+
+def test_a_daemon_ends_in_order_under_a_put_that_is_written() -> None:
+    """SIGTERM waits a moment for a writer that has not ended, and not until its deadline: others' transfers have that time."""
+    with Daemon(f"nvme = []\n[server]\nshutdown_deadline = '{SHUTDOWN_S} s'\n" + HOST) as daemon, writer(daemon, 60):
+        begun = time.monotonic()
+        assert daemon.stop() == 0
+        assert time.monotonic() - begun < SHUTDOWN_S / 2
+
+
+def test_a_put_whose_last_word_the_daemon_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That all is written is said until it is heard, or the time is over: a full socket costs a put nothing while the daemon reads, and its deadline while it does not."""
+    with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
+        space, inner, refused = client.open_namespace(BIG), Session._tell, list[Any]()
+
+        def tell(self: Session, request: Any) -> None:
+            if request["op"] == "written" and len(refused) < 20:
+                refused.append(request)
+                raise BlockingIOError
+            inner(self, request)
+
+        monkeypatch.setattr(Session, "_tell", tell)
+        assert put(client, space, 1, BLOCKS).stored == BLOCKS
+        assert len(refused) == 20
+        run = writing.Copying.run
+
+        def run_late(copying: writing.Copying) -> None:
+            stand_still(daemon.pid)
+            with monkeypatch.context() as full:
+                full.setattr(Session, "_took", lambda _self, _request: False)
+                run(copying)
+
+        monkeypatch.setattr(writing.Copying, "run", run_late)
+        try:
+            with pytest.raises(DeadlineExceeded):
+                client.put(space, chain(2, BLOCKS), [np.zeros(BIG.block_bytes, np.uint8)] * BLOCKS, timeout_s=0.3)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        await_true(lambda: held(daemon) == NOTHING, "its pages went back")
+
+
+def test_a_durable_put_has_its_time_after_the_copy() -> None:
+    """A client that takes most of its time to copy gets what is left of it for the disk."""
+    with Daemon() as daemon, Client(daemon.target) as client:
+        space, inner = client.open_namespace(SMALL), writing.Copying.run
+        with pytest.MonkeyPatch.context() as slow:
+            slow.setattr(writing.Copying, "run", lambda copying: (time.sleep(0.9 * LONG_S), inner(copying)))
+            blocks = [np.zeros(SMALL.block_bytes, np.uint8)] * BLOCKS
+            assert client.put(space, chain(1, BLOCKS), blocks, durable=True, timeout_s=LONG_S).stored == BLOCKS
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["a daemon that takes it", "an older daemon"])
+def test_who_is_asked_first(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit goes before the copy to a daemon that waits for it, and after it to one that does not, which is told nothing between the two."""
+    with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
+        space, said = client.open_namespace(SMALL), list[str]()
+        client._verbs.connector.link.session.takes_unwritten = knows
+        send, tell, copy_all = LocalTransport._send, Session._tell, writing.buffers.copy_all
+
+        def sent(self: LocalTransport, method: str, request: Any, **given: Any) -> Any:
+            said.append(f"{method} unwritten" if getattr(request, "unwritten", False) else method)
+            return send(self, method, request, **given)
+
+        def told(self: Session, request: Any) -> None:
+            said.append(request["op"])
+            tell(self, request)
+
+        def copied(*what: Any) -> None:
+            said.append("copy")
+            copy_all(*what)
+
+        monkeypatch.setattr(LocalTransport, "_send", sent)
+        monkeypatch.setattr(Session, "_tell", told)
+        monkeypatch.setattr(writing.buffers, "copy_all", copied)
+        assert put(client, space, 1, BLOCKS).stored == BLOCKS
+        assert said == (["Reserve", "Commit unwritten", "copy", "written"] if knows else ["Reserve", "copy", "Commit"])
+        assert right(client.get(space, chain(1, BLOCKS)).views, 1) == BLOCKS
+
+
+def test_a_commit_that_is_made_again_finds_its_pages_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the daemon had no place for, and is asked again, is copied once."""
+    with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
+        space, call, calls, copies = client.open_namespace(SMALL), LocalTransport.call, list[str](), list[Any]()
+        copy_all = writing.buffers.copy_all
+
+        def refused_once(self: LocalTransport, method: str, request: Any, **given: Any) -> Any:
+            calls.append(method)
+            if calls.count("Commit") == 1 and method == "Commit":
+                given["meanwhile"].run()
+                refusal = Overloaded("calls: all in use; come again")
+                refusal.retry_after_s = 0.01
+                raise refusal
+            return call(self, method, request, **given)
+
+        monkeypatch.setattr(LocalTransport, "call", refused_once)
+        monkeypatch.setattr(writing.buffers, "copy_all", lambda *what: copies.append(copy_all(*what)))
+        assert put(client, space, 1, BLOCKS).stored == BLOCKS
+        assert (calls.count("Commit"), len(copies)) == (2, 1)
+        assert right(client.get(space, chain(1, BLOCKS)).views, 1) == BLOCKS
+
+
+def test_a_put_that_is_cancelled_writes_to_nobodys_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread goes on where it was; pages that went back meanwhile, and are another's now, it does not touch."""
+    at, go, inner = threading.Event(), threading.Event(), ReservedPages._populate
+
+    def held_up(self: ReservedPages, *what: Any) -> None:
+        if not at.is_set():
+            at.set()
+            go.wait(LONG_S)
+        inner(self, *what)
+
+    async def run(target: str) -> None:
+        async with AsyncClient(target) as client:
+            space, mine = await client.open_namespace(SMALL), chain(2, BLOCKS)
+            blocks = [np.full(SMALL.block_bytes, 0xAB, np.uint8)] * BLOCKS
+            monkeypatch.setattr(ReservedPages, "_populate", held_up)
+            late = asyncio.ensure_future(client.put(space, chain(1, BLOCKS), blocks))
+            await asyncio.to_thread(at.wait, LONG_S)
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+            await asyncio.to_thread(await_true, lambda: held(daemon) == NOTHING, "its pages went back")
+            async with await client.reserve(PutGroup(space, mine)) as pages:
+                for page, name in zip(pages.buffers(), mine, strict=True):
+                    page[:] = content_of(name, SMALL.block_bytes)
+                go.set()
+                await asyncio.get_running_loop().shutdown_default_executor()
+                await pages.commit()
+
+    with Daemon("nvme = []\n" + HOST) as daemon:
+        asyncio.run(run(daemon.target))
+        with Client(daemon.target) as client:
+            assert right(client.get(client.open_namespace(SMALL), chain(2, BLOCKS)).views, 2) == BLOCKS

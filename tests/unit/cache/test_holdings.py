@@ -1,0 +1,49 @@
+"""Holdings over a real table of holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierd.cache import holdings
+from tierd.cache.holdings import Holdings
+from tierd.core.model import EXTENT
+from tierd.errors import Overloaded
+from tierd.tiers.holds import HoldKind, HoldTable
+
+
+def pages(count: int, *, first: int) -> np.ndarray:
+    out = np.zeros(count, EXTENT)
+    out["generation"] = np.arange(first, first + count)
+    return out
+
+
+def test_what_is_recorded_together_is_dropped_apart(tmp_path: Path) -> None:
+    """Of reservations that are recorded at once each has its own rows: what goes with one leaves the others held."""
+    table = HoldTable(tmp_path / "holds")
+    table.open()
+    held = Holdings(table)
+    held.add(1 << 20, HoldKind.RESERVATION, {7: pages(3, first=1), 8: pages(2, first=4)})
+    assert table.count == 5
+    held.drop((1 << 20, HoldKind.RESERVATION, 7))
+    assert table.count == 2
+    held.drop((1 << 20, HoldKind.RESERVATION, 8), only=np.asarray([1]))
+    assert table.count == 1
+    held.drop((1 << 20, HoldKind.RESERVATION, 8))
+    assert table.count == 0
+
+
+def test_all_or_none_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several would be one too many, none is recorded."""
+    monkeypatch.setattr(holdings, "HOLDS_LIMIT", 3)
+    table = HoldTable(tmp_path / "holds")
+    table.open()
+    held = Holdings(table)
+    held.add(1 << 20, HoldKind.LEASE, {1: pages(1, first=1), 2: pages(1, first=2)})
+    with pytest.raises(Overloaded, match="session"):
+        held.add(1 << 20, HoldKind.LEASE, {3: pages(1, first=3), 4: pages(1, first=4)})
+    assert table.count == 2
+    held.add(1 << 20, HoldKind.LEASE, {5: pages(1, first=5)})
+    assert held.is_full(1 << 20)
