@@ -246,7 +246,7 @@ class Cache:
         try:
             failpoint("cache.acquire.before_landing")
             await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
-            served = await self._settle(got.lease, preview)
+            served = await self._settle(got, preview)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
                 self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
@@ -377,10 +377,11 @@ class Cache:
         self.core.catch_up()
         self.background.note(got.plan)
 
-    async def _settle(self, lease: int, preview: Preview) -> Served:
+    async def _settle(self, got: Acquisition, preview: Preview) -> Served:
         """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
+        first = got.served
         while True:
-            served = self.core.settle(lease, now=self.clock.now())
+            served, first = first or self.core.settle(got.lease, now=self.clock.now()), None
             self.flights.start(served.plan)
             told = partial(preview, served) if preview is not None else None
             bad = await self._verification.find_bad(served.extents, served.blocks, before=told)

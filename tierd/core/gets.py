@@ -28,7 +28,7 @@ from tierd.core.leases import Held, Lease, Session, Sessions
 from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
 from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Question, Served, ServedGroup
 from tierd.core.planner import Planner, Where
-from tierd.core.sets import among, every, in_order, kinds, some, true_rows
+from tierd.core.sets import among, distinct, every, in_order, kinds, some, true_rows
 from tierd.errors import InvalidArgument
 
 Tiers = frozenset[int]
@@ -102,10 +102,12 @@ class Gets:
     ) -> Acquisition:
         """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
         self.catch_up()
-        sight = self._look(groups, self._sessions.get(session).domain)
+        holder = self._sessions.get(session)
+        sight = self._look(groups, holder.domain)
         self._relax(groups)
         self._later.append(partial(self._tell, sight, now))
-        return self._acquire(session, sight, Question(tuple(groups), kind), Draft(now), shut)
+        near = self._acquire_near(sight, holder=holder, kind=kind, now=now)
+        return near or self._acquire(session, sight, Question(tuple(groups), kind), Draft(now), shut)
 
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
         """As `acquire`, of a question that was told of already."""
@@ -173,6 +175,41 @@ class Gets:
         lease = Lease(self._sessions.next_id(), holder.id, kind, (), [held], 0, settled=True)
         self._pin(lease, holder)
         return lease.id
+
+    # -- inside: what is near
+
+    def _acquire_near(self, sight: Sight, *, holder: Session, kind: Wanted, now: float) -> Acquisition | None:
+        """What `_acquire` and `settle` come to where the answer is a stretch of one tier, all of which can be read there and fits: as a rule, and in a fraction of
+        the steps. None, and nothing has changed, where it is not."""
+        group, wanted = sight.groups[0], self._index.serving(kind)
+        if len(sight.groups) > 1 or len(sight.ids[0]) > 1 or len(wanted) != 1:
+            return None
+        tokens = longest(sight.groups, sight.there())
+        first, stop = needed(group, tokens)
+        blocks, tier, pages_of = sight.ids[0][0, first:stop], wanted[0], self._index.tiers[wanted[0]]
+        if len(blocks) == 0 or not every(sight.tier[0][0, first:stop] == tier) or len(distinct(blocks)) < len(blocks):
+            return None
+        pages = self._index.attached(tier, blocks)
+        if not self._fits(pages, holder, tier):
+            return None
+        at = np.full(blocks.shape, tier, np.int64)
+        held = Held(first, at[None], pages[None], blocks[None])
+        lease = Lease(self._sessions.next_id(), holder.id, kind, sight.groups, [held], tokens, settled=True)
+        holder.leases[lease.id] = self._sessions.leases[lease.id] = lease
+        self._index.pin_attached(tier, pages, blocks)
+        self._sessions.pin(holder, tier, pages)
+        self._later.append(partial(self._used, blocks, no_ids(), kind=kind, now=now))
+        covered = block_tokens(group)[first:stop].astype(np.uint32)
+        part = ServedGroup(first, len(blocks), pages_of.extents(pages)[None], covered, blocks[None])
+        return Acquisition(
+            lease.id,
+            tokens,
+            self._tier_tokens(sight, tokens),
+            Plan(),
+            whole=True,
+            question=Question(tuple(sight.groups), kind, (blocks,)),
+            served=Served(tokens, [part], Plan()),
+        )
 
     # -- inside: looking
 

@@ -211,7 +211,14 @@ class Index:
             pins[each] = before + np.uint32(1)
         else:
             np.add.at(pins, pages, 1)
-        self._hold(tier, each[before == 0])
+        self._hold(tier, self._attached_to(tier, each[before == 0]))
+
+    def pin_attached(self, tier: int, pages: Ids, blocks: Ids) -> None:
+        """`pin` for distinct pages, which these blocks have."""
+        pins = self.tiers[tier].pins
+        before = pins.take(pages)
+        pins[pages] = before + np.uint32(1)
+        self._hold(tier, blocks[before == 0] if some(before) else blocks)
 
     def unpin(self, tier: int, pages: Ids, draft: Draft) -> None:
         """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
@@ -356,9 +363,8 @@ class Index:
         attached = (blocks >= 0) & (self.page[tier].take(blocks) == pages)
         return blocks if every(attached) else blocks[attached]
 
-    def _hold(self, tier: int, pages: Ids) -> None:
-        """Distinct pages have got their first pin: what is attached to them may not go."""
-        blocks = self._attached_to(tier, pages)
+    def _hold(self, tier: int, blocks: Ids) -> None:
+        """The pages of these blocks have got their first pin: they may not go."""
         held, barred = self.held[tier], self.barred[tier]
         self.going[tier] -= len(blocks) - int(np.count_nonzero(held.take(blocks)))
         self.tips[tier] -= len(blocks) - int(np.count_nonzero(barred.take(blocks)))

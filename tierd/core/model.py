@@ -221,8 +221,8 @@ UNVERIFIED = 1
 
 EXTENT = np.dtype(
     [
-        ("tier", "<u2"),  # position in the daemon's tier list
         ("flags", "<u2"),  # UNVERIFIED or 0
+        ("tier", "<u2"),  # position in the daemon's tier list
         ("segment", "<u4"),  # id of the segment; never used twice by one instance
         ("slot", "<u4"),  # number of the page within its segment
         ("length", "<u4"),  # stored bytes of the block (at most the segment's class)
@@ -231,7 +231,7 @@ EXTENT = np.dtype(
         ("page", "<i8"),  # the core's dense id of the page in its tier
     ]
 )
-"""Where one block lies in one tier: 40 bytes."""
+"""Where one block lies in one tier: 40 bytes, which a HANDLE has in the same places, but for the first two and the last eight."""
 
 HANDLE = np.dtype(
     [

@@ -149,7 +149,7 @@ class Acquisition:
 
     lease: 0 if nothing can be served (the plan is then empty, or only what was planned on the way). tokens: servable if every transfer succeeds.
     tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now. shut: blocks of it lie in
-    tiers that were not to be read from. question: to be asked again, where that may come to more.
+    tiers that were not to be read from. question: to be asked again, where that may come to more. served: what `settle` would say, where there is nothing to wait for.
     """
 
     lease: int
@@ -159,6 +159,7 @@ class Acquisition:
     whole: bool
     shut: bool = False
     question: Question = Question()
+    served: Served | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,9 +194,9 @@ def hashes_of(data: bytes, thing: str) -> Bytes:
 
 def handles(extents: StructArray, *, status: int | StructArray, tokens: StructArray, epoch: int) -> StructArray:
     """HANDLE, in the shape of extents; statuses and tokens broadcast over it."""
-    out = np.zeros(extents.shape, dtype=HANDLE)
-    for name in ("tier", "segment", "slot", "length", "offset", "generation"):
-        out[name] = extents[name]
+    out = np.frombuffer(bytearray(extents.tobytes()), HANDLE).reshape(
+        extents.shape
+    )  # they differ in what follows alone
     out["status"], out["tokens"], out["epoch"] = status, tokens, epoch
     return out
 

@@ -199,6 +199,22 @@ SERVED: tuple[Mutation, ...] = (
         "guarded = self._planner.guard(in_order(holder.brought[:0]))",
         ("tests/unit/core/test_puts.py", "-k", "put_last"),
     ),
+    Mutation(
+        "near-unread",
+        "what is on its way is not served by the few steps of a get that is near",
+        "tierd/core/gets.py",
+        "not every(sight.tier[0][0, first:stop] == tier)",
+        "not every(self._index.attached(tier, blocks) >= 0)",
+        ("tests/unit/core/test_near.py",),
+    ),
+    Mutation(
+        "near-twice",
+        "a block that a question names twice is pinned as often as it is let go",
+        "tierd/core/gets.py",
+        " or len(distinct(blocks)) < len(blocks):",
+        ":",
+        ("tests/unit/core/test_near.py",),
+    ),
     # -- the hash process
     Mutation(
         "hash-process-gone",

@@ -1,0 +1,117 @@
+"""Gets whose answer lies near already are answered in a few steps: with what the many steps come to."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.unit.core.kit import DEVICE, HOST, NVME, TOKENS, Kit, chain, group, tier
+from tierd.core.model import Need
+from tierd.core.plan import Acquisition, Served
+
+NAMES = "abcde"
+WORLDS = {
+    "host": [tier(HOST, 12)],
+    "host and store": [tier(HOST, 12), tier(NVME, 16)],
+    "two hosts": [tier(HOST, 8), tier(HOST, 8, index=1)],
+    "device": [tier(DEVICE, 8), tier(HOST, 12), tier(NVME, 16)],
+}
+
+
+def long_way(kit: Kit) -> Kit:
+    """The same, without the few steps."""
+    kit.core._gets._acquire_near = lambda *_, **__: None  # type: ignore[method-assign]
+    return kit
+
+
+def told(served: Served) -> tuple[object, ...]:
+    """Every word of an answer."""
+    groups = [
+        (g.first, g.count, g.extents.tobytes(), g.tokens.tobytes(), g.extents.shape, g.blocks.tolist())
+        for g in served.groups
+    ]
+    return served.tokens, groups
+
+
+def books(kit: Kit) -> tuple[object, ...]:
+    """What the core tells of itself."""
+    described = kit.core.describe(kit.core.blocks()).tobytes()
+    return described, kit.core.stats(), kit.core.tier_stats(), kit.core.session_stats()
+
+
+def acquired(kit: Kit, answer: Acquisition, *, lands: bool) -> tuple[object, ...]:
+    """What an acquisition says, and what it settles to. lands: its transfers do before; if not, they are still under way at the next call."""
+    said = (answer.lease, answer.tokens, answer.tier_tokens, answer.whole, answer.shut, answer.plan.transfers.tobytes())
+    asked = (answer.question.kind, [ids.tolist() for ids in answer.question.used])
+    if lands:
+        kit.land()
+    served = kit.settle(answer) if answer.lease else None
+    if answer.served is not None and served is not None:
+        assert told(answer.served) == told(served), "what was said at once is what there is"
+    return said, asked, told(served) if served is not None else None
+
+
+def step(kit: Kit, chooser: random.Random, leases: list[int]) -> object:
+    """One call that a random choice gives, and its answer."""
+    verb, name, count = (
+        chooser.choice(["put", "get", "get", "get", "twice", "release", "far", "other"]),
+        chooser.choice(NAMES),
+        chooser.randint(1, 6),
+    )
+    hashes, kind = chain(name, count), chooser.choice([HOST, HOST, HOST, DEVICE])
+    if verb == "put":
+        reserved = kit.reserve(hashes)
+        return kit.commit(reserved).statuses.tolist() if reserved.reservation else None
+    if verb == "far":
+        kit.took(kit.core.persist(kit.core.blocks(), now=kit.tick()))
+        kit.land()
+        return kit.took(kit.core.evict(kit.core.blocks()[::2], tier=0, now=kit.tick())).freed.tobytes()
+    if verb == "release":
+        kit.release(*leases[: len(leases) // 2 + 1])
+        del leases[: len(leases) // 2 + 1]
+        return None
+    if verb == "twice":  # a question may name a block more than once
+        hashes = np.concatenate((hashes, hashes[:1]))
+    need = Need.LAST_TOKENS if verb == "other" else Need.PREFIX
+    tokens = TOKENS * len(hashes) - chooser.choice([0, 0, 3])
+    answer = kit.acquire(group(hashes, tokens=tokens, need=need, last=20), kind=kind)
+    leases.append(answer.lease)
+    return acquired(kit, answer, lands=chooser.random() < 0.7)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_same_answers(world: str) -> None:
+    """Of two cores with the same calls, one of which always goes the long way, all answers and books are alike."""
+    answered = 0
+    for seed in range(12):
+        kits = [Kit(*WORLDS[world], share=0.7), long_way(Kit(*WORLDS[world], share=0.7))]
+        choosers, leases = [random.Random(seed) for _ in kits], [list[int](), list[int]()]
+        for _ in range(60):
+            short, long = (step(*those) for those in zip(kits, choosers, leases, strict=True))
+            assert short == long
+            assert books(kits[0]) == books(kits[1])
+        answered += sum(1 for lease in leases[0] if lease)
+    assert answered > 0
+
+
+@pytest.mark.parametrize("world", ["host", "host and store", "device"])
+def test_it_is_answered_at_once(world: str) -> None:
+    """What lies in the one tier that was asked for, with nothing nearer, has its answer in the acquisition; also the part of a sequence that is there."""
+    kit = Kit(*WORLDS[world])
+    kit.put(chain("a", 3), kind=HOST)
+    for count in (3, 5):
+        answer = kit.acquire(group(chain("a", count)))
+        assert answer.served is not None
+        assert (answer.tokens, answer.whole, answer.served.groups[0].count) == (3 * TOKENS, True, 3)
+
+
+def test_what_lies_apart_is_not() -> None:
+    """Blocks of which a nearer tier has some, or the tier itself not all, take the long way."""
+    kit = Kit(tier(HOST, 8), tier(NVME, 8))
+    kit.put(chain("a", 4))
+    kit.took(kit.core.persist(kit.ids(chain("a", 4)), now=kit.tick()))
+    kit.land()
+    kit.took(kit.core.evict(kit.ids(chain("a", 4))[2:3], tier=0, now=kit.tick()))
+    assert kit.acquire(group(chain("a", 4))).served is None
