@@ -35,6 +35,7 @@ Tiers = frozenset[int]
 """Positions of tiers."""
 NO_TIERS: Tiers = frozenset()
 
+NO_PLAN = Plan()
 ATTEMPTS = 8
 """Shorter token counts tried before a request that does not fit gets nothing; prefixes need two."""
 
@@ -192,8 +193,7 @@ class Gets:
         pages = self._index.attached(tier, blocks)
         if not self._fits(pages, holder, tier):
             return None
-        at = np.full(blocks.shape, tier, np.int64)
-        held = Held(first, at[None], pages[None], blocks[None])
+        held = Held(first, np.full((1, len(blocks)), tier, np.int64), pages[None], blocks[None])
         lease = Lease(self._sessions.next_id(), holder.id, kind, sight.groups, [held], tokens, settled=True)
         holder.leases[lease.id] = self._sessions.leases[lease.id] = lease
         self._index.pin_attached(tier, pages, blocks)
@@ -205,10 +205,10 @@ class Gets:
             lease.id,
             tokens,
             self._tier_tokens(sight, tokens),
-            Plan(),
+            NO_PLAN,
             whole=True,
             question=Question(tuple(sight.groups), kind, (blocks,)),
-            served=Served(tokens, [part], Plan()),
+            served=Served(tokens, [part], NO_PLAN),
         )
 
     # -- inside: looking

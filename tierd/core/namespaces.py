@@ -33,6 +33,7 @@ class NamespaceRegistry:
         self._by_id: dict[int, Namespace] = {}  # every rank's id -> its namespace
         self._records: list[bytes] = []  # all are asked for at each new one, and take long to write
         self._current: dict[tuple[str, NamespaceSpec], Namespace] = {}
+        self._past: set[int] = set()  # of those whose epoch has ended: a spec takes long to hash, and every call asks
         self._domains: dict[str, int] = {}
         self._of_tenant: Counter[str] = Counter()  # ids
         self._next_id = 1
@@ -85,7 +86,7 @@ class NamespaceRegistry:
 
     def is_current(self, namespace: Namespace) -> bool:
         """Whether no later epoch has begun."""
-        return self._current.get((namespace.tenant, namespace.spec)) is namespace
+        return namespace.id not in self._past
 
     def check_room(self, count: int) -> None:
         """Raises Overloaded where so many ids more would be too many."""
@@ -137,8 +138,12 @@ class NamespaceRegistry:
             self._by_id[namespace_id] = namespace
         self._next_id = max(self._next_id, namespace.ids.stop)
         key = (namespace.tenant, namespace.spec)
-        if key not in self._current or self._current[key].epoch < namespace.epoch:
+        known = self._current.get(key)
+        if known is None or known.epoch < namespace.epoch:
             self._current[key] = namespace
+            self._past |= {known.id} if known is not None else set()
+        else:
+            self._past.add(namespace.id)
 
 
 def namespace_record(namespace: Namespace) -> bytes:

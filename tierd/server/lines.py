@@ -17,8 +17,9 @@ import itertools
 import math
 import socket
 import time
+import types
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,8 +41,6 @@ LINES = 8
 """What a session is told that it may have; each call on one takes a place like any other, so those that rest take none."""
 LINES_BORNE = 2 * LINES
 """What it may have: of those that it has closed the daemon may not have heard yet."""
-QUICK = frozenset({"Lookup", "Prefetch", "Release", "Abort", "ReportAttention"})
-"""They wait for nothing, so no deadline is set up for them."""
 REQUEST_CHARS = 64
 
 
@@ -52,7 +51,7 @@ class Verb:
     name: str
     path: str
     parse: Callable[[bytes], Any]
-    handle: Callable[[Any, Any], Awaitable[Any]]
+    handle: Callable[[Any, Any], Coroutine[Any, Any, Any]]
 
 
 class Lines:
@@ -173,13 +172,33 @@ class Lines:
         caller = Caller(session.id, who.tenant, who.is_admin, request, deadline, partial(_preview, line))
         with self._guard.place(verb.path, session.id):
             CALLER.set(caller)
-            message = parsed(verb.parse, ask.message)
-            if verb.name in QUICK:
-                reply = await verb.handle(message, None)
-            else:
-                async with asyncio.timeout_at(caller.deadline):
-                    reply = await verb.handle(message, None)
+            reply = await _in_time(verb.handle(parsed(verb.parse, ask.message), None), caller.deadline)
         return pb.Answer(message=reply.SerializeToString())
+
+
+async def _in_time(work: Coroutine[Any, Any, Any], deadline: float) -> Any:
+    """Its result, unless it waits for longer. A deadline is set up for what waits at all, which most calls do not. Raises TimeoutError."""
+    try:
+        paused = work.send(None)
+    except StopIteration as done:
+        return done.value
+    async with asyncio.timeout_at(deadline):
+        return await _resumed(work, paused)
+
+
+@types.coroutine
+def _resumed(work: Coroutine[Any, Any, Any], paused: Any) -> Generator[Any, Any, Any]:
+    """As to await a coroutine that has come to its first pause."""
+    try:
+        while True:
+            try:
+                told = yield paused
+            except BaseException as error:  # noqa: BLE001 - it is the coroutine's
+                paused = work.throw(error)
+            else:
+                paused = work.send(told)
+    except StopIteration as done:
+        return done.value
 
 
 def _verbs_of(service: Any) -> list[Verb]:
