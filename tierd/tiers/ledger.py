@@ -12,6 +12,7 @@ Purpose: `Ledger`. Non-purpose: what the records mean (`stored_index`), slots. I
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -193,9 +194,11 @@ class Ledger:
     async def _sync_in_turn(self, files: SlotFiles, records: list[Added]) -> None:
         """A few slot files, then the journal, in one thread: to hand each to another takes longer than most disks. Raises as they do."""
         failed, error = Failures(), list[OSError]()
-        loop, call = asyncio.get_running_loop(), self._calls.begin("write")
+        loop, call, is_off = asyncio.get_running_loop(), self._calls.begin("write"), threading.Event()
 
         def run() -> None:
+            if is_off.is_set():
+                return
             for place, file in files.items():
                 call.go_on("write", loop.time())
                 try:
@@ -211,6 +214,11 @@ class Ledger:
 
         try:
             await self._in_thread(run)
+        except Exception as e:
+            is_off.set()  # it may lie in the queue of threads all the same
+            self._put_back(records)
+            self._dirty |= files.keys()
+            raise TierFailed(f"{self._opened.name}: not synced ({e}); nothing is lost, and it is tried again") from e
         finally:
             self._calls.end(call)
         for _ in (*failed, *error):
@@ -241,14 +249,18 @@ class Ledger:
     def _check_journal(self, errors: Iterable[OSError], records: list[Added]) -> None:
         """Raises TierFailed; then the records are back in pending."""
         for error in errors:
-            self._pending = records + self._pending  # true all the same, and for the next flight
+            self._put_back(records)  # true all the same
             if self._opened.journal.is_abandoned:
                 raise self._fail(self._opened.directory / "journal", error) from error
-            self._timer = self._timer or asyncio.get_running_loop().call_later(LAG_S, self._flight)
             raise TierFailed(
                 f"{self._opened.name}: the journal in {self._opened.directory} takes nothing more ({error}); nothing is lost, but"
                 " nothing new becomes durable: free space, or check the disk"
             ) from error
+
+    def _put_back(self, records: list[Added]) -> None:
+        """For the next flight, which comes by itself."""
+        self._pending = records + self._pending
+        self._timer = self._timer or asyncio.get_running_loop().call_later(LAG_S, self._flight)
 
     def _write_journal(self, records: list[Record]) -> None:
         self._has_news = True

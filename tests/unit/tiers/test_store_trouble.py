@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -158,6 +159,25 @@ async def test_journal_gives_way(world: World, tmp_path: Path, monkeypatch: pyte
     other = await next_life(tmp_path)
     assert set(other.held) == {1, 2, 3}
     await other.store.close(release=False)
+
+
+async def test_system_gives_no_thread(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync that gets no thread raises and has lost nothing: the next one makes durable what it would have."""
+    with monkeypatch.context() as short:
+        short.setattr(ThreadPoolExecutor, "submit", refuse_thread)
+        with pytest.raises(TierFailed, match="can't start new thread.*nothing is lost"):
+            await world.store.sync()
+    await world.store.sync()
+    die(world)
+    other = await next_life(tmp_path)
+    assert set(other.held) == {1, 2, 3}
+    assert await other.read([3]) == [content(3)]
+    await other.store.close(release=False)
+
+
+def refuse_thread(*_: object) -> None:
+    """As where a limit of threads is reached."""
+    raise RuntimeError("can't start new thread")
 
 
 async def test_fold_that_fails_halfway_loses_nothing(
