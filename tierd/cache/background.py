@@ -27,6 +27,8 @@ STEP_TIMEOUT_S = 600.0
 GATHER_S = 0.002
 """Between the first word of pages that were taken and a look at the watermarks: one look serves all calls of that time, and none waits for it. A put that
 finds no room before drops what is clean, as ever."""
+LET_GO_S = 0.05
+"""As long after pages were let go of: nothing is taken by that, and little is ever due because of it, while every get ends so."""
 PAUSE_S = 1.0
 """After a fault that nobody foresaw."""
 
@@ -43,6 +45,7 @@ class Background:
         self._clock = clock
         self._sync_interval_s = sync_interval_s
         self._wake = asyncio.Event()
+        self._later: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -55,6 +58,11 @@ class Background:
     def wake(self) -> None:
         """Pages were taken: perhaps a watermark was crossed."""
         self._wake.set()
+
+    def note_release(self) -> None:
+        """Pages were let go of: what waited for that may go on, in a while."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(LET_GO_S, self.wake)
 
     def note(self, plan: Plan) -> None:
         """What was decided for somebody; pages may have been taken."""
@@ -75,6 +83,8 @@ class Background:
 
     async def stop(self) -> None:
         """Ends both loops; transfers under way are the flights' to wait for."""
+        if self._later is not None:
+            self._later.cancel()
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -109,6 +119,9 @@ class Background:
             await self._wake.wait()
             await asyncio.sleep(GATHER_S)
             self._wake.clear()
+            if self._later is not None:
+                self._later.cancel()  # this look is for those too
+                self._later = None
             try:
                 while await self._step(timeout_s=STEP_TIMEOUT_S):
                     pass

@@ -481,7 +481,7 @@ class Cache:
         with contextlib.suppress(NotFound):
             self.flights.start(self.core.release(session, leases=leases, now=self.clock.now()))
         self._holdings.drop_leases(session, leases)
-        self.background.wake()
+        self.background.note_release()
 
     def _hold(self, who: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
         """Writes into the holds file which session has these pages, before the client learns of them. Raises SessionLost, TierFailed."""

@@ -41,6 +41,20 @@ async def test_what_was_found_full_is_demoted() -> None:
             assert len(world.cache.core.blocks(tier=1)) >= 60
 
 
+async def test_what_was_held_is_demoted_when_it_is_let_go() -> None:
+    """Blocks above the watermark that somebody reads stay as they are, and are written ahead once nobody does, without anybody putting anything."""
+    async with opened(_with_marks(0.2, 0.1)) as world:
+        lease = (await world.put(FULL, lease=True)).lease
+        world.cache.background.start()
+        async with asyncio.timeout(SOON_S):
+            while world.cache.background._wake.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert await world.cache.background.quiesce(timeout_s=SOON_S) == 0
+        world.cache.release(world.session, [lease])
+        await _until_demoted(world)
+        await world.cache.background.stop()
+
+
 async def test_what_was_demoted_before_a_flush_is_durable_after_it(tmp_path: Path) -> None:
     """Blocks that lie on NVMe and were not synced yet are when a flush has ended: a store over a copy of the files finds them."""
     with directories() as places:
