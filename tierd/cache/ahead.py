@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -185,16 +186,16 @@ class Ahead:
             job.asked_bytes += size
             self._behind[job.session] += size
 
-    def _take(self, job: Job, rows: Iterator[int], table: bytes | None) -> None:
+    def _take(self, job: Job, rows: Iterator[int], tables: Sequence[bytes | None]) -> None:
         """The answer for the next of the rows, which one message asked for; the answers to another may come between."""
-        row = next(rows)
-        job.asked -= 1
-        job.asked_bytes -= job.lengths[row]
-        self._behind[job.session] -= job.lengths[row]
+        its = list(islice(rows, len(tables)))
+        count_bytes = sum([job.lengths[row] for row in its])
+        job.asked -= len(its)
+        job.asked_bytes -= count_bytes
+        self._behind[job.session] -= count_bytes
         if not self._behind[job.session]:
             del self._behind[job.session]
-        if table is not None:
-            job.tables[row] = table
+        job.tables |= {row: table for row, table in zip(its, tables, strict=True) if table is not None}
         if job.asked_bytes <= BEHIND_BYTES // 2:
             self._ask(job)
         if not job.asked and job.answered is not None and not job.answered.done():
@@ -216,8 +217,8 @@ class Ahead:
         if job.asked:
             job.answered = asyncio.get_running_loop().create_future()
             await job.answered
-        rest = np.array([row not in job.tables for row in range(len(extents))], bool)
-        if some(rest):
+        if len(job.tables) < len(extents):
+            rest = np.array([row not in job.tables for row in range(len(extents))], bool)
             last = await self._mover.hash_pages(extents[rest], metas[rest])
             job.tables |= zip(true_rows(rest).tolist(), (table.tobytes() for table in last.slices), strict=True)
         tables = [job.tables[row] for row in range(len(extents))]

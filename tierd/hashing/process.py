@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +35,8 @@ PATIENCE_S = 5.0
 PAGE = np.dtype([(name, f"<u{size}") for name, size in zip(wire.Page._fields, wire.PAGE_SIZES, strict=True)])
 """`wire.Page`, as it is sent."""
 Opened = Callable[[int], tuple[int, int]]
-Took = Callable[[bytes | None], None]
-"""Is told the sums of a page, u8 [slices], little-endian; None: there are none to be had."""
+Took = Callable[[Sequence[bytes | None]], None]
+"""Is told the sums of the next pages, u8 [slices] of each, little-endian; None: there are none to be had."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class HashProcess:
         loop.add_reader(self._pidfd, self._buried)
 
     def hash(self, pages: NDArray[np.void], opened: Opened, took: Took, *, where: wire.Word = wire.NOWHERE) -> int:
-        """A number for all of the pages, PAGE [n], if it takes them; 0: it does not. took: is told of each, in order. opened: a new descriptor of a segment's or a board's file, and its length
+        """A number for all of the pages, PAGE [n], if it takes them; 0: it does not. took: is told of all, in order. opened: a new descriptor of a segment's or a board's file, and its length
         in bytes; may raise KeyError, TierFailed."""
         if not self.is_ready or not 0 < len(pages) <= wire.PAGES_MAX:
             return 0
@@ -117,8 +117,7 @@ class HashProcess:
         """Nobody wants the sums of a number any more: its caller is told that there are none."""
         if asked := self._asked.pop(number, None):
             self._tell(wire.drop(number))
-            for _ in range(asked.left):
-                asked.took(None)
+            asked.took([None] * asked.left)
 
     def detach(self, memory: int) -> None:
         """The segment, or the board, has ended."""
@@ -204,8 +203,7 @@ class HashProcess:
         asked.left -= len(tables)
         if not asked.left:
             del self._asked[number]
-        for table in tables:
-            asked.took(table or None)
+        asked.took([table or None for table in tables])
 
     def _due(self, number: int) -> None:
         self._expect()
@@ -245,8 +243,7 @@ class HashProcess:
         self._unheard.clear()
         asked, self._asked = self._asked, {}
         for each in asked.values():
-            for _ in range(each.left):
-                each.took(None)
+            each.took([None] * each.left)
 
     def _buried(self) -> None:
         """It is gone."""

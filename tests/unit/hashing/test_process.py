@@ -70,8 +70,8 @@ async def test_sums_are_those_of_the_daemon() -> None:
     async with begun() as process:
         pages = [page(length, layers, offset=LENGTH - length) for length, layers in BLOCKS]
         for at in range(len(pages)):
-            assert process.hash(pages_of(pages[at]), lambda _: (os.dup(descriptor), LENGTH), came.append)
-        assert process.hash(pages_of(*pages), lambda _: (os.dup(descriptor), LENGTH), came.append)
+            assert process.hash(pages_of(pages[at]), lambda _: (os.dup(descriptor), LENGTH), came.extend)
+        assert process.hash(pages_of(*pages), lambda _: (os.dup(descriptor), LENGTH), came.extend)
         await until(lambda: len(came) == 2 * len(pages))
     os.close(descriptor)
     want = [slice_sums(data[LENGTH - n :], slice_lengths(n, layers)).tobytes() for n, layers in BLOCKS]
@@ -85,10 +85,10 @@ async def test_memory_that_is_not_there_has_no_sums() -> None:
     async with begun() as process:
         files = {SEGMENT: descriptor, 8: nowhere}
         both = [page(4096, 1, segment=8), page(4096, 1)]
-        assert process.hash(pages_of(*both), lambda segment: (os.dup(files[segment]), LENGTH), came.append)
+        assert process.hash(pages_of(*both), lambda segment: (os.dup(files[segment]), LENGTH), came.extend)
         await until(lambda: len(came) == 2)
         assert not process.hash(
-            pages_of(page(4096, 1, segment=9)), lambda segment: (files[segment], LENGTH), came.append
+            pages_of(page(4096, 1, segment=9)), lambda segment: (files[segment], LENGTH), came.extend
         )
     for fd in files.values():
         os.close(fd)
@@ -100,10 +100,10 @@ async def test_one_that_is_behind_lets_go_later() -> None:
     (data, descriptor), came = memory(), list[bytes | None]()
     async with begun() as process:
         pid = process.pid
-        assert process.hash(pages_of(page(4096, 1)), lambda _: (os.dup(descriptor), LENGTH), came.append)
+        assert process.hash(pages_of(page(4096, 1)), lambda _: (os.dup(descriptor), LENGTH), came.extend)
         await until(lambda: came)
         stand_still(pid)
-        assert process.hash(pages_of(page(LENGTH, 1)), lambda _: (os.dup(descriptor), LENGTH), came.append)
+        assert process.hash(pages_of(page(LENGTH, 1)), lambda _: (os.dup(descriptor), LENGTH), came.extend)
         while process._send(wire.ask(0, b"")):
             pass
         process.detach(SEGMENT)
@@ -147,7 +147,7 @@ async def test_signals_for_all_of_a_daemon_are_the_daemons_to_answer() -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(process.pid, number)
         (_, descriptor) = memory()
-        assert process.hash(pages_of(page(4096, 1)), lambda _: (descriptor, LENGTH), came.append)
+        assert process.hash(pages_of(page(4096, 1)), lambda _: (descriptor, LENGTH), came.extend)
         await until(lambda: len(came) == 1)
 
 
@@ -179,7 +179,7 @@ async def test_what_is_dropped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         number = process.hash(
             pages_of(page(4096, 1), page(4096, 1)),
             lambda _: (os.dup(descriptor), LENGTH),
-            came.append,
+            came.extend,
             where=wire.Word(SEGMENT, 0),
         )
         others = list[bytes | None]()
@@ -188,7 +188,7 @@ async def test_what_is_dropped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         assert process._patience is None
         process.drop(number)
         assert came == [None, None]
-        assert process.hash(pages_of(page(4096, 1)), lambda _: (os.dup(descriptor), LENGTH), others.append)
+        assert process.hash(pages_of(page(4096, 1)), lambda _: (os.dup(descriptor), LENGTH), others.extend)
         await until(lambda: others)
         assert (process.pid, len(came)) == (pid, 2)
     os.close(descriptor)
@@ -214,7 +214,7 @@ async def test_one_that_is_behind_with_what_nobody_wrote_lets_go_later() -> None
     opened = opener(descriptor)
     async with begun() as process:
         pid = process.pid
-        number = process.hash(pages_of(page(4096, 1)), opened, came.append, where=wire.Word(BOARD, 0))
+        number = process.hash(pages_of(page(4096, 1)), opened, came.extend, where=wire.Word(BOARD, 0))
         await until(lambda: any("memfd:board" in line for line in maps_of(pid)))
         stand_still(pid)
         while process._send(wire.ask(0, b"")):
@@ -223,7 +223,7 @@ async def test_one_that_is_behind_with_what_nobody_wrote_lets_go_later() -> None
         process.detach(BOARD)
         os.kill(pid, signal.SIGCONT)
         await until(lambda: not any("memfd:board" in line for line in maps_of(pid)))
-        assert process.hash(pages_of(page(4096, 1)), opened, came.append)
+        assert process.hash(pages_of(page(4096, 1)), opened, came.extend)
         await until(lambda: len(came) == 2)
         assert (process.pid, came[0], came[1] is not None) == (pid, None, True)
     os.close(descriptor)
@@ -235,7 +235,7 @@ async def test_one_that_lets_go_of_nothing_is_killed(monkeypatch: pytest.MonkeyP
     (_, descriptor), came = memory(), list[bytes | None]()
     async with begun() as process:
         pid = process.pid
-        assert process.hash(pages_of(page(4096, 1)), opener(descriptor), came.append)
+        assert process.hash(pages_of(page(4096, 1)), opener(descriptor), came.extend)
         await until(lambda: came)
         stand_still(pid)
         while process._send(wire.ask(0, b"")):
@@ -252,7 +252,7 @@ async def test_what_was_dropped_while_it_was_behind_is_not_hashed() -> None:
     async with begun() as process:
         inner = process._take
         process._take = lambda number, tables: (numbers.append(number), inner(number, tables))  # type: ignore[method-assign,assignment,func-returns-value]
-        number = process.hash(pages_of(page(4096, 1)), opened, came.append, where=wire.Word(BOARD, 0))
+        number = process.hash(pages_of(page(4096, 1)), opened, came.extend, where=wire.Word(BOARD, 0))
         await until(lambda: any("memfd:board" in line for line in maps_of(process.pid)))
         stand_still(process.pid)
         while process._send(wire.ask(0, b"")):
@@ -262,7 +262,7 @@ async def test_what_was_dropped_while_it_was_behind_is_not_hashed() -> None:
         await until(lambda: process._send(wire.ask(0, b"")))
         process.detach(BOARD)
         await until(lambda: not any("memfd:board" in line for line in maps_of(process.pid)))
-        last = process.hash(pages_of(page(4096, 1)), opened, came.append)
+        last = process.hash(pages_of(page(4096, 1)), opened, came.extend)
         await until(lambda: len(came) == 2)
         assert numbers == [last]
     os.close(descriptor)
@@ -275,9 +275,11 @@ async def test_small_messages_do_not_wait_for_large_ones() -> None:
     async with begun() as process:
         stand_still(process.pid)
         for _ in range(4):
-            assert process.hash(pages_of(*[page(LENGTH, 1)] * 10), opened, lambda _: came.append("large"))
+            assert process.hash(
+                pages_of(*[page(LENGTH, 1)] * 10), opened, lambda its: came.extend(["large"] * len(its))
+            )
         for _ in range(100):
-            assert process.hash(pages_of(page(4096, 1)), opened, lambda _: came.append("small"))
+            assert process.hash(pages_of(page(4096, 1)), opened, lambda its: came.extend(["small"] * len(its)))
         os.kill(process.pid, signal.SIGCONT)
         await until(lambda: len(came) == 140)
     assert came == ["small"] * 100 + ["large"] * 40
