@@ -301,7 +301,7 @@ def test_r8_a_commit_of_parts_is_one(daemon: Daemon, point: str) -> None:
             page[:] = content_of(name, 4096)
         faults.arm(point, "kill")
         with pytest.raises(TierdError):
-            pages.commit()
+            pages.commit(lease=True)  # without one it is answered before the last of these points
     daemon.await_end()
     daemon.start()
     with Client(daemon.target) as client:

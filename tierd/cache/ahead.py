@@ -117,20 +117,16 @@ class Ahead:
         """The daemon ends: after so long no commit waits any more for its pages to be written."""
         asyncio.get_running_loop().call_later(after_s, self._end)
 
-    async def written(self, committing: Committing, *, word: int = 0) -> None:
-        """Follows the writer of a commit's pages until it says that they are written. word: of its session's board, from 1; 0: none.
-
-        Raises NotFound where their reservation ends before, Unavailable where the daemon does.
-        """
+    def follow(self, committing: Committing, *, word: int = 0) -> None:
+        """Has a commit's pages hashed behind their writer. word: of its session's board, from 1; 0: none. Who follows is to call `written` or `give_up` next."""
         job = self._begun(committing, word)
-        try:
-            if job is not None and job.where != NOWHERE:
-                self._ask(job)
-            await self._all_written(committing)
-        except BaseException:
-            self.give_up(committing)
-            raise
-        if job is not None:
+        if job is not None and job.where != NOWHERE:
+            self._ask(job)
+
+    async def written(self, committing: Committing) -> None:
+        """Waits until the writer of a commit's pages says that they are written. Raises NotFound where their reservation ends before, Unavailable where the daemon does."""
+        await self._all_written(committing)
+        if (job := self._jobs.get(committing.id)) is not None:
             job.where = NOWHERE
             for number in job.numbers:
                 self._mover.hashing.written(number)

@@ -28,7 +28,7 @@ from tierd.cache.lease import NOTHING, Lease, Preview
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
-from tierd.cache.publication import CommitQuery, Publication
+from tierd.cache.publication import CommitQuery, Foresee, Publication
 from tierd.cache.releases import LateReleases
 from tierd.cache.under_way import UnderWay
 from tierd.cache.verification import Verification
@@ -307,18 +307,21 @@ class Cache:
         async with self._given(session, reserved.plan, dict(zip(reserved.reservations, reserved.extents, strict=True))):
             return reserved
 
-    async def commit(self, session: int, query: CommitQuery, *, deadline: float) -> Committed:
-        """Hashes what was written and publishes it, all of the call's blocks or none. deadline: of the loop's time; what a store may take of it counts from when all is written."""
+    async def commit(
+        self, session: int, query: CommitQuery, *, deadline: float, foresee: Foresee | None = None
+    ) -> Committed:
+        """Hashes what was written and publishes it, all of the call's blocks or none. deadline: of the loop's time; what a store may take of it counts from when all is written.
+        foresee: for who can be answered before this returns."""
         self.tenant_of(session)
         now = asyncio.get_running_loop().time
         with self._under_way.one(session):
             committing = self.core.begin_commit(
                 session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
             )
-            await self._publication.written(committing, query)
+            answer = await self._publication.written(committing, query, foresee)
             keep_s = now() + ANSWER_SHARE * (deadline - now())
             # Not to be cut short: the pages are marked busy until it ends.
-            work = asyncio.ensure_future(self._finish_commit(committing, query))
+            work = asyncio.ensure_future(self._finish_commit(committing, query, answer))
             self._commits.add(work)
             work.add_done_callback(self._commits.discard)
             try:
@@ -392,21 +395,14 @@ class Cache:
                 return served
             self.flights.condemn(bad, Fault.READ)
 
-    async def _finish_commit(self, committing: Committing, query: CommitQuery) -> Committed:
+    async def _finish_commit(
+        self, committing: Committing, query: CommitQuery, answer: Callable[[], None] | None
+    ) -> Committed:
         """From hashing to publication, and to what the session holds of it."""
         failpoint("cache.commit.before_hash")
-        metas, slices = committing.metas, await self._publication.hash(committing)
+        slices = await self._publication.hash(committing)
         failpoint("cache.commit.before_publish")
-        ok = np.full(len(metas), slices is not None)
-        committed = self.core.finish_commit(
-            committing,
-            digests=metas["digest"],
-            ok=ok,
-            lease=query.lease,
-            keep_open=query.keep_open,
-            now=self.clock.now(),
-        )
-        self._publication.publish(committed, metas, slices or [])
+        committed = self._publication.publish(committing, query, slices, answer)
         failpoint("cache.commit.before_hold")
         self.flights.start(committed.plan)
         held, session = committed.statuses != BlockStatus.FAILED, committing.session

@@ -1,12 +1,13 @@
 """What a commit does to bytes and catalogues: sums of what was written, entries of what is new.
 
 Purpose: what of a commit touches tiers. Non-purpose: its order, its lease (cache.py), hashing itself (sealing.py, ahead.py, mover.py). Invariants: whatever fails,
-the commit goes on to its end, so that no page stays busy; entries are made in the step in which the core publishes.
+the commit goes on to its end, so that no page stays busy; entries are made in the step in which the core publishes; what is answered before that step ends is what the
+core says in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +19,16 @@ from tierd.cache.parts import Parts
 from tierd.cache.sealing import Sealing
 from tierd.core.meta import picked
 from tierd.core.model import BlockStatus, Durability, Reason, StructArray
-from tierd.core.plan import Committed, Committing
-from tierd.core.sets import true_rows
+from tierd.core.plan import Committed, Committing, Plan
+from tierd.core.sets import kinds, true_rows
 from tierd.errors import TierFailed
+from tierd.failpoint import failpoint
 from tierd.tiers.tier import SliceTable, is_shared
 
 log = structlog.get_logger(__name__)
+
+Foresee = Callable[[Committed], Callable[[], None]]
+"""Takes what a commit is going to answer, but for the blocks' ids, and gives what answers so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +52,39 @@ class Publication:
         self._parts, self._ahead, self._flights = parts, ahead, flights
         self._sealing = Sealing(parts.mover, ahead)
 
-    async def written(self, committing: Committing, query: CommitQuery) -> None:
-        """When this returns what is committed is written; if the session does not say so, the commit is as if it had not begun."""
-        if not query.unwritten:
-            return
+    async def written(
+        self, committing: Committing, query: CommitQuery, foresee: Foresee | None
+    ) -> Callable[[], None] | None:
+        """When this returns what is committed is written; if the session does not say so, the commit is as if it had not begun. Gives what answers it, where that can be known."""
         try:
-            await self._ahead.written(committing, word=query.word)
+            if query.unwritten:
+                self._ahead.follow(committing, word=query.word)
+            answer = self._prepared(committing, query, foresee)
+            if query.unwritten:
+                await self._ahead.written(committing)
         except BaseException:
+            self._ahead.give_up(committing)
             self._flights.start(self._parts.core.withdraw_commit(committing, now=self._parts.clock.now()))
             raise
+        return answer
+
+    def _prepared(
+        self, committing: Committing, query: CommitQuery, foresee: Foresee | None
+    ) -> Callable[[], None] | None:
+        """What needs no sums, while the client writes: so that little is left for when all is hashed."""
+        metas, registry, core = committing.metas, self._parts.registry, self._parts.core
+        metas["layers"] = registry.layers_of(metas["namespace"])
+        metas["epoch"] = registry.epochs_of(metas["namespace"])
+        metas["time_ms"] = self._parts.clock.wall_ms()
+        is_plain = query.durability is Durability.MEMORY and not query.lease
+        if not core.is_new(committing) or not is_plain or foresee is None:
+            return None
+        return foresee(_foreseen(committing))
 
     async def hash(self, committing: Committing) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
-        metas, registry = committing.metas, self._parts.registry
+        metas = committing.metas
         try:
-            metas["layers"] = registry.layers_of(metas["namespace"])
-            metas["epoch"] = registry.epochs_of(metas["namespace"])
-            metas["time_ms"] = self._parts.clock.wall_ms()
             hashed = await self._sealing.hash(committing)
         except Exception as error:  # whatever it is, the pages must not stay busy
             self._ahead.give_up(committing)
@@ -73,14 +94,56 @@ class Publication:
         metas["digest"], metas["slices"] = hashed.digests, [*map(len, hashed.slices)]
         return hashed.slices
 
-    def publish(self, committed: Committed, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """Catalogue entries of what is new, in the same step as the core's publication."""
+    def publish(
+        self,
+        committing: Committing,
+        query: CommitQuery,
+        slices: Sequence[SliceTable] | None,
+        answer: Callable[[], None] | None,
+    ) -> Committed:
+        """In core and catalogue, in one step. Where the core will say READY of all, entries and answer come first: what it does takes longer than both, and nobody can look meanwhile."""
+        core, is_foreseen = self._parts.core, slices is not None and self._parts.core.is_new(committing)
+        try:
+            if slices is not None and is_foreseen:
+                self._enter(_foreseen(committing), slices)
+                if answer is not None:
+                    answer()
+                failpoint("cache.commit.before_books")
+        finally:
+            committed = core.finish_commit(
+                committing,
+                digests=committing.metas["digest"],
+                ok=np.full(len(committing.metas), slices is not None),
+                lease=query.lease,
+                keep_open=query.keep_open,
+                now=self._parts.clock.now(),
+            )
+        if slices is not None and not is_foreseen:
+            self._enter(committed, slices)
+        self._announce(committed)
+        return committed
+
+    def _enter(self, committed: Committed, slices: Sequence[SliceTable]) -> None:
+        """Catalogue entries of what is new."""
         new = true_rows(committed.statuses == BlockStatus.READY)
-        tiers = committed.extents["tier"][new]
+        extents, metas, tiers = committed.extents, committed.metas, committed.extents["tier"][new]
         for tier in filter(is_shared, self._parts.tiers):
             rows = new[tiers == tier.position]
             if len(rows):
-                tier.publish(picked(committed.extents, rows), picked(metas, rows), [slices[i] for i in rows.tolist()])
-                self._parts.metrics.blocks_committed.labels(tier=tier.spec.name).inc(len(rows))
-        reasons = np.full(len(new), Reason.NONE, dtype=np.uint16)
-        self._flights.announce(picked(metas, new), tiers, reasons)
+                tier.publish(picked(extents, rows), picked(metas, rows), [slices[i] for i in rows.tolist()])
+
+    def _announce(self, committed: Committed) -> None:
+        """Tells watchers and metrics of what is new."""
+        new = true_rows(committed.statuses == BlockStatus.READY)
+        tiers, reasons = committed.extents["tier"][new], np.full(len(new), Reason.NONE, dtype=np.uint16)
+        for position in kinds(tiers):
+            name = self._parts.tiers[position].spec.name
+            self._parts.metrics.blocks_committed.labels(tier=name).inc(int(np.count_nonzero(tiers == position)))
+        self._flights.announce(picked(committed.metas, new), tiers, reasons)
+
+
+def _foreseen(committing: Committing) -> Committed:
+    """What becomes of a commit all of which is new, but for its ids."""
+    count = len(committing.metas)
+    statuses, ids = np.full(count, BlockStatus.READY, np.uint16), np.full(count, -1, np.int64)
+    return Committed(statuses, committing.extents, ids, committing.metas, 0, Plan())

@@ -30,6 +30,15 @@ class Commits:
     def __init__(self, index: Index, sessions: Sessions, gets: Gets, aside: Aside, *, dead: set[int]) -> None:
         self._index, self._sessions, self._gets, self._aside, self._dead = index, sessions, gets, aside, dead
 
+    def is_new(self, committing: Committing) -> bool:
+        """Whether no name of it is known, or comes twice, and no namespace was forgotten: then `finish` gives each block, if all are ok, the page that it was written to."""
+        commit, blocks = self._sessions.commits[committing.id], self._index.blocks
+        if commit.seen != blocks.added:
+            commit.names = commit.names or blocks.keyed(names_of(commit.metas))
+            commit.is_new = every(commit.names.firsts()) and every(blocks.find(commit.names) < 0)
+            commit.seen = blocks.added
+        return commit.is_new and not self._is_dead(commit)
+
     def finish(
         self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
     ) -> Committed:
@@ -45,7 +54,7 @@ class Commits:
         del self._sessions.commits[commit.id]
         draft, held = Draft(now), commit.reservation
         where = Where(held.tiers[commit.rows], held.pages[commit.rows])
-        if every(ok) and not (self._dead and self._dead & set(held.namespaces[commit.rows].tolist())):
+        if every(ok) and not self._is_dead(commit):
             commit.metas["digest"] = digests
             ids, statuses = self._publish(commit, where, draft=draft)
             if held.session in self._sessions.open:
@@ -64,10 +73,12 @@ class Commits:
         A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first.
         """
         metas = commit.metas
-        names = self._index.blocks.keyed(names_of(metas))
-        known = self._index.blocks.find(names)
-        new, is_known = names.firsts(), known >= 0
-        if some(is_known):
+        names = commit.names or self._index.blocks.keyed(names_of(metas))
+        if commit.is_new and commit.seen == self._index.blocks.added:
+            known, new = np.full(len(metas), -1, np.int64), np.ones(len(metas), bool)
+        else:
+            known, new = self._index.blocks.find(names), names.firsts()
+        if some(is_known := known >= 0):
             new &= self._aside.nearest(known).pages < 0
         rows = true_rows(new)
         if some(is_known):
@@ -99,6 +110,10 @@ class Commits:
             statuses[again] = BlockStatus.EXISTS
             known[again] = self._index.blocks.find(names.at(again))
         return known, statuses
+
+    def _is_dead(self, commit: Commit) -> bool:
+        """Whether a namespace of it was forgotten meanwhile."""
+        return bool(self._dead and self._dead & set(commit.reservation.namespaces[commit.rows].tolist()))
 
     def _make_way(self, ids: Ids, where: Where, digests: Bytes, draft: Draft) -> None:
         """Pages of those blocks that nobody can read now (tier out of service, transfer under way) go if they are in the way or differ."""

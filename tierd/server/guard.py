@@ -54,7 +54,8 @@ read; its other errors say that it was used wrongly."""
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is behind a call. session: the core's id; deadline: in the loop's time; preview: tells what the reply is going to be, where the way of the call allows it."""
+    """Who is behind a call. session: the core's id; deadline: in the loop's time; preview: tells what the reply is going to be, where the way of the call allows it; early: there, too, takes the
+    reply and gives what sends it, before the call has ended."""
 
     session: int
     tenant: str
@@ -62,6 +63,7 @@ class Caller:
     request: str
     deadline: float
     preview: Callable[[Message], None] | None = None
+    early: Callable[[Message], Callable[[], None]] | None = None
 
     @property
     def left_s(self) -> float:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from google.protobuf.message import Message
@@ -31,10 +31,12 @@ from structlog.contextvars import bind_contextvars
 from tierd._proto import cache_pb2 as pb
 from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError
 from tierd.server.backlog import Backlog
+from tierd.server.credits import Place
 from tierd.server.guard import CALLER, DETAILS_LIMIT_CHARS, Caller, Guard, parsed, said_of
 from tierd.server.line import Line
 from tierd.server.sessions import Session
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 LINES = 8
@@ -51,7 +53,40 @@ class Verb:
     name: str
     path: str
     parse: Callable[[bytes], Any]
-    handle: Callable[[Any, Any], Coroutine[Any, Any, Any]]
+    handle: Callable[[Any, Any], Coroutine[Any, Any, Message]]
+
+
+class Answers:
+    """What one call says on its line: previews, then one answer, which may go before the call has ended. Nothing follows it, whatever becomes of the call, and from then on it
+    takes no place, since its client may make another in its stead. place: the call's, when it has one."""
+
+    def __init__(self, line: Line) -> None:
+        self._line, self._is_given = line, False
+        self.place: Place | None = None
+
+    def preview(self, reply: Message) -> None:
+        """It is going to be this, if nothing comes between."""
+        self._line.write(pb.Answer(message=reply.SerializeToString(), preview=True).SerializeToString())
+
+    def early(self, reply: Message) -> Callable[[], None]:
+        """Made now; the answer when what this gives is called."""
+        return partial(self._write, pb.Answer(message=reply.SerializeToString()).SerializeToString())
+
+    def give(self, reply: Message) -> None:
+        """This is it, unless it has gone."""
+        if not self._is_given:
+            self.early(reply)()
+
+    def refuse(self, answer: pb.Answer) -> None:
+        """There is no reply, unless it has gone."""
+        if not self._is_given:
+            self._write(answer.SerializeToString())
+
+    def _write(self, raw: bytes) -> None:
+        self._is_given = True
+        if self.place is not None:
+            self.place.leave()
+        self._line.write(raw)
 
 
 class Lines:
@@ -140,15 +175,15 @@ class Lines:
 
     async def _serve(self, raw: bytes, session: Session, line: Line) -> None:
         """Writes the reply to one message, or why there is none, and counts it then."""
-        begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
+        begun, verb, outcome, request, answers = time.perf_counter(), None, "ok", "", Answers(line)
         try:
             ask = parsed(pb.Ask.FromString, raw)
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
-            _write(line, await self._made(verb, ask, session, request, line))
+            answers.give(await self._made(verb, ask, session, request, answers))
         except (TierdError, TimeoutError) as error:
             outcome = type(error).__name__
-            _write(line, _refusal(error))
+            answers.refuse(_refusal(error))
         except asyncio.CancelledError:
             outcome = "Cancelled"
             raise
@@ -156,7 +191,7 @@ class Lines:
             outcome = type(error).__name__
             log.exception("call failed")
             details = f"internal fault, request {request}: see the daemon's log"
-            _write(line, pb.Answer(status="INTERNAL", details=details))
+            answers.refuse(pb.Answer(status="INTERNAL", details=details))
         finally:
             self._guard.count(verb.name if verb else "Line", outcome, seconds=time.perf_counter() - begun)
 
@@ -166,28 +201,31 @@ class Lines:
             raise InvalidArgument(f"ask.method: {name!r:.80} is none that a line takes; call it over gRPC")
         return verb
 
-    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, line: Line) -> pb.Answer:
+    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, answers: Answers) -> Message:
         bind_contextvars(request=request, call=verb.name)
         who, deadline = session.identity, self._guard.deadline(ask.timeout_us / 1e6)
-        caller = Caller(session.id, who.tenant, who.is_admin, request, deadline, partial(_preview, line))
-        with self._guard.place(verb.path, session.id):
+        caller = Caller(
+            session.id, who.tenant, who.is_admin, request, deadline, preview=answers.preview, early=answers.early
+        )
+        answers.place = self._guard.place(verb.path, session.id)
+        with answers.place:
             CALLER.set(caller)
-            reply = await _in_time(verb.handle(parsed(verb.parse, ask.message), None), caller.deadline)
-        return pb.Answer(message=reply.SerializeToString())
+            return await _in_time(verb.handle(parsed(verb.parse, ask.message), None), caller.deadline)
 
 
-async def _in_time(work: Coroutine[Any, Any, Any], deadline: float) -> Any:
+async def _in_time(work: Coroutine[Any, Any, T], deadline: float) -> T:
     """Its result, unless it waits for longer. A deadline is set up for what waits at all, which most calls do not. Raises TimeoutError."""
     try:
         paused = work.send(None)
     except StopIteration as done:
-        return done.value
+        result: T = done.value
+        return result
     async with asyncio.timeout_at(deadline):
         return await _resumed(work, paused)
 
 
 @types.coroutine
-def _resumed(work: Coroutine[Any, Any, Any], paused: Any) -> Generator[Any, Any, Any]:
+def _resumed(work: Coroutine[Any, Any, T], paused: Any) -> Generator[Any, Any, T]:
     """As to await a coroutine that has come to its first pause."""
     try:
         while True:
@@ -198,7 +236,8 @@ def _resumed(work: Coroutine[Any, Any, Any], paused: Any) -> Generator[Any, Any,
             else:
                 paused = work.send(told)
     except StopIteration as done:
-        return done.value
+        result: T = done.value
+        return result
 
 
 def _verbs_of(service: Any) -> list[Verb]:
@@ -213,14 +252,6 @@ def _verbs_of(service: Any) -> list[Verb]:
         for method in described.methods
         if not (method.client_streaming or method.server_streaming)
     ]
-
-
-def _preview(line: Line, reply: Message) -> None:
-    _write(line, pb.Answer(message=reply.SerializeToString(), preview=True))
-
-
-def _write(line: Line, answer: pb.Answer) -> None:
-    line.write(answer.SerializeToString())
 
 
 def _refusal(error: TierdError | TimeoutError) -> pb.Answer:

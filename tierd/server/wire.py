@@ -21,6 +21,7 @@ from tierd.core.model import (
     PUT_BLOCK,
     RETENTION_LIMIT_S,
     ROOT,
+    BlockStatus,
     Durability,
     Need,
     StructArray,
@@ -218,7 +219,7 @@ def acquire_reply(
 
 def commit_reply(committed: Committed) -> pb.CommitReply:
     """The answer to Commit."""
-    tokens = np.where(committed.blocks >= 0, committed.metas["tokens"], 0)
+    tokens = np.where(committed.statuses != BlockStatus.FAILED, committed.metas["tokens"], 0)
     epoch = int(committed.metas["epoch"].max(initial=0))
     given = handles(committed.extents, status=committed.statuses, tokens=tokens, epoch=epoch)
     return pb.CommitReply(handles=given.tobytes(), lease=committed.lease)

@@ -48,7 +48,7 @@ SERVED: tuple[Mutation, ...] = (
         "epoch-commit",
         "pages that were reserved before an epoch ended are not published in it",
         "tierd/core/commits.py",
-        "if every(ok) and not (self._dead and self._dead & set(held.namespaces[commit.rows].tolist())):",
+        "if every(ok) and not self._is_dead(commit):",
         "if every(ok):",
         ("tests/unit/core/test_upkeep.py", "tests/unit/core/test_puts.py"),
     ),
@@ -303,6 +303,61 @@ SERVED: tuple[Mutation, ...] = (
         "self.hear(asker)",
         "pass",
         ("tests/system/test_views.py", "-k", "let_go_of"),
+    ),
+    # -- answers before the core has published
+    Mutation(
+        "early-twice",
+        "a block that another session committed meanwhile is not answered as new",
+        "tierd/core/commits.py",
+        "if commit.seen != blocks.added:",
+        "if commit.seen < 0:",
+        ("tests/unit/cache/test_foreseen.py",),
+    ),
+    Mutation(
+        "early-epoch",
+        "a block whose epoch ended meanwhile is neither answered as stored nor catalogued",
+        "tierd/core/commits.py",
+        "return commit.is_new and not self._is_dead(commit)",
+        "return commit.is_new",
+        ("tests/unit/cache/test_foreseen.py",),
+    ),
+    Mutation(
+        "early-lease",
+        "a lease is in the session table before its client hears of it",
+        "tierd/cache/publication.py",
+        "is_plain = query.durability is Durability.MEMORY and not query.lease",
+        "is_plain = query.durability is Durability.MEMORY",
+        ("tests/unit/cache/test_foreseen.py",),
+    ),
+    Mutation(
+        "early-uncatalogued",
+        "what is answered is in the catalogue",
+        "tierd/cache/publication.py",
+        """                self._enter(_foreseen(committing), slices)
+                if answer is not None:
+                    answer()
+""",
+        """                if answer is not None:
+                    answer()
+                self._enter(_foreseen(committing), slices)
+""",
+        ("tests/unit/cache/test_foreseen.py",),
+    ),
+    Mutation(
+        "early-again",
+        "a call that was answered early is not answered again",
+        "tierd/server/lines.py",
+        "        self._is_given = True\n",
+        "",
+        ("tests/unit/server/test_lines.py", "-k", "early"),
+    ),
+    Mutation(
+        "early-place",
+        "a call that was answered takes no place from the next one",
+        "tierd/server/lines.py",
+        "self.place.leave()",
+        "pass",
+        ("tests/unit/server/test_lines.py", "-k", "early"),
     ),
     # -- full disks
     Mutation(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from tierd.core.model import (
 )
 from tierd.core.plan import Committed, Reserved
 from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavailable
+from tierd.server import wire
 from tierd.server.assembly import Assembly
 from tierd.testing.sim.arena import Segment
 from tierd.testing.sim.blocks import CHAINS, DEPTH, TOKENS, Blocks, Page
@@ -346,7 +348,16 @@ class Client:
                 keep_open=not part.is_last,
                 unwritten=ways.unwritten,
             )
-            committed = await assembly.cache.commit(held.session, query, deadline=self.loop.time() + timeout_s)
+            early: list[Committed] = []
+            committed = await assembly.cache.commit(
+                held.session,
+                query,
+                deadline=self.loop.time() + timeout_s,
+                foresee=lambda foreseen: partial(early.append, foreseen),
+            )
+            for each in early:
+                if wire.commit_reply(each) != wire.commit_reply(committed):
+                    self.world.fail(f"a commit was answered early with other than what it came to: {keys}")
             if part.lease:  # a hit of those that existed
                 theirs = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
                 self.world.oracle.hit([keys[i] for i in theirs.tolist()], began_s)
