@@ -18,6 +18,8 @@ from tools.bench.measure import FULL, KIB, MIB, Effort, Work, cpus, interleaved,
 from tools.bench.rows import Row, row_of
 
 COUNT = 16
+HEAP_BYTES = 16 * MIB
+"""As long as glibc has not freed a mapping of such a size it maps, and faults in, each message anew: raw streams then take twice as long, gets a third more."""
 CONFIG = """\
 nvme = []
 [server]
@@ -59,6 +61,7 @@ def _works(client: Client, echo: Echo, *, block_bytes: int) -> dict[str, Work]:
 def rows(effort: Effort = FULL) -> list[Row]:
     """`remote_put_2MiB` and `remote_get_2MiB`, GB/s."""
     block_bytes = effort.pick(2 * MIB, 4 * KIB)
+    bytes(HEAP_BYTES)  # and freed: as in a process that has run for a while
     with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as probe:
         port, secret = probe.getsockname()[1], Path(directory) / "secret"
         probe.close()
