@@ -22,9 +22,8 @@ from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tests.system.sdk import BIG, HOST, NOTHING, SMALL, await_nothing_held, churn, held, put, right
 from tierd._proto import admin_pb2 as apb
-from tierd.client import AsyncClient, Client, PutGroup, writing
+from tierd.client import AsyncClient, Client, PutGroup, reservation, writing
 from tierd.client.local import LocalTransport
-from tierd.client.reservation import ReservedPages
 from tierd.client.session import Session
 from tierd.errors import DeadlineExceeded, Overloaded
 from tierd.testing import Daemon, chain, content_of
@@ -217,19 +216,19 @@ def test_a_commit_that_is_made_again_finds_its_pages_written(monkeypatch: pytest
 
 def test_a_put_that_is_cancelled_writes_to_nobodys_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread goes on where it was; pages that went back meanwhile, and are another's now, it does not touch."""
-    at, go, inner = threading.Event(), threading.Event(), ReservedPages._populate
+    at, go, inner = threading.Event(), threading.Event(), reservation._populate
 
-    def held_up(self: ReservedPages, *what: Any) -> None:
+    def held_up(*what: Any) -> None:
         if not at.is_set():
             at.set()
             go.wait(LONG_S)
-        inner(self, *what)
+        inner(*what)
 
     async def run(target: str) -> None:
         async with AsyncClient(target) as client:
             space, mine = await client.open_namespace(SMALL), chain(2, BLOCKS)
             blocks = [np.full(SMALL.block_bytes, 0xAB, np.uint8)] * BLOCKS
-            monkeypatch.setattr(ReservedPages, "_populate", held_up)
+            monkeypatch.setattr(reservation, "_populate", held_up)
             late = asyncio.ensure_future(client.put(space, chain(1, BLOCKS), blocks))
             await asyncio.to_thread(at.wait, LONG_S)
             late.cancel()

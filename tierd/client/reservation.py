@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from tierd.client import mapping
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
-from tierd.client.protocol import commit_request
-from tierd.client.session import Place
+from tierd.client.protocol import commit_request, every
+from tierd.client.session import Parts, by_place
 from tierd.client.steps import Pause
 from tierd.client.values import Committed
 from tierd.client.work import pauses
@@ -104,6 +104,15 @@ class ReservedPages:
         """One writable page a block; None where none is reserved. Raises StaleHandle, ForkedClient."""
         return self._cut(range(len(self)))
 
+    def targets(self) -> list[Bytes | None]:
+        """As `buffers`, for who writes now and keeps none: these are never sealed. Raises StaleHandle, ForkedClient."""
+        if self.hold is None or not every(self.handles["status"] == BlockStatus.RESERVED):
+            return self.buffers()
+        self.hold.check()
+        parts = by_place(self.handles)
+        _populate(self.hold, self.handles, parts)
+        return list(cut_pages(self.hold, self.handles, parts=parts, writable=True))
+
     def tell_written(self, end: int, *, deadline: float) -> None:
         """The blocks before this index are written for good. Raises DeadlineExceeded where the daemon does not take that by the deadline (of time.monotonic())."""
         if self.hold is not None and self.hold.link.session is not None:
@@ -156,21 +165,22 @@ class ReservedPages:
         if not rows or self.hold is None:
             return found
         self.hold.check()
-        self._populate(self.hold, self.handles[rows])
-        for i, page in zip(rows, cut_pages(self.hold, self.handles[rows], writable=True), strict=True):
+        handles = self.handles[rows]
+        parts = by_place(handles)
+        _populate(self.hold, handles, parts)
+        for i, page in zip(rows, cut_pages(self.hold, handles, parts=parts, writable=True), strict=True):
             self._given.append((i, weakref.ref(page)))
             found[i] = page
         return found
 
-    def _populate(self, hold: Hold, handles: StructArray) -> None:
-        pages: dict[Place, list[tuple[int, int]]] = {}
-        columns = (handles[name].tolist() for name in ("tier", "segment", "offset", "length"))
-        for tier, segment, offset, length in zip(*columns, strict=True):
-            pages.setdefault((tier, segment), []).append((offset, length))
-        for place, its in pages.items():
-            mapped = hold.segment(place)
-            if isinstance(mapped, mapping.Segment) and mapped.is_writable:
-                mapping.populate(mapped, its)
+
+def _populate(hold: Hold, handles: StructArray, parts: Parts) -> None:
+    for place, rows in parts:
+        mapped, offsets = hold.segment(place), handles["offset"][rows].tolist()
+        if not isinstance(mapped, mapping.Segment) or not mapped.is_writable:
+            continue
+        if not mapped.present.issuperset(offsets):
+            mapping.populate(mapped, list(zip(offsets, handles["length"][rows].tolist(), strict=True)))
 
 
 def _seal(page: Any) -> None:

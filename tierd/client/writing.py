@@ -158,7 +158,7 @@ class Copying:
         """Once, however often it is called."""
         if self._is_done:
             return
-        sources, targets, begun = self._write.sources, self._pages.buffers(), 0
+        sources, targets, begun = self._write.sources, self._pages.targets(), 0
         for end in _stops([len(source) for source in sources]):
             given = [i for i in range(begun, end) if targets[i] is not None]
             buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
