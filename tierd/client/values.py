@@ -96,7 +96,7 @@ class OpenedNamespace:
         """
         blocks = np.zeros(len(hashes), dtype=COMMIT_BLOCK)
         blocks["hash"], blocks["index"] = hashes, index
-        blocks["parent"] = np.vstack([np.frombuffer(parent, dtype=np.uint8)[None], hashes[:-1]])[: len(hashes)]
+        blocks["parent"][:1], blocks["parent"][1:] = np.frombuffer(parent, dtype=np.uint8), hashes[:-1]
         blocks["position"] = position + np.arange(len(hashes))
         blocks["tokens"] = self.block_tokens(len(hashes), tokens=tokens)
         blocks["length"] = self.block_lengths(blocks["tokens"])
@@ -178,8 +178,8 @@ class PutResult:
     @property
     def stored(self) -> int:
         """Blocks that are stored, from the first on without a gap."""
-        held = np.isin(self.statuses, (BlockStatus.READY, BlockStatus.EXISTS))
-        return int(np.argmin(held)) if not held.all() else len(held)
+        held = (self.statuses == BlockStatus.READY) | (self.statuses == BlockStatus.EXISTS)
+        return len(held) if np.count_nonzero(held) == len(held) else int(np.argmin(held))
 
     def __bool__(self) -> bool:
         return self.stored == len(self.statuses)
