@@ -57,8 +57,8 @@ class Verb:
 
 
 class Answers:
-    """What one call says on its line: previews, then one answer, which may go before the call has ended. Nothing follows it, whatever becomes of the call, and from then on it
-    takes no place, since its client may make another in its stead. place: the call's, when it has one."""
+    """What one call says on its line: previews, then one answer, which may go before the call has ended. Nothing follows it, whatever becomes of the call (a commit goes on
+    beyond its deadline, when the line is another call's), and from then on it takes no place, since its client may make another in its stead. place: the call's, when it has one."""
 
     def __init__(self, line: Line) -> None:
         self._line, self._is_given = line, False
@@ -69,7 +69,7 @@ class Answers:
         self._line.write(pb.Answer(message=reply.SerializeToString(), preview=True).SerializeToString())
 
     def early(self, reply: Message) -> Callable[[], None]:
-        """Made now; the answer when what this gives is called."""
+        """Made now; the answer when what this gives is called, unless there is one already."""
         return partial(self._write, pb.Answer(message=reply.SerializeToString()).SerializeToString())
 
     def give(self, reply: Message) -> None:
@@ -79,10 +79,11 @@ class Answers:
 
     def refuse(self, answer: pb.Answer) -> None:
         """There is no reply, unless it has gone."""
-        if not self._is_given:
-            self._write(answer.SerializeToString())
+        self._write(answer.SerializeToString())
 
     def _write(self, raw: bytes) -> None:
+        if self._is_given:
+            return
         self._is_given = True
         if self.place is not None:
             self.place.leave()

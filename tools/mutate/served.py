@@ -352,6 +352,16 @@ SERVED: tuple[Mutation, ...] = (
         ("tests/unit/server/test_lines.py", "-k", "early"),
     ),
     Mutation(
+        "early-too-late",
+        "a commit that goes on beyond its deadline does not answer the call that has its line by then",
+        "tierd/server/lines.py",
+        """        if self._is_given:
+            return
+""",
+        "",
+        ("tests/unit/server/test_lines.py", "-k", "after_its_deadline"),
+    ),
+    Mutation(
         "early-place",
         "a call that was answered takes no place from the next one",
         "tierd/server/lines.py",

@@ -127,7 +127,7 @@ async def test_a_line_answers_as_gRPC_does() -> None:  # noqa: N802 - its name
         assert not rig.world.pins
 
 
-async def put_on(rig: Rig, talk: Talk, seed: int) -> pb.Answer:
+async def put_on(rig: Rig, talk: Talk, seed: int, **fields: Any) -> pb.Answer:
     """The answer to a Commit of blocks that were reserved, but not written."""
     group = pb.PutGroup(namespace=rig.world.namespace.id, blocks=rig.world.put_query(chain(seed, 2)).blocks.tobytes())
     given = await talk.ask("Reserve", pb.ReserveRequest(groups=[group], tier=1))
@@ -135,6 +135,7 @@ async def put_on(rig: Rig, talk: Talk, seed: int) -> pb.Answer:
         "Commit",
         pb.CommitRequest(reservation=pb.ReserveReply.FromString(given.message).reservation),
         request="given up",
+        **fields,
     )
 
 
@@ -157,6 +158,26 @@ async def test_a_call_that_was_answered_early_says_nothing_more() -> None:
             failpoint.watch(None)
         assert handles["status"].tolist() == [BlockStatus.READY] * 2
         assert running == [0]
+        looked = pb.Group(namespace=rig.world.namespace.id, hashes=chain(5, 2).tobytes())
+        answer = await talk.ask("Lookup", pb.LookupRequest(groups=[looked]))
+        assert pb.LookupReply.FromString(answer.message).tokens == 32
+
+
+async def test_a_commit_that_ends_after_its_deadline_says_nothing_more() -> None:
+    """Its client has been told DeadlineExceeded; what becomes of it in the end is no answer to the call that has the line by then."""
+    async with talking() as (rig, cache, talk):
+        rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, await rig.session()))
+        ahead, go = rig.world.cache.ahead, asyncio.Event()
+        inner = ahead.hash
+
+        async def hash_late(committing: Any) -> Any:
+            await go.wait()
+            return await inner(committing)
+
+        ahead.hash = hash_late  # type: ignore[method-assign]
+        assert (await put_on(rig, talk, 5, timeout_us=50_000)).error == "DeadlineExceeded"
+        go.set()
+        await until(lambda: not rig.world.cache._commits)
         looked = pb.Group(namespace=rig.world.namespace.id, hashes=chain(5, 2).tobytes())
         answer = await talk.ask("Lookup", pb.LookupRequest(groups=[looked]))
         assert pb.LookupReply.FromString(answer.message).tokens == 32
