@@ -12,9 +12,8 @@ Purpose: `Ledger`. Non-purpose: what the records mean (`stored_index`), slots. I
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -194,11 +193,9 @@ class Ledger:
     async def _sync_in_turn(self, files: SlotFiles, records: list[Added]) -> None:
         """A few slot files, then the journal, in one thread: to hand each to another takes longer than most disks. Raises as they do."""
         failed, error = Failures(), list[OSError]()
-        loop, call, is_off = asyncio.get_running_loop(), self._calls.begin("write"), threading.Event()
+        loop, call = asyncio.get_running_loop(), self._calls.begin("write")
 
         def run() -> None:
-            if is_off.is_set():
-                return
             for place, file in files.items():
                 call.go_on("write", loop.time())
                 try:
@@ -213,9 +210,8 @@ class Ledger:
                     error.append(e)
 
         try:
-            await self._in_thread(run)
+            await self._in_thread_or_none(run)
         except Exception as e:
-            is_off.set()  # it may lie in the queue of threads all the same
             self._put_back(records)
             self._dirty |= files.keys()
             raise TierFailed(f"{self._opened.name}: not synced ({e}); nothing is lost, and it is tried again") from e
@@ -376,3 +372,25 @@ class Ledger:
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def _in_thread_or_none(self, work: Callable[[], None]) -> None:
+        """As `_in_thread`, but when this raises no thread does it, or will: what none was begun for lies in their queue all the same, where a busy one may have found it."""
+        turn = Future[None]()
+
+        def run() -> None:
+            if turn.set_running_or_notify_cancel():
+                try:
+                    work()
+                except BaseException as e:  # noqa: BLE001 - it is raised below
+                    turn.set_exception(e)
+                else:
+                    turn.set_result(None)
+
+        try:
+            await self._in_thread(run)
+        except RuntimeError:
+            if turn.cancel():
+                raise
+        if not turn.done():
+            await asyncio.wrap_future(turn)
+        turn.result()

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,6 +173,40 @@ async def test_system_gives_no_thread(world: World, tmp_path: Path, monkeypatch:
     assert set(other.held) == {1, 2, 3}
     assert await other.read([3]) == [content(3)]
     await other.store.close(release=False)
+
+
+async def test_a_busy_thread_does_what_no_thread_was_begun_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync that lay in the queue when the system gave no thread, and that a busy thread took from there, is one: nothing else writes the journal meanwhile, and what fails in it has failed."""
+    real, is_in, go = OsFiles().sync_data, threading.Event(), threading.Event()
+
+    def sync_data(fd: int) -> None:
+        is_in.set()
+        assert go.wait(10.0)
+        real(fd)
+
+    def taken(_pool: object, work: Callable[[], None]) -> None:
+        threading.Thread(target=work).start()
+        assert is_in.wait(10.0)
+        refuse_thread()
+
+    with monkeypatch.context() as short:
+        short.setattr(OsFiles, "sync_data", staticmethod(sync_data))
+        short.setattr(ThreadPoolExecutor, "submit", taken)
+        sync = asyncio.ensure_future(world.store.sync())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        try:
+            assert is_in.is_set() and not sync.done()
+        finally:
+            go.set()
+        await sync
+    assert held(world, 3)
+    assert await world.write([4], segment=1, slots=[3]) == [READY]
+    with failing(monkeypatch, "sync_data", "seg"), monkeypatch.context() as short:
+        is_in.set()
+        short.setattr(ThreadPoolExecutor, "submit", taken)
+        with pytest.raises(TierFailed, match="bad disk"):
+            await world.store.sync()
 
 
 def refuse_thread(*_: object) -> None:
