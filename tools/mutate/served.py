@@ -374,7 +374,7 @@ SERVED: tuple[Mutation, ...] = (
         "full-journal",
         "records for which there was no space are written by the next sync, before that says that blocks are durable",
         "tierd/tiers/ledger.py",
-        "self._pending = records + self._pending  # true all the same, and for the next flight",
+        "self._put_back(records)  # true all the same",
         "pass",
         NVME,
     ),
