@@ -102,7 +102,9 @@ class Publication:
         answer: Callable[[], None] | None,
     ) -> Committed:
         """In core and catalogue, in one step. Where the core will say READY of all, entries and answer come first: what it does takes longer than both, and nobody can look meanwhile."""
-        core, is_foreseen = self._parts.core, slices is not None and self._parts.core.is_new(committing)
+        core = self._parts.core
+        core.catch_up()  # a policy that fails does so before anything is answered
+        is_foreseen = slices is not None and core.is_new(committing)
         try:
             if slices is not None and is_foreseen:
                 self._enter(_foreseen(committing), slices)
