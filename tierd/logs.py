@@ -2,7 +2,8 @@
 
 Purpose: `configure` once at start, `get_logger` anywhere, `request` around the handling of a call so that each line in it carries
 the call's id. Non-purpose: deciding what is worth a line. Invariants: lines go to stderr, never to stdout; lines of other
-libraries (grpc, asyncio) take the same road; a line holds no token, no credential and no hash of more than 8 bytes.
+libraries (grpc, asyncio) take the same road; a line holds no token, no credential and no hash of more than 8 bytes; who says
+something never fails because it cannot be written: a full disk or a closed pipe costs the line alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, TextIO, cast
 
 import structlog
@@ -28,7 +29,7 @@ def configure(*, style: Literal["console", "json"], level: str, stream: TextIO |
     structlog.configure(
         processors=_processors(style=style, is_terminal=stream.isatty()),
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Forgiving(stream))),
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(handlers=[_Forward()], level=max(_LEVELS[level.upper()], logging.WARNING), force=True)
@@ -59,6 +60,23 @@ def _processors(*, style: str, is_terminal: bool) -> list[Processor]:
         *shared,
         structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=structlog.dev.plain_traceback),
     ]
+
+
+class _Forgiving:
+    """A stream that takes every line and loses those that cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Writes the text if it can be written."""
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Sends on what was written if it can be sent."""
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class _Forward(logging.Handler):

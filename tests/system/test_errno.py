@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from tests.system.trouble import BACKENDS, STORE, Troubled, config, troubled
 from tierd.cli import ctl
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.errors import TierFailed, Unavailable
-from tierd.testing import chain, content_of, is_content
+from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing.daemon import Process
 
 
 def _deep(*values: Any) -> list[Any]:
@@ -279,3 +281,24 @@ def test_start_in_trouble(tmp_path: Path, call: str) -> None:
         world.daemon.start()
         with connected(world.daemon) as world.client:
             assert world.lost() == []
+
+
+class Silenced(Daemon):
+    """A daemon that writes its log to a disk that is full."""
+
+    def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
+        with open("/dev/full", "ab") as full:
+            return super()._spawn(arguments, env=env, log=full.fileno())
+
+
+@pytest.mark.timeout(60)
+def test_log_on_a_full_disk(tmp_path: Path) -> None:
+    """A daemon whose log cannot be written starts, serves, refuses what is wrong and ends as any other: its lines alone are lost."""
+    with Silenced(config(), root=tmp_path) as daemon, connected(daemon) as client:
+        space, names = client.open_namespace(model="m"), chain(1, 8)
+        assert client.put(space, names, durable=True) == len(names)
+        assert client.read(space, names) == len(names)
+        with pytest.raises(grpc.RpcError, match="characters"):
+            client.open_namespace(model="m" * 1_000_000)
+        assert client.read(space, names) == len(names)
+        assert daemon.stop() == 0

@@ -73,6 +73,21 @@ def test_values_that_json_cannot_hold_are_written_as_text(lines: io.StringIO) ->
     assert json.loads(lines.getvalue())["value"] == "/x"
 
 
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_a_line_that_cannot_be_written_harms_nobody(style: Literal["console", "json"]) -> None:
+    """On a full disk the line is lost, and whoever said it goes on."""
+    full = open("/dev/full", "w")  # noqa: SIM115 - to close it raises
+    try:
+        logs.configure(style=style, level="info", stream=full)
+        logs.get_logger("mover").info("copied")
+        logging.getLogger("grpc").error("call failed")
+    finally:
+        structlog.reset_defaults()
+        logging.getLogger().handlers.clear()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+
+
 def test_console_is_for_people() -> None:
     """The console style writes the event and its fields in plain text without colours into a file."""
     stream = io.StringIO()

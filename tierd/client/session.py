@@ -308,7 +308,9 @@ class Session:
         """Until the socket takes something, perhaps. Raises DeadlineExceeded, OSError."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise DeadlineExceeded("session socket: the daemon has not heard for long what is written; is it stuck?")
+            raise DeadlineExceeded(
+                "session socket: full, and the daemon did not read from it until the deadline; see `tierctl status` and its log"
+            )
         poll = select.poll()
         poll.register(self._glance, select.POLLOUT)
         poll.poll(left_s * 1000)

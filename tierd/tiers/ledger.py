@@ -214,7 +214,9 @@ class Ledger:
         except Exception as e:
             self._put_back(records)
             self._dirty |= files.keys()
-            raise TierFailed(f"{self._opened.name}: not synced ({e}); nothing is lost, and it is tried again") from e
+            raise TierFailed(
+                f"{self._opened.name}: not synced ({e}); nothing is lost, and it is tried again; if it stays, raise the limit of threads or memory"
+            ) from e
         finally:
             self._calls.end(call)
         for _ in (*failed, *error):

@@ -54,6 +54,21 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: str, *kinds: str) -> Iterator
         yield tried
 
 
+@contextmanager
+def recording(monkeypatch: pytest.MonkeyPatch, call: str) -> Iterator[list[str]]:
+    """The kinds of files that an operation was done on, in order."""
+    kinds: list[str] = []
+    real = getattr(OsFiles(), call)
+
+    def record(fd: int, *more: object) -> object:
+        kinds.append(kind_of(fd))
+        return real(fd, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, call, staticmethod(record))
+        yield kinds
+
+
 def held(world: World, key: int) -> bool:
     return bool(world.store.holds(world.held[key][0])[0])
 
@@ -167,7 +182,9 @@ async def test_system_gives_no_thread(world: World, tmp_path: Path, monkeypatch:
         short.setattr(ThreadPoolExecutor, "submit", refuse_thread)
         with pytest.raises(TierFailed, match="can't start new thread.*nothing is lost"):
             await world.store.sync()
-    await world.store.sync()
+    with recording(monkeypatch, "sync_data") as synced:
+        await world.store.sync()
+    assert synced[:2] == ["seg", "journal"], "content first, then what tells of it"
     die(world)
     other = await next_life(tmp_path)
     assert set(other.held) == {1, 2, 3}
