@@ -22,6 +22,8 @@ from tierd.core.layout import SLICE_WORDS_MAX
 from tierd.core.model import HASH_BYTES, PAGE_ALIGN_BYTES, ROOT, SLICE_MAX_BYTES
 from tierd.errors import InvalidArgument
 
+TEXT_LIMIT = 1024
+"""Characters of each text of a namespace: every store keeps it, and a path of a checkpoint is shorter."""
 CLASS_STEPS = 8
 """Size classes in each doubling: at most 1/8 of a page is unused."""
 
@@ -72,6 +74,12 @@ class NamespaceSpec:
                 )
         if not self.model:
             raise InvalidArgument("namespace.model: empty; name the model")
+        texts = {name: getattr(self, name) for name in ("model", "weights_digest", "adapter", "group", "salt")}
+        for name, text in (texts | {"dtype": self.geometry.dtype, "layout": self.geometry.layout}).items():
+            if len(text) > TEXT_LIMIT:
+                raise InvalidArgument(
+                    f"namespace.{name}: {len(text)} characters, {TEXT_LIMIT} are the most; give a name or a digest"
+                )
         return self
 
 

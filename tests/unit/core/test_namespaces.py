@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tierd.core import namespaces
-from tierd.core.block import NamespaceSpec
+from tierd.core.block import TEXT_LIMIT, NamespaceSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
 
@@ -72,6 +72,18 @@ def test_records_restore_everything() -> None:
     assert fresh.domain not in {n.domain for n in registry.all()}
 
 
+def test_an_older_epoch_that_is_restored_later_is_past() -> None:
+    """Stores tell what they know one after the other: which epoch is current does not hang on their order."""
+    registry = NamespaceRegistry()
+    old, _ = registry.open(SPEC, tenant="a")
+    new = registry.bump(old)
+    again = NamespaceRegistry()
+    again.restore([namespace_record(new)])
+    again.restore([namespace_record(old)])
+    assert (again.is_current(old), again.is_current(new)) == (False, True)
+    assert again.open(SPEC, tenant="a") == (new, False)
+
+
 def test_record_round_trip() -> None:
     """A record gives back its namespace."""
     namespace, _ = NamespaceRegistry().open(SPEC, tenant="a")
@@ -99,6 +111,15 @@ def test_impossible_spec_is_refused() -> None:
         registry.open(NamespaceSpec(model="m", tokens_per_block=0, block_bytes=1), tenant="a")
     with pytest.raises(NotFound):
         registry.get(1)
+
+
+@pytest.mark.parametrize("field", ["model", "weights_digest", "adapter", "group", "salt"])
+def test_text_of_a_spec_is_bounded(field: str) -> None:
+    """What every store must keep is no place for a tenant's megabytes."""
+    registry = NamespaceRegistry()
+    assert registry.open(replace(SPEC, **{field: "x" * TEXT_LIMIT}), tenant="a")[1]
+    with pytest.raises(InvalidArgument, match=f"namespace.{field}: 1025 characters, 1024 are the most"):
+        registry.open(replace(SPEC, **{field: "x" * (TEXT_LIMIT + 1)}), tenant="a")
 
 
 def test_no_tenant_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
