@@ -21,6 +21,7 @@ PARTS: dict[str, set[str]] = {
     "chunks": set(),
     "children": set(),
     "huge_pages": set(),
+    "streaming": set(),
     "processes": set(),
     "metrics": set(),
     "logs": set(),
@@ -39,7 +40,7 @@ PARTS: dict[str, set[str]] = {
     "cache": {"core", "policies", "hashing", "mover", "tiers", "metrics", "logs"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "metrics", "logs", "notify"} | EDGE,
-    "client": {"core", "_proto", "chunks", "huge_pages"} | EDGE,
+    "client": {"core", "_proto", "chunks", "huge_pages", "streaming"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
@@ -89,6 +90,7 @@ FOREIGN: dict[str, set[str]] = {
     "clock": set(),
     "chunks": set(),
     "huge_pages": set(),
+    "streaming": {"stringzilla"},
     "notify": set(),
 }
 """Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""

@@ -19,7 +19,7 @@ FILES = {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml"}
 TEST_FOLDERS = {"unit", "contract", "property", "sim", "system", "gpu", "repo", "golden", "engines"}
 EMPTY_NAMES = {"Manager", "Helper", "Helpers", "Util", "Utils", "Base", "Impl", "Data", "Misc", "Common"}
 FILE_BYTES = 1 << 20
-BASE_INSTALL_BYTES = 130 * 10**6
+BASE_INSTALL_BYTES = 140 * 10**6
 
 pytestmark = pytest.mark.skipif(not tracked_files(), reason="not a git checkout")
 
@@ -76,7 +76,7 @@ def test_base_install_is_light() -> None:
 
 
 def test_base_install_is_small() -> None:
-    """What the base install brings in, with all that it needs in turn, takes less than 130 MB on disk."""
+    """What the base install brings in, with all that it needs in turn, takes less than 140 MB on disk."""
     todo, sizes = ["tierd"], dict[str, int]()
     while todo:
         name = todo.pop()

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd import streaming
 from tierd.errors import InvalidArgument
+from tierd.streaming import STREAMED_BYTES
 
 Bytes = NDArray[np.uint8]
 NO_BYTES: Bytes = np.zeros(0, np.uint8)
-LONG_BYTES = 1 << 20
-"""A copy of so much gains nothing by being longer."""
 
 
 def flat(buffer: Any, *, writable: bool = False) -> Bytes:
@@ -36,23 +36,29 @@ def flat(buffer: Any, *, writable: bool = False) -> Bytes:
 def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes], *, at: Sequence[int] | None = None) -> None:
     """Copies each source to its target of the same length; those that lie one behind the other on both sides go at once. at: addresses of the sources, if they are known.
 
-    A long copy reads several small pages side by side, and does not wait for each: 64 x 128 KiB out of shared memory took 1,080 us one by one, and 390 at once.
+    A long copy reads several small pages side by side, and does not wait for each: 64 x 128 KiB out of shared memory took 1,080 us one by one, and 390 at once. From
+    `STREAMED_BYTES` on it goes past the caches. Targets and sources do not overlap.
     """
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
         if len(target) != len(source):
             raise ValueError(f"copy {i}: {len(source)} bytes into {len(target)}")
     lengths = list(map(len, sources))
-    if len(lengths) < 2 or min(lengths) >= LONG_BYTES:
-        for target, source in zip(targets, sources, strict=True):
-            np.copyto(target, source)
+    if len(lengths) == 1 and lengths[0] < STREAMED_BYTES:
+        np.copyto(targets[0], sources[0])  # without the interpreter's lock, as is what follows
         return
     to, at = [_address(target, writable=True) for target in targets], at or list(map(_address, sources))
     for first, end in _runs(to, at, lengths):
-        ctypes.memmove(to[first], at[first], sum(lengths[first:end]))  # without the interpreter's lock
+        length = sum(lengths[first:end])
+        if length < STREAMED_BYTES:
+            ctypes.memmove(to[first], at[first], length)
+        else:
+            streaming.copy_bytes(to[first], at[first], length)
 
 
 def _runs(to: Sequence[int], at: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     """From where to where the pieces are neighbours on both sides."""
+    if not lengths:
+        return
     first = 0
     for i in range(1, len(lengths)):
         length = lengths[i - 1]

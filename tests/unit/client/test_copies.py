@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.client import buffers
+from tierd.streaming import STREAMED_BYTES
 
-LENGTHS = st.lists(st.sampled_from([0, 1, 7, 4096, buffers.LONG_BYTES - 1, buffers.LONG_BYTES]), max_size=8)
+LENGTHS = st.lists(
+    st.sampled_from([0, 1, 7, 4096, STREAMED_BYTES - 1, STREAMED_BYTES, STREAMED_BYTES + 65]), max_size=8
+)
 
 
 def laid_out(lengths: list[int], gaps: list[int], *, fill: int) -> tuple[np.ndarray, list[np.ndarray]]:
