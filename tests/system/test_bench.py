@@ -16,14 +16,14 @@ from tools.bench.promises import PROMISES
 
 ROWS = {
     "data_plane": {
-        *("put_2MiB_x16", "get_copy_2MiB_x16", "put_fresh_2MiB_x16", "get_first_2MiB_x16", "copy_each_2MiB_x16"),
+        *("put_2MiB_x16", "get_copy_2MiB_x16", "put_fresh_2MiB_x16", "get_first_2MiB_x16", "copy_streamed_2MiB_x16"),
         "put_sealed_2MiB_x16",
         *(
             "put_128KiB_x64",
             "get_copy_128KiB_x64",
             "put_fresh_128KiB_x64",
             "get_first_128KiB_x64",
-            "copy_each_128KiB_x64",
+            "copy_streamed_128KiB_x64",
         ),
     },
     "one_block": {"put_2MiB_p50", "put_2MiB_beyond_copy", "get_2MiB_p50", "get_2MiB_beyond_copy"},

@@ -386,4 +386,42 @@ SERVED: tuple[Mutation, ...] = (
         "return np.full(len(batch), BlockStatus.READY, dtype=np.uint16)",
         MOVER,
     ),
+    Mutation(
+        "full-log",
+        "a line that cannot be written costs nobody but its reader",
+        "tierd/logs.py",
+        """        with suppress(OSError):
+            self._stream.flush()
+""",
+        "        self._stream.flush()\n",
+        ("tests/unit/test_logs.py",),
+    ),
+    Mutation(
+        "no-thread-no-sync",
+        "a file whose sync got no thread is synced before the journal tells of it",
+        "tierd/tiers/ledger.py",
+        """            self._dirty |= files.keys()
+            raise TierFailed(
+                f"{self._opened.name}: not""",
+        """            raise TierFailed(
+                f"{self._opened.name}: not""",
+        ("tests/unit/tiers/test_store_trouble.py", "-k", "no_thread"),
+    ),
+    # -- names
+    Mutation(
+        "epoch-late",
+        "an epoch that is restored after a later one is not current",
+        "tierd/core/namespaces.py",
+        "            self._past.add(namespace.id)",
+        "            pass",
+        ("tests/unit/core/test_namespaces.py",),
+    ),
+    Mutation(
+        "naming-parents",
+        "each block is named after the one before it",
+        "tierd/client/values.py",
+        "np.frombuffer(parent, dtype=np.uint8), hashes[:-1]",
+        "np.frombuffer(parent, dtype=np.uint8), hashes[1:]",
+        ("tests/unit/client/test_values.py",),
+    ),
 )
