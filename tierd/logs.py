@@ -70,12 +70,12 @@ class _Forgiving:
 
     def write(self, text: str) -> None:
         """Writes the text if it can be written."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # of a stream that is closed, or cannot say such letters
             self._stream.write(text)
 
     def flush(self) -> None:
         """Sends on what was written if it can be sent."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
 
 

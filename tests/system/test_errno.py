@@ -12,7 +12,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from tests.depth import report
 from tests.system.blocks import BlockClient, await_true, connected
 from tests.system.errno_matrix import HITS, JOURNAL, SEG, STRIKE_S, Case, matrix, through
 from tests.system.shim.iofault import READS, SYNCS, WRITES
+from tests.system.silenced import SILENT, Silenced
 from tests.system.trouble import BACKENDS, STORE, Troubled, config, troubled
 from tierd.cli import ctl
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.errors import TierFailed, Unavailable
-from tierd.testing import Daemon, chain, content_of, is_content
-from tierd.testing.daemon import Process
+from tierd.testing import chain, content_of, is_content
 
 
 def _deep(*values: Any) -> list[Any]:
@@ -283,18 +282,11 @@ def test_start_in_trouble(tmp_path: Path, call: str) -> None:
             assert world.lost() == []
 
 
-class Silenced(Daemon):
-    """A daemon that writes its log to a disk that is full."""
-
-    def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
-        with open("/dev/full", "ab") as full:
-            return super()._spawn(arguments, env=env, log=full.fileno())
-
-
 @pytest.mark.timeout(60)
-def test_log_on_a_full_disk(tmp_path: Path) -> None:
-    """A daemon whose log cannot be written starts, serves, refuses what is wrong and ends as any other: its lines alone are lost."""
-    with Silenced(config(), root=tmp_path) as daemon, connected(daemon) as client:
+@pytest.mark.parametrize("how", SILENT)
+def test_log_that_cannot_be_written(how: str) -> None:
+    """Such a daemon starts, serves, refuses what is wrong and ends as any other: its lines alone are lost."""
+    with Silenced(how, config()) as daemon, connected(daemon) as client:
         space, names = client.open_namespace(model="m"), chain(1, 8)
         assert client.put(space, names, durable=True) == len(names)
         assert client.read(space, names) == len(names)

@@ -17,6 +17,7 @@ from tests.still import stand_still
 from tests.system.blocks import SOON_S, BlockClient, await_true, connected
 from tests.system.raw import put_blocks
 from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, WRITES
+from tests.system.silenced import SILENT, Silenced
 from tests.system.trouble import STORE, Troubled, config, troubled
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
@@ -221,6 +222,20 @@ def test_wedged_loop() -> None:
         with connected(daemon) as client:
             assert client.read(client.open_namespace(), NEAR) == len(NEAR)
     report("wedged loop", limit_s=2, ended_s=round(ended_s, 2))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", SILENT)
+def test_wedged_loop_that_nobody_hears_of(how: str) -> None:
+    """It ends beyond the limit all the same where the last line cannot be written."""
+    silenced = Silenced(how, config(server=WATCHED), faults=True)
+    with silenced as daemon, connected(daemon) as client, daemon.faults() as faults:
+        namespace = client.open_namespace()
+        assert client.put(namespace, NEAR) == len(NEAR)
+        faults.arm("cache.release.before_unpin", "delay:60")
+        lease = client.acquire(namespace, NEAR).lease
+        threading.Thread(target=_release, args=(client, lease), daemon=True).start()
+        assert daemon.await_end() == -signal.SIGABRT
 
 
 def _release(client: BlockClient, lease: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import sys
 from pathlib import Path
 
 import click
@@ -46,6 +48,7 @@ def serve(config: Path | None, *, release_on_exit: bool) -> None:
 
 def run_daemon(config: Path | None, *, release: bool) -> int:
     """The daemon's whole life, with the settings of this file; its exit status."""
+    _fill_standard_streams()
     gc.disable()  # what imports make stays for life: a search of it for garbage takes a good part of the start, and later stops the event loop
     from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
     from tierd.config import load_config  # noqa: PLC0415
@@ -71,6 +74,20 @@ def purge(config: Path | None, *, orphans: bool) -> None:
         click.echo(f"freed {human_bytes(size)} in {directory}")
     if not freed:
         click.echo("nothing to free")
+
+
+def _fill_standard_streams() -> None:
+    """Opens what a supervisor has closed: a store's file would get its number, and whoever writes to standard error would write there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            fd = os.open(os.devnull, os.O_RDWR)
+            if fd != number:
+                os.dup2(fd, number)
+                os.close(fd)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - for life
 
 
 @cli.command()

@@ -75,6 +75,8 @@ def _address(array: Bytes, *, writable: bool = False) -> int:
     except (TypeError, ValueError):
         if writable and not array.flags.writeable:
             raise ValueError("copy: a target is read-only") from None  # memmove would not ask
+        if not array.flags.c_contiguous:
+            raise ValueError(f"copy: strides of {array.strides} are not contiguous") from None
         return int(array.__array_interface__["data"][0])
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tierd import errors
 from tierd._proto import cache_pb2 as pb
 from tierd.chunks import Chunk, Codec
+from tierd.client.buffers import copy_all
 from tierd.client.values import About, Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import (
@@ -442,7 +443,7 @@ class Assembly:
         if self._is_broken or self._current is None:
             return
         self._filled = head.offset + len(data)
-        self._current[head.offset : self._filled] = np.frombuffer(data, dtype=np.uint8)
+        copy_all([self._current[head.offset : self._filled]], [np.frombuffer(data, dtype=np.uint8)])
         if self._filled == len(self._current):
             self.whole.append(self._current)
             self._current = None

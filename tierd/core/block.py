@@ -22,8 +22,8 @@ from tierd.core.layout import SLICE_WORDS_MAX
 from tierd.core.model import HASH_BYTES, PAGE_ALIGN_BYTES, ROOT, SLICE_MAX_BYTES
 from tierd.errors import InvalidArgument
 
-TEXT_LIMIT = 1024
-"""Characters of each text of a namespace: every store keeps it, and a path of a checkpoint is shorter."""
+TEXT_LIMIT = 4096
+"""Characters of each text of a namespace: every store keeps it; as long as a path may be."""
 CLASS_STEPS = 8
 """Size classes in each doubling: at most 1/8 of a page is unused."""
 
@@ -74,13 +74,16 @@ class NamespaceSpec:
                 )
         if not self.model:
             raise InvalidArgument("namespace.model: empty; name the model")
+        return self
+
+    def check_texts(self) -> None:
+        """Of a spec that is new here; what was kept before is not measured again. Raises InvalidArgument for a text that is too long."""
         texts = {name: getattr(self, name) for name in ("model", "weights_digest", "adapter", "group", "salt")}
         for name, text in (texts | {"dtype": self.geometry.dtype, "layout": self.geometry.layout}).items():
             if len(text) > TEXT_LIMIT:
                 raise InvalidArgument(
                     f"namespace.{name}: {len(text)} characters, {TEXT_LIMIT} are the most; give a name or a digest"
                 )
-        return self
 
 
 @dataclass(frozen=True, slots=True)

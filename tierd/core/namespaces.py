@@ -51,6 +51,7 @@ class NamespaceRegistry:
         found = self._current.get((tenant, spec.checked()))
         if found is not None:
             return found, False
+        spec.check_texts()
         self._check_tenant(tenant, spec.rank_count)
         namespace = Namespace(
             id=self._next_id,

@@ -73,10 +73,12 @@ class LoopWatch:
         self._beaten.set()
 
     def _end(self) -> NoReturn:
-        faulthandler.dump_traceback(sys.stderr)
         last = f"tierd: the event loop has not turned for {self._limit_s:g} s; aborted, for the supervisor to start it again\n"
-        os.write(sys.stderr.fileno(), last.encode())
-        os.abort()
+        try:
+            faulthandler.dump_traceback(sys.stderr)
+            os.write(sys.stderr.fileno(), last.encode())
+        finally:
+            os.abort()
 
 
 class Deadman:
@@ -90,7 +92,9 @@ class Deadman:
 
 def end_now(why: str, *, status: int = 1) -> NoReturn:
     """The end, whatever threads hang. Nothing is lost by it that a crash would not lose."""
-    log.warning("ended at once", why=why)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        log.warning("ended at once", why=why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

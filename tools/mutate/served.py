@@ -390,7 +390,7 @@ SERVED: tuple[Mutation, ...] = (
         "full-log",
         "a line that cannot be written costs nobody but its reader",
         "tierd/logs.py",
-        """        with suppress(OSError):
+        """        with suppress(OSError, ValueError):
             self._stream.flush()
 """,
         "        self._stream.flush()\n",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tierd.core import namespaces
+from tierd.core import block, namespaces
 from tierd.core.block import TEXT_LIMIT, NamespaceSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
@@ -118,8 +118,20 @@ def test_text_of_a_spec_is_bounded(field: str) -> None:
     """What every store must keep is no place for a tenant's megabytes."""
     registry = NamespaceRegistry()
     assert registry.open(replace(SPEC, **{field: "x" * TEXT_LIMIT}), tenant="a")[1]
-    with pytest.raises(InvalidArgument, match=f"namespace.{field}: 1025 characters, 1024 are the most"):
+    with pytest.raises(InvalidArgument, match=f"namespace.{field}: 4097 characters, 4096 are the most"):
         registry.open(replace(SPEC, **{field: "x" * (TEXT_LIMIT + 1)}), tenant="a")
+
+
+def test_longer_text_that_was_kept_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that is newer than a namespace costs nobody his blocks: it is restored, and opens."""
+    spec = replace(SPEC, model="x" * (TEXT_LIMIT + 1))
+    with monkeypatch.context() as before:
+        before.setattr(block, "TEXT_LIMIT", TEXT_LIMIT + 1)
+        old = NamespaceRegistry()
+        namespace, _ = old.open(spec, tenant="a")
+    registry = NamespaceRegistry()
+    registry.restore(old.records())
+    assert registry.open(spec, tenant="a") == (namespace, False)
 
 
 def test_no_tenant_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:

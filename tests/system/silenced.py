@@ -1,0 +1,25 @@
+"""A daemon whose log nobody can read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from tierd.testing import Daemon
+from tierd.testing.daemon import Process
+
+SILENT = {"full": 'exec "$@" >/dev/full 2>&1', "closed": 'exec "$@" <&- >&- 2>&-'}
+"""How its standard streams are: on a full disk, or closed."""
+
+
+class Silenced(Daemon):
+    """how: one of SILENT."""
+
+    def __init__(self, how: str, config: str, **more: object) -> None:
+        self._how = SILENT[how]
+        super().__init__(config, **more)  # type: ignore[arg-type]
+
+    def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
+        command = [sys.executable, "-m", "tierd.cli.daemon", *arguments]
+        return subprocess.Popen(["/bin/sh", "-c", self._how, "sh", *command], env=env)
