@@ -111,6 +111,18 @@ def is_leased(worker: Elsewhere, seed: int, blocks: int = BLOCKS) -> bool:
     return bool(found == blocks)
 
 
+def resume(daemon: Daemon) -> None:
+    """The daemon looks at its device now, not at the next of its looks."""
+    with RawClient(daemon.target) as operator:
+        operator.call(operator.admin.Resume, apb.ResumeRequest(tier="device.0"))
+
+
+def await_direct(daemon: Daemon) -> None:
+    """The next GPU process reads directly, and plans go by it."""
+    await_true(lambda: DIRECT in look(daemon)[0]["device.0"].place, "the direct way")
+    resume(daemon)
+
+
 @contextmanager
 def full_host(daemon: Daemon) -> Iterator[None]:
     """Two clients hold every page of the host tier."""
@@ -190,12 +202,11 @@ def test_what_is_not_direct_goes_by_host_memory(
 
 @pytest.mark.parametrize("word", ["error", "eio", "short", "wrong"])
 def test_a_way_that_goes_wrong_is_left(daemon: Daemon, worker: Elsewhere, cufile: CuFile, word: str) -> None:
-    """A read that cuFile fails, cuts short or brings wrong is a miss and nothing worse; the block stays where it is, whole, and comes by way of host memory from then on, which is said. The
-    next GPU process reads directly again."""
+    """A read that cuFile fails, cuts short or brings wrong is not even a miss: the blocks come by way of host memory, at once and from then on, which is said. The next GPU process reads
+    directly again."""
     far(daemon, worker, 5)
     cufile.order(word)
-    assert worker.ask(["lease", [5, BLOCKS]]) == 0
-    await_true(lambda: is_leased(worker, 5), "the blocks by way of host memory")
+    assert is_leased(worker, 5)
     tiers, notices = look(daemon)
     assert tiers["nvme.0"].pages_quarantined == 0 and tiers["nvme.0"].serving
     assert DETOUR in tiers["device.0"].place and len(notices) == 1
@@ -205,7 +216,7 @@ def test_a_way_that_goes_wrong_is_left(daemon: Daemon, worker: Elsewhere, cufile
     assert is_leased(worker, 6) and cufile.counts().total == reads
     cufile.order("")
     gpu_process(daemon).kill()
-    await_true(lambda: DIRECT in look(daemon)[0]["device.0"].place, "the direct way")
+    await_direct(daemon)
     assert look(daemon)[1] == []
     far(daemon, worker, 7)
     await_true(lambda: is_leased(worker, 7), "the blocks")
@@ -254,7 +265,8 @@ def test_the_gpu_process_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cuf
         cufile.order("")
 
     assert in_mid_read(daemon, worker, cufile, end) == 0
-    await_true(lambda: DIRECT in look(daemon)[0]["device.0"].place, "the direct way")
+    await_direct(daemon)
+    send_far(daemon)  # they may have come as far as host memory
     await_true(lambda: is_leased(worker, 9), "the blocks")
     tiers, notices = look(daemon)
     assert (tiers["device.0"].pages_reserved, tiers["device.0"].pages_ready, notices) == (0, BLOCKS, [])
@@ -335,13 +347,13 @@ def test_descriptors_stay_as_many(daemon: Daemon, worker: Elsewhere) -> None:
     assert after[0] == before[0] and after[1] == before[1] + len(files) and files
 
 
-def test_resume_asks_again(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
-    """Nothing is asked of a way again while its GPU process lives: what has failed once is not tried at the cost of a miss."""
+def test_resume_asks_no_way_again(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
+    """Nothing is asked of a way again while its GPU process lives: what has failed once is not tried at the cost of time."""
     far(daemon, worker, 12)
     cufile.order("error")
-    assert worker.ask(["lease", [12, BLOCKS]]) == 0
+    assert is_leased(worker, 12)
     reads = cufile.counts().total
-    with RawClient(daemon.target) as operator:
-        operator.call(operator.admin.Resume, apb.ResumeRequest(tier="device.0"))
-    await_true(lambda: is_leased(worker, 12), "the blocks by way of host memory")
+    resume(daemon)
+    far(daemon, worker, 15)
+    assert is_leased(worker, 15)
     assert cufile.counts().total == reads and os.path.exists(f"/proc/{gpu_process(daemon).pid}")

@@ -206,7 +206,8 @@ class Cache:
         first = partial(self.core.acquire, session, groups=groups, kind=kind)
         got, served = await self._bring(session, groups, first, timeout_s=timeout_s, preview=preview)
         if served.tokens < got.tokens and now() < deadline:
-            # A page went bad on the way: there may be a good one farther off.
+            # A page went bad on the way, or the way itself did: there may be a good one farther off, or another way.
+            self.health.note_ways()
             self._give_back(session, [got.lease])
             self.background.note(got.plan)
             second = partial(self.core.acquire_again, session, got.question)

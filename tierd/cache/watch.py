@@ -74,14 +74,19 @@ class Watch:
     def look(self) -> None:
         """At every watched tier, now."""
         now = asyncio.get_running_loop().time()
+        self.note_ways()
         for position, tier in self._watched.items():
-            self._set_direct(tier)
             breaker = self.breakers[position]
             if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
                 self._tell(tier)
             if breaker.is_due(now):
                 breaker.probing()
                 self._probes[position] = asyncio.create_task(self._probe(tier))
+
+    def note_ways(self) -> None:
+        """Plans go by the ways from stores to devices that there are now, not by those of the last look."""
+        for tier in self._watched.values():
+            self._set_direct(tier)
 
     async def resume(self, position: int | None, *, timeout_s: float) -> str:
         """By command: probes a tier that is out of service at once; what keeps it so, empty if it is back. Raises InvalidArgument."""
@@ -139,6 +144,5 @@ class Watch:
             self._mover.refuse(position)
 
     def _set_direct(self, tier: Tier) -> None:
-        """Plans go by the ways that there are now."""
         if is_device(tier):
             self._core.set_direct(tier.position, tier.direct_from)
