@@ -75,6 +75,18 @@ def test_base_install_is_light() -> None:
     assert len(base) <= 16
 
 
+@pytest.mark.parametrize("engine", sorted(name for name in tracked_files() if "engines/requirements/" in name))
+def test_engines_run_with_all_that_tierd_needs(engine: str) -> None:
+    """An engine's environment, which is installed without what packages ask for, has a fitting version of each package that tierd itself asks for."""
+    lines = [line for line in (ROOT / engine).read_text(encoding="utf-8").splitlines() if "==" in line]
+    pinned = {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for needed in map(Requirement, project["dependencies"]):
+        version = pinned.get(needed.name.lower().replace("_", "-"))
+        assert version is not None, f"{engine} lacks {needed.name}"
+        assert needed.specifier.contains(version, prereleases=True), f"{engine}: {needed.name} {version}"
+
+
 def test_base_install_is_small() -> None:
     """What the base install brings in, with all that it needs in turn, takes less than 140 MB on disk."""
     todo, sizes = ["tierd"], dict[str, int]()
