@@ -24,19 +24,21 @@ class LateReleases:
         self._give_back = give_back
         self._waiting: dict[int, list[int]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self.hear: Callable[[int], None] = lambda _session: None
-        """Reads what a session's client has said already: releases come another way than the calls that count on them."""
+        self.hear: Callable[[int | None], None] = lambda _session: None
+        """Reads what clients have given back already, and what else one of them has said: releases come other ways than the calls that count on them."""
 
     def add(self, session: int, leases: Sequence[int]) -> None:
         """To be made soon."""
         self._waiting.setdefault(session, []).extend(leases)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.make)
+            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._make)
 
     def make(self, *, asker: int | None = None) -> bool:
         """Makes them now; whether there were any. asker: a session that wants the room."""
-        if asker is not None:
-            self.hear(asker)
+        self.hear(asker)
+        return self._make()
+
+    def _make(self) -> bool:
         waiting, self._waiting = self._waiting, {}
         if self._timer is not None:
             self._timer.cancel()

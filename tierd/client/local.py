@@ -47,6 +47,8 @@ class Sent:
                 deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
             self._line.check_over()
             reply = None if answer.status else _REPLIES[self._method](answer.message)
+            if self._link.session is not None:
+                self._link.session.answered_s = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise self.given_up(error, deadline) from None
         self._lines.rest(self._line)

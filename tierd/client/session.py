@@ -13,6 +13,7 @@ import itertools
 import os
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -50,6 +51,8 @@ PROTO_VERSION = 1
 FORMAT_VERSION = 1
 REPLY_MAX_BYTES = 1 << 16
 IDS_PER_MESSAGE = 200
+ASIDE_S = 0.02
+"""So soon after an answer a lease is given back aside: the daemon looks there 50 ms after the answer at the earliest (tierd/server/asides.py)."""
 SWEEP_SEGMENTS = 32
 """With more segments mapped than this, those that have become empty are dropped before another is mapped."""
 
@@ -83,6 +86,10 @@ class Session:
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
         self._glance = connection.dup()
         self._glance.setblocking(False)
+        self._aside: socket.socket | None = None
+        """For leases that end soon after an answer: it wakes nobody, and is heard with the next call, or a moment later."""
+        self.answered_s = -ASIDE_S
+        """When a call was answered last, of time.monotonic()."""
         self._turn = threading.Lock()
         self._owed = 0  # replies that nobody waits for
         self._segments: dict[Place, Segment | DeviceSegment] = {}
@@ -144,13 +151,21 @@ class Session:
     def line(self, *, timeout_s: float) -> socket.socket:
         """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
         with self._turned(timeout_s) as left_s:
-            reply, fds = self._exchange({"op": "line"}, timeout_s=left_s, is_vital=False)
+            reply, fds = self._exchange({"op": "line", "aside": self._aside is None}, timeout_s=left_s, is_vital=False)
         try:
             _checked(reply)
-            _check_came(fds, 1, what="a line")
+            has_aside = reply.get("aside") is True
+            _check_came(fds, 2 if has_aside else 1, what="a line")
+            if has_aside:
+                self._take_aside(socket.socket(fileno=fds.pop()))
             return socket.socket(fileno=fds.pop())
         finally:
             _close(fds)
+
+    def _take_aside(self, aside: socket.socket) -> None:
+        aside.setblocking(False)
+        weakref.finalize(self, aside.close).atexit = False
+        self._aside = aside
 
     def check_gpus(self, wanted: str) -> None:
         """Whether this process can map the device tier that is wanted, or all of them. Raises Unsupported."""
@@ -174,10 +189,21 @@ class Session:
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
         """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
+        if leases and not reservations and self._gave_aside(leases):
+            return
         self._unsent.append(
             {"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)}
         )
         self.flush()
+
+    def _gave_aside(self, leases: Sequence[int]) -> bool:
+        """Whether it was soon enough after an answer for the daemon to look there."""
+        if self._aside is None or time.monotonic() - self.answered_s > ASIDE_S or len(leases) > IDS_PER_MESSAGE:
+            return False
+        try:
+            return bool(self._aside.send(struct.pack(f"<{len(leases)}Q", *leases), socket.MSG_NOSIGNAL))
+        except OSError:  # it is full, or closed
+            return False
 
     def written(self, reservation: int, *, blocks: int, deadline: float) -> None:
         """The blocks of a reservation before this index are written for good. Without an answer. Raises DeadlineExceeded where the socket does not take it by the deadline (of

@@ -91,10 +91,10 @@ class Answers:
 
 
 class Lines:
-    """All of a daemon's. service: whose handlers are called; verbs are found by their descriptors."""
+    """All of a daemon's. service: whose handlers are called; verbs are found by their descriptors. answered: hears of each session of which a call has been."""
 
-    def __init__(self, service: Any, *, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, service: Any, *, guard: Guard, answered: Callable[[int], None]) -> None:
+        self._guard, self._answered = guard, answered
         self._verbs = {verb.name: verb for verb in _verbs_of(service)}
         self._numbers = itertools.count(1)
         self._open: Counter[int] = Counter()
@@ -195,6 +195,7 @@ class Lines:
             answers.refuse(pb.Answer(status="INTERNAL", details=details))
         finally:
             self._guard.count(verb.name if verb else "Line", outcome, seconds=time.perf_counter() - begun)
+            self._answered(session.id)
 
     def _verb(self, name: str) -> Verb:
         verb = self._verbs.get(name)

@@ -24,6 +24,7 @@ from tierd.config import split_address
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.told import Names
 from tierd.server.admin import About, AdminService, SessionRow
+from tierd.server.asides import Asides
 from tierd.server.assembly import Assembly
 from tierd.server.credits import Credits
 from tierd.server.gauges import Gauges
@@ -83,9 +84,10 @@ class Listeners:
             cache.ahead.boards.give,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
-        cache.releases.hear = self.sessions.hear
+        self._asides = Asides(self.sessions.hear_aside)
+        cache.releases.hear = self._hear
         guard = self._build_guard()
-        self._lines = Lines(self._service, guard=guard)
+        self._lines = Lines(self._service, guard=guard, answered=self._asides.answered)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
             self.directory / places.SESSION_SOCKET_NAME,
@@ -115,6 +117,7 @@ class Listeners:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._asides.close()
         self._socket.close()
         await asyncio.gather(self._lines.finish(timeout_s=0), self._rpc.stop(grace_s=0))
         self._gauges.stop()
@@ -242,6 +245,11 @@ class Listeners:
 
     def _cut_off(self, session: int, why: TierdError) -> None:
         self.sessions.cut_off(session, why)
+
+    def _hear(self, asker: int | None) -> None:
+        if asker is not None:
+            self.sessions.hear(asker)
+        self._asides.hear()
 
     def _stopped(self, session: int) -> None:
         self._daemon.cache.stop_session(session)

@@ -5,7 +5,8 @@ AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask
     hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
            where hello's row of the tier has gpu: {ordinal, uuid}
-    line   {op} -> {ok} and one descriptor: a stream for calls, one after another (lines.py)
+    line   {op, aside} -> {ok, aside} and one descriptor: a stream for calls, one after another (lines.py). With aside, which the first line may ask for, another: SEQPACKET, each message u8 numbers,
+           little-endian, of leases that end; nobody is woken by it (asides.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     written {op, reservation, blocks}, no answer: the blocks of a reservation before this index are written, so that they may be hashed
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
@@ -24,6 +25,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ ENGINE_WORDS, ENGINE_WORD_CHARS = 16, 128
 """What a hello may say of the engine that the client serves: so many pairs of text, so long."""
 HEARD_AT_ONCE = 1024
 """Messages: more than the kernel keeps for a socket."""
+_LEASE = struct.Struct("<Q")
 ACCEPT_PAUSE_S = 0.2
 """Before the next try to accept when the process is out of descriptors."""
 
@@ -151,6 +154,7 @@ class Connection:
     def __init__(self, accepted: socket.socket, owner: SessionSocket) -> None:
         self.session: Session | None = None
         self._socket = accepted
+        self._aside: socket.socket | None = None
         self._owner = owner
         loop = asyncio.get_running_loop()
         loop.add_reader(accepted, self._read)
@@ -167,11 +171,14 @@ class Connection:
         """Ends the connection, with a reason if there is one; a session stops being served. Safe to call twice."""
         if self._socket.fileno() < 0:
             return
+        self.hear_aside()
         if why is not None:
             self._send(_refusal(why))
         self._hello_timeout.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
+        if self._aside is not None:
+            self._aside.close()
         self._owner.drop(self)
         if self.session:
             self._owner.sessions.stop(self.session)
@@ -180,7 +187,22 @@ class Connection:
         """Takes what has come already. Bounded: a client that says more meanwhile is heard in its turn."""
         for _ in range(HEARD_AT_ONCE):
             if not self._read():
+                break
+        self.hear_aside()
+
+    def hear_aside(self) -> None:
+        """Takes what has come there. What is no whole number says nothing; at its end there is nothing more to hear."""
+        for _ in range(HEARD_AT_ONCE if self._aside is not None and self.session is not None else 0):
+            assert self._aside is not None and self.session is not None
+            try:
+                data = self._aside.recv(MESSAGE_MAX_BYTES)
+            except OSError:
                 return
+            if not data:
+                return
+            leases = [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]
+            with contextlib.suppress(TierdError):
+                self._owner.sessions.let_go(self.session, leases=leases, reservations=(), is_awaited=False)
 
     def _read(self) -> bool:
         """One message, if there is one; whether there was."""
@@ -221,7 +243,7 @@ class Connection:
         elif op == "map":
             self._map(self.session, tier=_field(request, "tier", int), segment=_field(request, "segment", int))
         elif op == "line":
-            self._line(self.session)
+            self._line(self.session, wants_aside=request.get("aside") is True)
         elif op == "release":
             self._release(self.session, request)
         elif op == "written":
@@ -296,7 +318,7 @@ class Connection:
                 with contextlib.suppress(OSError):  # it is closed all the same, and its client has one of its own
                     os.close(fd)
 
-    def _line(self, session: Session) -> None:
+    def _line(self, session: Session, *, wants_aside: bool) -> None:
         if self._owner.open_line is None:
             raise Overloaded("line: this daemon gives none; call over gRPC")
         try:
@@ -304,7 +326,21 @@ class Connection:
         except OSError as error:  # the daemon is out of descriptors
             raise Overloaded(f"line: none can be made now ({error}); call over gRPC, or try again later") from error
         with theirs:
-            self._send({"ok": True}, fds=[theirs.fileno()])
+            aside = self._new_aside() if wants_aside and self._aside is None else None
+            if aside is None:
+                self._send({"ok": True}, fds=[theirs.fileno()])
+                return
+            with aside:
+                self._send({"ok": True, "aside": True}, fds=[theirs.fileno(), aside.fileno()])
+
+    def _new_aside(self) -> socket.socket | None:
+        """The client's end; none, where the daemon is out of descriptors."""
+        try:
+            self._aside, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:
+            return None
+        self._aside.setblocking(False)
+        return theirs
 
     def _release(self, session: Session, request: dict[str, Any]) -> None:
         leases, reservations = _numbers(request, "leases"), _numbers(request, "reservations")

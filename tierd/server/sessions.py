@@ -97,6 +97,10 @@ class Connected(Protocol):
         """Takes what the client has said and nobody has read yet."""
         ...
 
+    def hear_aside(self) -> None:
+        """Takes what it has given back without waking anybody."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SessionCalls:
@@ -204,6 +208,11 @@ class Sessions:
         """Takes what its client has said already, on the socket that is not the one of its calls."""
         if connection := self._connections.get(session_id):
             connection.hear()
+
+    def hear_aside(self, session_id: int) -> None:
+        """Takes the leases that its client has given back aside."""
+        if connection := self._connections.get(session_id):
+            connection.hear_aside()
 
     def leave(self, session: Session) -> None:
         """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""

@@ -215,6 +215,30 @@ SERVED: tuple[Mutation, ...] = (
         ":",
         ("tests/unit/core/test_near.py",),
     ),
+    Mutation(
+        "aside-look",
+        "a lease given back aside ends although its client says nothing more",
+        "tierd/server/asides.py",
+        "self._timer = loop.call_later(LOOK_S, self._look)\n",
+        "pass\n",
+        ("tests/unit/server/test_asides.py", "tests/system/test_asides.py"),
+    ),
+    Mutation(
+        "aside-room",
+        "who wants room finds what others gave back aside",
+        "tierd/server/listeners.py",
+        "self._asides.hear()",
+        "pass",
+        ("tests/system/test_asides.py",),
+    ),
+    Mutation(
+        "aside-late",
+        "a lease that is given back when nobody looks aside any more wakes the daemon",
+        "tierd/client/session.py",
+        " or time.monotonic() - self.answered_s > ASIDE_S",
+        "",
+        ("tests/system/test_asides.py",),
+    ),
     # -- the hash process
     Mutation(
         "hash-process-gone",

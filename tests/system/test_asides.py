@@ -1,0 +1,141 @@
+"""Leases that clients of a real daemon give back aside: without waking it, and without loss."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import await_true
+from tests.system.sdk import await_nothing_held, held
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
+from tierd.client.session import Session
+from tierd.server.asides import LOOK_S
+from tierd.testing import Daemon, chain
+
+MIB = 1 << 20
+SPEC = NamespaceSpec(model="asides", tokens_per_block=16, block_bytes=MIB)
+BLOCKS = 8
+CONFIG = 'nvme = []\n[[host]]\ncapacity = "16 MiB"\nsegment = "4 MiB"\neviction = "lru"\n'
+"""Room for two batches, and no more."""
+ROUNDS = 20
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    with Client(daemon.target) as one:
+        yield one
+
+
+def opened(client: Client) -> OpenedNamespace:
+    return client.open_namespace(SPEC)
+
+
+def put(client: Client, seed: int, blocks: int = BLOCKS) -> int:
+    """How many are stored."""
+    return client.put(opened(client), chain(seed, blocks), [np.full(MIB, seed % 251, np.uint8)] * blocks).stored
+
+
+def get(client: Client, seed: int, blocks: int = BLOCKS) -> int:
+    """Copied; how many."""
+    out = np.zeros((blocks, MIB), np.uint8)
+    found = client.get(opened(client), chain(seed, blocks), out=list(out)).blocks
+    assert (out[:found] == seed % 251).all()
+    return found
+
+
+def session_of(client: Client) -> Session:
+    link = client._connector.link
+    assert link is not None and link.session is not None and link.session._aside is not None
+    return link.session
+
+
+def aside_of(client: Client) -> socket.socket:
+    aside = session_of(client)._aside
+    assert aside is not None
+    return aside
+
+
+def leases_of(daemon: Daemon) -> int:
+    return held(daemon)[0]
+
+
+def test_a_lease_ends_without_another_call(daemon: Daemon, client: Client) -> None:
+    """What a get gives back aside ends although its client says nothing more."""
+    assert put(client, 1) == get(client, 1) == BLOCKS
+    await_nothing_held(daemon, "a get")
+
+
+def test_a_lease_that_is_kept_for_longer_ends_too(daemon: Daemon, client: Client) -> None:
+    """A lease that is given back when the daemon looks aside no more comes back the way that wakes it."""
+    put(client, 1)
+    lease = client.acquire(opened(client), chain(1, BLOCKS))
+    kept_s = time.monotonic()
+    await_true(lambda: time.monotonic() - kept_s > 4 * LOOK_S, "the last look")
+    assert leases_of(daemon) == 1
+    del lease
+    await_nothing_held(daemon, "a get")
+
+
+def test_what_was_given_back_is_room_for_another(daemon: Daemon, client: Client) -> None:
+    """A put finds the room that gets of other clients have given back aside a moment before."""
+    with Client(daemon.target) as writer, Client(daemon.target) as other:
+        put(writer, 0)
+        put(writer, 1)
+        for turn in range(ROUNDS):
+            assert get(client, turn) == get(other, turn + 1) == BLOCKS
+            assert put(writer, turn + 2) == BLOCKS
+
+
+def test_a_full_aside_loses_no_lease(daemon: Daemon, client: Client) -> None:
+    """A client that finds its aside full, or closed, gives leases back the way that wakes the daemon."""
+    put(client, 1)
+    session = session_of(client)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                ours.send(bytes(8))
+        session._aside = ours
+        assert get(client, 1) == BLOCKS
+        await_nothing_held(daemon, "a get")
+        theirs.close()
+        assert get(client, 1) == BLOCKS
+        await_nothing_held(daemon, "a get")
+
+
+def test_nonsense_aside_harms_nobody(daemon: Daemon, client: Client) -> None:
+    """Bytes that are no numbers, numbers that are no leases, and leases of others end nothing; the daemon serves on."""
+    put(client, 1)
+    with Client(daemon.target) as other:
+        lease = other.acquire(opened(other), chain(1, BLOCKS))
+        theirs = np.arange(1 << 12, dtype="<u8").tobytes()
+        for noise in (b"\1", b"\1" * 9, *(theirs[at : at + 4096] for at in range(0, len(theirs), 4096)), bytes(9000)):
+            aside_of(client).send(noise)
+        assert get(client, 1) == BLOCKS
+        assert get(client, 1) == BLOCKS
+        await_true(lambda: leases_of(daemon) == 1, "the other's lease alone")
+        assert [int(page[0]) for page in lease.views()] == [1] * BLOCKS
+        aside_of(client).close()
+        assert get(client, 1) == BLOCKS and put(other, 1) == BLOCKS
+
+
+def test_a_client_that_ends_leaves_no_lease(daemon: Daemon) -> None:
+    """What was given back aside and what was not: both have ended when the client has."""
+    with Client(daemon.target) as one:
+        put(one, 1)
+        for _ in range(ROUNDS):
+            get(one, 1)
+        lease = one.acquire(opened(one), chain(1, BLOCKS))
+        assert len(lease.handles) == BLOCKS
+    await_nothing_held(daemon, "a get")
