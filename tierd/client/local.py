@@ -37,6 +37,7 @@ class Sent:
 
     def __init__(self, link: Link, lines: Lines, line: Line, *, method: str, name: str) -> None:
         self._link, self._lines, self._line, self._method, self._name = link, lines, line, method, name
+        self._asked_s = time.monotonic()
 
     def reply(self, *, deadline: float, meanwhile: Meanwhile | None = None) -> Any:
         """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
@@ -48,7 +49,7 @@ class Sent:
             self._line.check_over()
             reply = None if answer.status else _REPLIES[self._method](answer.message)
             if self._link.session is not None:
-                self._link.session.answered_s = time.monotonic()
+                self._link.session.note_answered(self._asked_s)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise self.given_up(error, deadline) from None
         self._lines.rest(self._line)

@@ -51,8 +51,8 @@ PROTO_VERSION = 1
 FORMAT_VERSION = 1
 REPLY_MAX_BYTES = 1 << 16
 IDS_PER_MESSAGE = 200
-ASIDE_S = 0.02
-"""So soon after an answer a lease is given back aside: the daemon looks there 50 ms after the answer at the earliest (tierd/server/asides.py)."""
+MAILBOX_S = 0.04
+"""For so long after a call that was answered was asked leases go to the mailbox: the daemon looks into it 50 ms after the answer, or later (tierd/server/mailboxes.py)."""
 SWEEP_SEGMENTS = 32
 """With more segments mapped than this, those that have become empty are dropped before another is mapped."""
 
@@ -86,17 +86,17 @@ class Session:
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
         self._glance = connection.dup()
         self._glance.setblocking(False)
-        self._aside: socket.socket | None = None
-        """For leases that end soon after an answer: it wakes nobody, and is heard with the next call, or a moment later."""
-        self.answered_s = -ASIDE_S
-        """When a call was answered last, of time.monotonic()."""
+        self._sockets = [connection, self._glance]
+        self._mailbox: socket.socket | None = None
+        """For leases that end soon after an answer: it wakes nobody, and is read with the next answer, or a moment later."""
+        self._answered_s = -MAILBOX_S
         self._turn = threading.Lock()
         self._owed = 0  # replies that nobody waits for
         self._segments: dict[Place, Segment | DeviceSegment] = {}
         self._unsent: deque[dict[str, Any]] = deque()
         self._requests = itertools.count(1)
         # Nothing that holds a page outlives the session's last link: what is collected without a word has said goodbye.
-        self._farewell = weakref.finalize(self, _say_goodbye, connection, self._glance, os.getpid())
+        self._farewell = weakref.finalize(self, _say_goodbye, self._glance, self._sockets, os.getpid())
         self._farewell.atexit = False
 
     @property
@@ -114,8 +114,7 @@ class Session:
     def close(self) -> None:
         """Ends the session's service; the daemon reuses what it held once this process has gone, or lets go."""
         self._farewell.detach()
-        self._connection.close()
-        self._glance.close()
+        _close_all(self._sockets)
         self._segments.clear()
 
     def leave(self) -> None:
@@ -151,21 +150,20 @@ class Session:
     def line(self, *, timeout_s: float) -> socket.socket:
         """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
         with self._turned(timeout_s) as left_s:
-            reply, fds = self._exchange({"op": "line", "aside": self._aside is None}, timeout_s=left_s, is_vital=False)
+            reply, fds = self._exchange(
+                {"op": "line", "mailbox": self._mailbox is None}, timeout_s=left_s, is_vital=False
+            )
         try:
             _checked(reply)
-            has_aside = reply.get("aside") is True
-            _check_came(fds, 2 if has_aside else 1, what="a line")
-            if has_aside:
-                self._take_aside(socket.socket(fileno=fds.pop()))
+            has_mailbox = reply.get("mailbox") is True
+            _check_came(fds, 2 if has_mailbox else 1, what="a line")
+            if has_mailbox:
+                self._mailbox = socket.socket(fileno=fds.pop())
+                self._mailbox.setblocking(False)
+                self._sockets.append(self._mailbox)
             return socket.socket(fileno=fds.pop())
         finally:
             _close(fds)
-
-    def _take_aside(self, aside: socket.socket) -> None:
-        aside.setblocking(False)
-        weakref.finalize(self, aside.close).atexit = False
-        self._aside = aside
 
     def check_gpus(self, wanted: str) -> None:
         """Whether this process can map the device tier that is wanted, or all of them. Raises Unsupported."""
@@ -189,21 +187,31 @@ class Session:
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
         """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
-        if leases and not reservations and self._gave_aside(leases):
+        if leases and not reservations and self._posted(leases):
             return
         self._unsent.append(
             {"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)}
         )
         self.flush()
 
-    def _gave_aside(self, leases: Sequence[int]) -> bool:
-        """Whether it was soon enough after an answer for the daemon to look there."""
-        if self._aside is None or time.monotonic() - self.answered_s > ASIDE_S or len(leases) > IDS_PER_MESSAGE:
+    def note_answered(self, asked_s: float) -> None:
+        """A call that was asked then, of time.monotonic(), has been answered, by a daemon that looks into the mailbox for a while from its answer on."""
+        self._answered_s = max(self._answered_s, asked_s)
+
+    def _posted(self, leases: Sequence[int]) -> bool:
+        """Whether they are in the mailbox, and came there before the daemon's last look. What comes late may be told twice: a lease ends once."""
+        if self._mailbox is None or self._is_late or len(leases) > IDS_PER_MESSAGE:
             return False
         try:
-            return bool(self._aside.send(struct.pack(f"<{len(leases)}Q", *leases), socket.MSG_NOSIGNAL))
+            self._mailbox.send(struct.pack(f"<{len(leases)}Q", *leases), socket.MSG_NOSIGNAL)
         except OSError:  # it is full, or closed
             return False
+        return not self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        """For the mailbox."""
+        return time.monotonic() - self._answered_s > MAILBOX_S
 
     def written(self, reservation: int, *, blocks: int, deadline: float) -> None:
         """The blocks of a reservation before this index are written for good. Without an answer. Raises DeadlineExceeded where the socket does not take it by the deadline (of
@@ -299,8 +307,7 @@ class Session:
                 with contextlib.suppress(OSError):
                     # Told at once, though a child that is just being forked has a copy: what is told of this session next is told to one that has ended.
                     self._connection.shutdown(socket.SHUT_RDWR)
-                self._connection.close()
-                self._glance.close()
+                _close_all(self._sockets)
             raise DeadlineExceeded(
                 f"session socket: no answer to {request['op']} within {timeout_s:.3g} s; is the daemon stuck?"
             ) from error
@@ -410,13 +417,17 @@ def by_place(handles: StructArray) -> Parts:
     return [((int(key) >> 32, int(key) & 0xFFFFFFFF), np.flatnonzero(keys == key)) for key in np.unique(keys)]
 
 
-def _say_goodbye(connection: socket.socket, glance: socket.socket, pid: int) -> None:
+def _say_goodbye(glance: socket.socket, sockets: Iterable[socket.socket], pid: int) -> None:
     """In a child only its own copies are closed: the parent's session goes on."""
     if pid == os.getpid():
         with contextlib.suppress(OSError):
             glance.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
-    connection.close()
-    glance.close()
+    _close_all(sockets)
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -24,7 +24,6 @@ from tierd.config import split_address
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.told import Names
 from tierd.server.admin import About, AdminService, SessionRow
-from tierd.server.asides import Asides
 from tierd.server.assembly import Assembly
 from tierd.server.credits import Credits
 from tierd.server.gauges import Gauges
@@ -32,6 +31,7 @@ from tierd.server.guard import Guard
 from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
 from tierd.server.learned import Learned
 from tierd.server.lines import LINES, Lines
+from tierd.server.mailboxes import Mailboxes
 from tierd.server.recorder import Recorder
 from tierd.server.rpc import Rpc
 from tierd.server.service import CacheService
@@ -84,10 +84,10 @@ class Listeners:
             cache.ahead.boards.give,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
-        self._asides = Asides(self.sessions.hear_aside)
+        self._mailboxes = Mailboxes(self.sessions.read_mailbox)
         cache.releases.hear = self._hear
         guard = self._build_guard()
-        self._lines = Lines(self._service, guard=guard, answered=self._asides.answered)
+        self._lines = Lines(self._service, guard=guard, answered=self._mailboxes.answered)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
             self.directory / places.SESSION_SOCKET_NAME,
@@ -117,7 +117,7 @@ class Listeners:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._asides.close()
+        self._mailboxes.close()
         self._socket.close()
         await asyncio.gather(self._lines.finish(timeout_s=0), self._rpc.stop(grace_s=0))
         self._gauges.stop()
@@ -249,7 +249,7 @@ class Listeners:
     def _hear(self, asker: int | None) -> None:
         if asker is not None:
             self.sessions.hear(asker)
-        self._asides.hear()
+        self._mailboxes.read_all()
 
     def _stopped(self, session: int) -> None:
         self._daemon.cache.stop_session(session)

@@ -5,8 +5,8 @@ AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask
     hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
            where hello's row of the tier has gpu: {ordinal, uuid}
-    line   {op, aside} -> {ok, aside} and one descriptor: a stream for calls, one after another (lines.py). With aside, which the first line may ask for, another: SEQPACKET, each message u8 numbers,
-           little-endian, of leases that end; nobody is woken by it (asides.py)
+    line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (lines.py). With mailbox, which the first line may ask for, another: SEQPACKET, each message u8 numbers,
+           little-endian, of leases that end; nobody is woken by it (mailboxes.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     written {op, reservation, blocks}, no answer: the blocks of a reservation before this index are written, so that they may be hashed
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
@@ -154,7 +154,7 @@ class Connection:
     def __init__(self, accepted: socket.socket, owner: SessionSocket) -> None:
         self.session: Session | None = None
         self._socket = accepted
-        self._aside: socket.socket | None = None
+        self._mailbox: socket.socket | None = None
         self._owner = owner
         loop = asyncio.get_running_loop()
         loop.add_reader(accepted, self._read)
@@ -171,14 +171,14 @@ class Connection:
         """Ends the connection, with a reason if there is one; a session stops being served. Safe to call twice."""
         if self._socket.fileno() < 0:
             return
-        self.hear_aside()
+        self.read_mailbox()
         if why is not None:
             self._send(_refusal(why))
         self._hello_timeout.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
-        if self._aside is not None:
-            self._aside.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
         self._owner.drop(self)
         if self.session:
             self._owner.sessions.stop(self.session)
@@ -188,14 +188,14 @@ class Connection:
         for _ in range(HEARD_AT_ONCE):
             if not self._read():
                 break
-        self.hear_aside()
+        self.read_mailbox()
 
-    def hear_aside(self) -> None:
+    def read_mailbox(self) -> None:
         """Takes what has come there. What is no whole number says nothing; at its end there is nothing more to hear."""
-        for _ in range(HEARD_AT_ONCE if self._aside is not None and self.session is not None else 0):
-            assert self._aside is not None and self.session is not None
+        for _ in range(HEARD_AT_ONCE if self._mailbox is not None and self.session is not None else 0):
+            assert self._mailbox is not None and self.session is not None
             try:
-                data = self._aside.recv(MESSAGE_MAX_BYTES)
+                data = self._mailbox.recv(MESSAGE_MAX_BYTES)
             except OSError:
                 return
             if not data:
@@ -243,7 +243,7 @@ class Connection:
         elif op == "map":
             self._map(self.session, tier=_field(request, "tier", int), segment=_field(request, "segment", int))
         elif op == "line":
-            self._line(self.session, wants_aside=request.get("aside") is True)
+            self._line(self.session, wants_mailbox=request.get("mailbox") is True)
         elif op == "release":
             self._release(self.session, request)
         elif op == "written":
@@ -318,7 +318,7 @@ class Connection:
                 with contextlib.suppress(OSError):  # it is closed all the same, and its client has one of its own
                     os.close(fd)
 
-    def _line(self, session: Session, *, wants_aside: bool) -> None:
+    def _line(self, session: Session, *, wants_mailbox: bool) -> None:
         if self._owner.open_line is None:
             raise Overloaded("line: this daemon gives none; call over gRPC")
         try:
@@ -326,20 +326,20 @@ class Connection:
         except OSError as error:  # the daemon is out of descriptors
             raise Overloaded(f"line: none can be made now ({error}); call over gRPC, or try again later") from error
         with theirs:
-            aside = self._new_aside() if wants_aside and self._aside is None else None
-            if aside is None:
+            mailbox = self._new_mailbox() if wants_mailbox and self._mailbox is None else None
+            if mailbox is None:
                 self._send({"ok": True}, fds=[theirs.fileno()])
                 return
-            with aside:
-                self._send({"ok": True, "aside": True}, fds=[theirs.fileno(), aside.fileno()])
+            with mailbox:
+                self._send({"ok": True, "mailbox": True}, fds=[theirs.fileno(), mailbox.fileno()])
 
-    def _new_aside(self) -> socket.socket | None:
+    def _new_mailbox(self) -> socket.socket | None:
         """The client's end; none, where the daemon is out of descriptors."""
         try:
-            self._aside, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._mailbox, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:
             return None
-        self._aside.setblocking(False)
+        self._mailbox.setblocking(False)
         return theirs
 
     def _release(self, session: Session, request: dict[str, Any]) -> None:

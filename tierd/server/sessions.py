@@ -97,7 +97,7 @@ class Connected(Protocol):
         """Takes what the client has said and nobody has read yet."""
         ...
 
-    def hear_aside(self) -> None:
+    def read_mailbox(self) -> None:
         """Takes what it has given back without waking anybody."""
         ...
 
@@ -209,10 +209,10 @@ class Sessions:
         if connection := self._connections.get(session_id):
             connection.hear()
 
-    def hear_aside(self, session_id: int) -> None:
-        """Takes the leases that its client has given back aside."""
+    def read_mailbox(self, session_id: int) -> None:
+        """Takes the leases that its client has given back by its mailbox."""
         if connection := self._connections.get(session_id):
-            connection.hear_aside()
+            connection.read_mailbox()
 
     def leave(self, session: Session) -> None:
         """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""

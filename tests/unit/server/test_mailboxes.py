@@ -1,4 +1,4 @@
-"""When asides are read."""
+"""When mailboxes are read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.cache.world import SOON_S
 from tierd.client import session as client
-from tierd.server import asides
-from tierd.server.asides import Asides
+from tierd.server import mailboxes
+from tierd.server.mailboxes import Mailboxes
 
 
 class Heard:
@@ -34,13 +34,13 @@ class Heard:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks come sooner."""
-    monkeypatch.setattr(asides, "LOOK_S", 0.01)
+    monkeypatch.setattr(mailboxes, "LOOK_S", 0.01)
 
 
 async def test_an_answer_is_followed_by_looks_and_then_by_none() -> None:
     """Who was answered is heard then, and again a look later than that at least; when nobody calls any more nothing is left to be woken for."""
     heard = Heard()
-    its = Asides(heard.hear)
+    its = Mailboxes(heard.hear)
     its.answered(7)
     assert heard.counts == {7: 1}
     begun = asyncio.get_running_loop().time()
@@ -48,21 +48,21 @@ async def test_an_answer_is_followed_by_looks_and_then_by_none() -> None:
         await heard.wait()
         last_s = asyncio.get_running_loop().time() - begun
         await asyncio.sleep(0)
-    assert heard.counts[7] >= 2 and last_s >= asides.LOOK_S and not its._answered
+    assert heard.counts[7] >= 2 and last_s >= mailboxes.LOOK_S and not its._answered
 
 
 async def test_who_wants_room_has_all_heard() -> None:
     """Each who was answered lately is heard when somebody asks; who never was, is not."""
     heard = Heard()
-    its = Asides(heard.hear)
+    its = Mailboxes(heard.hear)
     its.answered(7)
     its.answered(8)
-    its.hear()
+    its.read_all()
     assert heard.counts == {7: 2, 8: 2}
     its.close()
 
 
 def test_clients_give_back_before_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time in which a client gives leases back aside is less than half of what passes before the daemon looks there for the last time."""
+    """The time in which a client gives leases back by mailbox ends before the daemon looks there for the last time."""
     monkeypatch.undo()
-    assert 2 * client.ASIDE_S < asides.LOOK_S
+    assert client.MAILBOX_S < mailboxes.LOOK_S

@@ -1,10 +1,11 @@
-"""Leases that clients of a real daemon give back aside: without waking it, and without loss."""
+"""Leases that clients of a real daemon give back by mailbox: without waking it, and without loss."""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ import pytest
 from tests.system.blocks import await_true
 from tests.system.sdk import await_nothing_held, held
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
+from tierd.client.lines import Line
 from tierd.client.session import Session
-from tierd.server.asides import LOOK_S
+from tierd.server.mailboxes import LOOK_S
 from tierd.testing import Daemon, chain
 
 MIB = 1 << 20
-SPEC = NamespaceSpec(model="asides", tokens_per_block=16, block_bytes=MIB)
+SPEC = NamespaceSpec(model="mailboxes", tokens_per_block=16, block_bytes=MIB)
 BLOCKS = 8
 CONFIG = 'nvme = []\n[[host]]\ncapacity = "16 MiB"\nsegment = "4 MiB"\neviction = "lru"\n'
 """Room for two batches, and no more."""
@@ -55,14 +57,20 @@ def get(client: Client, seed: int, blocks: int = BLOCKS) -> int:
 
 def session_of(client: Client) -> Session:
     link = client._connector.link
-    assert link is not None and link.session is not None and link.session._aside is not None
+    assert link is not None and link.session is not None and link.session._mailbox is not None
     return link.session
 
 
-def aside_of(client: Client) -> socket.socket:
-    aside = session_of(client)._aside
-    assert aside is not None
-    return aside
+def mailbox_of(client: Client) -> socket.socket:
+    mailbox = session_of(client)._mailbox
+    assert mailbox is not None
+    return mailbox
+
+
+def await_last_look() -> None:
+    """After which the daemon looks into no mailbox until the next answer."""
+    begun_s = time.monotonic()
+    await_true(lambda: time.monotonic() - begun_s > 4 * LOOK_S, "the last look")
 
 
 def leases_of(daemon: Daemon) -> int:
@@ -70,24 +78,57 @@ def leases_of(daemon: Daemon) -> int:
 
 
 def test_a_lease_ends_without_another_call(daemon: Daemon, client: Client) -> None:
-    """What a get gives back aside ends although its client says nothing more."""
+    """What a get gives back by mailbox ends although its client says nothing more."""
     assert put(client, 1) == get(client, 1) == BLOCKS
     await_nothing_held(daemon, "a get")
 
 
 def test_a_lease_that_is_kept_for_longer_ends_too(daemon: Daemon, client: Client) -> None:
-    """A lease that is given back when the daemon looks aside no more comes back the way that wakes it."""
+    """A lease that is given back when the daemon looks into the mailbox no more comes back the way that wakes it."""
     put(client, 1)
     lease = client.acquire(opened(client), chain(1, BLOCKS))
-    kept_s = time.monotonic()
-    await_true(lambda: time.monotonic() - kept_s > 4 * LOOK_S, "the last look")
+    await_last_look()
     assert leases_of(daemon) == 1
     del lease
     await_nothing_held(daemon, "a get")
 
 
+def test_an_answer_that_is_read_late_is_no_recent_one(
+    daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that had no processor when its answer came gives the lease back the way that wakes."""
+    put(client, 1)
+    receive = Line.receive
+
+    def receive_late(line: Line, **options: Any) -> bytes:
+        answer = receive(line, **options)
+        await_last_look()
+        return answer
+
+    monkeypatch.setattr(Line, "receive", receive_late)
+    client.acquire(opened(client), chain(1, BLOCKS)).detach()
+    monkeypatch.undo()
+    await_nothing_held(daemon, "a get")
+
+
+def test_a_lease_that_comes_late_into_the_mailbox_is_told_again(daemon: Daemon, client: Client) -> None:
+    """A client that had no processor while it gave a lease back by mailbox wakes the daemon too."""
+    put(client, 1)
+    session, mailbox = session_of(client), mailbox_of(client)
+
+    class Slow:
+        def send(self, data: bytes, flags: int) -> int:
+            await_last_look()
+            return mailbox.send(data, flags)
+
+    session._mailbox = Slow()  # type: ignore[assignment]
+    client.acquire(opened(client), chain(1, BLOCKS)).detach()
+    session._mailbox = mailbox
+    await_nothing_held(daemon, "a get")
+
+
 def test_what_was_given_back_is_room_for_another(daemon: Daemon, client: Client) -> None:
-    """A put finds the room that gets of other clients have given back aside a moment before."""
+    """A put finds the room that gets of other clients have given back by mailbox a moment before."""
     with Client(daemon.target) as writer, Client(daemon.target) as other:
         put(writer, 0)
         put(writer, 1)
@@ -97,7 +138,7 @@ def test_what_was_given_back_is_room_for_another(daemon: Daemon, client: Client)
 
 
 def test_a_full_aside_loses_no_lease(daemon: Daemon, client: Client) -> None:
-    """A client that finds its aside full, or closed, gives leases back the way that wakes the daemon."""
+    """A client that finds its mailbox full, or closed, gives leases back the way that wakes the daemon."""
     put(client, 1)
     session = session_of(client)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -106,7 +147,7 @@ def test_a_full_aside_loses_no_lease(daemon: Daemon, client: Client) -> None:
         with pytest.raises(BlockingIOError):
             while True:
                 ours.send(bytes(8))
-        session._aside = ours
+        session._mailbox = ours
         assert get(client, 1) == BLOCKS
         await_nothing_held(daemon, "a get")
         theirs.close()
@@ -121,17 +162,17 @@ def test_nonsense_aside_harms_nobody(daemon: Daemon, client: Client) -> None:
         lease = other.acquire(opened(other), chain(1, BLOCKS))
         theirs = np.arange(1 << 12, dtype="<u8").tobytes()
         for noise in (b"\1", b"\1" * 9, *(theirs[at : at + 4096] for at in range(0, len(theirs), 4096)), bytes(9000)):
-            aside_of(client).send(noise)
+            mailbox_of(client).send(noise)
         assert get(client, 1) == BLOCKS
         assert get(client, 1) == BLOCKS
         await_true(lambda: leases_of(daemon) == 1, "the other's lease alone")
         assert [int(page[0]) for page in lease.views()] == [1] * BLOCKS
-        aside_of(client).close()
+        mailbox_of(client).close()
         assert get(client, 1) == BLOCKS and put(other, 1) == BLOCKS
 
 
 def test_a_client_that_ends_leaves_no_lease(daemon: Daemon) -> None:
-    """What was given back aside and what was not: both have ended when the client has."""
+    """What was given back by mailbox and what was not: both have ended when the client has."""
     with Client(daemon.target) as one:
         put(one, 1)
         for _ in range(ROUNDS):

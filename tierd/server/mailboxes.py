@@ -1,0 +1,48 @@
+"""Mailboxes: sockets over which clients give leases back, and which wake nobody: they are read when their client calls anyway, when room is wanted, and a moment after its last call.
+
+    call is answered ──▶ client copies, and gives back by the mailbox ──▶ its next call is answered, which reads that, or the next look does
+
+Purpose: when they are read. Non-purpose: reading (session_socket.py), what a release is (cache). Invariants: there is a look LOOK_S after a session's
+last answer, or later, so what its client puts there until then is read; nobody is looked after who has not called since the last look but one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+LOOK_S = 0.05
+"""Between two looks. More than the time within which clients use a mailbox (`MAILBOX_S` of tierd/client/session.py), which they count from before the answer."""
+
+
+class Mailboxes:
+    """read: empties the mailbox of a session, if it has one."""
+
+    def __init__(self, read: Callable[[int], None]) -> None:
+        self._read = read
+        self._answered: dict[int, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def answered(self, session: int) -> None:
+        """A call of the session has been answered: what its client has said before is read, and is looked for later."""
+        self._read(session)
+        loop = asyncio.get_running_loop()
+        self._answered[session] = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(LOOK_S, self._look)
+
+    def read_all(self) -> None:
+        """Those in which something may be."""
+        for session in list(self._answered):
+            self._read(session)
+
+    def close(self) -> None:
+        """Looks no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.read_all()
+        self._answered = {session: at for session, at in self._answered.items() if loop.time() - at < LOOK_S}
+        self._timer = loop.call_later(LOOK_S, self._look) if self._answered else None
