@@ -137,7 +137,7 @@ def test_what_was_given_back_is_room_for_another(daemon: Daemon, client: Client)
             assert put(writer, turn + 2) == BLOCKS
 
 
-def test_a_full_aside_loses_no_lease(daemon: Daemon, client: Client) -> None:
+def test_a_full_mailbox_loses_no_lease(daemon: Daemon, client: Client) -> None:
     """A client that finds its mailbox full, or closed, gives leases back the way that wakes the daemon."""
     put(client, 1)
     session = session_of(client)
@@ -155,7 +155,7 @@ def test_a_full_aside_loses_no_lease(daemon: Daemon, client: Client) -> None:
         await_nothing_held(daemon, "a get")
 
 
-def test_nonsense_aside_harms_nobody(daemon: Daemon, client: Client) -> None:
+def test_nonsense_in_a_mailbox_harms_nobody(daemon: Daemon, client: Client) -> None:
     """Bytes that are no numbers, numbers that are no leases, and leases of others end nothing; the daemon serves on."""
     put(client, 1)
     with Client(daemon.target) as other:

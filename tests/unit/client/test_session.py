@@ -214,7 +214,7 @@ def test_a_childs_copy_says_no_goodbye():
     for pid, word in ((os.getppid(), b""), (os.getpid(), msgpack.packb({"op": "bye"}))):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            _say_goodbye(ours, ours.dup(), pid)
+            _say_goodbye(ours, [ours, ours.dup()], pid)
             assert theirs.recv(100) == word
 
 
