@@ -160,3 +160,13 @@ def await_true(ready: Callable[[], bool], what: str, *, within_s: float = SOON_S
         assert time.monotonic() - begun < within_s, f"{what}: not within {within_s:g} s"
         time.sleep(0.002)
     return time.monotonic() - begun
+
+
+def await_emptied(client: BlockClient) -> None:
+    """Evicts until host memory holds no byte: a client that was killed leaves commits under way, whose blocks come after its session's end."""
+
+    def is_empty() -> bool:
+        client.call(client.admin.Evict, apb.EvictRequest())
+        return client.tiers()["host.0"].used_bytes == 0
+
+    await_true(is_empty, "no bytes leaked")
