@@ -13,7 +13,7 @@ import pytest
 
 from tests.still import stand_still
 from tests.system.sdk import await_nothing_held
-from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup
+from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup, buffers
 from tierd.errors import NotPermitted, StaleHandle
 from tierd.testing.daemon import SMALL, Daemon
 
@@ -156,6 +156,26 @@ def test_a_kill_is_survived(own_daemon):
         gc.collect()
         client.lookup(ns, ns.hash(TOKENS))
         assert not client._connector.forgettable
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_put_in_the_midst_of_which_its_daemon_goes(own_daemon, monkeypatch, durable):
+    """When the daemon is killed and comes back while a put copies, the put is made once more, and what it stored is there."""
+    copy_all, restarts = buffers.copy_all, []
+
+    def copy(*what):
+        copy_all(*what)
+        if not restarts:
+            restarts.append(own_daemon.restart())
+
+    monkeypatch.setattr(buffers, "copy_all", copy)
+    with Client(own_daemon.target) as client:
+        ns = client.open_namespace(NamespaceSpec(model="midst", tokens_per_block=16, block_bytes=BLOCK_BYTES))
+        assert client.put(ns, TOKENS, blocks_of(3), durable=durable).stored == 3
+        got = client.get(ns, TOKENS)
+        assert [np.array_equal(a, b) for a, b in zip(got.views, blocks_of(3), strict=True)] == [True] * 3
+        del got
+    assert len(restarts) == 1
 
 
 def test_a_farewell_to_a_daemon_that_dies(own_daemon):

@@ -3,7 +3,8 @@
     reserved now, or a spare ──▶ Commit is sent ──▶ copied, while what the board says is written is hashed ──▶ all is told to be written ──▶ its answer
 
 Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (verbs.py), what spares are (spares.py), TCP (remote.py).
-Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it.
+Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
+so is one whose daemon went in the midst of it: the next daemon is asked, or there is none.
 """
 
 from __future__ import annotations
@@ -76,7 +77,14 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
 
 
 def _into_reserved(verbs: Verbs, write: Write) -> Steps[Any]:
-    """u2 [n] of BlockStatus."""
+    """u2 [n] of BlockStatus. Nobody has seen its handles, so that they have become stale is made good here."""
+    try:
+        return (yield from _attempt(verbs, write))
+    except StaleHandle:
+        return (yield from _attempt(verbs, write))
+
+
+def _attempt(verbs: Verbs, write: Write) -> Steps[Any]:
     pages = yield from verbs.reserved([write.group], "host", write.deadline, durable=write.durable)
     statuses = pages.statuses.copy()
     if pages:

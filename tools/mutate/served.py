@@ -28,6 +28,14 @@ SERVED: tuple[Mutation, ...] = (
         SESSIONS,
     ),
     Mutation(
+        "put-once-more",
+        "a put in the midst of which its daemon restarts is made once more",
+        "tierd/client/writing.py",
+        "    except StaleHandle:\n        return (yield from _attempt(verbs, write))",
+        "    except StaleHandle:\n        raise",
+        ("tests/system/test_client.py", "-k", "midst"),
+    ),
+    Mutation(
         "holds-before-handles",
         "who holds which pages is recorded before the handles leave, so that a restart keeps them",
         "tierd/cache/cache.py",
