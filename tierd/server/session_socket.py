@@ -53,6 +53,9 @@ ENGINE_WORDS, ENGINE_WORD_CHARS = 16, 128
 """What a hello may say of the engine that the client serves: so many pairs of text, so long."""
 HEARD_AT_ONCE = 1024
 """Messages: more than the kernel keeps for a socket."""
+MAILBOX_BYTES = 32 << 10
+"""Linux doubles it and counts its own bookkeeping: a mailbox holds 8 long messages, or 85 short ones. One read takes what it holds, so a client that fills it meanwhile delays nobody."""
+MAILBOX_HEARD_AT_ONCE = 128
 _LEASE = struct.Struct("<Q")
 ACCEPT_PAUSE_S = 0.2
 """Before the next try to accept when the process is out of descriptors."""
@@ -191,14 +194,17 @@ class Connection:
         self.read_mailbox()
 
     def read_mailbox(self) -> None:
-        """Takes what has come there. What is no whole number says nothing; at its end there is nothing more to hear."""
-        for _ in range(HEARD_AT_ONCE if self._mailbox is not None and self.session is not None else 0):
-            assert self._mailbox is not None and self.session is not None
+        """Takes what was there. What is no whole number says nothing; at its end there is nothing more to hear."""
+        if self._mailbox is None or self.session is None:
+            return
+        heard_bytes = 0
+        for _ in range(MAILBOX_HEARD_AT_ONCE):
             try:
                 data = self._mailbox.recv(MESSAGE_MAX_BYTES)
             except OSError:
                 return
-            if not data:
+            heard_bytes += len(data)
+            if not data or heard_bytes > 2 * MAILBOX_BYTES:
                 return
             leases = [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]
             with contextlib.suppress(TierdError):
@@ -340,6 +346,7 @@ class Connection:
         except OSError:
             return None
         self._mailbox.setblocking(False)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAILBOX_BYTES)
         return theirs
 
     def _release(self, session: Session, request: dict[str, Any]) -> None:
