@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -115,21 +114,6 @@ class Link:
         self.active -= 1
 
 
-class Turns:
-    """So many threads within it at one time. It is taken for every block, and `threading.Semaphore` takes five times as long."""
-
-    def __init__(self, count: int) -> None:
-        self._free = SimpleQueue[None]()
-        for _ in range(count):
-            self._free.put(None)
-
-    def __enter__(self) -> None:
-        self._free.get()
-
-    def __exit__(self, *_: object) -> None:
-        self._free.put(None)
-
-
 class Mover:
     """Copies batches of blocks between tiers.
 
@@ -140,8 +124,6 @@ class Mover:
         self._tiers = tiers
         self._threads = ThreadPoolExecutor(hash_threads, thread_name_prefix="tierd-hash")
         self._have_begun = False
-        # Of lanes that hash: more than there are cores for only take each other's time.
-        self._turns = Turns(hash_threads)
         self._hash_threads = hash_threads
         self._links: dict[tuple[int, int], Link] = {}
         self._link_limit = link_limit
@@ -207,8 +189,7 @@ class Mover:
         failpoint("mover.store.before_hash")
 
         def hash_row(row: int) -> SliceTable | None:
-            with self._turns:
-                table = slice_sums(views[row], cuts[row])
+            table = slice_sums(views[row], cuts[row])
             return table if table_digest(table) == digests[row] else None
 
         return await target.write(batch["target"], metas, hash_row, pages)
@@ -220,8 +201,7 @@ class Mover:
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
 
         def arrived(row: int) -> None:
-            with self._turns:
-                slices[row] = slice_sums(views[row], cuts[row])
+            slices[row] = slice_sums(views[row], cuts[row])
 
         result = await source.read(batch["source"], views, metas, arrived=arrived)
         failpoint("mover.load.before_verify")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from tests.unit.cache.world import SOON_S, World, opened
 from tierd import failpoint
 from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
-from tierd.mover import HASH_SPLIT_BYTES, Link, Mover, Turns
+from tierd.mover import HASH_SPLIT_BYTES, Link, Mover
 from tierd.testing import chain, is_content
 
 NAMES = chain(1, 4)
@@ -219,26 +218,3 @@ async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -
     assert await mover._in_threads(work, views, range(4)) == list(range(4))
     mover.close()
     assert sorted(done) == list(range(4))
-
-
-def test_no_more_have_a_turn_than_there_are() -> None:
-    """Of many threads no more than so many are within at one time, and each gets in, also after one that raised there."""
-    turns, within, most, lock = Turns(2), 0, 0, threading.Lock()
-    with pytest.raises(ValueError, match="inside"), turns:
-        raise ValueError("inside")
-    both = threading.Barrier(2)  # of 8, two by two
-
-    def take() -> None:
-        nonlocal within, most
-        with turns:
-            with lock:
-                within += 1
-                most = max(most, within)
-            both.wait(10)
-            with lock:
-                within -= 1
-
-    with ThreadPoolExecutor(8) as threads:
-        for done in [threads.submit(take) for _ in range(8)]:
-            done.result(10)
-    assert (within, most) == (0, 2)

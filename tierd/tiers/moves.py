@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Semaphore
 from typing import Self
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from tierd.core.meta import put_at
 from tierd.core.model import BlockStatus, StructArray
 from tierd.tiers.calls import HangError, Kind
+from tierd.tiers.lanes import Turns
 from tierd.tiers.slots import (
     HEADER_BYTES,
     TABLE_SLICES,
@@ -45,11 +45,12 @@ class GoneError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one; begin_call: told when it has one. find_file: the
-    slot file of a segment, or GoneError. store: its id."""
+    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: for as many lanes
+    as hash, and prepare what they write, at one time. find_file: the slot file of a segment, or GoneError. store: its id."""
 
     io: SlotIO
-    disk: Semaphore
+    disk: Turns
+    hashing: Turns
     hang_s: float
     begin_call: Callable[[], None]
     pool: HeaderPool
@@ -59,13 +60,13 @@ class Means:
     @contextmanager
     def at_disk(self) -> Iterator[None]:
         """Around a call. Raises HangError."""
-        if not self.disk.acquire(timeout=self.hang_s):
+        if not self.disk.take(timeout_s=self.hang_s):
             raise HangError
         try:
             self.begin_call()
             yield
         finally:
-            self.disk.release()
+            self.disk.give()
 
 
 @dataclass(slots=True)
@@ -159,13 +160,16 @@ class ReadRun(_RunJob):
         buffers = self._buffers([p.buffer for p in payloads], means.pool.waste)
         with means.at_disk():
             done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
-        for i, (row, payload) in enumerate(zip(run.rows, payloads, strict=True)):
-            is_there = done >= i * run.class_bytes + HEADER_BYTES + len(payload.buffer)  # or the file ends before it
-            batch.outcomes.append(is_there)
-            if is_there:
-                payload.give()
-                batch.hash_row(row)
-                batch.came.append(row)
+        with means.hashing:
+            for i, (row, payload) in enumerate(zip(run.rows, payloads, strict=True)):
+                is_there = done >= i * run.class_bytes + HEADER_BYTES + len(
+                    payload.buffer
+                )  # or the file ends before it
+                batch.outcomes.append(is_there)
+                if is_there:
+                    payload.give()
+                    batch.hash_row(row)
+                    batch.came.append(row)
         return ()
 
 
@@ -193,21 +197,27 @@ class WriteRun(_RunJob):
 
     def _move(self) -> Sequence[Self]:
         batch, run, means = self._batch, self._run, self._batch.means
-        good = [row for row in run.rows if self._is_hashed(row)]
-        if len(good) < len(run.rows):
-            return self._one_by_one(good)
-        rows = list(run.rows)
-        tables = [batch.tables[row] for row in rows]
-        stamped = stamp(batch.metas.take(rows), batch.extents[rows], tables, store=means.store)
-        put_at(batch.metas, rows, stamped)
-        fill_headers(batch.headers, rows, stamped, tables)
-        buffers = self._buffers([p.take() for p in batch.payloads(run)], means.pool.zeros)
+        with means.hashing:
+            good = [row for row in run.rows if self._is_hashed(row)]
+            if len(good) < len(run.rows):
+                return self._one_by_one(good)
+            rows = list(run.rows)
+            buffers = self._prepared(rows)
         with means.at_disk():
             file = means.find_file(run.segment, self.kind)
             batch.files.update(dict.fromkeys(rows, file))
             means.io.write(file, run.offset, buffers)
         batch.statuses[rows] = BlockStatus.READY
         return ()
+
+    def _prepared(self, rows: Sequence[int]) -> list[memoryview]:
+        """What is written of rows whose tables are there."""
+        batch, run, means = self._batch, self._run, self._batch.means
+        tables = [batch.tables[row] for row in rows]
+        stamped = stamp(batch.metas.take(rows), batch.extents[rows], tables, store=means.store)
+        put_at(batch.metas, rows, stamped)
+        fill_headers(batch.headers, rows, stamped, tables)
+        return self._buffers([p.take() for p in batch.payloads(run)], means.pool.zeros)
 
     def _is_hashed(self, row: int) -> bool:
         if not len(self._batch.tables[row]):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +39,7 @@ from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.calls import Calls, Kind
 from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
-from tierd.tiers.lanes import Lanes
+from tierd.tiers.lanes import Lanes, Turns
 from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun
 from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
@@ -58,6 +57,9 @@ HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
 LANES_PER_CALL = 2
 """For each call at the disk that there may be at one time: one waits for it, the other hashes, and waits for its turn with what it has hashed."""
+HASHING_LANES = 1
+"""So many hash at one time, and prepare headers, each a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups. One hashes
+faster than a drive writes."""
 
 
 def _no_hash(_row: int) -> None:
@@ -109,7 +111,8 @@ class NvmeStore:
         self._direct: Direct = direct
         self._calls = Calls()
         self._lanes = Lanes(LANES_PER_CALL * queue_depth, name=f"tierd-{spec.name}", calls=self._calls)
-        self._queue_depth, self._disk = queue_depth, threading.Semaphore(queue_depth)
+        self._queue_depth = queue_depth
+        self._disk, self._hashing = Turns(queue_depth), Turns(HASHING_LANES)
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
@@ -400,6 +403,7 @@ class NvmeStore:
         return Means(
             io=self._opened.io,
             disk=self._disk,
+            hashing=self._hashing,
             hang_s=self.patience.hang_s,
             begin_call=self._lanes.begin_call,
             pool=self._headers,

@@ -35,8 +35,9 @@ TABLE_SLICES = (HEADER_BYTES - META_BYTES) // 8
 """A header has room for so many slices: 480."""
 
 RUN_SLOTS = 32
-RUN_BYTES = 4 << 20
-"""Adjacent slots are read or written in one call up to so many, and up to so many bytes. The disk gains nothing beyond 1 MiB; but each call costs the processor the same."""
+RUN_BYTES = (4 << 20) + RUN_SLOTS * PAGE_ALIGN_BYTES
+"""Adjacent slots are read or written in one call up to so many, and up to so many bytes: 4 MiB of blocks and their headers. The disk gains nothing beyond 1 MiB; but each call costs the processor the
+same."""
 
 Header = NDArray[np.uint8]
 """uint8 [4096], page-aligned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from tests.unit.tiers.store_world import CORRUPT, LENGTH, READY, World, content, extents_of, metas_of, pages, tables_of
 from tierd.core.plan import Plan
 from tierd.tiers.calls import Calls, HangError, Kind
-from tierd.tiers.lanes import Lanes
+from tierd.tiers.lanes import Lanes, Turns
+from tierd.tiers.nvme import HASHING_LANES
 from tierd.tiers.tier import SliceTable
 
 SOON_S = 10.0
@@ -184,3 +186,57 @@ async def test_each_row_that_came_is_told_once(world: World) -> None:
     result = await world.store.read(extents, targets, metas, arrived=arrived)
     assert set(result.statuses.tolist()) == {READY}
     assert seen == {row: content(key) for row, key in enumerate(keys)}
+
+
+def test_no_more_have_a_turn_than_there_are() -> None:
+    """Of many threads no more than so many are within at one time, and each gets in, also after one that raised there."""
+    turns, within, most, lock = Turns(2), 0, 0, threading.Lock()
+    with pytest.raises(ValueError, match="inside"), turns:
+        raise ValueError("inside")
+    both = threading.Barrier(2)  # of 8, two by two
+
+    def take() -> None:
+        nonlocal within, most
+        with turns:
+            with lock:
+                within += 1
+                most = max(most, within)
+            both.wait(10)
+            with lock:
+                within -= 1
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(take) for _ in range(8)]:
+            done.result(10)
+    assert (within, most) == (0, 2)
+    assert turns.take(timeout_s=0.0)
+    assert turns.take(timeout_s=0.0)
+    assert not turns.take(timeout_s=0.0)
+    turns.give()
+    assert turns.take()
+
+
+async def test_few_lanes_hash_at_one_time(world: World) -> None:
+    """However many runs are written or read at one time, no more lanes hash than may, so that they do not wait for each other slice by slice."""
+    keys, slots = [1, 2, 3, 4], [0, 2, 4, 6]  # a run each
+    extents, metas, tables, within = extents_of(1, slots, generation=1), metas_of(keys), tables_of(keys), list[int]()
+    most, lock = 0, threading.Lock()
+
+    def hash_row(row: int) -> SliceTable:
+        nonlocal most
+        with lock:
+            within.append(row)
+            most = max(most, len(within))
+        threading.Event().wait(0.02)  # for so long others could come in
+        with lock:
+            within.remove(row)
+        return tables[row]
+
+    world.store.apply(Plan(reserved=extents))
+    sources = pages(4)
+    for key, source in zip(keys, sources, strict=True):
+        source[:LENGTH] = content(key)
+    assert set((await world.store.write(extents, metas, hash_row, sources)).tolist()) == {READY}
+    assert most == HASHING_LANES
+    assert set((await world.store.read(extents, pages(4), metas, arrived=hash_row)).statuses.tolist()) == {READY}
+    assert most == HASHING_LANES

@@ -123,6 +123,14 @@ def test_runs_cover_every_row_once_and_are_side_by_side(places: list[tuple[int, 
         assert is_full or run.segment != after.segment or after.offset != end
 
 
+def test_two_large_blocks_are_moved_at_once() -> None:
+    """Blocks of 2 MiB, whose slots are a header longer, go in pairs."""
+    class_bytes = HEADER_BYTES + (2 << 20)
+    extents = extents_of(1, range(4), generation=1)
+    extents["offset"] = np.arange(4) * class_bytes
+    assert [run.rows for run in join_runs(extents, class_bytes=[class_bytes] * 4)] == [(0, 1), (2, 3)]
+
+
 def test_large_slots_are_moved_one_by_one() -> None:
     """Slots above half the bound are not joined."""
     extents = extents_of(1, [0, 1], generation=1)
