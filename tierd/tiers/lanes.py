@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Protocol
 
 import structlog
@@ -27,24 +27,12 @@ log = structlog.get_logger(__name__)
 
 
 class Turns:
-    """So many at one time. `threading.Semaphore` takes five times as long."""
+    """So many threads within it at one time. `threading.Semaphore` takes five times as long; this one keeps no limit of time (a `SimpleQueue` of Python 3.11 can miss it)."""
 
     def __init__(self, count: int) -> None:
         self._free = SimpleQueue[None]()
         for _ in range(count):
             self._free.put(None)
-
-    def take(self, *, timeout_s: float | None = None) -> bool:
-        """Whether there was one within the time."""
-        try:
-            self._free.get(timeout=timeout_s)
-        except Empty:
-            return False
-        return True
-
-    def give(self) -> None:
-        """Gives it to the next one."""
-        self._free.put(None)
 
     def __enter__(self) -> None:
         self._free.get()
@@ -128,7 +116,10 @@ class Lanes:
             lane.add_done_callback(partial(self._fell_asleep, call))
         if kinds and not self._awake:
             self._withdraw(lambda _: True)
-        time.sleep(0)  # lanes get the interpreter's lock now, and not when this thread has prepared all that it is at
+        elif kinds:
+            time.sleep(
+                0
+            )  # lanes get the interpreter's lock now, and not when this thread has prepared all that it is at
 
     def _fell_asleep(self, call: Call, lane: asyncio.Future[None]) -> None:
         self._lie_down(call)

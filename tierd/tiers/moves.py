@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Semaphore
 from typing import Self
 
 import numpy as np
@@ -49,7 +50,7 @@ class Means:
     as hash, and prepare what they write, at one time. find_file: the slot file of a segment, or GoneError. store: its id."""
 
     io: SlotIO
-    disk: Turns
+    disk: Semaphore
     hashing: Turns
     hang_s: float
     begin_call: Callable[[], None]
@@ -60,13 +61,13 @@ class Means:
     @contextmanager
     def at_disk(self) -> Iterator[None]:
         """Around a call. Raises HangError."""
-        if not self.disk.take(timeout_s=self.hang_s):
+        if not self.disk.acquire(timeout=self.hang_s):
             raise HangError
         try:
             self.begin_call()
             yield
         finally:
-            self.disk.give()
+            self.disk.release()
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,10 +57,10 @@ STUCK_CLOSE_S = 1.0
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
 LANES_PER_CALL = 2
-"""For each call at the disk that there may be at one time: one waits for it, the other hashes, and waits for its turn with what it has hashed."""
+"""For each call at the disk that there may be at one time: one waits for it, the other has hashed, or is to, and waits for its turn at either."""
 HASHING_LANES = 1
 """So many hash at one time, and prepare headers, each a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups. One hashes
-faster than a drive writes."""
+as fast as a drive moves bytes."""
 
 
 def _no_hash(_row: int) -> None:
@@ -112,7 +113,7 @@ class NvmeStore:
         self._calls = Calls()
         self._lanes = Lanes(LANES_PER_CALL * queue_depth, name=f"tierd-{spec.name}", calls=self._calls)
         self._queue_depth = queue_depth
-        self._disk, self._hashing = Turns(queue_depth), Turns(HASHING_LANES)
+        self._disk, self._hashing = threading.Semaphore(queue_depth), Turns(HASHING_LANES)
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment

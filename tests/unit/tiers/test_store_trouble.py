@@ -353,7 +353,7 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(slots, "read_at", hang)
         hung = [asyncio.create_task(made.read([key])) for key in (1, 2)]
-        while made.store._disk._free.qsize():  # noqa: ASYNC110  # a place that is taken rings no bell
+        while made.store._disk._value:  # noqa: ASYNC110  # a place that is taken rings no bell
             await asyncio.sleep(0)
         async with asyncio.timeout(10):
             assert await asyncio.gather(*(made.read([3, 4]) for _ in range(3))) == [[FAILED, FAILED]] * 3
@@ -385,7 +385,7 @@ async def test_to_wait_for_a_turn_is_no_call_under_way(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(slots, "read_at", hold)
         reads = [asyncio.create_task(made.read([key])) for key in (1, 2)]
-        while made.store._disk._free.qsize() or len(made.store._lanes._awake) < 2:  # noqa: ASYNC110  # neither rings a bell
+        while made.store._disk._value or len(made.store._lanes._awake) < 2:  # noqa: ASYNC110  # neither rings a bell
             await asyncio.sleep(0)
         turn_s = asyncio.get_running_loop().time()
         gates[0].set()
