@@ -14,7 +14,9 @@ import pytest
 from tests.still import stand_still
 from tests.system.sdk import await_nothing_held
 from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup, buffers
+from tierd.client.session import Session
 from tierd.errors import NotPermitted, StaleHandle
+from tierd.testing import chain
 from tierd.testing.daemon import SMALL, Daemon
 
 BLOCK_BYTES = 64 << 10
@@ -176,6 +178,29 @@ def test_a_put_in_the_midst_of_which_its_daemon_goes(own_daemon, monkeypatch, du
         assert [np.array_equal(a, b) for a, b in zip(got.views, blocks_of(3), strict=True)] == [True] * 3
         del got
     assert len(restarts) == 1
+
+
+@pytest.mark.parametrize("is_spare", [False, True])
+def test_a_put_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeypatch, is_spare):
+    """When the daemon goes between the answer of Reserve, or a spare of it, and the mapping of its pages, the put is made once more."""
+    with Client(own_daemon.target) as client:
+        ns = client.open_namespace(NamespaceSpec(model="unmapped", tokens_per_block=16, block_bytes=1 << 20))
+        blocks = [np.full(1 << 20, i, np.uint8) for i in range(2)]
+        for seed in range(4 if is_spare else 0):
+            assert client.put(ns, chain(seed, 2), blocks).stored == 2
+        if is_spare:
+            client._connector.link.session.unmap()
+        map_, restarts = Session.map, []
+
+        def late(session, handles, *, timeout_s):
+            if not restarts:
+                restarts.append(own_daemon.restart())
+            return map_(session, handles, timeout_s=timeout_s)
+
+        monkeypatch.setattr(Session, "map", late)
+        assert client.put(ns, chain(9, 2), blocks).stored == 2
+        assert [int(view[0]) for view in client.get(ns, chain(9, 2)).views] == [0, 1]
+        assert len(restarts) == 1
 
 
 def test_a_farewell_to_a_daemon_that_dies(own_daemon):

@@ -2,7 +2,7 @@
 
 Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), waiting (steps.py). Invariants: every verb ends
 within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
-a daemon has gone, and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
+a daemon has gone (but a put, whose blocks either exist then or do not), and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
 """
 
 from __future__ import annotations
@@ -315,7 +315,11 @@ class Verbs:
     def _map(self, link: Link, handles: StructArray, deadline: float) -> Steps[None]:
         session = link.session
         if session is not None and session.unmapped(handles):
-            yield Do(lambda: session.map(handles, timeout_s=_left(deadline)))
+            try:
+                yield Do(lambda: session.map(handles, timeout_s=_left(deadline)))
+            except SessionLost:
+                link.is_broken = True
+                raise
 
     # -- links
 

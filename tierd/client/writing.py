@@ -23,7 +23,7 @@ from tierd.client.spares import LEAST_BYTES, Spares
 from tierd.client.steps import Do, Steps
 from tierd.client.values import PutGroup, PutResult
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
-from tierd.errors import NotFound, StaleHandle
+from tierd.errors import NotFound, SessionLost, StaleHandle
 
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
@@ -80,7 +80,7 @@ def _into_reserved(verbs: Verbs, write: Write) -> Steps[Any]:
     """u2 [n] of BlockStatus. Nobody has seen its handles, so that they have become stale is made good here."""
     try:
         return (yield from _attempt(verbs, write))
-    except StaleHandle:
+    except (StaleHandle, SessionLost):
         return (yield from _attempt(verbs, write))
 
 
@@ -110,7 +110,7 @@ def _into_spare(verbs: Verbs, pages: ReservedPages, write: Write) -> Steps[Any]:
         names["length"] = pages.handles["length"]
         yield from verbs.mapped(pages, write.deadline)
         statuses = yield from _written(verbs, pages, write, names)
-    except (NotFound, StaleHandle):
+    except (NotFound, StaleHandle, SessionLost):
         pages.drop()
         return None
     except BaseException:
