@@ -199,13 +199,15 @@ class Connection:
             return
         heard_bytes = 0
         for _ in range(MAILBOX_HEARD_AT_ONCE):
+            if heard_bytes > 2 * MAILBOX_BYTES:
+                return
             try:
                 data = self._mailbox.recv(MESSAGE_MAX_BYTES)
             except OSError:
                 return
-            heard_bytes += len(data)
-            if not data or heard_bytes > 2 * MAILBOX_BYTES:
+            if not data:
                 return
+            heard_bytes += len(data)
             leases = [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]
             with contextlib.suppress(TierdError):
                 self._owner.sessions.let_go(self.session, leases=leases, reservations=(), is_awaited=False)

@@ -51,6 +51,26 @@ async def test_an_answer_is_followed_by_looks_and_then_by_none() -> None:
     assert heard.counts[7] >= 2 and last_s >= mailboxes.LOOK_S and not its._answered
 
 
+async def test_a_look_that_takes_long_is_nobodys_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that was read before LOOK_S had passed since its answer is looked for again, however long the others of the same look take."""
+    heard, loop, spent_s = Heard(), asyncio.get_running_loop(), 0.0
+    real = loop.time
+
+    def hear(session: int) -> None:
+        nonlocal spent_s
+        heard.hear(session)
+        if session == 8:
+            spent_s += mailboxes.LOOK_S
+
+    monkeypatch.setattr(loop, "time", lambda: real() + spent_s)
+    its = Mailboxes(hear)
+    its.answered(8)
+    its._answered = {7: loop.time() - mailboxes.LOOK_S / 2, 8: loop.time()}
+    its._look()
+    assert 7 in its._answered
+    its.close()
+
+
 async def test_who_wants_room_has_all_heard() -> None:
     """Each who was answered lately is heard when somebody asks; who never was, is not."""
     heard = Heard()
