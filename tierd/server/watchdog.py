@@ -22,7 +22,8 @@ from tierd.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
-TICK_S = 0.25
+TICK_S = 0.5
+"""Each costs the loop and the thread a wake-up, which are most of what an idle daemon takes of a processor."""
 
 
 class LoopWatch:
