@@ -30,6 +30,14 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert streaming.find_copy() is ctypes.memmove
 
 
+@pytest.mark.parametrize("processor", ["haswell", "skylake"])
+def test_on_processors_that_it_is_quicker_on(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    """With AVX2 and with AVX-512 long copies are its own."""
+    library = pytest.importorskip("stringzilla", reason="not on this platform")
+    monkeypatch.setattr(library, "__capabilities__", ("serial", processor))
+    assert streaming.find_copy() is not ctypes.memmove
+
+
 def test_on_a_processor_that_it_is_not_quicker_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other copies are no better than the C library's."""
     library = pytest.importorskip("stringzilla", reason="not on this platform")
