@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from queue import SimpleQueue
 from typing import Protocol
 
 import structlog
@@ -24,21 +23,6 @@ import structlog
 from tierd.tiers.calls import Call, Calls, HangError, Kind, outlast
 
 log = structlog.get_logger(__name__)
-
-
-class Turns:
-    """So many threads within it at one time. `threading.Semaphore` takes five times as long; this one keeps no limit of time (a `SimpleQueue` of Python 3.11 can miss it)."""
-
-    def __init__(self, count: int) -> None:
-        self._free = SimpleQueue[None]()
-        for _ in range(count):
-            self._free.put(None)
-
-    def __enter__(self) -> None:
-        self._free.get()
-
-    def __exit__(self, *_: object) -> None:
-        self._free.put(None)
 
 
 class Job(Protocol):
@@ -117,9 +101,7 @@ class Lanes:
         if kinds and not self._awake:
             self._withdraw(lambda _: True)
         elif kinds:
-            time.sleep(
-                0
-            )  # lanes get the interpreter's lock now, and not when this thread has prepared all that it is at
+            time.sleep(0)  # lanes get the interpreter's lock now, not when this thread has prepared all that it is at
 
     def _fell_asleep(self, call: Call, lane: asyncio.Future[None]) -> None:
         self._lie_down(call)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Semaphore
+from threading import Lock, Semaphore
 from typing import Self
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from tierd.core.meta import put_at
 from tierd.core.model import BlockStatus, StructArray
 from tierd.tiers.calls import HangError, Kind
-from tierd.tiers.lanes import Turns
 from tierd.tiers.slots import (
     HEADER_BYTES,
     TABLE_SLICES,
@@ -46,12 +45,12 @@ class GoneError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: for as many lanes
-    as hash, and prepare what they write, at one time. find_file: the slot file of a segment, or GoneError. store: its id."""
+    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: held by the
+    lane that hashes, and prepares what it writes. find_file: the slot file of a segment, or GoneError. store: its id."""
 
     io: SlotIO
     disk: Semaphore
-    hashing: Turns
+    hashing: Lock
     hang_s: float
     begin_call: Callable[[], None]
     pool: HeaderPool
@@ -163,9 +162,8 @@ class ReadRun(_RunJob):
             done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
         with means.hashing:
             for i, (row, payload) in enumerate(zip(run.rows, payloads, strict=True)):
-                is_there = done >= i * run.class_bytes + HEADER_BYTES + len(
-                    payload.buffer
-                )  # or the file ends before it
+                end = i * run.class_bytes + HEADER_BYTES + len(payload.buffer)
+                is_there = done >= end  # or the file ends before it
                 batch.outcomes.append(is_there)
                 if is_there:
                     payload.give()

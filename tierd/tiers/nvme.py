@@ -40,7 +40,7 @@ from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.calls import Calls, Kind
 from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
-from tierd.tiers.lanes import Lanes, Turns
+from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun
 from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
@@ -58,9 +58,6 @@ HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
 LANES_PER_CALL = 2
 """For each call at the disk that there may be at one time: one waits for it, the other has hashed, or is to, and waits for its turn at either."""
-HASHING_LANES = 1
-"""So many hash at one time, and prepare headers, each a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups. One hashes
-as fast as a drive moves bytes."""
 
 
 def _no_hash(_row: int) -> None:
@@ -113,7 +110,9 @@ class NvmeStore:
         self._calls = Calls()
         self._lanes = Lanes(LANES_PER_CALL * queue_depth, name=f"tierd-{spec.name}", calls=self._calls)
         self._queue_depth = queue_depth
-        self._disk, self._hashing = threading.Semaphore(queue_depth), Turns(HASHING_LANES)
+        self._disk = threading.Semaphore(queue_depth)
+        # One lane hashes at a time, a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups.
+        self._hashing = threading.Lock()
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
         self._segment_at: dict[int, int] = {}  # place to segment
