@@ -29,9 +29,15 @@ ROWS = {
     "one_block": {"put_2MiB_p50", "put_2MiB_beyond_copy", "get_2MiB_p50", "get_2MiB_beyond_copy"},
     "calls": {"lookup_empty", "lookup_empty_raw", "lookup_256", "get_view_256"},
     "nvme": {
-        *("nvme_read_2MiB", "nvme_write_2MiB", "nvme_write_first_2MiB", "nvme_durable_2MiB_x16"),
+        *(
+            "nvme_read_2MiB",
+            "nvme_write_2MiB",
+            "nvme_write_synced_2MiB",
+            "nvme_write_first_2MiB",
+            "nvme_durable_2MiB_x16",
+        ),
         "nvme_durable_put_2MiB_x16",
-        *("nvme_read_128KiB", "nvme_write_128KiB", "nvme_write_first_128KiB"),
+        *("nvme_read_128KiB", "nvme_write_128KiB", "nvme_write_synced_128KiB", "nvme_write_first_128KiB"),
     },
     "remote": {"remote_get_2MiB", "remote_put_2MiB"},
     "demotion": {"get_while_demoting"},

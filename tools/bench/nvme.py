@@ -2,8 +2,10 @@
 
 Writes first: a batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already). Then reads: of the batches that
 the store holds one after another, by a get of views, so that each has been displaced from memory when its turn comes again. At last puts that are copied and
-made durable in one call. Batch by batch the raw file is written and read beside it. `nvme_write_first`: slots that nobody has written yet, as they are for as
-long as a daemon has not written its store over with zeros (`zero_ahead`); after that the first write is as any other.
+made durable in one call. Batch by batch the raw file is written and read beside it, and the disk is synced before each work. A flush syncs what it writes:
+`nvme_write` has it against raw writes that do not, `nvme_write_synced` against such as do, which are slower where the machine below keeps writes in its memory
+until somebody syncs. `nvme_write_first`: slots that nobody has written yet, as they are for as long as a daemon has not written its store over with zeros
+(`zero_ahead`); after that the first write is as any other.
 """
 
 from __future__ import annotations
@@ -117,10 +119,11 @@ class Beside:
     """A daemon's store and a raw file on the same disk, batch by batch. costs: of each work, run by run."""
 
     def __init__(self, bench: Bench, raw: RawFile, pid: int) -> None:
-        self._pid = pid
+        self._raw, self._pid = raw, pid
         self.costs: dict[str, list[Cost]] = defaultdict(list)
         self._works: dict[str, Work] = {
             "raw_write": lambda _: raw.write,
+            "raw_flushed": lambda _: raw.write_synced,
             "write": bench.write,
             "raw_synced": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
             "durable": lambda n: bench.durable(-2 * n - 1),
@@ -131,21 +134,22 @@ class Beside:
         }
 
     def run(self, number: int, names: Iterable[str], *, under: str = "") -> None:
-        """Each of these works once, in order. under: begins the names that they are kept by."""
+        """Each of these works once, in order, and none finds what the one before has left unsynced. under: begins the names that they are kept by."""
         for name in names:
+            self._raw.sync()
             self.costs[under + name].append(cost_of(self._works[name](number), pid=self._pid))
 
     def first(self, batches: int) -> None:
         """Writes to slots that nobody has written yet: nothing leaves the store meanwhile."""
         for number in range(batches):
-            self.run(number, ("raw_write", "write"), under="first_")
+            self.run(number, ("raw_write", "raw_flushed", "write"), under="first_")
 
     def again(self, runs: int, *, first: int) -> None:
         """Writes into slots that were written before, then reads of what they brought; at last durable puts, which displace it."""
         count = WARM + max(runs, READ_BATCHES)
         for number in range(count):
             kept = "" if number >= WARM else "warm_"
-            self.run(first + number, ("raw_write", "write", "raw_synced", "durable"), under=kept)
+            self.run(first + number, ("raw_write", "raw_flushed", "write", "raw_synced", "durable"), under=kept)
         for number in range(READ_BATCHES + runs):  # the oldest first: memory holds the last ones
             kept = "" if number >= READ_BATCHES else "warm_"
             self.run(first + count - READ_BATCHES + number % READ_BATCHES, ("raw_read", "read"), under=kept)
@@ -161,7 +165,7 @@ class Beside:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`nvme_write_...`, `nvme_read_...` and `nvme_write_first_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`, `nvme_durable_put_2MiB_x16`; GB/s."""
+    """`nvme_write_...`, `nvme_write_synced_...`, `nvme_read_...` and `nvme_write_first_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`, `nvme_durable_put_2MiB_x16`; GB/s."""
     out: list[Row] = []
     for name, (count, block_bytes) in SHAPES.items():
         sizes = {"count": effort.pick(count, 16), "block_bytes": effort.pick(block_bytes, 64 * KIB)}
@@ -191,6 +195,13 @@ def _rows_of(bench: Bench, daemon: Daemon, name: str, effort: Effort) -> list[Ro
         beside.row(f"nvme_read_{name}", "read", "raw_read", size=size, meaning=f"verified, against {reads}"),
         beside.row(
             f"nvme_write_{name}", "write", "raw_write", size=size, meaning=f"synced, against {writes}, unsynced"
+        ),
+        beside.row(
+            f"nvme_write_synced_{name}",
+            "write",
+            "raw_flushed",
+            size=size,
+            meaning=f"the same, against {writes} with one fdatasync",
         ),
         beside.row(
             f"nvme_write_first_{name}",

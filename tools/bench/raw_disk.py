@@ -60,6 +60,10 @@ class RawFile:
     def write_synced(self, count: int | None = None) -> None:
         """The next batch, and one fdatasync."""
         self.write(count)
+        self.sync()
+
+    def sync(self) -> None:
+        """Of what was written so far, nothing is left to be synced; with most disks, of no other file either."""
         os.fdatasync(self._fd)
 
     def read(self, count: int | None = None) -> None:
