@@ -30,7 +30,7 @@ from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.hashing.process import HashProcess
 from tierd.tiers import staged
-from tierd.tiers.checksum import slice_sums, table_digest
+from tierd.tiers.checksum import raw_tables, slice_sums, sums_of_views, table_digests
 from tierd.tiers.tier import (
     DeviceTier,
     MappedTier,
@@ -183,27 +183,29 @@ class Mover:
     async def _store(
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
     ) -> NDArray[np.uint16]:
-        pages, cuts = [source.view(row) for row in batch["source"]], _cuts(metas)
-        views = [page[:length] for page, length in zip(pages, metas["stored_length"].tolist(), strict=True)]
-        digests = [digest.tobytes() for digest in metas["digest"]]
+        pages, cuts, digests = source.views(batch["source"]), _cuts(metas), metas["digest"]
         failpoint("mover.store.before_hash")
 
-        def hash_row(row: int) -> SliceTable | None:
-            table = slice_sums(views[row], cuts[row])
-            return table if table_digest(table) == digests[row] else None
+        def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:
+            tables = sums_of_views([pages[row] for row in rows], [cuts[row] for row in rows])
+            same = (table_digests(raw_tables(tables)) == digests[rows]).all(axis=1).tolist()
+            return [table if is_its else None for table, is_its in zip(tables, same, strict=True)]
 
-        return await target.write(batch["target"], metas, hash_row, pages)
+        return await target.write(batch["target"], metas, hash_rows, pages)
 
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
     ) -> NDArray[np.uint16]:
-        views, cuts = [target.view(row) for row in batch["target"]], _cuts(metas)
+        pages, cuts = target.views(batch["target"]), _cuts(metas)
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
 
-        def arrived(row: int) -> None:
-            slices[row] = slice_sums(views[row], cuts[row])
+        def arrived(rows: Sequence[int]) -> Sequence[SliceTable]:
+            tables = sums_of_views([pages[row] for row in rows], [cuts[row] for row in rows])
+            for row, table in zip(rows, tables, strict=True):
+                slices[row] = table
+            return tables
 
-        result = await source.read(batch["source"], views, metas, arrived=arrived)
+        result = await source.read(batch["source"], pages, metas, arrived=arrived)
         failpoint("mover.load.before_verify")
         statuses = np.asarray(result.statuses, dtype=np.uint16).copy()
         good = np.flatnonzero(statuses == BlockStatus.READY)
@@ -398,7 +400,7 @@ def _copy_and_sum(target: memoryview, staging: tuple[MappedTier, np.void, list[i
 
 def _views(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
     lengths = metas["stored_length"].tolist()
-    return [tier.view(row)[:length] for row, length in zip(extents, lengths, strict=True)]
+    return [page[:length] for page, length in zip(tier.views(extents), lengths, strict=True)]
 
 
 def _cuts(metas: StructArray) -> list[list[int]]:
@@ -409,8 +411,7 @@ def _cuts(metas: StructArray) -> list[list[int]]:
 
 
 def _hashed(slices: list[SliceTable]) -> Hashed:
-    digests = np.frombuffer(b"".join(map(table_digest, slices)), dtype=np.uint8).reshape(-1, 16)
-    return Hashed(digests, slices)
+    return Hashed(table_digests(raw_tables(slices)), slices)
 
 
 def _judge(hashed: Hashed, metas: StructArray) -> NDArray[np.uint16]:

@@ -23,6 +23,7 @@ from tests.unit.tiers.store_world import (
     segment,
     spec,
     tables_of,
+    told,
 )
 from tierd.core.model import BlockStatus
 from tierd.core.plan import Plan
@@ -85,22 +86,13 @@ async def test_every_length_that_fits_is_kept(world: World, length: int) -> None
     assert await world.read([1, 2, 3]) == [content(key, length) for key in (1, 2, 3)]
 
 
-async def test_pages_that_are_not_aligned_are_served_too(world: World) -> None:
-    """A source or target that starts off a page boundary, or ends with the block, gives the same bytes."""
-    extents, metas = extents_of(1, [3], generation=1), metas_of([9])
-    source, target = memoryview(bytearray(content(9))), memoryview(bytearray(LENGTH + 1))[1:]
-    assert (await world.store.write(extents, metas, tables_of([9]).__getitem__, [source])).tolist() == [READY]
-    assert (await world.store.read(extents, [target], metas)).statuses.tolist() == [READY]
-    assert bytes(target) == content(9)
-
-
 async def test_what_does_not_fit_is_failed_alone(world: World) -> None:
     """A block too long for its slot, with too many slices, beyond the segment or in an unknown one is FAILED; the others are stored."""
     extents = np.concatenate([extents_of(1, [0, 1, PAGES, 2], generation=1), extents_of(77, [0], generation=9)])
     extents["length"][0] = CLASS_BYTES
     tables = tables_of(range(5))
     tables[1] = np.zeros(TABLE_SLICES + 1, dtype=np.uint64)
-    statuses = await world.store.write(extents, metas_of(range(5)), tables.__getitem__, pages(5))
+    statuses = await world.store.write(extents, metas_of(range(5)), told(tables), pages(5))
     assert statuses.tolist() == [FAILED, FAILED, FAILED, READY, FAILED]
 
 
@@ -269,7 +261,7 @@ async def test_absent_tier_holds_nothing() -> None:
     store = NullStore(spec(), position=POSITION)
     assert len((await store.open()).extents) == 0
     extents, metas = extents_of(1, [0], generation=1), metas_of([1])
-    assert (await store.write(extents, metas, tables_of([1]).__getitem__, pages(1))).tolist() == [FAILED]
+    assert (await store.write(extents, metas, told(tables_of([1])), pages(1))).tolist() == [FAILED]
     assert (await store.read(extents, pages(1), metas)).statuses.tolist() == [FAILED]
     with pytest.raises(TierFailed, match="absent"):
         await store.prepare([segment(1)])

@@ -14,7 +14,18 @@ from random import Random
 
 import numpy as np
 
-from tests.unit.tiers.store_world import content, extents_of, freed, judged, metas_of, pages, segment, spec, tables_of
+from tests.unit.tiers.store_world import (
+    content,
+    extents_of,
+    freed,
+    judged,
+    metas_of,
+    pages,
+    segment,
+    spec,
+    tables_of,
+    told,
+)
 from tierd.core.model import BlockStatus, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
@@ -203,7 +214,7 @@ class Story:
         for key, source in zip(keys, sources, strict=True):
             source[: length_of(key)] = content(key, length_of(key))
         tables = [tables_of([key], length_of(key))[0] for key in keys]
-        statuses = await self._store.write(extents, metas_named(keys), tables.__getitem__, sources)
+        statuses = await self._store.write(extents, metas_named(keys), told(tables), sources)
         for i in np.flatnonzero(statuses == BlockStatus.READY).tolist():
             self._held[names[i]], self._keys[names[i]] = extents[i : i + 1], keys[i]
 
@@ -341,7 +352,7 @@ async def _go_on(store: NvmeStore, found: Recovered) -> None:
     length = length_of(LAST)
     extents = extents_of(begun.segment, [0], generation=found.next_generation, length=length)
     store.apply(Plan(reserved=extents))
-    status = await store.write(extents, metas_named([LAST]), tables_of([LAST], length).__getitem__, pages(1))
+    status = await store.write(extents, metas_named([LAST]), told(tables_of([LAST], length)), pages(1))
     await store.sync()
     if status.tolist() != [BlockStatus.READY]:
         raise Violation("the store that was recovered takes no block")

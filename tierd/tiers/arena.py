@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tierd.core.model import NOBODY, SegmentAssignment, TierSpec
+from tierd.core.model import NOBODY, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import ConfigError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import arena_files, arena_recovery
@@ -140,13 +140,28 @@ class Arena(SegmentBooks[memoryview]):
 
     def view(self, extent: np.void) -> memoryview:
         """The page of one EXTENT row, class_bytes of writable uint8. Raises KeyError, TierFailed before `prepare`."""
-        segment = self._segments[int(extent["segment"])]
+        memory, size = self._memory(int(extent["segment"]))
+        offset = int(extent["offset"])
+        return memory[offset : offset + size]
+
+    def views(self, extents: StructArray) -> list[memoryview]:
+        """`view` of each of EXTENT [n]."""
+        segments, offsets = extents["segment"].tolist(), extents["offset"].tolist()
+        memories = {segment: self._memory(segment) for segment in set(segments)}
+        pages = list[memoryview]()
+        for segment, offset in zip(segments, offsets, strict=True):
+            memory, size = memories[segment]
+            pages.append(memory[offset : offset + size])
+        return pages
+
+    def _memory(self, number: int) -> tuple[memoryview, int]:
+        """Of a segment, and the length of its pages. Raises KeyError, TierFailed."""
+        segment = self._segments[number]
         if segment.memory is None:
             raise TierFailed(
                 f"{self.spec.name}: segment {segment.assignment.segment} has no memory {segment.fault or 'yet'}"
             )
-        offset = int(extent["offset"])
-        return segment.memory[offset : offset + segment.assignment.class_bytes]
+        return segment.memory, segment.assignment.class_bytes
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
         """A new descriptor of the data file. Raises KeyError, TierFailed before `prepare`."""

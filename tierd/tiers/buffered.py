@@ -23,7 +23,6 @@ class BufferedIO:
     """Reads and writes through the page cache. count: calls at one time; they are told to the loop in which this is made."""
 
     mode = "buffered"
-    align_bytes = 1
 
     def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
         self._threads, self._loop = ThreadPoolExecutor(count, thread_name_prefix="tierd-buffered"), loop

@@ -49,9 +49,22 @@ def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
     return np.array(sums, dtype="<u8")
 
 
+def sums_of_views(views: Sequence[memoryview], cuts: Sequence[Sequence[int]]) -> list[NDArray[np.uint64]]:
+    """`slice_sums` of each. It is quicker for views of one slice each."""
+    if any(len(cut) != 1 or len(view) < cut[0] for view, cut in zip(views, cuts, strict=True)):
+        return [slice_sums(view, cut) for view, cut in zip(views, cuts, strict=True)]
+    sums = [xxhash.xxh3_64_intdigest(view[: cut[0]]) for view, cut in zip(views, cuts, strict=True)]
+    return list(np.array(sums, dtype="<u8").reshape(-1, 1))
+
+
 def table_digest(sums: NDArray[np.uint64]) -> bytes:
     """xxh3-128 over a slice table (little-endian u64 in order), 16 bytes in canonical order: the block's checksum."""
     return xxhash.xxh3_128_digest(cast(bytes, np.ascontiguousarray(sums, dtype="<u8").data))
+
+
+def raw_tables(tables: Sequence[NDArray[np.uint64]]) -> list[bytes]:
+    """The bytes of each, little-endian."""
+    return [table.astype("<u8", copy=False).tobytes() for table in tables]
 
 
 def table_digests(tables: Sequence[bytes]) -> NDArray[np.uint8]:

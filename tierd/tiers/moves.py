@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.meta import put_at
+from tierd.core.meta import picked, put_at
 from tierd.core.model import BlockStatus, StructArray
 from tierd.tiers.calls import HangError, Kind
 from tierd.tiers.slots import (
@@ -24,7 +24,6 @@ from tierd.tiers.slots import (
     TABLE_SLICES,
     HeaderPool,
     Headers,
-    Payload,
     Run,
     SlotFile,
     SlotIO,
@@ -34,7 +33,7 @@ from tierd.tiers.slots import (
     stamp,
     vector,
 )
-from tierd.tiers.tier import SliceTable
+from tierd.tiers.tier import HashRows, SliceTable
 
 NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
 
@@ -71,17 +70,17 @@ class Means:
 
 @dataclass(slots=True)
 class Batch:
-    """One read or write under way. extents: EXTENT [n] with slots' offsets; headers: one per row.
+    """One read or write under way. extents: EXTENT [n] with slots' offsets; pages: a view per row, as `whole_pages` gives them; headers: one per row.
 
-    hash_row: called in a lane when a row is about to be written, for its table, None if its bytes are wrong; or when its bytes have come.
+    hash_rows: called in a lane when rows are about to be written, for their tables, None if the bytes are wrong; or when their bytes have come.
     """
 
     means: Means
     extents: StructArray
     metas: StructArray
-    views: Sequence[memoryview]
+    pages: Sequence[memoryview]
     headers: Headers
-    hash_row: Callable[[int], SliceTable | None]
+    hash_rows: HashRows
     tables: list[SliceTable] = field(init=False)
     statuses: NDArray[np.uint16] = field(init=False)
     files: dict[int, SlotFile] = field(default_factory=dict)
@@ -95,21 +94,16 @@ class Batch:
         self.tables = [NO_TABLE] * len(self.extents)
         self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
 
-    def payloads(self, run: Run) -> list[Payload]:
-        """The pages of a run as the disk wants them."""
-        align, lengths = self.means.io.align_bytes, self.extents["length"][list(run.rows)].tolist()
-        return [Payload(self.views[row], length=n, align_bytes=align) for row, n in zip(run.rows, lengths, strict=True)]
-
     def judge(self) -> None:
         """Of what was read: READY where the header is that of the block meant, else CORRUPT."""
-        rows = sorted(self.came)
-        if not rows:
+        rows = np.sort(np.array(self.came, dtype=np.int64))
+        if not len(rows):
             return
-        found, tables = read_tables(self.headers[rows])
-        good = matches(found, self.metas[rows], self.extents[rows], store=self.means.store)
-        for row, table, is_its in zip(rows, tables, good.tolist(), strict=True):
-            is_good = table is not None and is_its
-            self.statuses[row] = BlockStatus.READY if is_good else BlockStatus.CORRUPT
+        found, tables = read_tables(self.headers if len(rows) == len(self.headers) else self.headers[rows])
+        good = matches(found, picked(self.metas, rows), picked(self.extents, rows), store=self.means.store)
+        good &= [table is not None for table in tables]
+        self.statuses[rows] = np.where(good, BlockStatus.READY, BlockStatus.CORRUPT)
+        for row, table, is_good in zip(rows.tolist(), tables, good.tolist(), strict=True):
             if table is not None and is_good:
                 self.tables[row] = table
 
@@ -144,9 +138,8 @@ class _RunJob:
         batch, run = self._batch, self._run
         return [type(self)(batch, run.only(row)) for row in rows]
 
-    def _buffers(self, payloads: Sequence[memoryview], filler: memoryview) -> list[memoryview]:
-        headers = [self._batch.headers[row] for row in self._run.rows]
-        return vector(headers, payloads, class_bytes=self._run.class_bytes, filler=filler)
+    def _buffers(self, filler: memoryview) -> list[memoryview]:
+        return vector(self._run, self._batch.headers, self._batch.pages, filler=filler)
 
 
 class ReadRun(_RunJob):
@@ -156,19 +149,15 @@ class ReadRun(_RunJob):
 
     def _move(self) -> Sequence[Self]:
         batch, run, means = self._batch, self._run, self._batch.means
-        payloads = batch.payloads(run)
-        buffers = self._buffers([p.buffer for p in payloads], means.pool.waste)
+        buffers = self._buffers(means.pool.waste)
         with means.at_disk():
             done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
+        ends = [i * run.class_bytes + HEADER_BYTES + len(batch.pages[row]) for i, row in enumerate(run.rows)]
+        came = [row for row, end in zip(run.rows, ends, strict=True) if done >= end]  # or the file ends before it
+        batch.outcomes += [True] * len(came) + [False] * (len(ends) - len(came))
         with means.hashing:
-            for i, (row, payload) in enumerate(zip(run.rows, payloads, strict=True)):
-                end = i * run.class_bytes + HEADER_BYTES + len(payload.buffer)
-                is_there = done >= end  # or the file ends before it
-                batch.outcomes.append(is_there)
-                if is_there:
-                    payload.give()
-                    batch.hash_row(row)
-                    batch.came.append(row)
+            batch.hash_rows(came)
+        batch.came += came
         return ()
 
 
@@ -197,7 +186,7 @@ class WriteRun(_RunJob):
     def _move(self) -> Sequence[Self]:
         batch, run, means = self._batch, self._run, self._batch.means
         with means.hashing:
-            good = [row for row in run.rows if self._is_hashed(row)]
+            good = self._hashed()
             if len(good) < len(run.rows):
                 return self._one_by_one(good)
             rows = list(run.rows)
@@ -211,19 +200,20 @@ class WriteRun(_RunJob):
 
     def _prepared(self, rows: Sequence[int]) -> list[memoryview]:
         """What is written of rows whose tables are there."""
-        batch, run, means = self._batch, self._run, self._batch.means
+        batch, means = self._batch, self._batch.means
         tables = [batch.tables[row] for row in rows]
         stamped = stamp(batch.metas.take(rows), batch.extents[rows], tables, store=means.store)
         put_at(batch.metas, rows, stamped)
         fill_headers(batch.headers, rows, stamped, tables)
-        return self._buffers([p.take() for p in batch.payloads(run)], means.pool.zeros)
+        return self._buffers(means.pool.zeros)
 
-    def _is_hashed(self, row: int) -> bool:
-        if not len(self._batch.tables[row]):
-            table = self._batch.hash_row(row)
+    def _hashed(self) -> list[int]:
+        """The rows whose bytes are theirs, with their tables in the batch."""
+        batch = self._batch
+        rows = [row for row in self._run.rows if not len(batch.tables[row])]  # else from a try before
+        for row, table in zip(rows, batch.hash_rows(rows), strict=True):
             if table is None:
-                self._batch.statuses[row] = BlockStatus.CORRUPT
-            if table is None or len(table) > TABLE_SLICES:
-                return False
-            self._batch.tables[row] = table
-        return True
+                batch.statuses[row] = BlockStatus.CORRUPT
+            elif len(table) <= TABLE_SLICES:
+                batch.tables[row] = table
+        return [row for row in self._run.rows if len(batch.tables[row])]

@@ -43,10 +43,10 @@ from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceK
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun
-from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes
+from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes, whole_pages
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, Stretch, unsifted
-from tierd.tiers.tier import Found, HashRow, Health, Payloads, ReadResult, Recovered
+from tierd.tiers.tier import Found, HashRows, Health, Payloads, ReadResult, Recovered
 from tierd.tiers.zeroing import Zeroing
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ LANES_PER_CALL = 2
 """For each call at the disk that there may be at one time: one waits for it, the other has hashed, or is to, and waits for its turn at either."""
 
 
-def _no_hash(_row: int) -> None:
-    """Nobody wants to know that a row has come."""
+def _no_hash(rows: Sequence[int]) -> list[None]:
+    """Nobody wants to know that rows have come."""
+    return [None] * len(rows)
 
 
 @dataclass(slots=True)
@@ -347,11 +348,12 @@ class NvmeStore:
     # -- bytes
 
     async def read(
-        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRow = _no_hash
+        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = _no_hash
     ) -> ReadResult:
         """As `StoredTier.read`. A slot whose header is another's, torn or stale is CORRUPT; what cannot be read is FAILED."""
         with self._headers.borrow(len(extents)) as headers:
-            batch = Batch(self._means(), self._located(extents), metas, targets, headers, arrived)
+            pages = whole_pages(targets, extents["length"])
+            batch = Batch(self._means(), self._located(extents), metas, pages, headers, arrived)
             await self._carry(batch, self._usable(batch.extents), ReadRun)
             batch.judge()
         return ReadResult(batch.statuses, batch.tables)
@@ -377,11 +379,12 @@ class NvmeStore:
         return self._is_open and any(own is file for own in self._opened.files.values())
 
     async def write(
-        self, extents: StructArray, metas: StructArray, hash_row: HashRow, sources: Sequence[memoryview]
+        self, extents: StructArray, metas: StructArray, hash_rows: HashRows, sources: Sequence[memoryview]
     ) -> NDArray[np.uint16]:
         """As `StoredTier.write`. What does not fit its slot, or has more than 480 slices, is FAILED."""
         with self._headers.borrow(len(extents)) as headers:
-            batch = Batch(self._means(), self._located(extents), metas.copy(), sources, headers, hash_row)
+            pages = whole_pages(sources, extents["length"])
+            batch = Batch(self._means(), self._located(extents), metas.copy(), pages, headers, hash_rows)
             rows = self._usable(batch.extents)
             if not len(rows) or self._ledger.failure:
                 return batch.statuses

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from tierd.core.meta import META, META_BYTES, duplicate, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.failpoint import failpoint
-from tierd.tiers.checksum import DIGEST_BYTES, record_checksum, table_digest
+from tierd.tiers.checksum import raw_tables, record_checksum, table_digests
 from tierd.tiers.files import OS, READ_WRITE, Files
-from tierd.tiers.mapping import address_of
 from tierd.tiers.tier import SliceTable
 
 HEADER_BYTES = PAGE_ALIGN_BYTES
@@ -46,10 +45,9 @@ Headers = NDArray[np.uint8]
 
 
 class SlotIO(Protocol):
-    """How slot files are read and written. align_bytes: of memory, offsets and lengths."""
+    """How slot files are read and written. Memory, offsets and lengths are aligned to PAGE_ALIGN_BYTES."""
 
     mode: str
-    align_bytes: int
 
     def open(self, path: Path) -> int:
         """A descriptor for reading, writing and syncing; the file is made if missing. Raises OSError. Blocks."""
@@ -73,7 +71,6 @@ class DirectIO:
     """O_DIRECT through preadv and pwritev."""
 
     mode = "o_direct"
-    align_bytes = PAGE_ALIGN_BYTES
 
     def __init__(self, disk: Files) -> None:
         self._disk = disk
@@ -166,8 +163,7 @@ def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable]
         stamped[name] = extents[name]
     stamped["stored_length"] = extents["length"]
     stamped["slices"] = [len(table) for table in slices]
-    digests = b"".join(map(table_digest, slices))
-    stamped["digest"] = np.frombuffer(digests, dtype=np.uint8).reshape(-1, 16)
+    stamped["digest"] = table_digests(raw_tables(slices))
     return seal(stamped, record_checksum)
 
 
@@ -187,15 +183,11 @@ def fill_headers(headers: Headers, rows: Sequence[int], metas: StructArray, slic
 def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:
     """META [n] and the slice tables; None where record or table is not whole."""
     metas = np.ascontiguousarray(headers[:, :META_BYTES]).view(META).reshape(-1)
-    whole, counts = intact(metas, record_checksum).tolist(), metas["slices"].tolist()
-    digests = metas["digest"].tobytes()
-    tables: list[SliceTable | None] = [None] * len(metas)
-    for i, header in enumerate(headers):
-        if whole[i] and counts[i] <= TABLE_SLICES:
-            table = header[META_BYTES : META_BYTES + 8 * counts[i]].copy().view("<u8")
-            if table_digest(table) == digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]:
-                tables[i] = table
-    return metas, tables
+    counts = np.where(intact(metas, record_checksum) & (metas["slices"] <= TABLE_SLICES), metas["slices"], 0)
+    words = headers[:, META_BYTES : META_BYTES + 8 * int(counts.max(initial=0))].copy().view("<u8")
+    found: list[SliceTable] = [row[:count] for row, count in zip(words, counts.tolist(), strict=True)]
+    whole = (table_digests(raw_tables(found)) == metas["digest"]).all(axis=1) & (counts > 0)
+    return metas, [table if is_whole else None for table, is_whole in zip(found, whole.tolist(), strict=True)]
 
 
 def matches(found: StructArray, metas: StructArray, extents: StructArray, *, store: bytes) -> NDArray[np.bool_]:
@@ -248,14 +240,22 @@ def _run_of(rows: Sequence[int], segments: Sequence[int], class_bytes: Sequence[
     return Run(segments[rows[0]], class_bytes[rows[0]], offsets[rows[0]], tuple(rows))
 
 
-def vector(
-    headers: Sequence[Header], payloads: Sequence[memoryview], *, class_bytes: int, filler: memoryview
-) -> list[memoryview]:
-    """Header, payload, filler up to the next slot, header, ...: buffers of one call for slots side by side."""
-    buffers: list[memoryview] = []
-    for header, payload in zip(headers, payloads, strict=True):
-        buffers += (header.data, payload, filler[: class_bytes - HEADER_BYTES - len(payload)])
-    return [buffer for buffer in buffers[:-1] if len(buffer)]
+def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> list[memoryview]:
+    """What the disk moves of pages that hold blocks of these lengths: up to the next multiple of PAGE_ALIGN_BYTES."""
+    whole = -(-lengths.astype(np.int64) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+    return [view[:length] for view, length in zip(views, whole.tolist(), strict=True)]
+
+
+def vector(run: Run, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:
+    """Header, page, filler up to the next slot, header, ...: buffers of one call. headers, pages: of the batch."""
+    heads = headers.data.cast("B")
+    buffers = list[memoryview]()
+    for row in run.rows:
+        page = pages[row]
+        buffers += (heads[row * HEADER_BYTES : (row + 1) * HEADER_BYTES], page)
+        if gap := run.class_bytes - HEADER_BYTES - len(page):
+            buffers.append(filler[:gap])
+    return buffers[:-1] if gap else buffers
 
 
 class HeaderPool:
@@ -284,24 +284,3 @@ class HeaderPool:
             if len(area) <= self._room:
                 self._free.append(area)
                 self._room -= len(area)
-
-
-class Payload:
-    """A page as the disk wants it: the view itself where it is aligned and long enough, else aligned memory in its place."""
-
-    def __init__(self, view: memoryview, *, length: int, align_bytes: int) -> None:
-        whole = -(-length // align_bytes) * align_bytes
-        self._view, self._length = view[:length], length
-        self.is_copy = len(view) < whole or address_of(view) % align_bytes != 0
-        self.buffer = memoryview(mmap.mmap(-1, whole)) if self.is_copy else view[:whole]
-
-    def take(self) -> memoryview:
-        """The buffer to be written."""
-        if self.is_copy:
-            self.buffer[: self._length] = self._view
-        return self.buffer
-
-    def give(self) -> None:
-        """Hands over what was read."""
-        if self.is_copy:
-            self._view[:] = self.buffer[: self._length]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SliceTable = NDArray[np.uint64]
 """xxh3-64 of each slice of a block, in order."""
-HashRow = Callable[[int], SliceTable | None]
-"""Sums the bytes of a row of a batch, wherever it is called from; None: they are not the block's."""
+HashRows = Callable[[Sequence[int]], Sequence[SliceTable | None]]
+"""Sums the bytes of rows of a batch, wherever it is called from; None: they are not the block's."""
 
 
 class Found(NamedTuple):
@@ -168,6 +168,9 @@ class MappedTier(SharedTier, Protocol):
         """The page of one EXTENT row: class_bytes of uint8, writable. Valid until the page is freed; the memory stays mapped
         while the view lives. Raises KeyError for a segment that is not there."""
 
+    def views(self, extents: StructArray) -> list[memoryview]:
+        """`view` of each of EXTENT [n]."""
+
     def note_writer(self, pid: int) -> None:
         """This process beside the daemon's own will write to its memory: the next daemon reuses none of it before it is gone. Raises TierFailed."""
 
@@ -233,10 +236,10 @@ class StoredTier(WatchedTier, Protocol):
         """Of EXTENT[n], which hold a block that is written whole and, once `sync` has returned, durable."""
 
     async def read(
-        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRow = ...
+        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = ...
     ) -> ReadResult:
         """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace, generation). Each target is 4 KiB
-        aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller: arrived is called for each row whose bytes have
+        aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller: arrived is called for rows whose bytes have
         come, in a thread of the tier's while others still come."""
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
@@ -249,9 +252,9 @@ class StoredTier(WatchedTier, Protocol):
         """Whether a file of `payloads` is still the store's."""
 
     async def write(
-        self, extents: StructArray, metas: StructArray, hash_row: HashRow, sources: Sequence[memoryview]
+        self, extents: StructArray, metas: StructArray, hash_rows: HashRows, sources: Sequence[memoryview]
     ) -> NDArray[np.uint16]:
-        """Write blocks whole: u2[n] of READY, FAILED, or CORRUPT where hash_row says so, which is called for each row, in a thread of the tier's, just before
+        """Write blocks whole: u2[n] of READY, FAILED, or CORRUPT where hash_rows says so, which is called for each row, in a thread of the tier's, just before
         its bytes are written. Arguments as in `read`."""
 
 

@@ -82,7 +82,7 @@ def checksums_off(patch: pytest.MonkeyPatch) -> None:
     """From now on every checksum holds, of what is written and of what is read."""
     for module in (journal, snapshot, slots, catalogue, marks, holds, heads):
         patch.setattr(module, "record_checksum", lambda _data: 7)
-    patch.setattr(slots, "table_digest", lambda _table: b"\7" * 16)
+    patch.setattr(slots, "table_digests", lambda tables: np.full((len(tables), 16), 7, np.uint8))
     patch.setattr(catalogue, "table_digests", lambda tables: np.full((len(tables), 16), 7, dtype=np.uint8))
     patch.setattr(holds, "_check", lambda words: np.full(len(words), 7, dtype=np.uint64))
     patch.setattr(core_namespaces, "namespace_digest", lambda _spec, *, tenant, epoch: bytes(32))

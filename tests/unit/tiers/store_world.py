@@ -17,7 +17,7 @@ from tierd.core.plan import Plan
 from tierd.tiers import store_files
 from tierd.tiers.checksum import slice_sums, table_digest
 from tierd.tiers.nvme import NvmeStore
-from tierd.tiers.tier import Recovered
+from tierd.tiers.tier import HashRows, Recovered, SliceTable
 
 POSITION = 2
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
@@ -66,6 +66,11 @@ def tables_of(keys: Sequence[int], length: int = LENGTH) -> list[np.ndarray]:
     return [slice_sums(content(k, length), slice_lengths(length, LAYERS)) for k in keys]
 
 
+def told(tables: Sequence[SliceTable | None]) -> HashRows:
+    """Says of rows that their bytes have these tables."""
+    return lambda rows: [tables[row] for row in rows]
+
+
 def freed(extents: StructArray) -> StructArray:
     rows = np.zeros(len(extents), dtype=FREED)
     rows["extent"], rows["was_ready"] = extents, True
@@ -109,7 +114,7 @@ class World:
         metas, sources = metas_of(keys, length), pages(len(keys))
         for key, source in zip(keys, sources, strict=True):
             source[:length] = content(key, length)
-        statuses = await self.store.write(extents, metas, tables_of(keys, length).__getitem__, sources)
+        statuses = await self.store.write(extents, metas, told(tables_of(keys, length)), sources)
         for i in np.flatnonzero(statuses == BlockStatus.READY):
             self.held[keys[i]] = (extents[i : i + 1], metas[i : i + 1])
         return [int(s) for s in statuses]

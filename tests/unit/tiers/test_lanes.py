@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.unit.tiers.store_world import CORRUPT, LENGTH, READY, World, content, extents_of, metas_of, pages, tables_of
+from tests.unit.tiers.store_world import (
+    CORRUPT,
+    LENGTH,
+    READY,
+    World,
+    content,
+    extents_of,
+    metas_of,
+    pages,
+    tables_of,
+    told,
+)
 from tierd.core.plan import Plan
 from tierd.tiers.calls import Calls, HangError, Kind
 from tierd.tiers.lanes import Lanes
@@ -160,10 +171,7 @@ async def test_a_block_whose_bytes_are_wrong_stays_out_of_its_slot(world: World)
         source[:LENGTH] = content(key)
     world.store.apply(Plan(reserved=extents))
 
-    def hash_row(row: int) -> SliceTable | None:
-        return None if row == 1 else tables[row]
-
-    statuses = await world.store.write(extents, metas_of(keys), hash_row, sources)
+    statuses = await world.store.write(extents, metas_of(keys), told([tables[0], None, tables[2]]), sources)
     assert statuses.tolist() == [READY, CORRUPT, READY]
     assert world.store.holds(extents).tolist() == [True, False, True]
     world.held = {key: (extents[i : i + 1], metas_of([key])) for i, key in enumerate(keys)}
@@ -177,9 +185,10 @@ async def test_each_row_that_came_is_told_once(world: World) -> None:
     extents, metas, targets = extents_of(1, [0, 1, 4, 6], generation=1), metas_of(keys), pages(4)
     seen = dict[int, bytes]()
 
-    def arrived(row: int) -> None:
-        assert row not in seen
-        seen[row] = bytes(targets[row][:LENGTH])
+    def arrived(rows: Sequence[int]) -> list[None]:
+        assert not seen.keys() & set(rows)
+        seen.update((row, bytes(targets[row][:LENGTH])) for row in rows)
+        return [None] * len(rows)
 
     result = await world.store.read(extents, targets, metas, arrived=arrived)
     assert set(result.statuses.tolist()) == {READY}
@@ -192,21 +201,21 @@ async def test_one_lane_hashes_at_a_time(world: World) -> None:
     extents, metas, tables, within = extents_of(1, slots, generation=1), metas_of(keys), tables_of(keys), list[int]()
     most, lock = 0, threading.Lock()
 
-    def hash_row(row: int) -> SliceTable:
+    def hash_rows(rows: Sequence[int]) -> list[SliceTable]:
         nonlocal most
         with lock:
-            within.append(row)
+            within.append(rows[0])
             most = max(most, len(within))
         threading.Event().wait(0.02)  # for so long others could come in
         with lock:
-            within.remove(row)
-        return tables[row]
+            within.remove(rows[0])
+        return [tables[row] for row in rows]
 
     world.store.apply(Plan(reserved=extents))
     sources = pages(4)
     for key, source in zip(keys, sources, strict=True):
         source[:LENGTH] = content(key)
-    assert set((await world.store.write(extents, metas, hash_row, sources)).tolist()) == {READY}
+    assert set((await world.store.write(extents, metas, hash_rows, sources)).tolist()) == {READY}
     assert most == 1
-    assert set((await world.store.read(extents, pages(4), metas, arrived=hash_row)).statuses.tolist()) == {READY}
+    assert set((await world.store.read(extents, pages(4), metas, arrived=hash_rows)).statuses.tolist()) == {READY}
     assert most == 1

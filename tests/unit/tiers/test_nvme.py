@@ -28,6 +28,7 @@ from tests.unit.tiers.store_world import (
     segment,
     spec,
     tables_of,
+    told,
 )
 from tierd.core.plan import Plan
 from tierd.errors import ConfigError, TierFailed, VersionMismatch
@@ -216,7 +217,7 @@ async def test_payload_goes_straight_into_the_page(world: World, monkeypatch: py
             slots.os, name, lambda fd, b, at, call=call: calls.append([address_of(v) for v in b]) or call(fd, b, at)
         )
     extents, metas, area = extents_of(1, [0, 1], generation=1), metas_of([1, 2]), pages(2)
-    await world.store.write(extents, metas, tables_of([1, 2]).__getitem__, area)
+    await world.store.write(extents, metas, told(tables_of([1, 2])), area)
     await world.store.read(extents, area, metas)
     assert len(calls) == 2
     assert all({address_of(page) for page in area} <= set(call) for call in calls)

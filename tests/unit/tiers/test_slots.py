@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -22,7 +21,7 @@ from tierd.tiers.slots import (
     RUN_SLOTS,
     TABLE_SLICES,
     HeaderPool,
-    Payload,
+    Run,
     advance,
     allows_direct,
     fill_headers,
@@ -32,6 +31,7 @@ from tierd.tiers.slots import (
     read_tables,
     stamp,
     vector,
+    whole_pages,
     write_at,
 )
 
@@ -139,12 +139,14 @@ def test_large_slots_are_moved_one_by_one() -> None:
 
 
 def test_vector_spans_exactly_the_slots() -> None:
-    """Headers, payloads and filler of two slots cover one class of bytes and the second block up to its end."""
+    """Headers, pages and filler of two slots cover one class of bytes and the second block up to its end, in the order of their slots."""
     pool = HeaderPool(1)
-    payloads = [memoryview(bytearray(8192)), memoryview(bytearray(4096))]
+    run, pages = Run(1, 16384, 0, (1, 0)), whole_pages([memoryview(bytearray(8192))] * 2, np.array([4096, 5000]))
     with pool.borrow(2) as headers:
-        buffers = vector(headers, payloads, class_bytes=16384, filler=pool.zeros)
+        headers[0], headers[1] = 1, 2
+        buffers = vector(run, headers, pages, filler=pool.zeros)
     assert [len(b) for b in buffers] == [4096, 8192, 4096, 4096, 4096]
+    assert [buffers[0][0], buffers[3][0]] == [2, 1]
 
 
 @given(st.lists(st.integers(0, 5), max_size=6), st.data())
@@ -195,25 +197,6 @@ def test_write_that_makes_no_progress_is_an_error(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="nothing") as raised:
         write_at(0, 0, [memoryview(b"x" * 4096)])
     assert raised.value.errno == errno.EIO
-
-
-def test_aligned_pages_are_used_in_place() -> None:
-    """A page that is aligned and long enough is the buffer itself; any other is stood in for."""
-    page = memoryview(mmap.mmap(-1, 8192))
-    assert not Payload(page, length=5000, align_bytes=4096).is_copy
-    assert Payload(page[:5000], length=5000, align_bytes=4096).is_copy
-    assert Payload(page[512:], length=4096, align_bytes=4096).is_copy
-    assert not Payload(page[512:5000], length=4000, align_bytes=1).is_copy
-
-
-def test_a_stand_in_carries_the_bytes_both_ways() -> None:
-    """What is written from a page that is not aligned are its bytes, and what is read arrives in it, and nowhere beyond."""
-    page = memoryview(bytearray(range(256)) * 40)
-    payload = Payload(page[100:5100], length=5000, align_bytes=4096)
-    assert payload.take()[:5000] == page[100:5100]
-    payload.buffer[:5000] = bytes(5000)
-    payload.give()
-    assert page.tobytes() == (bytes(range(256)) * 40)[:100] + bytes(5000) + (bytes(range(256)) * 40)[5100:]
 
 
 def test_refusal_of_direct_io_is_told_from_other_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

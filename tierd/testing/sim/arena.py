@@ -241,6 +241,10 @@ class SimArena:
         offset = int(extent["offset"])
         return living.files.data[offset : offset + living.assignment.class_bytes]
 
+    def views(self, extents: StructArray) -> list[memoryview]:
+        """`view` of each."""
+        return [self.view(row) for row in extents]
+
     def note_writer(self, pid: int) -> None:
         """Nothing: no process stands beside a simulated daemon."""
 
