@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.errors import InvalidArgument
-from tierd.tiers.checksum import record_checksum, slice_sums, table_digest, verify
+from tierd.tiers.checksum import (
+    raw_tables,
+    record_checksum,
+    slice_sums,
+    sums_of_views,
+    table_digest,
+    table_digests,
+    verify,
+)
 
 
 def test_sums_are_xxh3_as_published() -> None:
@@ -50,3 +58,21 @@ def test_order_of_the_table_matters_to_the_digest() -> None:
     """Two slices exchanged give another digest."""
     sums = np.array([1, 2], dtype="<u8")
     assert table_digest(sums) != table_digest(sums[::-1])
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=5), st.integers(0, 3))
+def test_many_views_are_summed_as_each_alone(cuts: list[list[int]], spare: int) -> None:
+    """Whether each view is one slice, or several, and however much is behind it: sums and digests are those of one after another."""
+    views = [memoryview(np.random.default_rng(i).bytes(sum(cut) + spare)) for i, cut in enumerate(cuts)]
+    tables = sums_of_views(views, cuts)
+    assert [table.tolist() for table in tables] == [
+        slice_sums(view, cut).tolist() for view, cut in zip(views, cuts, strict=True)
+    ]
+    assert table_digests(raw_tables(tables)).tobytes() == b"".join(map(table_digest, tables))
+
+
+@pytest.mark.parametrize("cuts", [[[8], [9]], [[4, 4], [9]]])
+def test_a_view_that_is_too_short_is_refused_among_many(cuts: list[list[int]]) -> None:
+    """One that ends before its slices raises, as it would alone."""
+    with pytest.raises(InvalidArgument, match="9 bytes in all, the page has 8"):
+        sums_of_views([memoryview(bytes(8))] * 2, cuts)
