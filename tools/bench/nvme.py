@@ -142,7 +142,7 @@ class Beside:
     def first(self, batches: int) -> None:
         """Writes to slots that nobody has written yet: nothing leaves the store meanwhile."""
         for number in range(batches):
-            self.run(number, ("raw_write", "raw_flushed", "write"), under="first_")
+            self.run(number, ("raw_write", "write"), under="first_")
 
     def again(self, runs: int, *, first: int) -> None:
         """Writes into slots that were written before, then reads of what they brought; at last durable puts, which displace it."""
