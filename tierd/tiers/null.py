@@ -15,7 +15,7 @@ from tierd.core.meta import META
 from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
 from tierd.tiers.slots import SlotFile
-from tierd.tiers.tier import Health, Payloads, ReadResult, Recovered, SliceTable
+from tierd.tiers.tier import HashRows, Health, Payloads, ReadResult, Recovered
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
@@ -59,7 +59,14 @@ class NullStore:
     async def keep_namespace(self, record: bytes) -> None:
         """Keeps nothing."""
 
-    async def read(self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray) -> ReadResult:
+    async def read(
+        self,
+        extents: StructArray,
+        targets: Sequence[memoryview],
+        metas: StructArray,
+        *,
+        arrived: HashRows | None = None,
+    ) -> ReadResult:
         """All FAILED; targets stay as they are."""
         return ReadResult(_failed(extents), [np.zeros(0, np.uint64)] * len(extents))
 
@@ -76,7 +83,7 @@ class NullStore:
         return False
 
     async def write(
-        self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable], sources: Sequence[memoryview]
+        self, extents: StructArray, metas: StructArray, hash_rows: HashRows, sources: Sequence[memoryview]
     ) -> NDArray[np.uint16]:
         """All FAILED."""
         return _failed(extents)
