@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.tiers.store_world import table_digest
 from tierd.core.layout import generation_offset
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, FREED, UNVERIFIED, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
 from tierd.errors import AlreadyOwned, TierFailed
 from tierd.tiers.arena import Arena
-from tierd.tiers.checksum import slice_sums, table_digest
+from tierd.tiers.checksum import slice_sums
 from tierd.tiers.tier import MappedTier, Tier
 
 SEGMENT_BYTES = 1 << 20

@@ -27,7 +27,7 @@ from tests.unit.tiers.store_world import (
 )
 from tierd.core.model import BlockStatus
 from tierd.core.plan import Plan
-from tierd.errors import AlreadyOwned, TierFailed
+from tierd.errors import AlreadyOwned, InvalidArgument, TierFailed
 from tierd.tiers.null import NullStore
 from tierd.tiers.slots import TABLE_SLICES, SlotFile
 from tierd.tiers.tier import StoredTier
@@ -84,6 +84,18 @@ async def test_every_length_that_fits_is_kept(world: World, length: int) -> None
     """A block of one byte and one that fills its slot come back whole, neighbours too."""
     assert await world.write([1, 2, 3], segment=1, slots=[0, 1, 2], length=length) == [READY] * 3
     assert await world.read([1, 2, 3]) == [content(key, length) for key in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("length", [LENGTH, LENGTH - 1])
+async def test_a_page_that_is_too_short_is_refused(world: World, length: int) -> None:
+    """A source or target that is not a whole page for its block raises, and says what it takes; nothing is written."""
+    extents, metas = extents_of(1, [3], generation=1), metas_of([9])
+    page = pages(1)[0][:length]
+    with pytest.raises(InvalidArgument, match=f"page 0: {length} bytes, its block of {LENGTH} takes"):
+        await world.store.write(extents, metas, told(tables_of([9])), [page])
+    with pytest.raises(InvalidArgument, match="give a view of the whole page"):
+        await world.store.read(extents, [page], metas)
+    assert not world.store.holds(extents).any()
 
 
 async def test_what_does_not_fit_is_failed_alone(world: World) -> None:
@@ -156,6 +168,16 @@ async def test_headers_are_checked_without_payloads(world: World) -> None:
     extents["segment"][2] = 77
     metas[4] = metas_of([9])[0]
     assert (await world.store.check(extents, metas)).tolist() == [READY, CORRUPT, FAILED, CORRUPT, CORRUPT]
+
+
+@pytest.mark.parametrize("at", [30, 200, 255, 256, 263])
+async def test_a_damaged_header_is_corrupt_without_a_look_at_the_payload(world: World, at: int) -> None:
+    """A bit that flips in a part of the record that nobody compares, in its checksum or in the slice table makes that block CORRUPT, for a check and for a read."""
+    await world.write([1, 2], segment=1, slots=[0, 1])
+    extents = np.concatenate([world.held[key][0] for key in (1, 2)])
+    flip(world.store._opened.files[0].path, CLASS_BYTES + at)
+    assert (await world.store.check(extents, metas_of([1, 2]))).tolist() == [READY, CORRUPT]
+    assert (await world.store.read(extents, pages(2), metas_of([1, 2]))).statuses.tolist() == [READY, CORRUPT]
 
 
 async def test_payloads_lie_where_the_store_says(world: World) -> None:

@@ -23,6 +23,7 @@ from tests.unit.tiers.store_world import (
     pages,
     segment,
     spec,
+    table_digest,
     tables_of,
     told,
 )
@@ -30,7 +31,6 @@ from tierd.core.model import BlockStatus, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
 from tierd.testing.sim.disk import DiskFaults, SimDisk
-from tierd.tiers.checksum import table_digest
 from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.slots import HEADER_BYTES, read_tables
 from tierd.tiers.tier import Recovered

@@ -53,6 +53,18 @@ async def test_a_target_that_fails_is_a_status() -> None:
         assert statuses.tolist() == [BlockStatus.FAILED] * 4
 
 
+async def test_blocks_come_to_their_own_pages_in_whatever_order_they_are_asked_for() -> None:
+    """Blocks that a store holds side by side are READY, each in the page it was meant for, also when asked for from the last to the first."""
+    async with opened() as world:
+        committed = await world.put(NAMES)
+        assert (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).all()
+        spare = (await world.cache.reserve(world.session, [world.put_query(chain(2, 4))], kind=1)).extents[0]
+        batch, metas = _batch(world, committed.blocks[::-1], spare)
+        batch["source"] = world.cache.core.extents(committed.blocks[::-1], tier=1)
+        assert (await world.cache.parts.mover.copy(batch, metas)).tolist() == [BlockStatus.READY] * 4
+        assert [is_content(world.page(row), name) for row, name in zip(spare, NAMES[::-1], strict=True)] == [True] * 4
+
+
 async def test_an_error_on_the_way_is_a_status() -> None:
     """An error of the system in a copy makes every block of the batch FAILED, and none READY."""
     async with opened() as world:

@@ -36,7 +36,7 @@ from tierd.core.sets import kinds, true_rows
 from tierd.core.words import barrier, words_of
 from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.failpoint import failpoint
-from tierd.tiers.checksum import record_checksum, table_digests
+from tierd.tiers.checksum import raw_tables, record_checksum, table_digests
 from tierd.tiers.mapping import map_file
 from tierd.tiers.tier import SliceTable
 
@@ -165,7 +165,7 @@ class Catalogue:
 
         A page whose generation word is no longer that of its META is passed over. Raises InvalidArgument if a table is too long.
         """
-        tables = [np.ascontiguousarray(table, dtype="<u8").tobytes() for table in slices]
+        tables = raw_tables(slices)
         records = self._located(slots, metas=metas, tables=tables)
         current = true_rows(self._generations[slots] == records["generation"])
         words, where = records.view("<u8").reshape(len(records), _META_WORDS), slots

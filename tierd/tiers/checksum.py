@@ -57,18 +57,13 @@ def sums_of_views(views: Sequence[memoryview], cuts: Sequence[Sequence[int]]) ->
     return list(np.array(sums, dtype="<u8").reshape(-1, 1))
 
 
-def table_digest(sums: NDArray[np.uint64]) -> bytes:
-    """xxh3-128 over a slice table (little-endian u64 in order), 16 bytes in canonical order: the block's checksum."""
-    return xxhash.xxh3_128_digest(cast(bytes, np.ascontiguousarray(sums, dtype="<u8").data))
-
-
 def raw_tables(tables: Sequence[NDArray[np.uint64]]) -> list[bytes]:
-    """The bytes of each, little-endian."""
+    """The bytes of each slice table, little-endian."""
     return [table.astype("<u8", copy=False).tobytes() for table in tables]
 
 
 def table_digests(tables: Sequence[bytes]) -> NDArray[np.uint8]:
-    """`table_digest` of many tables given as their bytes: u8 [n, 16]."""
+    """xxh3-128 over each slice table, given as its bytes (little-endian u64 in order), in canonical order: the blocks' checksums. u8 [n, 16]."""
     return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, tables)), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
 

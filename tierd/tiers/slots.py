@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from tierd.core.meta import META, META_BYTES, duplicate, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.errors import InvalidArgument
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import raw_tables, record_checksum, table_digests
 from tierd.tiers.files import OS, READ_WRITE, Files
@@ -38,8 +39,6 @@ RUN_BYTES = (4 << 20) + RUN_SLOTS * PAGE_ALIGN_BYTES
 """Adjacent slots are read or written in one call up to so many, and up to so many bytes: 4 MiB of blocks and their headers. The disk gains nothing beyond 1 MiB; but each call costs the processor the
 same."""
 
-Header = NDArray[np.uint8]
-"""uint8 [4096], page-aligned."""
 Headers = NDArray[np.uint8]
 """uint8 [n, 4096], page-aligned."""
 
@@ -241,9 +240,15 @@ def _run_of(rows: Sequence[int], segments: Sequence[int], class_bytes: Sequence[
 
 
 def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> list[memoryview]:
-    """What the disk moves of pages that hold blocks of these lengths: up to the next multiple of PAGE_ALIGN_BYTES."""
-    whole = -(-lengths.astype(np.int64) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
-    return [view[:length] for view, length in zip(views, whole.tolist(), strict=True)]
+    """What the disk moves of pages that hold blocks of these lengths: up to the next multiple of PAGE_ALIGN_BYTES. Raises InvalidArgument for a page that is shorter."""
+    whole = (-(-lengths.astype(np.int64) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES).tolist()
+    short = [i for i, (view, length) in enumerate(zip(views, whole, strict=True)) if len(view) < length]
+    if short:
+        raise InvalidArgument(
+            f"page {short[0]}: {len(views[short[0]])} bytes, its block of {lengths[short[0]]} takes {whole[short[0]]} with what fills the last"
+            f" {PAGE_ALIGN_BYTES}; give a view of the whole page"
+        )
+    return [view[:length] for view, length in zip(views, whole, strict=True)]
 
 
 def vector(run: Run, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:

@@ -131,6 +131,22 @@ STORED: tuple[Mutation, ...] = (
         SLOTS,
     ),
     Mutation(
+        "read-table",
+        "a slot whose header is damaged is CORRUPT by the store's own word",
+        "tierd/tiers/moves.py",
+        "good &= [table is not None for table in tables]",
+        "pass",
+        ("tests/contract/test_tiers_stored.py",),
+    ),
+    Mutation(
+        "read-rows",
+        "the sums of rows that came are kept by row, in whatever order the rows lie on the disk",
+        "tierd/mover.py",
+        "for row, table in zip(rows, tables, strict=True):\n                slices[row] = table",
+        "for row, table in enumerate(tables):\n                slices[row] = table",
+        MOVER,
+    ),
+    Mutation(
         "stored-digest",
         "what is written to a store is compared with the digest of the commit",
         "tierd/mover.py",

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.tiers.store_world import table_digest
 from tierd.errors import InvalidArgument
 from tierd.tiers.checksum import (
     raw_tables,
     record_checksum,
     slice_sums,
     sums_of_views,
-    table_digest,
     table_digests,
     verify,
 )

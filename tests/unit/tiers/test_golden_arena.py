@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from tests.hexed import from_text, to_text
+from tests.unit.tiers.store_world import table_digest
 from tierd.core.meta import META, intact, new_meta, seal
 from tierd.core.model import EXTENT, SegmentAssignment, StructArray
 from tierd.tiers import holds
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
-from tierd.tiers.checksum import record_checksum, slice_sums, table_digest
+from tierd.tiers.checksum import record_checksum, slice_sums
 from tierd.tiers.holds import Holder, HoldKind, HoldTable
 from tierd.tiers.marks import Marks, append_record, read_records
 
