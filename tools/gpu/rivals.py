@@ -1,4 +1,4 @@
-"""Others' decodes side by side with ours, where they are installed: torch's SDPA on gathered keys and values, FlashInfer on the same pages.
+"""Others' decodes side by side with ours, where they are installed: torch's SDPA on gathered keys and values, FlashInfer on the same pages, by its quickest backend.
 
 Invariants: all get the same numbers, and memory in turn, so that none finds its bytes in the cache; all are captured as graphs by torch, and ours is launched into
 torch's stream.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tierd.kernels import Attended
@@ -28,6 +28,8 @@ CACHE_BYTES = 256 << 20
 TURNS = (2, 64)
 WORKSPACE_BYTES = 32 << 20
 ROUNDS = 9
+BACKENDS = ("fa2", "fa3")
+"""Of FlashInfer; the second is for sm_90 alone."""
 OUT_LIMIT = 1e-2
 """Between two that round in other places."""
 
@@ -68,11 +70,12 @@ def _found(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Microseconds, and how far the two outputs are from each other."""
+    """Microseconds, and how far the two outputs are from each other. by: which of a rival's ways it was."""
 
     ours: float
     theirs: float
     distance: float
+    by: str = ""
 
 
 def _row(bench: Bench, name: str, measured: Callable[[], Times]) -> Result:
@@ -84,7 +87,7 @@ def _row(bench: Bench, name: str, measured: Callable[[], Times]) -> Result:
         return Left(name, f"{type(error).__name__}: {str(error)[:200]}")
     if not times.distance <= OUT_LIMIT:
         return Left(name, f"the two differ by {times.distance:.1e}")
-    return Row(name, times.ours, "us", times.theirs, times.ours / times.theirs)
+    return Row(name, times.ours, "us", times.theirs, times.ours / times.theirs, times.by)
 
 
 @dataclass
@@ -169,6 +172,20 @@ def _against_sdpa(turns: Turns) -> Times:
 
 
 def _against_flashinfer(turns: Turns, flashinfer: Any) -> Times:
+    """By the quicker of its backends, or by the one that there is. Raises what the last of them raises, if none runs."""
+    found: list[Times] = []
+    for backend in BACKENDS:
+        try:
+            times = turns.compared(_by_flashinfer(turns, flashinfer, backend))
+        except Exception:
+            if backend == BACKENDS[-1] and not found:
+                raise
+            continue
+        found.append(replace(times, by=backend))
+    return min(found, key=lambda times: times.theirs)
+
+
+def _by_flashinfer(turns: Turns, flashinfer: Any, backend: str) -> list[Callable[[], Any]]:
     """Its plans are made beforehand, by the CPU."""
     torch, pages = turns.torch, turns.length // PAGE_TOKENS
     indptr = torch.arange(turns.requests + 1, dtype=torch.int32) * pages
@@ -176,8 +193,10 @@ def _against_flashinfer(turns: Turns, flashinfer: Any) -> Times:
     works = []
     for table in turns.tables:
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=True, backend=backend
+        )
         heads = (MODEL.q_heads, MODEL.kv_heads, MODEL.head_dim, PAGE_TOKENS)
         wrapper.plan(indptr, table.reshape(-1), last, *heads, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
         works.append(lambda wrapper=wrapper: wrapper.run(turns.q, turns.pool))
-    return turns.compared(works)
+    return works
