@@ -16,7 +16,7 @@ struct Dim {
   unsigned x, y, z;
 };
 enum class State : uint8_t { kReady, kAtWarp, kAtBarrier, kEnded };
-enum class Collective : uint8_t { kNone, kShuffle, kBallot, kSync, kLoad, kLoadTransposed, kMultiply };
+enum class Collective : uint8_t { kNone, kShuffle, kVote, kSync, kLoad, kLoadTransposed, kTranspose, kMultiply };
 
 struct Copy {
   void* to;

@@ -47,10 +47,24 @@ inline int warp() { return emulator::current().warp; }
 inline void assume_global(const void*) {}
 inline void load_matrices(uint32_t (&r)[4], const void* row) { emulator::load<false>(r, row); }
 inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulator::load<true>(r, row); }
+inline uint32_t transposed(uint32_t pair) { return emulator::transpose(pair); }
+inline bool any(bool is_so) { return emulator::vote(is_so); }
 template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
   emulator::multiply<T>(c, a, b0, b1);
 }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float load_of_others(const float* from) { return *from; }
+inline void load_of_others(float (&to)[4], const float* from) {
+  if (reinterpret_cast<uintptr_t>(from) & 15) emulator::fail("four floats are not aligned to 16 bytes");
+  memcpy(to, from, sizeof to);
+}
+SIMT_UNSEEN inline bool is_last_of(uint32_t* counter, uint32_t blocks) {
+  emulator::happens_before(counter);
+  const bool is_last = *counter >= blocks - 1;
+  *counter = is_last ? 0 : *counter + 1;
+  emulator::happens_after(counter);
+  return is_last;
+}
 inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
   const uint64_t both = low | uint64_t(high) << 32;
   uint32_t picked = 0;

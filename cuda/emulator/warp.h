@@ -75,6 +75,27 @@ template <bool kTransposed> SIMT_UNSEEN inline void load(uint32_t (&r)[4], const
   for (int matrix = 0; matrix < 4; matrix++) r[matrix] = uint32_t(result().words[matrix]);
 }
 
+SIMT_UNSEEN inline uint32_t transpose(uint32_t pair) {
+  given().words[0] = pair;
+  block().counters.shuffles++;
+  meet(~0u, Collective::kTranspose, [](Warp& warp) SIMT_UNSEEN_CALL {
+    const auto unit = [&](int row, int column) SIMT_UNSEEN_CALL { return uint32_t(warp.in[row * 4 + column / 2].words[0] >> 16 * (column % 2) & 0xFFFF); };
+    for (int l = 0; l < 32; l++) warp.out[l].words[0] = unit(l % 4 * 2, l / 4) | unit(l % 4 * 2 + 1, l / 4) << 16;
+  });
+  return uint32_t(result().words[0]);
+}
+
+SIMT_UNSEEN inline bool vote(bool is_so) {
+  given().words[0] = is_so;
+  block().counters.shuffles++;
+  meet(~0u, Collective::kVote, [](Warp& warp) SIMT_UNSEEN_CALL {
+    uint64_t any = 0;
+    for (int l = 0; l < 32; l++) any |= warp.in[l].words[0];
+    for (int l = 0; l < 32; l++) warp.out[l].words[0] = any;
+  });
+  return result().words[0] != 0;
+}
+
 SIMT_UNSEEN inline float float_of(uint16_t bits, __nv_bfloat16) {
   const uint32_t wide = uint32_t(bits) << 16;
   float f;

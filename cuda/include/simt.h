@@ -46,6 +46,16 @@ SIMT_DEV void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// An 8x8 matrix of 16-bit units, of which lane l holds two of row l / 4, turned round.
+SIMT_DEV uint32_t transposed(uint32_t pair) {
+  uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
+// Whether it is so of any lane.
+SIMT_DEV bool any(bool is_so) { return __any_sync(~0u, is_so); }
+
 // c += a * b; a 16x16, b 16x8, c 16x8 in the layout of PTX's mma.m16n8k16.
 SIMT_DEV void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
@@ -60,6 +70,22 @@ SIMT_DEV float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Four floats that another block may have written: past the multiprocessor's own cache.
+SIMT_DEV void load_of_others(float (&to)[4], const float* from) {
+  const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
+  to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+}
+SIMT_DEV float load_of_others(const float* from) { return __ldcg(from); }
+
+// Whether the block is the last of so many to arrive, and may read what the others wrote before: asked by one thread, behind a barrier of its block. The counter
+// is 0 before the first and after the last.
+SIMT_DEV bool is_last_of(uint32_t* counter, uint32_t blocks) {
+  __threadfence();
+  const bool is_last = atomicInc(counter, blocks - 1) == blocks - 1;
+  __threadfence();
+  return is_last;
 }
 
 // Bytes of {high, low} picked by four selectors of four bits each.

@@ -48,7 +48,6 @@ template <class Query, class Stored, int kDim> struct Attention {
   using Math = typename Stored::Math;
   using KvTile = Tile<Stored, kDim>;
   static constexpr int kBlocks = kDim / 16, kParts = std::is_same_v<Query, Math> ? 2 : 1;
-  static constexpr bool kTellsLast = kDim > 128;  // when scores and weights take no registers any more; with fewer channels keeping what is told takes more
 
   float out[2 * kBlocks][4];
   float top[2];      // the greatest score so far, per row
@@ -62,9 +61,8 @@ template <class Query, class Stored, int kDim> struct Attention {
     for (int r = 0; r < 2; r++) top[r] = -INFINITY, sum[r] = rounded[r] = 0.f;
   }
 
-  // is_seen(row, token): whether a query row sees a token of the tile. told(row, lse): the log2-sum-exp of the tile alone, where kTells.
-  template <bool kTells, class Seen, class Told>
-  SIMT_DEV void add(const Queries<Stored, kDim>& q, const unsigned char* k, const unsigned char* v, float scale_log2, Seen is_seen, Told told) {
+  // is_seen(row, token): whether a query row sees a token of the tile.
+  template <class Seen> SIMT_DEV void add(const Queries<Stored, kDim>& q, const unsigned char* k, const unsigned char* v, float scale_log2, Seen is_seen) {
     float scores[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
     uint32_t spare[2];
 #pragma unroll
@@ -75,15 +73,9 @@ template <class Query, class Stored, int kDim> struct Attention {
       simt::multiply_add(scores[1], q.words[b], halves[1][0], halves[1][1], typename Math::Value());
     }
     uint32_t weights[kParts][4];
-    float shrink[2], alone[2];
-    const auto tell = [&](int r) {
-      if ((simt::lane() & 3) == 0) told((simt::lane() >> 2) + 8 * r, alone[r]);
-    };
+    float shrink[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      shrink[r] = weigh<kTells>(scores, r, weights, scale_log2, is_seen, alone[r]);
-      if constexpr (kTells && !kTellsLast) tell(r);
-    }
+    for (int r = 0; r < 2; r++) shrink[r] = weigh(scores, r, weights, scale_log2, is_seen);
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; i++) out[i][0] *= shrink[0], out[i][1] *= shrink[0], out[i][2] *= shrink[1], out[i][3] *= shrink[1];
 #pragma unroll
@@ -96,7 +88,6 @@ template <class Query, class Stored, int kDim> struct Attention {
         simt::multiply_add(out[2 * b + 1], weights[part], pair[1][0], pair[1][1], typename Math::Value());
       }
     }
-    if constexpr (kTells && kTellsLast) tell(0), tell(1);
   }
 
   // Sums over the lanes of a row; after the last tile.
@@ -120,9 +111,8 @@ template <class Query, class Stored, int kDim> struct Attention {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 
-  // Scores of row r become weights; how much what was gathered before shrinks. alone: where kTells, their log2-sum-exp.
-  template <bool kTells, class Seen>
-  SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[kParts][4], float scale_log2, Seen is_seen, float& alone) {
+  // Scores of row r become weights; how much what was gathered before shrinks.
+  template <class Seen> SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[kParts][4], float scale_log2, Seen is_seen) {
     const int row = (simt::lane() >> 2) + 8 * r, t = simt::lane() & 3;
     float x[4], best = -INFINITY;
 #pragma unroll
@@ -149,10 +139,6 @@ template <class Query, class Stored, int kDim> struct Attention {
         rounded[r] += low + high;
         x[2 * i] -= low, x[2 * i + 1] -= high;  // for the next part
       }
-    }
-    if constexpr (kTells) {
-      const float whole = over_row(mine);
-      alone = whole > 0.f ? base + log2f(whole) : -INFINITY;
     }
     return shrink;
   }

@@ -73,13 +73,12 @@ template <class Query, class Stored, int kDim> struct Prefill {
       for (int i = 0; i < p.stage_tiles && stage * p.stage_tiles + i < tiles.count; i++) {
         const int first = tiles.first_token(stage * p.stage_tiles + i);
         if (first > newest) continue;
-        attention.template add<false>(
+        attention.add(
             q, here + 2 * i * KvTile::kBytes, here + (2 * i + 1) * KvTile::kBytes, scale,
             [&](int row, int token) {
               const int position = before + (my_first + row) / group;
               return first + token <= position && is_in_window(p.batch, first + token, position);
-            },
-            [](int, float) {});
+            });
       }
       __syncthreads();  // before this stage is filled anew
     }

@@ -17,6 +17,8 @@ WIDE_DIM = 128
 """Head dims above it have half the warps in decode."""
 RINGS = (3, 2)
 """Tiles of K and V that a warp of decode has: one that is worked on, the others under way. The deepest first, as below."""
+SHARE_BYTES = 32
+"""In which decode's threads find their block's share."""
 STAGE_TILES = (4, 2)
 """Tiles of K and V of a stage of prefill, of which there are two."""
 
@@ -32,8 +34,8 @@ class Fit:
 def decode_fit(library: Library, head_dim: int, group: int, kv_type: str) -> Fit:
     """group: query heads for each kv head; kv_type: as keys and values are stored. Raises InvalidArgument."""
     warps = 2 if head_dim > WIDE_DIM else 4
-    tile, joined = _tile_bytes(head_dim, kv_type), 4 * group * (head_dim + 3)  # a warp's results, for the others
-    fits = [Fit(ring, warps * (ring * tile + joined)) for ring in RINGS]
+    tile, joined = _tile_bytes(head_dim, kv_type), 4 * group * (head_dim + 7)  # a warp's results, for the others
+    fits = [Fit(ring, warps * (ring * tile + joined) + SHARE_BYTES) for ring in RINGS]
     return _first(fits, library, f"{head_dim} of {kv_type} with {group} query heads for a kv head")
 
 

@@ -23,8 +23,10 @@ from tierd.kernels.prepared import Kept, Launch, Prepared
 from tierd.kernels.reference import Attended
 
 BLOCK_ROWS = 64
-PLAN_THREADS, MERGE_THREADS = 256, 128
+MERGE_THREADS = MASS_THREADS = CLEAR_THREADS = 128
 """As in cuda/src."""
+NARROW_GROUP = 8
+"""The most query heads for a kv head of decode's quicker kernels."""
 ARGUMENTS = (
     "q",
     "pages.k",
@@ -42,8 +44,8 @@ ARGUMENTS = (
 """Arrays of a call of PagedDecode; below, where parameters have their addresses."""
 ABSENT: tuple[int, tuple[Any, ...]] = (0, ())
 OF_BATCH = {name: name for name in ARGUMENTS if name.startswith("batch.")}
-OF_DECODE = OF_BATCH | {"pool.k": "pages.k", "pool.v": "pages.v", "q": "q", "k_scales": "pages.k_scales"}
-OF_MERGE = {"v_scales": "pages.v_scales", "to": "out", "lse_to": "lse"}
+OF_POOL = {"pool.k": "pages.k", "pool.v": "pages.v", "k_scales": "pages.k_scales", "v_scales": "pages.v_scales"}
+OF_DECODE = OF_BATCH | OF_POOL | {"q": "q", "to": "out", "lse_to": "lse", "mass": "mass"}
 OF_MASS = OF_BATCH | {"lse": "lse", "mass": "mass"}
 
 
@@ -81,7 +83,9 @@ class PagedDecode:
         check_blocks(blocks)
         self._library, self._shape, self._blocks, self._allocate = library, shape, blocks, allocate
         rows = shape.requests * shape.kv_heads
-        self._starts = allocate((rows + 1,), "int32")
+        self._arrived = allocate((rows,), "int32")
+        clear = params.Clear(self._address(self._arrived), rows)
+        library.launch("decode_clear", (-(-rows // CLEAR_THREADS), 1, 1), clear)
         self._out = allocate((blocks + rows, self._group, shape.head_dim), "float32")
         self._lse = allocate((blocks + rows, self._group), "float32")
         self._tile_lses: list[Array] = []  # with every one that a captured graph may hold
@@ -105,52 +109,55 @@ class PagedDecode:
         asked = Arguments(self._library.device, n, shape.q_heads, shape.kv_heads, shape.head_dim)
         queries, pool = asked.queries(q, n), asked.pool(pages)
         told = asked.batch(batch, n)
-        table_pages = told.table_stride
+        table_pages, table_tiles = told.table_stride, told.table_stride * pool.page_tokens // TILE_TOKENS
         out, lse, mass = asked.like("out", to.out, queries), asked.lse(to.lse, n), asked.mass(to.mass, table_pages)
         fit = decode_fit(self._library, shape.head_dim, self._group, asked.kv_type)
-        tiles = mass and self._tiles(table_pages * pool.page_tokens // TILE_TOKENS)
-        starts, part_out, part_lse = (Buffer.of("workspace", a).address for a in (self._starts, self._out, self._lse))
-        scale = _scale(batch.scale, shape.head_dim) * math.log2(math.e)
-        plan = params.Plan(told, pool.page_tokens, starts)
+        tiles = mass and self._tiles(table_tiles)
         decode = params.Decode(
             told,
             pool,
             queries.address,
-            starts,
-            part_out,
-            part_lse,
+            out,
+            lse,
+            *map(self._address, (self._out, self._lse, self._arrived)),
             tiles,
+            mass,
             asked.k_scales,
+            asked.v_scales,
             shape.q_heads,
             fit.depth,
-            scale,
+            _scale(batch.scale, shape.head_dim) * math.log2(math.e),
         )
-        counts = (n * shape.kv_heads, shape.kv_heads, self._blocks, self._group, shape.head_dim)
-        merge = params.DecodeMerge(starts, part_out, part_lse, asked.v_scales, out, lse, *counts)
-        kernel = f"decode_{queries.dtype}_{asked.kv_type}_{shape.head_dim}" + ("_mass" if tiles else "")
-        heads = (n * shape.q_heads, 1, 1)
-        launches = [
-            Launch("decode_plan", (1, 1, 1), plan, OF_BATCH, 4 * PLAN_THREADS),
-            Launch(kernel, (self._blocks, 1, 1), decode, OF_DECODE, fit.shared_bytes),
-            Launch(f"decode_merge_{queries.dtype}", heads, merge, OF_MERGE),
-        ]
+        kernel = _decode_kernel(queries.dtype, asked.kv_type, shape.head_dim, self._group) + ("_mass" if tiles else "")
+        launches = [Launch(kernel, (self._blocks, 1, 1), decode, OF_DECODE, fit.shared_bytes)]
         if tiles:
             weigh = params.Mass(told, tiles, lse, mass, shape.q_heads, pool.page_tokens)
-            launches.append(Launch("decode_page_mass", heads, weigh, OF_MASS))
+            grid = (n * shape.q_heads, -(-table_tiles // MASS_THREADS), 1)
+            launches.append(Launch("decode_page_mass", grid, weigh, OF_MASS))
         return Prepared(launches, ARGUMENTS)
 
     def _tiles(self, tiles: int) -> int:
         if not self._tile_lses or self._tile_lses[-1].shape[2] < tiles:
             room = 1 << (tiles - 1).bit_length()  # so that all of them together are at most twice the last
             self._tile_lses.append(self._allocate((self._shape.requests, self._shape.q_heads, room), "float32"))
-        return Buffer.of("workspace", self._tile_lses[-1]).address
+        return self._address(self._tile_lses[-1])
+
+    @staticmethod
+    def _address(kept: Array) -> int:
+        """Of an array that was allocated for it."""
+        return Buffer.of("workspace", kept).address
 
 
 def decode_blocks(library: Library, shape: DecodeShape, *, q_type: str, kv_type: str) -> int:
     """How many blocks a PagedDecode is best given: as many as the device runs at once. Types as in `buffers.DTYPES`. Raises InvalidArgument."""
     group = group_of(shape.q_heads, shape.kv_heads, shape.head_dim)
     shared_bytes = decode_fit(library, shape.head_dim, group, kv_type).shared_bytes
-    return library.resident_blocks(f"decode_{q_type}_{kv_type}_{shape.head_dim}", shared_bytes=shared_bytes)
+    return library.resident_blocks(_decode_kernel(q_type, kv_type, shape.head_dim, group), shared_bytes=shared_bytes)
+
+
+def _decode_kernel(q_type: str, kv_type: str, head_dim: int, group: int) -> str:
+    """The one without page masses."""
+    return f"decode_{q_type}_{kv_type}_{head_dim}" + ("_wide" if group > NARROW_GROUP else "")
 
 
 def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:

@@ -38,32 +38,26 @@ class Batch(ctypes.Structure):
     ]
 
 
-class Plan(ctypes.Structure):
-    """decode.cu"""
-
-    _fields_ = [("batch", Batch), ("page_tokens", _I), ("starts", _P)]
-
-
 class Decode(ctypes.Structure):
     """decode.cu"""
 
     _fields_ = [
         ("batch", Batch),
         ("pool", Pool),
-        *((name, _P) for name in ("q", "starts", "out", "lse", "tile_lse", "k_scales")),
+        *(
+            (name, _P)
+            for name in ("q", "to", "lse_to", "out", "lse", "arrived", "tile_lse", "mass", "k_scales", "v_scales")
+        ),
         ("q_heads", _I),
         ("ring", _I),
         ("scale_log2", _F),
     ]
 
 
-class DecodeMerge(ctypes.Structure):
+class Clear(ctypes.Structure):
     """decode.cu"""
 
-    _fields_ = [
-        *((name, _P) for name in ("starts", "out", "lse", "v_scales", "to", "lse_to")),
-        *((name, _I) for name in ("rows", "kv_heads", "blocks", "group", "dim")),
-    ]
+    _fields_ = [("words", _P), ("count", _I)]
 
 
 class Mass(ctypes.Structure):

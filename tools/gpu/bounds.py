@@ -11,9 +11,8 @@ from tools.gpu.results import Check, Result, row_of
 from tools.gpu.shapes import MODELS
 
 THREADS = (
-    (r"decode_plan", 256),
-    (r"decode_(merge_\w+|page_mass)", 128),
-    (r"decode_\w+_256(_mass)?", 64),
+    (r"decode_(clear|page_mass)", 128),
+    (r"decode_\w+_256(_wide)?(_mass)?", 64),
     (r"decode_\w+", 128),
     (r"prefill_\w+", 128),
     (r"merge_\w+|summarize_\w+", 128),

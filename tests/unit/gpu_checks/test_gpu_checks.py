@@ -294,7 +294,8 @@ def test_a_machine_without_a_driver_is_named(tmp_path: Path) -> None:
 
 def test_missing_fatbins_are_named(tmp_path: Path) -> None:
     """Where there is no nvcc either, it says how to build them."""
-    ended = small(tmp_path, fatbins=tmp_path / "none", PATH="/nowhere", CUDA_HOME="/nowhere")
+    nothing = {"PATH": "/nowhere", "CUDA_HOME": "/nowhere", "NVCC_APPEND_FLAGS": "-DNOTHING_IS_KEPT_OF_IT"}
+    ended = small(tmp_path, fatbins=tmp_path / "none", **nothing)
     assert ended.status == 1
     assert "nothing was checked" in ended.said
 

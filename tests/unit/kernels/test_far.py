@@ -35,5 +35,5 @@ def test_stores_copies_and_bounds_of_pages_far_apart(library: Emulated, kind: st
 
 
 def test_decode_of_many_rows(library: Emulated) -> None:
-    """More requests and kv heads than the plan has threads."""
+    """More requests than a block has threads."""
     check_decode(library, MANY)

@@ -168,7 +168,7 @@ def test_a_gpu_with_99_kib_decodes_what_llama_asks() -> None:
 def test_a_gpu_with_too_little_shared_memory_is_told_so() -> None:
     """What fits no block is refused when its blocks are counted, and when it is called, before anything is launched: argument, limit and remedy."""
     cuda, loaded, case = entered(), Loaded(build_fatbins()), made(Shape(((1, 40),), head_dim=128))
-    said = "^q: head_dim 128 of bf16 with 4 query heads .* takes 73920 bytes .* a block of cuda:0 has 60000; give pages of e4m3"
+    said = "^q: head_dim 128 of bf16 with 4 query heads .* takes 74208 bytes .* a block of cuda:0 has 60000; give pages of e4m3"
     with pytest.raises(InvalidArgument, match=said):
         decode_blocks(loaded, DecodeShape(1, 8, 2, 128), q_type="bf16", kv_type="bf16")
     with pytest.raises(InvalidArgument, match=said):
