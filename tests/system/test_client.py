@@ -203,6 +203,26 @@ def test_a_put_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeyp
         assert len(restarts) == 1
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_get_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeypatch, is_copied):
+    """When the daemon goes between the answer of Acquire and the mapping of its pages, its successor is asked once more, and has the blocks."""
+    with Client(own_daemon.target) as client:
+        ns = client.open_namespace(NamespaceSpec(model="unmapped", tokens_per_block=16, block_bytes=1 << 20))
+        assert client.put(ns, chain(9, 2), [np.full(1 << 20, i, np.uint8) for i in range(2)]).stored == 2
+        client._connector.link.session.unmap()
+        map_, restarts, out = Session.map, [], np.full((2, 1 << 20), 0xFF, np.uint8)
+
+        def late(session, handles, *, timeout_s):
+            if not restarts:
+                restarts.append(own_daemon.restart())
+            return map_(session, handles, timeout_s=timeout_s)
+
+        monkeypatch.setattr(Session, "map", late)
+        got = client.get(ns, chain(9, 2), out=out if is_copied else None)
+        assert (got.blocks, len(restarts)) == (2, 1)
+        assert [int(block[0]) for block in (out if is_copied else got.views)] == [0, 1]
+
+
 def test_a_farewell_to_a_daemon_that_dies(own_daemon):
     """What a client let go of while its daemon was dying, which took the words and did nothing, comes back under the next one."""
     with Client(own_daemon.target) as client:

@@ -169,7 +169,11 @@ class Verbs:
         if not lease.whole and (yield from self._without_spare(link, deadline)):
             link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
         if lease and link.session is not None and not link.session.has_mapped(place for place, _ in lease.parts):
-            yield from self._map(link, lease.handles, deadline)
+            try:
+                yield from self._map(link, lease.handles, deadline)
+            except SessionLost:  # the daemon went after it had answered, and the lease with it
+                link, lease = yield from self._leased(groups, wanted, deadline)
+                yield from self._map(link, lease.handles, deadline)
         return lease
 
     def _leased(
