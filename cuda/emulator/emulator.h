@@ -60,8 +60,8 @@ inline void load_of_others(float (&to)[4], const float* from) {
 }
 SIMT_UNSEEN inline bool is_last_of(uint32_t* counter, uint32_t blocks) {
   emulator::happens_before(counter);
-  const bool is_last = *counter >= blocks - 1;
-  *counter = is_last ? 0 : *counter + 1;
+  const bool is_last = *counter == blocks - 1;
+  *counter = *counter >= blocks - 1 ? 0 : *counter + 1;
   emulator::happens_after(counter);
   return is_last;
 }

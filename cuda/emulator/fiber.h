@@ -38,7 +38,7 @@ void __tsan_write16(void*);
 
 namespace simt::emulator {
 
-// What the race detector knows: only barriers order one thread's accesses after another's.
+// What the race detector knows: only barriers, and a block's being the last, order one thread's accesses after another's.
 inline void happens_before(void* edge) {
 #if SIMT_TSAN
   __tsan_release(edge);

@@ -93,17 +93,23 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   }
   static SIMT_DEV float v_scale(const DecodeParams& p, int row) { return p.v_scales ? p.v_scales[row % p.batch.kv_heads] : 1.f; }
 
-  // Rows without a tile, of which no block has a run.
+  // Rows without a tile, of which no block has a run: a lane looks at one, all of them fill it.
   static SIMT_DEV void put_empty(const DecodeParams& p, int group) {
     const int rows = p.batch.requests * p.batch.kv_heads;
-    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-      if (Row::of(p.batch, p.pool.page_tokens, row, 0).end > 0) continue;
-      for (int i = 4 * threadIdx.x; i < group * kDim; i += 4 * kThreads) put(p, (int64_t)row * group * kDim + i, {0.f, 0.f, 0.f, 0.f}, 0.f);
-      for (int i = threadIdx.x; i < group; i += kThreads) put_lse(p, (int64_t)row * group + i, 0.f, 0.f);
+    for (int first = 32 * (blockIdx.x * kWarps + simt::warp()); first < rows; first += gridDim.x * kThreads) {
+      const int mine = first + simt::lane();
+      const bool is_empty = mine < rows && Row::of(p.batch, p.pool.page_tokens, mine, 0).end == 0;
+      if (!simt::any(is_empty)) continue;
+      for (int lane = 0; lane < 32; lane++) {
+        if (!__shfl_sync(~0u, int(is_empty), lane)) continue;
+        const int64_t head = (int64_t)(first + lane) * group;
+        for (int i = 4 * simt::lane(); i < group * kDim; i += 128) put(p, head * kDim + i, {0.f, 0.f, 0.f, 0.f}, 0.f);
+        if (simt::lane() < group) put_lse(p, head + simt::lane(), 0.f, 0.f);
+      }
     }
   }
 
-  // The warps' results of a row become one: the row's own if it `is_whole`, else a part. Everything of shared memory behind the rings is used.
+  // The warps' results of a row become one: the row's own if it `is_whole`, else a part. shared: what is behind the rings, but for `told`.
   static SIMT_DEV void join(const DecodeParams& p, const Attention& mine, const Row& row, bool is_whole, int group, float* shared) {
     float *outs = shared, *tops = outs + kWarps * group * kPadded, *sums = tops + kWarps * group, *rounded = sums + kWarps * group;
     const int first = simt::warp() * group;
@@ -193,8 +199,8 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     for (int i = 0; i < p.ring - 1; i++) next.load(p, last, ring + i * kSlot);
     put_empty(p, group);
     if constexpr (kTells) {
-      const int count = p.batch.requests * p.q_heads * p.batch.table_stride;
-      for (int i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) p.mass[i] = 0.f;
+      const int64_t count = (int64_t)p.batch.requests * p.q_heads * p.batch.table_stride;
+      for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) p.mass[i] = 0.f;
     }
 
     int slot = 0;

@@ -1,7 +1,7 @@
 // How the tiles of a decode are shared out.
 //
 // The tiles of all requests and kv heads form one list, of which each block has a run; a row is a request and a kv head. Every block counts anew what all
-// requests have: a few loads, and no launch before it; and a captured graph replays with growing lengths.
+// requests have, with no launch before it, so that a captured graph replays with growing lengths.
 #pragma once
 #include "batch.h"
 
@@ -42,7 +42,6 @@ struct Row {
 
 // A block's run, and the row of its first tile, if it has any.
 struct Share {
-  static constexpr int kInts(int threads) { return threads / 32 + 2; }
   Run run;
   Row row;
 
@@ -54,7 +53,7 @@ struct Share {
     return sum;
   }
 
-  // All threads of a block call it. shared: kInts that nobody else uses.
+  // All threads of a block call it. shared: an int for each warp and two more, that nobody else uses meanwhile.
   template <int kThreads> static SIMT_DEV Share of(const Batch& batch, int page_tokens, int* shared) {
     const int me = threadIdx.x, each = (batch.requests + kThreads - 1) / kThreads;
     const int from = min(me * each, batch.requests), to = min(from + each, batch.requests);
@@ -75,8 +74,8 @@ struct Share {
       int request = from, tiles_there;
       for (; begin + (tiles_there = tiles_of_request(batch, page_tokens, request)) <= run.first; request++) begin += tiles_there;
       // Without subsets all heads of a request have equally many.
-      const int head = batch.subsets ? 0 : (run.first - begin) * batch.kv_heads / tiles_there;
-      Row found = Row::of(batch, page_tokens, request * batch.kv_heads + head, begin + head * (tiles_there / batch.kv_heads));
+      const int each_head = tiles_there / batch.kv_heads, head = batch.subsets ? 0 : (run.first - begin) / each_head;
+      Row found = Row::of(batch, page_tokens, request * batch.kv_heads + head, begin + head * each_head);
       found.advance(batch, page_tokens, run.first);
       row[0] = found.number, row[1] = found.begin;
     }

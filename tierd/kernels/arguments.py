@@ -94,7 +94,7 @@ class Arguments:
 
     def like(self, name: str, array: Array, q: Buffer) -> int:
         """The address of an array of q's shape and type."""
-        return Buffer.of(name, array).checked(q.shape, q.dtype, device=self.device).address
+        return Buffer.of(name, array).checked(q.shape, q.dtype, device=self.device).aligned().address
 
     def lse(self, array: Array, rows: int) -> int:
         """The address of lse: f32 [rows, q_heads]."""

@@ -73,7 +73,10 @@ class PagedDecode:
 
     Raises InvalidArgument for shapes that no kernel has.
 
-    blocks: how many thread blocks share the work; as many as fit the GPU at once. allocate(shape, dtype name): makes the arrays that it keeps.
+    blocks: how many thread blocks share the work; as many as fit the GPU at once. allocate(shape, dtype name): makes the arrays that it keeps, at multiples of 16 bytes.
+
+    One of them counts what blocks have brought, and is cleared when this is made: in the stream of its calls, or before they are waited for, and not while a graph is captured. Lengths
+    stay as they are while a call runs.
     """
 
     def __init__(

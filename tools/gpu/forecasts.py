@@ -153,7 +153,7 @@ def _others() -> Iterator[Forecast]:
     yield Forecast(part, "summary_keys", 0.50, "bounds of keys, against read bandwidth")
     yield Forecast(part, "sums_slices", 0.80, "checksums of slices of 64 KiB, against read bandwidth")
     part = "graphs"
-    yield Forecast(part, "graph_replays", RIGHT, "one capture of plan and decode, replayed at growing lengths")
+    yield Forecast(part, "graph_replays", RIGHT, "one capture of a decode, replayed at growing lengths")
     yield Forecast(part, "graph_replay", 12.0, "a replayed decode of 8 requests of 1 K, us on the device")
     yield Forecast(part, "decode_call", 150.0, "a decode by its Python face, us of the caller's time")
     yield Forecast(part, "graph_launch", 8.0, "the same by its graph, us of the caller's time")

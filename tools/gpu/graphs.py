@@ -1,4 +1,4 @@
-"""CUDA graphs: plan and decode are captured once and replayed at growing lengths; and what a call costs its caller by either way."""
+"""CUDA graphs: a decode is captured once and replayed at growing lengths; and what a call costs its caller by either way."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Decode:
         return [lambda i=i, layer=layer: self.launch(i, layer) for i, layer in pairs]
 
     def launch(self, i: int = 0, layer: int = 0) -> None:
-        """Plan, decode and merge."""
+        """One call, of one launch or two."""
         batch = DeviceBatch(self.lens, self._device_tables[i])
         self._decode(self._q, self._pool.kv(layer), batch, self.to)
 

@@ -327,8 +327,8 @@ ATTENTION: tuple[Mutant, ...] = (
         "plan-row",
         "the first tile of a run is taken for one of the next row",
         "share.h",
-        "(run.first - begin) * batch.kv_heads",
-        "(run.first - begin + 1) * batch.kv_heads",
+        "(run.first - begin) / each_head",
+        "(run.first - begin + 1) / each_head",
         DECODE,
     ),
     Mutant(

@@ -26,7 +26,7 @@ MAP_NORESERVE = 0x4000
 FAR_DECODES = (Shape(((1, 50), (1, 16))), Shape(((1, 90),), types=("f16", "e4m3"), group=2))
 FAR_PREFILLS = (Shape(((20, 40), (3, 3)), group=1),)
 MANY = Shape(((1, 1), (1, 0), (1, 17)) * 50, group=1)
-"""More rows than a plan has threads."""
+"""More requests than a block has threads."""
 
 
 def far_apart(pages: Array) -> Array:

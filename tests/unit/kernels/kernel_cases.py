@@ -39,7 +39,7 @@ WILD = 2**31 - 1
 
 @dataclass(frozen=True)
 class Shape:
-    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees, in any order; 0: all. spread: of the queries; the less, the flatter is attention."""
+    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees, in any order, every second one less; 0: all. spread: of the queries; the less, the flatter is attention."""
 
     sequences: tuple[tuple[int, int], ...]
     types: tuple[str, str] = ("bf16", "bf16")
@@ -92,7 +92,10 @@ def made(shape: Shape) -> Case:
     )
     batch = PagedBatch(starts, kv_lens, tables, sinks=shape.sinks, window=shape.window)
     if shape.chosen:
-        seen = [[rng.permutation(n)[: shape.chosen].tolist() for _ in range(shape.kv_heads)] for n in needed]
+        seen = [
+            [rng.permutation(n)[: max(0, shape.chosen - head % 2)].tolist() for head in range(shape.kv_heads)]
+            for n in needed
+        ]
         batch = replace(batch, subsets=seen)
     return Case(shape, q, pool, batch, _on_device(batch, shape))
 
@@ -245,6 +248,7 @@ DECODES = (
     Shape(((1, 200), (1, 20), (1, 3)), types=("bf16", "e4m3"), page_tokens=32, chosen=2, group=16, kv_heads=1),
     Shape(((1, 777),), kv_heads=1, spread=0.5),
     Shape(((1, 200), (1, 0), (1, 40)), page_tokens=32, chosen=3),
+    Shape(((1, 200), (1, 0), (1, 40)), chosen=1),
 )
 PREFILLS = (
     Shape(((20, 150), (40, 40), (1, 30))),

@@ -55,6 +55,7 @@ WRONG: dict[str, Any] = {
     "q: has shape": lambda given: given["q"][:, :, :32].copy(),
     "q: axis 2": lambda given: wide(given["q"]),
     "q: address": lambda given: moved(given["q"], 8),
+    "out: address": lambda given: moved(given["out"], 8),
     "q: 5 sequences": lambda given: np.repeat(given["q"], 3, axis=0)[:5],
     "q: list": lambda given: given["q"].tolist(),
     "q: has shape []": lambda _: np.zeros((), np.float32),
