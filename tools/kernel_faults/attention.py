@@ -341,10 +341,10 @@ ATTENTION: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parts-last",
-        "every block that brings a part joins what there is",
+        "parts are joined before the last of three is there",
         "decode.cu",
-        "if (told[0])",
-        "if (told[0] || true)",
+        "is_last_of(p.arrived + row.number, parts)",
+        "is_last_of(p.arrived + row.number, parts - 1)",
         DECODE,
     ),
     Mutant(
