@@ -18,7 +18,9 @@ WIDE_DIM = 128
 RINGS = (3, 2)
 """Tiles of K and V that a warp of decode has: one that is worked on, the others under way. The deepest first, as below."""
 SHARE_BYTES = 32
-"""In which decode's threads find their block's share."""
+"""An int for each warp of decode and two more, in which its threads find their block's share."""
+PADDING = 4
+"""Floats behind each output of a warp of decode, so that heads lie in other banks."""
 STAGE_TILES = (4, 2)
 """Tiles of K and V of a stage of prefill, of which there are two."""
 
@@ -34,7 +36,8 @@ class Fit:
 def decode_fit(library: Library, head_dim: int, group: int, kv_type: str) -> Fit:
     """group: query heads for each kv head; kv_type: as keys and values are stored. Raises InvalidArgument."""
     warps = 2 if head_dim > WIDE_DIM else 4
-    tile, joined = _tile_bytes(head_dim, kv_type), 4 * group * (head_dim + 7)  # a warp's results, for the others
+    tile = _tile_bytes(head_dim, kv_type)
+    joined = 4 * group * (head_dim + PADDING + 3)  # a warp's outputs and three sums of each head, for the others
     fits = [Fit(ring, warps * (ring * tile + joined) + SHARE_BYTES) for ring in RINGS]
     return _first(fits, library, f"{head_dim} of {kv_type} with {group} query heads for a kv head")
 

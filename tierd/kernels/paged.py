@@ -75,8 +75,8 @@ class PagedDecode:
 
     blocks: how many thread blocks share the work; as many as fit the GPU at once. allocate(shape, dtype name): makes the arrays that it keeps, at multiples of 16 bytes.
 
-    One of them counts what blocks have brought, and is cleared when this is made: in the stream of its calls, or before they are waited for, and not while a graph is captured. Lengths
-    stay as they are while a call runs.
+    One of them counts what blocks have brought, and is cleared by a launch into the current stream: make this in the stream of its calls, or wait for the launch before the first,
+    and never while a graph is captured. Lengths must stay as they are while a call runs.
     """
 
     def __init__(
