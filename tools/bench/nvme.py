@@ -1,17 +1,20 @@
 """The store: blocks written and read by the daemon, verified, against raw O_DIRECT I/O of as many pieces at the best depth on the same disk.
 
-Writes first: a batch is put into memory, then written (a flush, or a put that asks for durability and finds it there already). Then reads: of the batches that
-the store holds one after another, by a get of views, so that each has been displaced from memory when its turn comes again. At last puts that are copied and
-made durable in one call. Batch by batch the raw file is written and read beside it, and the disk is synced before each work. A flush syncs what it writes:
-`nvme_write` has it against raw writes that do not, `nvme_write_synced` against such as do, which are slower where the machine below keeps writes in its memory
-until somebody syncs. `nvme_write_first`: slots that nobody has written yet, as they are for as long as a daemon has not written its store over with zeros
+Blocks come to a store in three ways, and each has its row. `nvme_write`: demotion, which verifies what it writes and does not sync, against raw writes that do not
+either; by a daemon on a replay clock, which demotes only in a Quiesce, and then all that is in memory. `nvme_flush`: a flush, which syncs, against raw writes and one
+fdatasync; these are slower where the machine below keeps writes in its memory until somebody syncs. `nvme_durable`: puts that ask for it. A batch is put into
+memory, then written. `nvme_write_first`: demotion to slots that nobody has written yet, as they are for as long as a daemon has not written its store over with zeros
 (`zero_ahead`); after that the first write is as any other.
+
+Reads are of the batches that a store holds one after another, by a get of views, so that each has been displaced from memory when its turn comes again. Batch by batch the
+raw file is written and read beside the store, and before each work both are synced.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,8 @@ from tools.bench.raw_disk import RawFile
 from tools.bench.rows import Row, row_of
 
 CONFIG = """\
+[server]
+clock = "{clock}"
 [scrub]
 period = "0 s"
 [mover]
@@ -33,19 +38,21 @@ prefetch_on_lookup = false
 [[host]]
 capacity = "{host} MiB"
 segment = "{segment} MiB"
-high_watermark = 1.0
-low_watermark = 0.99
+high_watermark = {high}
+low_watermark = {low}
 eviction = "lru"
 [[nvme]]
 path = "{{root}}/store"
 capacity = "{nvme} MiB"
 segment = "{segment} MiB"
 zero_ahead = false
-high_watermark = 1.0
-low_watermark = 0.99
 admission = "all"
 eviction = "lru"
 """
+BY_ASKING = {"clock": "monotonic", "high": 1.0, "low": 0.99}
+"""A daemon that writes what it is asked to write."""
+AT_REST = {"clock": "replay", "high": 0.0002, "low": 0.0001}
+"""A daemon that demotes all that is in memory, in a Quiesce."""
 HOST_BATCHES, NVME_BATCHES, WARM = 2, 10, 2
 """What the tiers hold at most, headers and what does not fill a segment included."""
 READ_BATCHES = HOST_BATCHES + 2
@@ -64,6 +71,7 @@ class Bench:
         self._space: OpenedNamespace = client.open_namespace(spec)
         self._noise = np.random.default_rng(0)
         self.size = count * block_bytes
+        self._demoted_bytes = 0
 
     def put(self, number: int, *, count: int) -> None:
         """Into memory only."""
@@ -73,14 +81,32 @@ class Bench:
         """Random bytes."""
         return list(self._noise.integers(0, 256, (count, self.block_bytes), dtype=np.uint8))
 
-    def write(self, number: int) -> Callable[[], object]:
-        """All that is in memory goes to the store, synced."""
+    def settle(self) -> None:
+        """Whatever is in memory is in the store too, synced."""
+        assert self._operator.ask(pb.FlushRequest(deadline_s=30.0)).left == 0
+
+    def demote(self, number: int) -> Callable[[], object]:
+        """All that is in memory goes to the store, as it does in the background. Raises RuntimeError where it did not the last time."""
+        self.check_demoted()
         self.put(number, count=self.count)
 
         def work() -> None:
-            assert self._operator.ask(pb.FlushRequest(deadline_s=30.0)).left == 0
+            moved = self._operator.ask(pb.QuiesceRequest(deadline_s=30.0)).transfers
+            assert moved == self.count, f"{moved} blocks of {self.count} were demoted"
+            self._demoted_bytes += self.size
 
         return work
+
+    def check_demoted(self) -> None:
+        """The store was given all that was demoted. Raises RuntimeError."""
+        written = self._operator.ask(pb.TiersRequest()).tiers[1].bytes_written
+        if written < self._demoted_bytes:
+            raise RuntimeError(f"nvme: {written} bytes were written of {self._demoted_bytes} that were demoted")
+
+    def flush(self, number: int) -> Callable[[], object]:
+        """All that is in memory goes to the store, synced."""
+        self.put(number, count=self.count)
+        return self.settle
 
     def durable(self, number: int) -> Callable[[], object]:
         """A put of blocks that are in memory already: it only makes them durable."""
@@ -119,12 +145,13 @@ class Beside:
     """A daemon's store and a raw file on the same disk, batch by batch. costs: of each work, run by run."""
 
     def __init__(self, bench: Bench, raw: RawFile, pid: int) -> None:
-        self._raw, self._pid = raw, pid
+        self._bench, self._raw, self._pid = bench, raw, pid
         self.costs: dict[str, list[Cost]] = defaultdict(list)
         self._works: dict[str, Work] = {
             "raw_write": lambda _: raw.write,
+            "demote": bench.demote,
             "raw_flushed": lambda _: raw.write_synced,
-            "write": bench.write,
+            "flush": bench.flush,
             "raw_synced": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
             "durable": lambda n: bench.durable(-2 * n - 1),
             "raw_synced_put": lambda _: lambda: raw.write_synced(DURABLE_COUNT),
@@ -136,25 +163,33 @@ class Beside:
     def run(self, number: int, names: Iterable[str], *, under: str = "") -> None:
         """Each of these works once, in order, and none finds what the one before has left unsynced. under: begins the names that they are kept by."""
         for name in names:
+            self._bench.settle()
             self._raw.sync()
             self.costs[under + name].append(cost_of(self._works[name](number), pid=self._pid))
 
     def first(self, batches: int) -> None:
-        """Writes to slots that nobody has written yet: nothing leaves the store meanwhile."""
+        """Demotion to slots that nobody has written yet: nothing leaves the store meanwhile."""
         for number in range(batches):
-            self.run(number, ("raw_write", "write"), under="first_")
+            self.run(number, ("raw_write", "demote"), under="first_")
 
     def again(self, runs: int, *, first: int) -> None:
-        """Writes into slots that were written before, then reads of what they brought; at last durable puts, which displace it."""
-        count = WARM + max(runs, READ_BATCHES)
+        """Demotion into slots that were written before."""
+        for number in range(WARM + runs):
+            self.run(first + number, ("raw_write", "demote"), under="" if number >= WARM else "warm_")
+        self._bench.check_demoted()
+
+    def asked(self, runs: int) -> None:
+        """Flushes and durable writes, then reads of what the flushes brought; at last durable puts, which displace it."""
+        full = NVME_BATCHES  # so many and each slot was written before
+        count = full + max(runs, READ_BATCHES)
         for number in range(count):
-            kept = "" if number >= WARM else "warm_"
-            self.run(first + number, ("raw_write", "raw_flushed", "write", "raw_synced", "durable"), under=kept)
+            kept = "" if number >= full else "warm_"
+            self.run(number, ("raw_flushed", "flush", "raw_synced", "durable"), under=kept)
         for number in range(READ_BATCHES + runs):  # the oldest first: memory holds the last ones
             kept = "" if number >= READ_BATCHES else "warm_"
-            self.run(first + count - READ_BATCHES + number % READ_BATCHES, ("raw_read", "read"), under=kept)
+            self.run(count - READ_BATCHES + number % READ_BATCHES, ("raw_read", "read"), under=kept)
         for number in range(WARM + runs):
-            self.run(first + number, ("raw_synced_put", "durable_put"), under="" if number >= WARM else "warm_")
+            self.run(number, ("raw_synced_put", "durable_put"), under="" if number >= WARM else "warm_")
 
     def row(self, name: str, verb: str, limit: str, *, size: int, meaning: str) -> Row:
         """GB/s of a verb against those of its limit."""
@@ -165,51 +200,52 @@ class Beside:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`nvme_write_...`, `nvme_write_synced_...`, `nvme_read_...` and `nvme_write_first_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`, `nvme_durable_put_2MiB_x16`; GB/s."""
-    out: list[Row] = []
-    for name, (count, block_bytes) in SHAPES.items():
-        sizes = {"count": effort.pick(count, 16), "block_bytes": effort.pick(block_bytes, 64 * KIB)}
-        batch = sizes["count"] * sizes["block_bytes"] // MIB
-        config = CONFIG.format(host=HOST_BATCHES * batch, nvme=NVME_BATCHES * batch, segment=effort.pick(16, 1))
-        with (
-            Daemon(config) as daemon,
-            Client(daemon.target, timeout_s=60) as client,
-            connect(daemon.target) as operator,
-        ):
-            out += _rows_of(Bench(client, operator, **sizes), daemon, name, effort)
-    return out
+    """`nvme_read_...`, `nvme_write_...`, `nvme_write_first_...` and `nvme_flush_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`, `nvme_durable_put_2MiB_x16`; GB/s."""
+    return [row for name in SHAPES for suite in (_demoted, _asked) for row in suite(name, effort)]
 
 
-def _rows_of(bench: Bench, daemon: Daemon, name: str, effort: Effort) -> list[Row]:
-    with RawFile(
-        Path(daemon.root), length_bytes=4 * bench.size, piece_bytes=bench.block_bytes, count=bench.count
-    ) as raw:
+@contextmanager
+def _beside(name: str, effort: Effort, how: Mapping[str, object]) -> Iterator[tuple[Beside, RawFile, Bench]]:
+    """A daemon and a raw file beside it. how: BY_ASKING or AT_REST."""
+    count, block_bytes = SHAPES[name]
+    count, block_bytes = effort.pick(count, 16), effort.pick(block_bytes, 64 * KIB)
+    batch = count * block_bytes // MIB
+    config = CONFIG.format(host=HOST_BATCHES * batch, nvme=NVME_BATCHES * batch, segment=effort.pick(16, 1), **how)
+    with (
+        Daemon(config) as daemon,
+        Client(daemon.target, timeout_s=60) as client,
+        connect(daemon.target) as operator,
+        RawFile(Path(daemon.root), length_bytes=4 * count * block_bytes, piece_bytes=block_bytes, count=count) as raw,
+    ):
         raw.allocate()
         raw.calibrate()
-        beside = Beside(bench, raw, daemon.pid)
+        bench = Bench(client, operator, count=count, block_bytes=block_bytes)
+        yield Beside(bench, raw, daemon.pid), raw, bench
+
+
+def _demoted(name: str, effort: Effort) -> list[Row]:
+    """What demotion writes."""
+    with _beside(name, effort, AT_REST) as (beside, raw, bench):
         beside.first(NVME_BATCHES - 2)
         beside.again(effort.runs, first=NVME_BATCHES - 2)
-        reads, writes = (f"raw O_DIRECT {verb}s at depth {raw.depths[verb]}" for verb in ("read", "write"))
-    size = bench.size
+    limit = f"raw O_DIRECT writes at depth {raw.depths['write']}"
+    meaning = f"demotion, verified, neither side synced, against {limit}"
+    first = f"the same into slots that were never written, against {limit} into written ones"
+    return [
+        beside.row(f"nvme_write_{name}", "demote", "raw_write", size=bench.size, meaning=meaning),
+        beside.row(f"nvme_write_first_{name}", "first_demote", "first_raw_write", size=bench.size, meaning=first),
+    ]
+
+
+def _asked(name: str, effort: Effort) -> list[Row]:
+    """What is read and written because somebody asks for it."""
+    with _beside(name, effort, BY_ASKING) as (beside, raw, bench):
+        beside.asked(effort.runs)
+    reads, writes = (f"raw O_DIRECT {verb}s at depth {raw.depths[verb]}" for verb in ("read", "write"))
+    read, flush = f"verified, against {reads}", f"verified, synced, against {writes} with one fdatasync"
     out = [
-        beside.row(f"nvme_read_{name}", "read", "raw_read", size=size, meaning=f"verified, against {reads}"),
-        beside.row(
-            f"nvme_write_{name}", "write", "raw_write", size=size, meaning=f"synced, against {writes}, unsynced"
-        ),
-        beside.row(
-            f"nvme_write_synced_{name}",
-            "write",
-            "raw_flushed",
-            size=size,
-            meaning=f"the same, against {writes} with one fdatasync",
-        ),
-        beside.row(
-            f"nvme_write_first_{name}",
-            "first_write",
-            "first_raw_write",
-            size=size,
-            meaning=f"into slots that were never written, against {writes} into written ones",
-        ),
+        beside.row(f"nvme_read_{name}", "read", "raw_read", size=bench.size, meaning=read),
+        beside.row(f"nvme_flush_{name}", "flush", "raw_flushed", size=bench.size, meaning=flush),
     ]
     if name == "2MiB":
         against = "against raw O_DIRECT writes with one fdatasync a batch"
