@@ -244,8 +244,8 @@ class Core:
         self._planner.persist(self._upkeep.live(blocks), draft=draft)
         return draft.plan()
 
-    def demote(self, now: float, *, limit: int = 64) -> Plan:
-        """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark. Empty when content."""
+    def demote(self, now: float, *, limit: int = 512) -> Plan:
+        """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark, and 128 MiB of pages. Empty when content."""
         draft = self._begin(now)
         self._demotion.run(limit, draft)
         return draft.plan()

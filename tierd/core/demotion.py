@@ -17,6 +17,7 @@ be the first to leave, if it is worth less than what was there, and has displace
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from tierd.core.sets import kinds, true_rows
 
 WHOLE = Key(-1, -1, -1)
 """The measure of a tier as a whole."""
+PLAN_BYTES = 128 << 20
+"""Of pages in one plan: a disk writes them in tens of milliseconds, for which whoever wants to read from it may wait."""
 
 
 class Excess(NamedTuple):
@@ -40,6 +43,27 @@ class Excess(NamedTuple):
 
     high: float
     low: float
+
+
+@dataclass(slots=True)
+class Allowance:
+    """What a plan may still send, in blocks and in the bytes of their pages; one block whatever its size."""
+
+    blocks: int
+    bytes: int
+    is_fresh: bool = True
+
+    def of(self, sizes: Ids) -> int:
+        """How many of these, in order, it lets go."""
+        sizes = sizes[: self.blocks]
+        fit = int(np.searchsorted(np.cumsum(sizes), self.bytes, side="right"))
+        return max(fit, min(1, len(sizes))) if self.is_fresh else fit
+
+    def take(self, sizes: Ids) -> None:
+        """These were sent."""
+        self.blocks -= len(sizes)
+        self.bytes -= int(sizes.sum())
+        self.is_fresh &= len(sizes) == 0
 
 
 class Demotion:
@@ -50,11 +74,12 @@ class Demotion:
         self._draining: list[set[Key]] = [set() for _ in planner.index.tiers]
 
     def run(self, limit: int, draft: Draft) -> None:
-        """At most `limit` transfers over all tiers, near to far."""
+        """At most `limit` transfers and PLAN_BYTES over all tiers, near to far."""
         self._index.pass_time(draft.now)
+        allowance = Allowance(limit, PLAN_BYTES)
         for tier in self._index.serving():
-            if limit > 0 and self._farther(tier):
-                limit -= self._drain(tier, limit, draft)
+            if self._farther(tier):
+                self._drain(tier, allowance, draft)
             self._clear(tier, draft)
 
     def _clear(self, tier: int, draft: Draft) -> None:
@@ -64,19 +89,19 @@ class Demotion:
         if not pages_of.spec.headroom_bytes or over <= 0 or self._going(tier)[WHOLE]:
             return
         victims = self._room.coldest(tier, self._count(tier, over))
-        sizes = np.cumsum(pages_of.class_bytes(self._index.attached(tier, victims)))
+        sizes = np.cumsum(self._sizes(tier, victims))
         victims = victims[: int(np.searchsorted(sizes, over)) + 1]
         safe = ~self._is_dirty(tier, victims) | (self._next_tiers(tier, victims) < 0)
         self._room.drop(tier, self._room.tails_first(tier, victims[safe]), draft)
 
-    def _drain(self, tier: int, limit: int, draft: Draft) -> int:
-        """Sends up to `limit` victims that deserve a write, past those that do not. How many were sent."""
-        sent, at, victims = 0, 0, self._victims(tier)
-        while at < len(victims) and sent < limit:
-            asked = victims[at : at + limit - sent]
-            sent += self._send(tier, self._worthy(tier, asked, draft.now), draft)
-            at += len(asked)
-        return sent
+    def _drain(self, tier: int, allowance: Allowance, draft: Draft) -> None:
+        """Sends as many victims that deserve a write as are allowed, past those that do not."""
+        at, victims = 0, self._victims(tier)
+        sizes = self._sizes(tier, victims)
+        while count := allowance.of(sizes[at:]):
+            sent = self._send(tier, self._worthy(tier, victims[at : at + count], draft.now), draft)
+            allowance.take(self._sizes(tier, sent))
+            at += count
 
     def _worthy(self, tier: int, victims: Ids, now: float) -> Ids:
         """Those that the tier which they would go to is worn with."""
@@ -93,9 +118,7 @@ class Demotion:
         if not excess:
             return no_ids()
         victims = self._room.coldest(tier, self._reach(tier, excess))
-        pages_of = self._index.tiers[tier]
-        sizes = pages_of.class_bytes(self._index.attached(tier, victims))
-        dirty = self._is_dirty(tier, victims)
+        sizes, dirty = self._sizes(tier, victims), self._is_dirty(tier, victims)
         wanted = np.zeros(len(victims), bool)
         for key, over in excess.items():
             rows = np.arange(len(victims)) if key == WHOLE else true_rows(self._room.is_right(tier, victims, key))
@@ -162,16 +185,20 @@ class Demotion:
         pages_of = self._index.tiers[tier]
         return pages_of.spec.capacity_bytes - pages_of.spec.headroom_bytes - pages_of.quarantined_bytes
 
-    def _send(self, tier: int, victims: Ids, draft: Draft) -> int:
-        """Writes them to the next tier, as far as one has room. How many."""
-        sent, to = 0, self._next_tiers(tier, victims)
+    def _sizes(self, tier: int, blocks: Ids) -> Ids:
+        """Bytes of the blocks' pages in a tier."""
+        return self._index.tiers[tier].class_bytes(self._index.attached(tier, blocks))
+
+    def _send(self, tier: int, victims: Ids, draft: Draft) -> Ids:
+        """Writes them to the next tier, as far as one has room. Which."""
+        sent, to = [no_ids()], self._next_tiers(tier, victims)
         for rows in runs(to):
             if to[rows[0]] >= 0:
                 blocks = victims[rows][::-1]
                 where = Where(np.full(len(blocks), tier), self._index.attached(tier, blocks))
                 done = self._planner.send(blocks, where, target=int(to[rows[0]]), reason=Reason.DEMOTION, draft=draft)
-                sent += int(np.count_nonzero(done))
-        return sent
+                sent.append(blocks[done])
+        return np.concatenate(sent)
 
     def _farther(self, tier: int) -> list[int]:
         kind = self._index.tiers[tier].spec.kind

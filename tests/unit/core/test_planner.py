@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, Kit, chain, group, tier
+from tierd.core import demotion
 from tierd.core.model import BlockStatus, Reason
 from tierd.errors import NotFound
 
@@ -44,6 +45,17 @@ def test_demotion_goes_on_between_the_watermarks() -> None:
     kit = Kit(tier(HOST, 16, high_watermark=0.9, low_watermark=0.5), tier(NVME, 16))
     kit.put(chain("a", 15))
     assert [len(kit.demote(limit=3).transfers) for _ in range(4)] == [3, 3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "sent"), [(3 * PAGE, [3, 3, 1, 0]), (3 * PAGE - 1, [2, 2, 2, 1]), (1, [1, 1, 1, 1])]
+)
+def test_a_plan_of_demotion_has_few_bytes(monkeypatch: pytest.MonkeyPatch, most_bytes: int, sent: list[int]) -> None:
+    """A plan sends as many blocks as its bytes allow, one where even that has more; the next plans go on."""
+    monkeypatch.setattr(demotion, "PLAN_BYTES", most_bytes)
+    kit = Kit(tier(HOST, 16, high_watermark=0.9, low_watermark=0.5), tier(NVME, 16))
+    kit.put(chain("a", 15))
+    assert [len(kit.demote().transfers) for _ in sent] == sent
 
 
 def test_the_far_copy_makes_the_next_demotion_free() -> None:
