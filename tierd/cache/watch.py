@@ -1,8 +1,8 @@
 """Looks after the stored and the device tiers: takes those that keep failing out of service, and tries whether they work again.
 
 Purpose: `Watch`, which asks tiers how they fare, lets a breaker judge, and tells the core; also which stores a device reads from directly now. Non-purpose: the judgement (`breaker`).
-Invariants: one probe at a time for each tier, so that a disk that hangs costs one thread; people hear of each change once. Under a replay clock it
-looks too, since a disk may fail then as well.
+Invariants: one probe at a time for each tier, so that a disk that hangs costs one thread; people hear of each change once; while a call is under way, or
+a tier out of service, there is a look every LOOK_S, and while nothing happens there is none. Under a replay clock it looks too, since a disk may fail then as well.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from tierd.core.core import Core
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.metrics import Metrics
 from tierd.mover import Mover
-from tierd.tiers.tier import Tier, WatchedTier, is_device, is_watched
+from tierd.tiers.tier import Health, Tier, WatchedTier, is_device, is_watched
 
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
-"""Between two looks at a tier: adds to the time for which it serves although it hangs."""
+"""Between two looks at the tiers: adds to the time for which it serves although it hangs."""
+
+
+Readings = list[tuple[Health, int]]
 
 
 class Watch:
@@ -36,6 +39,9 @@ class Watch:
         self._withheld: dict[int, Callable[[], str]] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._stirred = asyncio.Event()
+        for tier in self._watched.values():
+            tier.heed(self._stirred.set)
 
     def tolerate(self, tolerances: Mapping[int, Tolerance]) -> None:
         """How much each watched tier may fail, by position; before `start`."""
@@ -102,11 +108,25 @@ class Watch:
 
     async def _look_for_ever(self) -> None:
         while True:
+            self._stirred.clear()
+            before = self._readings()
             try:
                 self.look()
             except Exception:
                 log.exception("tiers not looked at")
             await asyncio.sleep(LOOK_S)
+            if self._is_calm(before):
+                await self._stirred.wait()
+
+    def _is_calm(self, before: Readings) -> bool:
+        """Whether nothing can change before something stirs: every tier is in service and as it was before the last look, and nothing is under way."""
+        readings = self._readings()
+        is_well = all(breaker.state is State.CLOSED for breaker in self.breakers.values())
+        return is_well and readings == before and not any(health.calls for health, _ in readings)
+
+    def _readings(self) -> Readings:
+        """How each watched tier fares, and how many corrupt blocks it has given."""
+        return [(tier.health(), self._flights.corrupt[position]) for position, tier in self._watched.items()]
 
     async def _probe(self, tier: WatchedTier) -> None:
         fault = ""

@@ -7,7 +7,7 @@ loop's; a call is under way until its thread has come back, whoever has stopped 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -32,17 +32,19 @@ class Call:
 
 
 class Calls:
-    """See the module. A sync counts as a write. unread: reads that failed since one has succeeded."""
+    """See the module. A sync counts as a write. unread: reads that failed since one has succeeded. stir: called when one begins."""
 
     def __init__(self) -> None:
         self.errors: dict[Kind, int] = {"read": 0, "write": 0}
         self.unread = 0
+        self.stir: Callable[[], None] = lambda: None
         self._under_way: set[Call] = set()
 
     def begin(self, kind: Kind) -> Call:
         """A call is under way until `end`."""
         call = Call(kind, asyncio.get_running_loop().time())
         self._under_way.add(call)
+        self.stir()
         return call
 
     def end(self, call: Call) -> None:
@@ -62,6 +64,11 @@ class Calls:
         """A call has failed, for good: what is tried again in smaller parts has not."""
         self.errors[kind] += 1
         self.unread += kind == "read"
+
+    @property
+    def under_way(self) -> int:
+        """How many there are now."""
+        return len(self._under_way)
 
     def age_s(self, *kinds: Kind) -> float:
         """Of the oldest call under way, of these kinds or all; 0.0: there is none."""

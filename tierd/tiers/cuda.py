@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,7 @@ class CudaTier(SegmentBooks[Slab]):
         self._is_begun = False
         """Whether what is said at the start has been told."""
         self._fault = ""
+        self._stir: Callable[[], None] = lambda: None
         self._hosts: dict[int, asyncio.Task[None]] = {}
         """Host segments that the GPU process maps, or is told to."""
         self._errands: set[asyncio.Task[None]] = set()
@@ -169,6 +170,7 @@ class CudaTier(SegmentBooks[Slab]):
             self._direct.end(gpu)
             self._hosts.clear()
             self._fault = f"{reason}; it is started again"
+            self._stir()
 
     async def _end_gpu(self) -> None:
         gpu, self._gpu = self._gpu, None
@@ -182,6 +184,10 @@ class CudaTier(SegmentBooks[Slab]):
     def health(self) -> Health:
         """A fault while no GPU process runs. A call that hangs ends it, so nothing else is told."""
         return Health(fault=self._fault)
+
+    def heed(self, stir: Callable[[], None]) -> None:
+        """As `WatchedTier.heed`; also when there are other direct ways."""
+        self._stir = stir
 
     async def probe(self) -> None:
         """Starts a GPU process if there is none; it takes over the slabs. Raises TierFailed."""
@@ -277,6 +283,7 @@ class CudaTier(SegmentBooks[Slab]):
 
     def _tell_ways(self) -> None:
         """Which way blocks come, wherever people look for it; what is new after the start is said at once."""
+        self._stir()
         facts, now = self.facts, list(self._direct.notices.values())
         self.place = ", ".join(
             filter(None, (f"{facts.name} {facts.uuid}".strip() or "GPU", facts.copying, self._direct.words))

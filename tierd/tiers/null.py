@@ -5,7 +5,7 @@ Purpose: `NullStore`, the stored tier of capacity zero. Invariant: nothing is ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +35,9 @@ class NullStore:
     def health(self) -> Health:
         """It is not there."""
         return Health(fault=f"{self.spec.name}: the tier is absent; configure it, or leave it out")
+
+    def heed(self, stir: Callable[[], None]) -> None:
+        """It stays as it is."""
 
     async def probe(self) -> None:
         """Raises TierFailed."""

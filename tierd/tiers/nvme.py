@@ -181,9 +181,14 @@ class NvmeStore:
             read_errors=calls.errors["read"],
             write_errors=calls.errors["write"],
             unread=calls.unread,
+            calls=calls.under_way,
             read_age_s=calls.age_s("read"),
             write_age_s=calls.age_s("write"),
         )
+
+    def heed(self, stir: Callable[[], None]) -> None:
+        """As `WatchedTier.heed`: whatever fails or hangs began as a call."""
+        self._calls.stir = stir
 
     async def probe(self) -> None:
         """Mends what failed, then writes, syncs and reads: a file of its own, the journal, the first slot. Raises TierFailed."""

@@ -77,13 +77,14 @@ class Health:
     """How a watched tier fares. Counts are since it was opened.
 
     fault: why nothing can be written, for people; empty if it can. read_errors, write_errors: calls that failed; a sync counts as a write.
-    unread: reads that failed since one has succeeded. read_age_s, write_age_s: of the oldest call under way, 0.0 if there is none.
+    unread: reads that failed since one has succeeded. calls: under way. read_age_s, write_age_s: of the oldest call under way, 0.0 if there is none.
     """
 
     fault: str = ""
     read_errors: int = 0
     write_errors: int = 0
     unread: int = 0
+    calls: int = 0
     read_age_s: float = 0.0
     write_age_s: float = 0.0
 
@@ -181,6 +182,9 @@ class WatchedTier(Tier, Protocol):
 
     def health(self) -> Health:
         """How it fares now. Does not wait."""
+
+    def heed(self, stir: Callable[[], None]) -> None:
+        """From now on stir is called, on the loop, when its health begins to change or may: a call to the medium begins, or the medium has gone."""
 
     async def probe(self) -> None:
         """Finds out whether it works, and mends what can be mended. Takes as long as the medium takes. Raises TierFailed."""

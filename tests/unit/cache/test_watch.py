@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.unit.cache.world import SOON_S, opened
+from tests.unit.cache.world import CONFIG, SOON_S, opened
+from tierd.cache import watch
 from tierd.cache.breaker import Tolerance
 from tierd.core.model import TierKind
 from tierd.errors import TierFailed
@@ -49,6 +50,32 @@ async def test_a_store_whose_writes_hang_is_read_on() -> None:
             assert cache.core._index.serving(TierKind.NVME) == [store.position]
         assert await cache.health.resume(store.position, timeout_s=SOON_S) == ""
         assert cache.core.is_writable(store.position)
+
+
+async def test_nobody_looks_at_tiers_that_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores that have no call under way are not looked at; one whose next call hangs is taken out of service all the same."""
+    monkeypatch.setattr(watch, "LOOK_S", 0)
+    async with opened(CONFIG + "zero_ahead = false\n") as world:
+        cache, looks, look = world.cache, list[None](), world.cache.health.look
+        monkeypatch.setattr(cache.health, "look", lambda: (looks.append(None), look()))
+        store = next(tier for tier in cache.tiers if isinstance(tier, NvmeStore))
+        cache.health.tolerate({store.position: Tolerance(hang_s=0.001)})
+        cache.health.start()
+        await _turns()
+        seen = len(looks)
+        await _turns()
+        assert len(looks) == seen
+        with store._calls.one("read"):
+            async with asyncio.timeout(SOON_S):
+                while cache.core.is_writable(store.position):
+                    await _turns()
+        await cache.health.stop()
+
+
+async def _turns() -> None:
+    """More turns of the loop than a watch takes to find that nothing happens."""
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
 async def _take(link: Link) -> None:
