@@ -35,3 +35,19 @@ def test_matrices_are_multiplied_in_one_thread() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "1"
+
+
+def test_no_plugin_gets_into_the_programs(tmp_path: Path) -> None:
+    """What other packages offer pydantic as a plugin is neither looked for nor loaded by a start."""
+    (offered := tmp_path / "plug-1.dist-info").mkdir()
+    (offered / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1\n")
+    (offered / "entry_points.txt").write_text("[pydantic]\nplug = plug:plug\n")
+    (tmp_path / "plug.py").write_text("print('loaded')\n")
+    (file := tmp_path / "a file").touch()
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    env = os.environ | {"TIERD_STATE_DIR": str(file), "TIERD_RUNTIME_DIR": str(file), "PYTHONPATH": paths}
+    env.pop("PYDANTIC_DISABLE_PLUGINS", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "loaded" not in ran.stdout + ran.stderr
