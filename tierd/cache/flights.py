@@ -67,6 +67,8 @@ class Flights:
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.corrupt: Counter[int] = Counter()
         """Blocks that were not what was committed, by the tier that gave them."""
+        self.stir: Callable[[], None] = lambda: None
+        """Called when there are more of them."""
         self.made = 0
         """Transfers finished since the start."""
         self.failed = 0
@@ -124,8 +126,7 @@ class Flights:
             bad = pages[pages["tier"] == position]
             name, first = self._tiers[position].spec.name, bad[0]
             if fault is not Fault.IO:
-                self.corrupt[position] += len(bad)
-                self._metrics.corrupt.labels(tier=name).inc(len(bad))
+                self._count_corrupt(position, len(bad))
             where = {"segment": int(first["segment"]), "offset": int(first["offset"])}
             log.error("bad pages quarantined", tier=name, fault=fault.name.lower(), count=len(bad), **where)
         self.start(self._core.condemn(pages, now=self._clock.now(), fault=fault))
@@ -214,14 +215,17 @@ class Flights:
         source, target = batch["source"]["tier"][0], batch["target"]["tier"][0]
         return f"{self._tiers[source].spec.name}>{self._tiers[target].spec.name}"
 
+    def _count_corrupt(self, position: int, count: int) -> None:
+        self.corrupt[position] += count
+        self._metrics.corrupt.labels(tier=self._tiers[position].spec.name).inc(count)
+        self.stir()
+
     def _count(self, batch: StructArray, statuses: StructArray) -> None:
         link = self._link(batch)
         good = statuses == BlockStatus.READY
         self._metrics.bytes.labels(link=link).inc(int(batch["source"]["length"][good].sum()))
         if (bad := int((statuses == BlockStatus.CORRUPT).sum())) > 0:
-            source = int(batch["source"]["tier"][0])
-            self.corrupt[source] += bad
-            self._metrics.corrupt.labels(tier=self._tiers[source].spec.name).inc(bad)
+            self._count_corrupt(int(batch["source"]["tier"][0]), bad)
         for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):
             outcome = BlockStatus.names()[status]
             self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))

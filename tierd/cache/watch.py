@@ -25,7 +25,6 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.2
 """Between two looks at the tiers: adds to the time for which it serves although it hangs."""
 
-
 Readings = list[tuple[Health, int]]
 
 
@@ -40,6 +39,7 @@ class Watch:
         self._probes: dict[int, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._stirred = asyncio.Event()
+        flights.stir = self._stirred.set
         for tier in self._watched.values():
             tier.heed(self._stirred.set)
 

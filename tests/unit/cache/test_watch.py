@@ -72,6 +72,21 @@ async def test_nobody_looks_at_tiers_that_rest(monkeypatch: pytest.MonkeyPatch) 
         await cache.health.stop()
 
 
+async def test_wrong_bytes_wake_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that gives wrong blocks goes out of service though no call of its own is under way, as none is where a GPU looks at its memory."""
+    monkeypatch.setattr(watch, "LOOK_S", 0)
+    async with opened(CONFIG + "zero_ahead = false\n") as world:
+        cache = world.cache
+        store = next(tier for tier in cache.tiers if isinstance(tier, NvmeStore))
+        cache.health.tolerate({store.position: Tolerance(faults=3)})
+        cache.health.start()
+        await _turns()
+        cache.flights._count_corrupt(store.position, 3)
+        await _turns()
+        assert not cache.core.is_writable(store.position)
+        await cache.health.stop()
+
+
 async def _turns() -> None:
     """More turns of the loop than a watch takes to find that nothing happens."""
     for _ in range(100):
