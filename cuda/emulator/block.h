@@ -1,6 +1,6 @@
 // One thread block at a time: its threads take turns until each has ended or waits at a barrier.
 //
-// The order of turns is SIMT_ORDER: 0 forward, 1 reverse, blocks too, from 2 on shuffled by that seed. Shared memory has exactly the size that was asked for and
+// The order of turns, and of blocks, is SIMT_ORDER: 0 forward, 1 reverse, from 2 on shuffled by that seed. Shared memory has exactly the size that was asked for and
 // begins as NaN. A barrier that not all reach, a collective that diverges, a copy that nobody awaited: the process ends with status 97 and says where.
 #pragma once
 #include <algorithm>
@@ -134,7 +134,7 @@ SIMT_UNSEEN inline void shuffle(std::vector<int>& turns) {
   const int order = block().order;
   if (order == 1) std::reverse(turns.begin(), turns.end());
   if (order < 2) return;
-  for (size_t i = turns.size() - 1; i > 0; i--) std::swap(turns[i], turns[next_random() % (i + 1)]);
+  for (size_t i = turns.size(); i > 1; i--) std::swap(turns[i - 1], turns[next_random() % i]);
 }
 
 SIMT_UNSEEN inline void begin_threads(int count) {
@@ -189,10 +189,13 @@ template <class Body> SIMT_UNSEEN void launch(Dim grid, unsigned threads, size_t
   b.scheduler.tsan = __tsan_get_current_fiber();
 #endif
   happens_before(&b.begin_edge);
+  std::vector<int> columns(grid.x);
+  for (unsigned x = 0; x < grid.x; x++) columns[x] = int(x);
+  shuffle(columns);
   for (unsigned z = 0; z < grid.z; z++)
     for (unsigned y = 0; y < grid.y; y++)
-      for (unsigned x = 0; x < grid.x; x++) {
-        b.index = {b.order == 1 ? grid.x - 1 - x : x, y, z};
+      for (const int x : columns) {
+        b.index = {unsigned(x), y, z};
         b.shared_bytes = shared_bytes;
         b.shared = static_cast<unsigned char*>(aligned_alloc(128, std::max<size_t>(128, (shared_bytes + 127) / 128 * 128)));
 #if SIMT_ASAN

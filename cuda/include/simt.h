@@ -30,7 +30,7 @@ SIMT_DEV void assume_global(const void* p) { __builtin_assume(__isGlobal(p)); }
 // Copies 16 bytes to shared memory, some time before the wait for its group; zeros where not `is_there`, and then the source is not read.
 SIMT_DEV void copy_async(void* to, const void* from, bool is_there) {
   const int bytes = is_there ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 SIMT_DEV void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 // Waits until at most N of this thread's groups are under way; a barrier makes what landed visible to others.
@@ -82,10 +82,9 @@ SIMT_DEV float load_of_others(const float* from) { return __ldcg(from); }
 // Whether the block is the last of so many to arrive, and may read what the others wrote before: asked by one thread, behind a barrier of its block. The counter
 // is 0 before the first and after the last.
 SIMT_DEV bool is_last_of(uint32_t* counter, uint32_t blocks) {
-  __threadfence();
-  const bool is_last = atomicInc(counter, blocks - 1) == blocks - 1;
-  __threadfence();
-  return is_last;
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;\n" : "=r"(before) : "l"(counter), "r"(blocks - 1) : "memory");
+  return before == blocks - 1;
 }
 
 // Bytes of {high, low} picked by four selectors of four bits each.

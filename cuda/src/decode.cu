@@ -1,10 +1,10 @@
 // Paged decode: one query token of each request attends to the pages of its block table, wherever they lie in the pool.
 //
 // The grid's blocks share out the tiles of all requests and kv heads in equal runs (`share.h`). A run may cross rows, and a row runs: what a block has of a row
-// that others have tiles of too is a partial result, and whichever block is the last to bring one joins them, in their order, by their log-sum-exps
-// (FlashDecoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3; the last to arrive as in Stream-K, arXiv 2301.03598). Within a block each warp
-// takes every fourth tile and has its own ring of tiles in shared memory, filled ahead across rows: no barrier in the loop but the warp's own. The ring is as
-// long as the caller has shared memory for: one tile is worked on while one or two are under way, and the page of the next one is asked for.
+// that others have tiles of too is a part, and whichever block is the last to bring one of some neighbours joins them, in their order, by their log-sum-exps, and
+// so on upwards (FlashDecoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3; the last to arrive as in Stream-K, arXiv 2301.03598). Within a block
+// each warp takes every fourth tile and has its own ring of tiles in shared memory, filled ahead across rows: no barrier in the loop but the warp's own. The ring
+// is as long as the caller has shared memory for: one tile is worked on while one or two are under way, and the page of the next one is asked for.
 #include "share.h"
 #include "turned.h"
 
@@ -16,9 +16,9 @@ struct DecodeParams {
   const void* q;          // [requests][q_heads][dim]
   void* to;               // as q
   float* lse_to;          // [requests][q_heads], natural
-  float *out, *lse;       // partial results: [blocks + rows][group][dim], [blocks + rows][group] (log2)
-  uint32_t* arrived;      // [rows]: how many partial results there are; zeros before and after
-  float* tile_lse;        // null, or [requests][q_heads][table_stride * page_tokens / 16] (log2), written for the tiles of the list
+  float *out, *lse;       // parts: [blocks + rows][group][dim], [2][blocks + rows][group] (log2)
+  uint32_t* arrived;      // [blocks + rows]: how many parts there are of those that are joined next; zeros before and after
+  float* tile_lse;        // null, or [requests][kv_heads][table_stride * page_tokens / 16][group] (log2), written for the tiles of the list
   float* mass;            // with it: [requests][q_heads][table_stride], zeroed
   const float *k_scales, *v_scales;  // null, or [kv_heads]: what stored keys and values are multiplied by
   int q_heads;
@@ -32,6 +32,10 @@ struct MassParams {
   float* mass;                  // [requests][q_heads][table_stride]: the attention weight of each page; 0 where nothing of it is seen
   int q_heads, page_tokens;
 };
+
+constexpr int kFan = 8;       // partial results that become one at a time, and are asked for at a time
+constexpr int kOnce = 16;     // so many become one at once: to wait for others costs as much as to read eight more
+constexpr int kLongRun = 64;  // tiles: in a longer run a ring of two is quicker, which leaves the memory's queues shorter
 
 struct ClearParams {
   uint32_t* words;
@@ -50,7 +54,13 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   static constexpr int kSlot = 2 * KvTile::kBytes, kThreads = 32 * kWarps, kPadded = kDim + 4;  // padded: heads lie in other banks
   static constexpr bool kAsksAhead = kDim <= 128;  // with more channels there is no register for it
 
-  // What a warp brings next, and the page that it lies in, which is asked for one turn before it is needed.
+  // Of a row: where it stands among partial results, by how many joins it is away from a block's own part, and whether it is the row's result instead.
+  struct Part {
+    int row, slot, level;
+    bool is_all;
+  };
+
+  // What a warp loads next, and the page that it lies in, which is asked for one turn before it is needed.
   struct Next {
     Row row;
     int tile, page;
@@ -109,8 +119,24 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     }
   }
 
-  // The warps' results of a row become one: the row's own if it `is_whole`, else a part. shared: what is behind the rings, but for `told`.
-  static SIMT_DEV void join(const DecodeParams& p, const Attention& mine, const Row& row, bool is_whole, int group, float* shared) {
+  // Log-sum-exps of parts (log2). Joins read those of one level and write those of the next: there are two sets, which take turns.
+  static SIMT_DEV float* lses_of(const DecodeParams& p, int level, int group) {
+    return p.lse + (level & 1) * (int64_t)(gridDim.x + p.batch.requests * p.batch.kv_heads) * group;
+  }
+
+  // Four of a part's channels, from the i-th of its heads' on: out / weight; and with a head's first ones its log-sum-exp.
+  static SIMT_DEV void put_part(const DecodeParams& p, const Part& part, int group, int i, const float (&out)[4], float weight, float base, float sum) {
+    const int64_t first_head = (int64_t)(part.is_all ? part.row : part.slot) * group, head = first_head + i / kDim;
+    const float scale = weight > 0.f ? (part.is_all ? v_scale(p, part.row) : 1.f) / weight : 0.f;
+    if (part.is_all) put(p, first_head * kDim + i, out, scale);
+    else *reinterpret_cast<Four*>(p.out + first_head * kDim + i) = {out[0] * scale, out[1] * scale, out[2] * scale, out[3] * scale};
+    if (i % kDim) return;
+    if (part.is_all) put_lse(p, head, base, sum);
+    else lses_of(p, part.level, group)[head] = sum > 0.f ? base + log2f(sum) : -INFINITY;
+  }
+
+  // The warps' results of a row become one. shared: what is behind the rings, but for `told`.
+  static SIMT_DEV void join_warps(const DecodeParams& p, const Attention& mine, const Part& part, int group, float* shared) {
     float *outs = shared, *tops = outs + kWarps * group * kPadded, *sums = tops + kWarps * group, *rounded = sums + kWarps * group;
     const int first = simt::warp() * group;
     mine.each_out([&](int head, int channel, float value) {
@@ -120,7 +146,6 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
       if (head < group) tops[first + head] = top, sums[first + head] = sum, rounded[first + head] = as_multiplied;
     });
     __syncthreads();
-    const int64_t first_head = (int64_t)row.number * group, slot = (int64_t)(blockIdx.x + row.number) * group;
     for (int i = 4 * threadIdx.x; i < group * kDim; i += 4 * kThreads) {
       const int head = i / kDim, channel = i % kDim;
       float base = -INFINITY, sum = 0.f, whole = 0.f, out[4] = {0.f, 0.f, 0.f, 0.f};
@@ -136,53 +161,56 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
 #pragma unroll
         for (int j = 0; j < 4; j++) out[j] += share * four.values[j];
       }
-      const float scale = whole > 0.f ? (is_whole ? v_scale(p, row.number) : 1.f) / whole : 0.f;
-      if (is_whole) put(p, first_head * kDim + i, out, scale);
-      else *reinterpret_cast<Four*>(p.out + slot * kDim + i) = {out[0] * scale, out[1] * scale, out[2] * scale, out[3] * scale};
-      if (channel) continue;
-      if (is_whole) put_lse(p, first_head + head, base, sum);
-      else p.lse[slot + head] = sum > 0.f ? base + log2f(sum) : -INFINITY;
+      put_part(p, part, group, i, out, whole, base, sum);
     }
-    __syncthreads();  // before the next row's results go there
+    __syncthreads();  // before the next row's results go there, and before anybody hears of the part
   }
 
-  // The parts of a row become its result; by the block that brought the last of them.
-  static SIMT_DEV void join_parts(const DecodeParams& p, const Row& row, int first, int parts, int group, float* shared) {
-    float *bases = shared, *scales = bases + group;
-    const int64_t slot = (int64_t)(first + row.number) * group, first_head = (int64_t)row.number * group;
-    for (int head = simt::warp(); head < group; head += kWarps) {
-      float top = -INFINITY, sum = 0.f;
-      const auto add = [&](float other, float weight) {
-        const float best = fmaxf(top, other), base = best == -INFINITY ? 0.f : best;
-        sum = sum * simt::exp2_fast(top - base) + weight * simt::exp2_fast(other - base);
-        top = best;
-      };
-      for (int i = simt::lane(); i < parts; i += 32) add(simt::load_of_others(p.lse + slot + i * group + head), 1.f);
-      for (int by = 16; by; by /= 2) {
-        const float other = __shfl_xor_sync(~0u, top, by), weight = __shfl_xor_sync(~0u, sum, by);
-        add(other, weight);
-      }
-      const float base = top == -INFINITY ? 0.f : top;
-      if (simt::lane() == 0) {
-        bases[head] = base, scales[head] = sum > 0.f ? v_scale(p, row.number) / sum : 0.f;
-        put_lse(p, first_head + head, base, sum);
-      }
-    }
-    __syncthreads();
+  // Parts of the level below become one: they lie `step` slots apart, from its own on.
+  static SIMT_DEV void join_parts(const DecodeParams& p, const Part& part, int parts, int step, int group) {
+    const float* of_parts = lses_of(p, part.level - 1, group);
     for (int i = 4 * threadIdx.x; i < group * kDim; i += 4 * kThreads) {
-      const int head = i / kDim;
-      float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 16
-      for (int part = 0; part < parts; part++) {
-        float out[4];
-        simt::load_of_others(out, p.out + (slot + part * group) * kDim + i);
-        const float share = simt::exp2_fast(simt::load_of_others(p.lse + slot + part * group + head) - bases[head]);
+      float top = -INFINITY, sum = 0.f, out[4] = {0.f, 0.f, 0.f, 0.f};
+      for (int from = 0; from < parts; from += kFan) {
+        float outs[kFan][4], lses[kFan], before = top;
 #pragma unroll
-        for (int j = 0; j < 4; j++) sum[j] += share * out[j];
+        for (int j = 0; j < kFan; j++) {
+          const int64_t first_head = (int64_t)(part.slot + min(from + j, parts - 1) * step) * group;
+          lses[j] = simt::load_of_others(of_parts + first_head + i / kDim);
+          simt::load_of_others(outs[j], p.out + first_head * kDim + i);
+        }
+#pragma unroll
+        for (int j = 0; j < kFan; j++) top = fmaxf(top, lses[j]);
+        const float base = top == -INFINITY ? 0.f : top, shrink = simt::exp2_fast(before - base);
+        sum *= shrink, out[0] *= shrink, out[1] *= shrink, out[2] *= shrink, out[3] *= shrink;
+#pragma unroll
+        for (int j = 0; j < kFan; j++) {
+          const float share = from + j < parts ? simt::exp2_fast(lses[j] - base) : 0.f;
+          sum += share;
+#pragma unroll
+          for (int k = 0; k < 4; k++) out[k] += share * outs[j][k];
+        }
       }
-      put(p, first_head * kDim + i, sum, scales[head]);
+      put_part(p, part, group, i, out, sum, top == -INFINITY ? 0.f : top, sum);
     }
-    __syncthreads();  // before the next row's results go where these stand
+    __syncthreads();  // before anybody hears of the part
+  }
+
+  // The block's part of a row is there. Whoever brings the last of some neighbours joins them to one part, and brings that, until it is all of the row.
+  static SIMT_DEV void bring(const DecodeParams& p, const Run& run, const Row& row, int group, int* told) {
+    const int from = row.begin / run.length, parts = (row.end - 1) / run.length - from + 1, slots = from + row.number;
+    const int fan = parts > kOnce ? kFan : kOnce;
+    int mine = blockIdx.x - from;
+    for (int level = 1, step = 1; step < parts; level++, step *= fan) {
+      mine -= mine % (fan * step);
+      const int count = min(fan, (parts - mine + step - 1) / step);
+      if (count > 1) {  // its counter is that of the first slot; a level further up, of the next one, which nobody else uses
+        if (threadIdx.x == 0) *told = simt::is_last_of(p.arrived + slots + mine + level - 1, count);
+        __syncthreads();
+        if (!*told) return;
+      }
+      join_parts(p, {row.number, slots + mine, level, fan * step >= parts}, count, step, group);
+    }
   }
 
   template <bool kTells> static SIMT_DEV void run(const DecodeParams& p) {
@@ -192,11 +220,11 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     float* shared = reinterpret_cast<float*>(raw + kWarps * p.ring * kSlot);
     int* told = reinterpret_cast<int*>(shared + kWarps * group * (kPadded + 3));
     const Share mine = Share::of<kThreads>(p.batch, page_tokens, told);
-    const int last = mine.run.last;
+    const int last = mine.run.last, tiles_there = mine.run.length > kLongRun ? 2 : p.ring;
     Row row = mine.row;
     Next next{row, mine.run.first + warp};
     next.find(p, last);
-    for (int i = 0; i < p.ring - 1; i++) next.load(p, last, ring + i * kSlot);
+    for (int i = 0; i < tiles_there - 1; i++) next.load(p, last, ring + i * kSlot);
     put_empty(p, group);
     if constexpr (kTells) {
       const int64_t count = (int64_t)p.batch.requests * p.q_heads * p.batch.table_stride;
@@ -210,55 +238,55 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
       const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[row.number % p.batch.kv_heads] : 1.f);
       const int length = p.batch.kv_lens[row.number / p.batch.kv_heads], end = min(row.end, last), tiles_of_table = p.batch.table_stride * (page_tokens / kTileTokens);
       for (; tile < end; tile += kWarps) {
-        if (p.ring > 2) simt::await_copies<1>();
+        if (tiles_there > 2) simt::await_copies<1>();
         else simt::await_copies<0>();
         __syncwarp();
-        next.load(p, last, ring + ((slot ? slot : p.ring) - 1) * kSlot);
+        next.load(p, last, ring + ((slot ? slot : tiles_there) - 1) * kSlot);
         const unsigned char* here = ring + slot * kSlot;
         const int first = row.first_token(p.batch, page_tokens, tile);
         attention.template add<kTells>(
             here, here + KvTile::kBytes, scale,
             [&](int token) { return first + token < length && is_in_window(p.batch, first + token, length - 1); },
             [&](int i, float lse) {
-              if (i < group) p.tile_lse[((int64_t)row.number * group + i) * tiles_of_table + first / kTileTokens] = lse;
+              if (i < group) p.tile_lse[((int64_t)row.number * tiles_of_table + first / kTileTokens) * group + i] = lse;
             });
-        slot = slot + 1 < p.ring ? slot + 1 : 0;
+        slot = slot + 1 < tiles_there ? slot + 1 : 0;
       }
       attention.finish();
-      const bool is_whole = mine.run.first <= row.begin && row.end <= last;
-      join(p, attention, row, is_whole, group, shared);
-      if (!is_whole) {
-        const int from = row.begin / mine.run.length, parts = (row.end - 1) / mine.run.length - from + 1;
-        if (threadIdx.x == 0) told[0] = simt::is_last_of(p.arrived + row.number, parts);
-        __syncthreads();
-        if (told[0]) join_parts(p, row, from, parts, group, shared);
-      }
+      join_warps(p, attention, {row.number, int(blockIdx.x) + row.number, 0, mine.run.first <= row.begin && row.end <= last}, group, shared);
       if (end >= last) break;
       row.advance(p.batch, page_tokens, end);
     }
     simt::await_copies<0>();
+    if (mine.run.first >= last) return;
+    // At the end, since to tell others is to wait for the memory. Only its first and its last row can be others' too.
+    const Row& first = mine.row;
+    if (first.begin < mine.run.first || first.end > last) bring(p, mine.run, first, group, told);
+    if (row.number != first.number && row.end > last) bring(p, mine.run, row, group, told + 1);
   }
 };
 
-// A block for a query head and some of its tiles: the weights of tiles, summed over each page.
+// A block for a row and some of its tiles: the weights of tiles, summed over each page, for its query heads one after another.
 SIMT_DEV void page_mass(const MassParams& p) {
-  const int request = blockIdx.x / p.q_heads, page_tiles = p.page_tokens / kTileTokens;
-  const int head = blockIdx.x % p.q_heads / (p.q_heads / p.batch.kv_heads), length = p.batch.kv_lens[request];
-  const TileList tiles = tiles_of(p.batch, p.page_tokens, request, head, length - p.batch.window);
+  const int row = blockIdx.x, group = p.q_heads / p.batch.kv_heads, page_tiles = p.page_tokens / kTileTokens, length = p.batch.kv_lens[row / p.batch.kv_heads];
+  const TileList tiles = tiles_of(p.batch, p.page_tokens, row / p.batch.kv_heads, row % p.batch.kv_heads, length - p.batch.window);
   const int i = blockIdx.y * blockDim.x + threadIdx.x;
   if (i >= tiles.count) return;
   const int token = tiles.first_token(i), page = token / p.page_tokens;
   // The first tile of each page that is seen takes those that follow.
   if (token >= length || (i > 0 && tiles.first_token(i - 1) / p.page_tokens == page)) return;
-  const float whole = p.lse[blockIdx.x] / kLn2;
-  const float* tile_lse = p.tile_lse + (int64_t)blockIdx.x * p.batch.table_stride * page_tiles;
-  float sum = 0.f;
-  for (int j = i; j < tiles.count && j < i + page_tiles; j++) {
-    const int at = tiles.first_token(j);
-    if (at / p.page_tokens != page) break;
-    sum += simt::exp2_fast(tile_lse[at / kTileTokens] - whole);
+  const float* tile_lse = p.tile_lse + (int64_t)row * p.batch.table_stride * page_tiles * group;
+  for (int head = 0; head < group; head++) {
+    const int64_t of_all = (int64_t)row * group + head;
+    const float whole = p.lse[of_all] / kLn2;
+    float sum = 0.f;
+    for (int j = i; j < tiles.count && j < i + page_tiles; j++) {
+      const int at = tiles.first_token(j);
+      if (at / p.page_tokens != page) break;
+      sum += simt::exp2_fast(tile_lse[at / kTileTokens * group + head] - whole);
+    }
+    p.mass[of_all * p.batch.table_stride + page] = sum;
   }
-  p.mass[(int64_t)blockIdx.x * p.batch.table_stride + page] = sum;
 }
 
 // kSets: of eight query heads for a kv head.

@@ -58,6 +58,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     const int g = simt::lane() >> 2;
     const bool seen[2] = {is_seen(g), is_seen(g + 8)};
     uint32_t weights[kSets][kParts][2];
+    float alone[kSets][2];  // this lane's weights of the tile
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
       float x[2][2];  // of a token and a head
@@ -66,7 +67,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
 #pragma unroll
         for (int h = 0; h < 2; h++) x[i][h] = seen[i] ? (scores[s][0][2 * i + h] + scores[s][1][2 * i + h]) * scale_log2 : -INFINITY;
       rise(s, x);
-      weigh<kTells>(s, x, weights[s], told);
+      weigh(s, x, weights[s], alone[s]);
     }
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
@@ -77,6 +78,10 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
       for (int s = 0; s < kSets; s++)
 #pragma unroll
         for (int part = 0; part < kParts; part++) simt::multiply_add(out[s][b], rows, weights[s][part][0], weights[s][part][1], typename Math::Value());
+    }
+    if constexpr (kTells) {  // while the tensor cores are at it
+#pragma unroll
+      for (int s = 0; s < kSets; s++) tell(s, alone[s], told);
     }
   }
 
@@ -146,17 +151,14 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
   }
 
   // Scores become weights, as the tensor cores take them: of a head its tokens.
-  template <bool kTells, class Told> SIMT_DEV void weigh(int s, float (&x)[2][2], uint32_t (&weights)[kParts][2], Told told) {
-    float alone[2];
+  SIMT_DEV void weigh(int s, float (&x)[2][2], uint32_t (&weights)[kParts][2], float (&alone)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float base = top[s][h] == -INFINITY ? 0.f : top[s][h];
       x[0][h] = simt::exp2_fast(x[0][h] - base), x[1][h] = simt::exp2_fast(x[1][h] - base);
-      const float mine = x[0][h] + x[1][h];
-      sum[s][h] += mine;
-      if constexpr (kTells) alone[h] = mine;
+      alone[h] = x[0][h] + x[1][h];
+      sum[s][h] += alone[h];
     }
-    if constexpr (kTells) tell(s, alone, told);
 #pragma unroll
     for (int part = 0; part < kParts; part++)
 #pragma unroll

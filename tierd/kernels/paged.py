@@ -85,12 +85,12 @@ class PagedDecode:
         self._group = group_of(shape.q_heads, shape.kv_heads, shape.head_dim)
         check_blocks(blocks)
         self._library, self._shape, self._blocks, self._allocate = library, shape, blocks, allocate
-        rows = shape.requests * shape.kv_heads
-        self._arrived = allocate((rows,), "int32")
-        clear = params.Clear(self._address(self._arrived), rows)
-        library.launch("decode_clear", (-(-rows // CLEAR_THREADS), 1, 1), clear)
-        self._out = allocate((blocks + rows, self._group, shape.head_dim), "float32")
-        self._lse = allocate((blocks + rows, self._group), "float32")
+        parts = blocks + shape.requests * shape.kv_heads
+        self._arrived = allocate((parts,), "int32")
+        clear = params.Clear(self._address(self._arrived), parts)
+        library.launch("decode_clear", (-(-parts // CLEAR_THREADS), 1, 1), clear)
+        self._out = allocate((parts, self._group, shape.head_dim), "float32")
+        self._lse = allocate((2, parts, self._group), "float32")
         self._tile_lses: list[Array] = []  # with every one that a captured graph may hold
         self._kept = Kept()
 
@@ -135,7 +135,7 @@ class PagedDecode:
         launches = [Launch(kernel, (self._blocks, 1, 1), decode, OF_DECODE, fit.shared_bytes)]
         if tiles:
             weigh = params.Mass(told, tiles, lse, mass, shape.q_heads, pool.page_tokens)
-            grid = (n * shape.q_heads, -(-table_tiles // MASS_THREADS), 1)
+            grid = (n * shape.kv_heads, -(-table_tiles // MASS_THREADS), 1)
             launches.append(Launch("decode_page_mass", grid, weigh, OF_MASS))
         return Prepared(launches, ARGUMENTS)
 

@@ -42,10 +42,13 @@ def results(bench: Bench) -> Iterator[Result]:
         yield from _bandwidths(gpu, room, pool)
         for name, lens in lengths(bench).items():
             limits = read_rates(gpu, room, pool.memory, pool.bytes_of(sum(lens)))
-            for model, heads in MODELS.items():
-                yield from _decode(bench, gpu, pool, lens, Asked(f"decode_{model}_{name}", heads, limits, samples))
+            for model in ("8b", "70b"):
+                yield from _decode(
+                    bench, gpu, pool, lens, Asked(f"decode_{model}_{name}", MODELS[model], limits, samples)
+                )
         for name in ("1x128k", "128x2k"):
             yield _mass(bench, gpu, pool, lengths(bench)[name], f"mass_{name}")
+    yield from _of_one_head(bench, gpu, samples)
     yield from _in_e4m3(bench, gpu, samples)
     yield from _in_blocks(bench, gpu, samples)
     wrong = [said for said in samples if said.startswith("wrong")]
@@ -109,6 +112,16 @@ def _mass(bench: Bench, gpu: Gpu, pool: Pool, lens: list[int], name: str) -> Row
             for with_mass in (True, False)
         ]
         return row_of(name, [1e6 * each for each in both[0]], "us", [1e6 * each for each in both[1]])
+
+
+def _of_one_head(bench: Bench, gpu: Gpu, samples: list[str]) -> Iterator[Result]:
+    """All blocks share one row."""
+    with gpu.room() as room:
+        model = MODELS["70b/8"]
+        pool = Pool(gpu, model, _pages(bench, POOL_BYTES // 2), Place(room))
+        lens = lengths(bench)["1x128k"]
+        limits = read_rates(gpu, room, pool.memory, pool.bytes_of(sum(lens)))
+        yield from _decode(bench, gpu, pool, lens, Asked("decode_one_head", model, limits, samples))
 
 
 def _in_e4m3(bench: Bench, gpu: Gpu, samples: list[str]) -> Iterator[Result]:

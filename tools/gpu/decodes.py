@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.unit.kernels.kernel_cases import (
+    CUT_DECODES,
     DECODES,
     NARROW_DECODES,
     Narrow,
@@ -41,7 +42,8 @@ def results(bench: Bench) -> Iterator[Result]:
     yield family(bench, gpu.kernels, "decode_narrow", _narrow(bench.pick(DIMS, ())))
     yield _flat(bench, gpu.kernels)
     cut = [(_of(blocks), Shape(((1, 500), (1, 20), (1, 40)))) for blocks in (1, 2, 7, 64, many)]
-    yield family(bench, gpu.kernels, "decode_blocks", cut[: bench.pick(5, 1)])
+    cut += [(_of(blocks), shape) for blocks, shape in CUT_DECODES]
+    yield family(bench, gpu.kernels, "decode_blocks", cut[: bench.pick(len(cut), 1)])
 
 
 def _flat(bench: Bench, library: Any) -> Row:

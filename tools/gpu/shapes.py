@@ -41,7 +41,8 @@ class Model:
         return DecodeShape(requests, self.q_heads, self.kv_heads, self.head_dim)
 
 
-MODELS = {"8b": Model(32, 8), "70b": Model(64, 8)}
+MODELS = {"8b": Model(32, 8), "70b": Model(64, 8), "70b/8": Model(8, 1)}
+"""The last: of Llama-3-70B what one of eight GPUs has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ Every barrier and every wait has a row but the two waits at the ends of decode a
 from __future__ import annotations
 
 from tools.kernel_faults.attention import ATTENTION
+from tools.kernel_faults.decode import DECODES
 from tools.kernel_faults.moving import MOVING
 from tools.kernel_faults.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
 
-MUTANTS: tuple[Mutant, ...] = (*ATTENTION, *MOVING)
+MUTANTS: tuple[Mutant, ...] = (*DECODES, *ATTENTION, *MOVING)

@@ -205,6 +205,13 @@ def check_decode(library: Library, shape: Shape) -> None:
     check(case, decoded(library, case))
 
 
+def check_cut_decode(library: Library, cut: tuple[int, Shape]) -> None:
+    """By a number of blocks. Raises AssertionError."""
+    blocks, shape = cut
+    case = made(shape)
+    check(case, decoded(library, case, blocks=blocks))
+
+
 def check_prefill(library: Library, shape: Shape) -> None:
     """Raises AssertionError."""
     case = made(shape)
@@ -259,6 +266,12 @@ PREFILLS = (
 """Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
 anew; windows begin at the last token of a tile, those of decodes in the second tile of a page; of decodes a run ends where the last row
 does, and is so long that each warp fills a place of its ring anew; the decode of one request is of flat attention."""
+CUT_DECODES = (
+    (1, Shape(((1, 1060),), kv_heads=1)),
+    (10, Shape(((1, 600),), types=("f16", "e4m3"), kv_heads=1, group=9)),
+    (64, Shape(((1, 20), (1, 1100), (1, 30)), kv_heads=1, group=2)),
+)
+"""By so many blocks: a run of more than 64 tiles, a row of so many parts that are joined at once, and one of so many that are joined in two steps."""
 NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
 NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])
 """Of both sizes of elements; decodes with a partial result for each of several rows, and one that comes round its ring many times."""

@@ -24,12 +24,14 @@ from tests.unit.kernels.far_cases import (
     check_far_prefill,
 )
 from tests.unit.kernels.kernel_cases import (
+    CUT_DECODES,
     DECODES,
     MERGES,
     NARROW_DECODES,
     NARROW_PREFILLS,
     PREFILLS,
     Shape,
+    check_cut_decode,
     check_decode,
     check_merge,
     check_narrow_decode,
@@ -56,6 +58,7 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
     "decode": [
         *((check_decode, shape) for shape in DECODES),
         *((check_narrow_decode, shape) for shape in NARROW_DECODES),
+        *((check_cut_decode, cut) for cut in CUT_DECODES),
     ],
     "prefill": [
         *((check_prefill, shape) for shape in PREFILLS),
@@ -114,6 +117,8 @@ def main() -> int:
 
 def _of_dim(shape: Any, head_dim: int) -> Any:
     """A shape of attention with heads of so many channels; any other as it is."""
+    if isinstance(shape, tuple):
+        return tuple(_of_dim(part, head_dim) for part in shape)
     return replace(shape, head_dim=head_dim) if isinstance(shape, Shape) else shape
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.kernels.kernel_cases import (
+    CUT_DECODES,
     DECODES,
     MERGES,
     NARROW_DECODES,
@@ -17,6 +18,7 @@ from tests.unit.kernels.kernel_cases import (
     Shape,
     allocate,
     check,
+    check_cut_decode,
     check_decode,
     check_merge,
     check_narrow_decode,
@@ -63,6 +65,24 @@ def test_any_number_of_blocks_gives_the_same(library: Emulated, blocks: int) -> 
     """Rows are cut among few blocks or many, and more blocks than work."""
     case = made(Shape(((1, 500), (1, 20), (1, 40))))
     check(case, decoded(library, case, blocks=blocks))
+
+
+@pytest.mark.parametrize("parts", [16, 17, 65])
+def test_a_row_of_many_parts(library: Emulated, parts: int) -> None:
+    """However many blocks have a part of one row, its result is right, and the same bits twice: in one step, in two, and in three."""
+    case = made(Shape(((1, 64 * parts - 5),), kv_heads=1, group=2))
+    decode = PagedDecode(library, DecodeShape(1, 2, 1, 64), blocks=parts, allocate=allocate)
+    got = [Attended(np.empty_like(case.q), allocate(case.q.shape[:2], "float32")) for _ in range(2)]
+    for to in got:
+        check(case, decode(case.q, case.pages, case.device, to))
+    np.testing.assert_array_equal(got[0].out.view(np.uint16), got[1].out.view(np.uint16))
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("cut", CUT_DECODES, ids=[blocks for blocks, _ in CUT_DECODES])
+def test_decode_by_one_block_few_and_many(library: Emulated, cut: tuple[int, Shape]) -> None:
+    """Long runs, whose rings are shorter, and rows of many parts, in whichever order blocks run."""
+    check_cut_decode(library, cut)
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 1), (4, 100), (40, 33), (16, 16), (3, 1000)])
