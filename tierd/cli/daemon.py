@@ -7,9 +7,11 @@ parts of the daemon are imported only by the command that needs them, so that `-
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -50,7 +52,8 @@ def run_daemon(config: Path | None, *, release: bool) -> int:
     """The daemon's whole life, with the settings of this file; its exit status."""
     _fill_standard_streams()
     gc.disable()  # what imports make stays for life: a search of it for garbage takes a good part of the start, and later stops the event loop
-    from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
+    with _withheld("rich"):  # structlog loads it for coloured tracebacks, which `logs` does not print
+        from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
     from tierd.config import load_config  # noqa: PLC0415
     from tierd.server import lifecycle  # noqa: PLC0415
 
@@ -74,6 +77,19 @@ def purge(config: Path | None, *, orphans: bool) -> None:
         click.echo(f"freed {human_bytes(size)} in {directory}")
     if not freed:
         click.echo("nothing to free")
+
+
+@contextlib.contextmanager
+def _withheld(name: str) -> Iterator[None]:
+    """Whoever imports the module is told that it is not installed, unless it is there already."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # as the import system says that there is none
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _fill_standard_streams() -> None:

@@ -29,6 +29,15 @@ def test_the_collector_looks_at_no_imports(tmp_path: Path) -> None:
     assert (enabled, int(spared) > 10 * int(seen)) == ("True", True), ran
 
 
+def test_a_start_does_not_load_rich(tmp_path: Path) -> None:
+    """The daemon prints no table: what draws them is not loaded, and can be by whoever wants it later."""
+    (file := tmp_path / "a file").touch()
+    env = os.environ | {"TIERD_STATE_DIR": str(file), "TIERD_RUNTIME_DIR": str(file)}
+    code = PROGRAM + "import sys; print('rich' in sys.modules); import rich"
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split()[-1] == "False"
+
+
 def test_matrices_are_multiplied_in_one_thread() -> None:
     """The programs start no threads of a linear algebra library: for matrices as small as the learner's these wait longer than they work."""
     code = "import tierd.cli, numpy, os; numpy.ones((500, 500)) @ numpy.ones((500, 500)); print(len(os.listdir('/proc/self/task')))"
