@@ -109,17 +109,25 @@ class Watch:
     async def _look_for_ever(self) -> None:
         while True:
             self._stirred.clear()
-            before = self._readings()
-            try:
-                self.look()
-            except Exception:
-                log.exception("tiers not looked at")
+            before = self._looked()
             await asyncio.sleep(LOOK_S)
             if self._is_calm(before):
                 await self._stirred.wait()
 
-    def _is_calm(self, before: Readings) -> bool:
+    def _looked(self) -> Readings | None:
+        """How the tiers fared just before this look at them; None: it failed."""
+        try:
+            before = self._readings()
+            self.look()
+        except Exception:
+            log.exception("tiers not looked at")
+            return None
+        return before
+
+    def _is_calm(self, before: Readings | None) -> bool:
         """Whether nothing can change before something stirs: every tier is in service and as it was before the last look, and nothing is under way."""
+        if before is None:
+            return False
         readings = self._readings()
         is_well = all(breaker.state is State.CLOSED for breaker in self.breakers.values())
         return is_well and readings == before and not any(health.calls for health, _ in readings)

@@ -72,6 +72,26 @@ async def test_nobody_looks_at_tiers_that_rest(monkeypatch: pytest.MonkeyPatch) 
         await cache.health.stop()
 
 
+async def test_a_look_that_failed_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a look meets, the next one comes, though nothing stirs meanwhile."""
+    monkeypatch.setattr(watch, "LOOK_S", 0)
+    async with opened(CONFIG + "zero_ahead = false\n") as world:
+        health, look, faults = world.cache.health, world.cache.health.look, [RuntimeError("no reason")]
+
+        def failing() -> None:
+            if faults:
+                raise faults.pop()
+            look()
+            seen.append(None)
+
+        seen = list[None]()
+        monkeypatch.setattr(health, "look", failing)
+        health.start()
+        await _turns()
+        assert seen
+        await health.stop()
+
+
 async def test_wrong_bytes_wake_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that gives wrong blocks goes out of service though no call of its own is under way, as none is where a GPU looks at its memory."""
     monkeypatch.setattr(watch, "LOOK_S", 0)
