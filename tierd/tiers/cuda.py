@@ -170,7 +170,6 @@ class CudaTier(SegmentBooks[Slab]):
             self._direct.end(gpu)
             self._hosts.clear()
             self._fault = f"{reason}; it is started again"
-            self._stir()
 
     async def _end_gpu(self) -> None:
         gpu, self._gpu = self._gpu, None
@@ -186,7 +185,7 @@ class CudaTier(SegmentBooks[Slab]):
         return Health(fault=self._fault)
 
     def heed(self, stir: Callable[[], None]) -> None:
-        """As `WatchedTier.heed`; also when there are other direct ways."""
+        """As `WatchedTier.heed`; also when there are other direct ways, as whenever a GPU process begins or has gone."""
         self._stir = stir
 
     async def probe(self) -> None:

@@ -174,6 +174,15 @@ async def test_blocks_outlive_the_gpu_process(tiers: tuple[CudaTier, Arena]) -> 
     assert bytes(host.view(back[0])[:LENGTH]) == contents(1)[0], "host memory is attached to the new process too"
 
 
+async def test_whoever_watches_hears_of_a_death(tiers: tuple[CudaTier, Arena]) -> None:
+    """A GPU process that dies while nothing is asked of it is told of at once, as a fault."""
+    device, stirred = tiers[0], asyncio.Event()
+    device.heed(stirred.set)
+    os.kill(pid_of(device), signal.SIGKILL)
+    await until(stirred.is_set)
+    assert "status -9" in device.health().fault
+
+
 async def test_a_process_without_descriptors_loses_none_to_a_probe(tiers: tuple[CudaTier, Arena]) -> None:
     """With room for one descriptor a GPU process cannot be started: TierFailed, as often as it is tried, the room stays, and with more of it the tier is back."""
     device, _ = tiers
