@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import xxhash
@@ -48,7 +49,8 @@ class Work:
         except OSError:
             self.detach(memory)
         finally:
-            os.close(descriptor)
+            with suppress(OSError):  # closed it is all the same, and a mapping needs it no more
+                os.close(descriptor)
 
     def detach(self, memory: int) -> None:
         """Unmaps it. Who said on it how far he is says no more: what he has not written is in no commit, and the rest is written."""

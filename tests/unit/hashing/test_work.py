@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import struct
@@ -97,6 +98,23 @@ def test_a_board_that_never_came_says_nothing(bench: Bench) -> None:
     assert (bench.turns(2), bench.work.is_idle) == ([], True)
     bench.work.written(1)
     assert bench.turns(1) == [(1, [bench.table(4), bench.table(5)])]
+
+
+def test_a_descriptor_whose_close_fails_costs_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory was mapped before it is closed: its pages are hashed."""
+    close = os.close
+
+    def closed_with_an_error(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EIO, "as a file system may say")
+
+    file = os.memfd_create("memory")
+    os.write(file, bench.data.tobytes())
+    monkeypatch.setattr(os, "close", closed_with_an_error)
+    bench.work.attach(SEGMENT + 1, file, len(bench.data))
+    monkeypatch.undo()
+    bench.ask(1, [3], segment=SEGMENT + 1)
+    assert bench.turns(1) == [(1, [bench.table(3)])]
 
 
 def test_what_is_dropped_is_not_answered(bench: Bench) -> None:
