@@ -38,6 +38,9 @@ METRICS: Mapping[str, Row] = {
     ),
     "tierd_call_seconds": Row("histogram", "seconds", "From a call's arrival to its reply.", ("method",)),
     "tierd_lookups_total": Row("counter", "lookups", "Sequences looked up or acquired."),
+    "tierd_gets_one_sided_total": Row(
+        "counter", "gets", "Of them, gets that clients made by themselves, from pages that they were given before."
+    ),
     "tierd_tokens_hit_total": Row(
         "counter", "tokens", "Tokens served by leases, by the nearest tier that held them.", ("tier",)
     ),
@@ -119,6 +122,7 @@ class Metrics:
         self.calls = self._counter("tierd_calls_total")
         self.call_seconds = self._histogram("tierd_call_seconds")
         self.lookups = self._counter("tierd_lookups_total")
+        self.gets_one_sided = self._counter("tierd_gets_one_sided_total")
         self.tokens_hit = self._counter("tierd_tokens_hit_total")
         self.tokens_missed = self._counter("tierd_tokens_missed_total")
         self.blocks_committed = self._counter("tierd_blocks_committed_total")

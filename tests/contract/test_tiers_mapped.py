@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.unit.tiers.store_world import table_digest
-from tierd.core.layout import generation_offset
+from tierd.core.layout import RETIRED, generation_offset
 from tierd.core.meta import new_meta
 from tierd.core.model import EXTENT, FREED, UNVERIFIED, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
@@ -161,6 +161,24 @@ async def test_generation_moves_with_the_page(medium: Medium) -> None:
         tier.apply(Plan(freed=freed(first), reserved=second))
         assert int.from_bytes(client[word], "little") == 41
         tier.apply(Plan(freed=freed(second)))
+        assert int.from_bytes(client[word], "little") == 0
+    os.close(fd)
+    await tier.close(release=True)
+
+
+async def test_a_retired_page_says_so_until_it_is_free(medium: Medium) -> None:
+    """A page that leases alone may read has its generation and the mark beside it; the plan that frees it clears both, in whatever order they are told."""
+    tier = await begun(medium, medium.segment(1))
+    fd, length = tier.catalogue_descriptor(1)
+    word = slice(generation_offset(2), generation_offset(3))
+    with mmap.mmap(fd, length, prot=mmap.PROT_READ) as client:
+        page = medium.pages(1, 2, generation=40)
+        tier.apply(Plan(reserved=page))
+        tier.apply(Plan(retired=page))
+        assert int.from_bytes(client[word], "little") == 40 | int(RETIRED)
+        tier.apply(Plan(freed=freed(page)))
+        assert int.from_bytes(client[word], "little") == 0
+        tier.apply(Plan(retired=page))
         assert int.from_bytes(client[word], "little") == 0
     os.close(fd)
     await tier.close(release=True)

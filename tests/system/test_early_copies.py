@@ -17,6 +17,7 @@ from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec
 from tierd.client.early import EarlyCopy
 from tierd.client.local import LocalTransport
+from tierd.client.mailbox import Mailbox
 from tierd.testing import Daemon, chain, content_of
 
 SPEC = NamespaceSpec(model="early", tokens_per_block=16, block_bytes=8192)
@@ -36,6 +37,12 @@ segment = "4 MiB"
 """
 BLOCKS, SEQUENCES = 8, 40
 ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
+
+
+@pytest.fixture(autouse=True)
+def asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of which every get asks (test_one_sided.py has the others)."""
+    monkeypatch.setattr(Mailbox, "takes_gets", False)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import structlog
 
 from tierd.cache.ahead import Ahead
 from tierd.cache.background import Background
-from tierd.cache.counting import count_reserved, count_served
+from tierd.cache.counting import count_reserved, count_served, count_used
 from tierd.cache.events import Event
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
@@ -255,6 +255,12 @@ class Cache:
             self._give_back(session, [got.lease])
             raise
         return got, served
+
+    def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int) -> None:
+        """A session has made a get by itself, so often a moment ago, from pages that it was given before (tierd/client/early.py). Raises what a get raises."""
+        self._check_groups(session, groups)
+        found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
+        count_used(self.metrics, self.tiers, found, times=times)
 
     def release(self, session: int, leases: Sequence[int], *, is_awaited: bool = True) -> None:
         """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has ended. is_awaited: by a client;

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierd.core.model import BlockStatus
-from tierd.core.plan import Acquisition, GroupQuery, Reserved, Served
+from tierd.core.plan import Acquisition, Found, GroupQuery, Reserved, Served
 from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier
 
@@ -27,6 +27,15 @@ def count_served(
     for reason, tokens in ((rest, asked - got.tokens), ("failed", failed)):
         if tokens:
             metrics.tokens_missed.labels(reason=reason).inc(tokens)
+
+
+def count_used(metrics: Metrics, tiers: Sequence[Tier], found: Found, *, times: int) -> None:
+    """Hits of gets that a client has made by itself, of the same."""
+    metrics.lookups.inc(times)
+    metrics.gets_one_sided.inc(times)
+    for tier, tokens in zip(tiers, found.tier_tokens, strict=True):
+        if tokens:
+            metrics.tokens_hit.labels(tier=tier.spec.name).inc(times * tokens)
 
 
 def count_reserved(metrics: Metrics, reserved: Reserved) -> None:

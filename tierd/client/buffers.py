@@ -18,7 +18,6 @@ from tierd.errors import InvalidArgument
 from tierd.streaming import STREAMED_BYTES
 
 Bytes = NDArray[np.uint8]
-NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 
 def flat(buffer: Any, *, writable: bool = False) -> Bytes:
@@ -33,8 +32,8 @@ def flat(buffer: Any, *, writable: bool = False) -> Bytes:
     return array if array.ndim == 1 and array.dtype == np.uint8 else array.reshape(-1).view(np.uint8)
 
 
-def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes], *, at: Sequence[int] | None = None) -> None:
-    """Copies each source to its target of the same length; those that lie one behind the other on both sides go at once. at: addresses of the sources, if they are known.
+def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
+    """Copies each source to its target of the same length; those that lie one behind the other on both sides go at once.
 
     A long copy reads several small pages side by side, and does not wait for each: 64 x 128 KiB out of shared memory took 1,080 us one by one, and 390 at once. From
     `STREAMED_BYTES` on it goes past the caches. Targets and sources do not overlap.
@@ -46,7 +45,12 @@ def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes], *, at: Sequence
     if len(lengths) == 1 and lengths[0] < STREAMED_BYTES:
         np.copyto(targets[0], sources[0])  # without the interpreter's lock, as is what follows
         return
-    to, at = [_address(target, writable=True) for target in targets], at or list(map(_address, sources))
+    copy_from(list(map(_address, sources)), lengths, targets)
+
+
+def copy_from(at: Sequence[int], lengths: Sequence[int], targets: Sequence[Bytes]) -> None:
+    """As `copy_all`, of sources that lie at these addresses and are so long, each as its target."""
+    to = [_address(target, writable=True) for target in targets]
     for first, end in _runs(to, at, lengths):
         length = sum(lengths[first:end])
         if length < STREAMED_BYTES:
@@ -90,6 +94,8 @@ def pieces(buffers: Any, lengths: Sequence[int], *, writable: bool = False) -> l
     if len(buffers) < len(lengths):
         raise InvalidArgument(f"buffers: {len(buffers)} for {len(lengths)} blocks; pass one each")
     found = [flat(buffer, writable=writable) for buffer in buffers[: len(lengths)]]
+    if list(map(len, found)) == lengths:
+        return found
     for i, (piece, length) in enumerate(zip(found, lengths, strict=True)):
         if len(piece) < length:
             raise InvalidArgument(f"buffer {i}: {len(piece)} bytes for a block of {length}; pass a longer one")

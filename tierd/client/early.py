@@ -1,14 +1,16 @@
-"""Early copies: a get begins to copy while the daemon is asked what holds now: what the last get of the same sequence gave, or what the daemon tells that
-it is about to verify.
+"""Gets that copy before the daemon has answered, or without asking it: what the last get of the same sequence gave, or what the daemon tells that it is about to verify.
 
-    last answer ──▶ Known ──┐
-                            ├─▶ copied while Acquire is under way ──▶ what the answer names alike is there already
-    preview ────────────────┘
+                    ┌─▶ copied alone, the words looked at again ──▶ served; the daemon is told by the mailbox
+    last answer ──▶ Known
+                    └─▶ copied while Acquire is under way ──▶ what the answer names alike is there already
+    preview ────────────┘
 
-Purpose: a call that costs a get little beyond its copy, and a verification that costs it nothing. Non-purpose: the call, the look at the generation words
-afterwards (lease.py). Invariants: nothing is served because of it: the answer alone says what is leased, and a block counts as copied only where the answer
-has the very same handle, of the same daemon, whose generation is never used twice; so its page held these bytes from before the copy until the look that
-follows it. Of a daemon that has gone nothing is known.
+Purpose: gets that cost little beyond their copy, and a verification that costs them nothing. Non-purpose: the call, the look at the generation words after an answer (lease.py).
+
+Invariants: a block counts as copied only where its page had the very generation of its handle before the copy and after it. A generation is never used twice, and the daemon changes the word, or marks it
+retired, in the step in which the page stops being that block's to whoever asks; so an answer, too, would have named this page. Alone a get is made only where the daemon would look at nothing that the client
+cannot see: it verifies no later hits (`one_sided` of its hello), answered a moment ago, and holds its end of the session open. With an answer, that alone says what is served. Of a daemon
+that has gone nothing is known. Reads without the other side's processor, which count where a version is the same before and after, are FaRM's lock-free ones (Dragojevic et al., NSDI 2014).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,17 +27,18 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers
 from tierd.client.mapping import Segment, still_hold
-from tierd.client.protocol import every, leased
+from tierd.client.protocol import every, groups_message, leased
 from tierd.client.session import Session, by_place
-from tierd.client.values import Group
+from tierd.client.values import GetResult, Group
 from tierd.core.model import HANDLE, Need, StructArray
+from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError
 
 SEQUENCES_LIMIT, HANDLES_LIMIT = 1024, 1 << 16
 """Of which handles are remembered: 40 bytes each."""
 _NONE: StructArray = np.zeros(0, dtype=HANDLE)
-Key = tuple[int, tuple[int, ...], bytes]
-"""Of a sequence: namespace, ranks, hash of the last block, which covers those before it."""
+Key = tuple[int, tuple[int, ...], int | None, bytes]
+"""Of a sequence: namespace, ranks, its tokens where the last block is short, hash of the last block, which covers those before it."""
 
 
 class Known:
@@ -46,7 +50,7 @@ class Known:
         self._turn = threading.Lock()
 
     def note(self, group: Group, handles: StructArray) -> None:
-        """All of a sequence has been given, as HANDLE [n]."""
+        """All of a sequence has been given, and copied, as HANDLE [n]."""
         key = _key(group)
         if key is None or len(handles) != len(group.hashes) * max(1, len(group.ranks)):
             return
@@ -76,6 +80,29 @@ class EarlyCopy:
         self.session, self._group, self._out = session, group, out
         self._known, self._deadline = known, deadline
         self.handles: StructArray = _NONE
+        self._from: Sequence[tuple[Segment, StructArray]] = ()
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether `alone` is worth a try."""
+        return self._known is not None and self.session.mailbox.takes_gets
+
+    def alone(self) -> GetResult | None:
+        """The whole get without a call; None: the daemon is to be asked."""
+        known, session = self._known, self.session
+        if known is None or len(known) != len(self._group.hashes) or not session.is_alive:
+            return None
+        self._copy(known)
+        if self.handles is not known:
+            return None
+        barrier()
+        if not all(every(still_hold(segment.words, those)) for segment, those in self._from):
+            return None
+        if not session.mailbox.tell_used(groups_message([self._group])[0].SerializeToString()):
+            return None
+        tokens = int(known["tokens"].sum())
+        tier_tokens = [tokens if tier == int(known["tier"][0]) else 0 for tier in range(len(session.tiers))]
+        return GetResult(tokens, len(known), (), tuple(tier_tokens))
 
     def run(self) -> None:
         """Copies what is known."""
@@ -98,11 +125,11 @@ class EarlyCopy:
         if pages is None:
             return
         try:
-            targets = buffers.pieces(self._out, list(map(len, pages.data)), writable=True)
+            targets = buffers.pieces(self._out, pages.lengths, writable=True)
         except InvalidArgument:  # the answer may be shorter, and fit
             return
-        buffers.copy_all(targets, pages.data, at=pages.at)
-        self.handles = handles
+        buffers.copy_from(pages.at, pages.lengths, targets)
+        self.handles, self._from = handles, pages.parts
 
     def covers(self, handles: StructArray) -> int:
         """How many of these blocks, from the first on, need not be copied."""
@@ -118,29 +145,29 @@ class EarlyCopy:
 def _key(group: Group) -> Key | None:
     if group.need is not Need.PREFIX or not len(group.hashes):
         return None
-    return group.namespace.id, tuple(group.ranks), group.hashes[-1].tobytes()
+    return group.namespace.id, tuple(group.ranks), group.tokens, group.hashes[-1].tobytes()
 
 
 class _Pages(NamedTuple):
-    """The bytes of pages, and their addresses."""
+    """Where pages are mapped, and how long their blocks are. parts: their segments, which keeps them mapped, and the handles of those in each."""
 
-    data: list[buffers.Bytes]
     at: list[int]
+    lengths: list[int]
+    parts: list[tuple[Segment, StructArray]]
 
 
 def _pages(session: Session, handles: StructArray) -> _Pages | None:
     """Those of the handles, if all of them are mapped and still what they were."""
     parts = by_place(handles)
-    out = _Pages([buffers.NO_BYTES] * len(handles), [0] * len(handles))
+    out = _Pages([0] * len(handles), handles["length"].tolist(), [])
     for place, rows in parts:
         segment, those = session.segment(place), handles if len(parts) == 1 else handles[rows]
         if not isinstance(segment, Segment) or not every(still_hold(segment.words, those)):
             return None
-        starts, lengths = those["offset"].tolist(), those["length"].tolist()
-        data = [segment.data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-        at = [segment.address + start for start in starts]
-        if len(parts) == 1:
-            return _Pages(data, at)
-        for row, page, address in zip(np.arange(len(handles))[rows].tolist(), data, at, strict=True):
-            out.data[row], out.at[row] = page, address
+        if not every(those["offset"] + those["length"] <= len(segment.data)):
+            return None
+        out.parts.append((segment, those))
+        addresses = (those["offset"] + np.uint64(segment.address)).tolist()
+        for row, address in zip(np.arange(len(handles))[rows].tolist(), addresses, strict=True):
+            out.at[row] = address
     return out

@@ -101,7 +101,7 @@ class Lease:
         for place, rows in self.parts:
             segment = hold.segment(place)
             if segment is not None:
-                good[rows] = still_hold(segment.words, self.handles[rows])
+                good[rows] = still_hold(segment.words, self.handles[rows], for_a_lease=True)
         return valid_blocks(self.groups, good)
 
     def tokens_of(self, blocks: int) -> int:

@@ -49,7 +49,7 @@ class Sent:
             self._line.check_over()
             reply = None if answer.status else _REPLIES[self._method](answer.message)
             if self._link.session is not None:
-                self._link.session.note_answered(self._asked_s)
+                self._link.session.mailbox.note_answered(self._asked_s)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise self.given_up(error, deadline) from None
         self._lines.rest(self._line)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tierd.core.layout import (
     CATALOGUE_HEADER,
     CATALOGUE_MAGIC,
+    GENERATION,
     HEADER_BYTES,
     NO_GENERATION,
     WORD_BYTES,
@@ -69,12 +70,16 @@ class Segment:
         return is_unused(self.words)
 
 
-def still_hold(words: Words, handles: StructArray) -> NDArray[np.bool_]:
-    """Which pages of HANDLE [n], of the segment with these words, have the generation of their handle; none where one is beyond the last. bool [n]"""
+def still_hold(words: Words, handles: StructArray, *, for_a_lease: bool = False) -> NDArray[np.bool_]:
+    """Which pages of HANDLE [n], of the segment with these words, have the generation of their handle; none where one is beyond the last. bool [n]
+
+    for_a_lease: on them; it reads on in pages that nobody finds any more.
+    """
     try:
-        return np.asarray(words[handles["slot"]] == handles["generation"], np.bool_)
+        found = words[handles["slot"]]
     except IndexError:
         return np.zeros(len(handles), np.bool_)
+    return np.asarray((found & GENERATION if for_a_lease else found) == handles["generation"], np.bool_)
 
 
 def is_unused(words: Words) -> bool:

@@ -22,6 +22,7 @@ from tierd.client.buffers import copy_all
 from tierd.client.values import About, Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import (
+    COMMIT_BLOCK,
     HANDLE,
     HASH_BYTES,
     PRIORITY_LIMIT,
@@ -324,6 +325,13 @@ class Leased:
     tier_tokens: tuple[int, ...] = ()
     whole: bool = True
     groups: tuple[LeasedGroup, ...] = ()
+
+
+def named_indices(request: pb.CommitRequest) -> list[int] | None:
+    """Which blocks of the reservation a commit names; None: all."""
+    if not request.HasField("blocks"):
+        return None
+    return np.frombuffer(request.blocks.blocks, dtype=COMMIT_BLOCK)["index"].tolist()  # type: ignore[no-any-return]
 
 
 def found(reply: pb.LookupReply, groups: Sequence[Group]) -> Found:

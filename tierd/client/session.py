@@ -13,7 +13,6 @@ import itertools
 import os
 import select
 import socket
-import struct
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tierd
+from tierd.client.mailbox import IDS_PER_MESSAGE, Mailbox
 from tierd.client.mapping import Segment, map_file, map_segment
 from tierd.client.progress import Board
 from tierd.client.protocol import error_of, every
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 PROTO_VERSION = 1
 FORMAT_VERSION = 1
 REPLY_MAX_BYTES = 1 << 16
-IDS_PER_MESSAGE = 200
-MAILBOX_S = 0.04
-"""For so long after a call that was answered was asked leases go to the mailbox: the daemon looks into it 50 ms after the answer, or later (tierd/server/mailboxes.py)."""
 SWEEP_SEGMENTS = 32
 """With more segments mapped than this, those that have become empty are dropped before another is mapped."""
 
@@ -87,9 +84,7 @@ class Session:
         self._glance = connection.dup()
         self._glance.setblocking(False)
         self._sockets = [connection, self._glance]
-        self._mailbox: socket.socket | None = None
-        """For leases that end soon after an answer: it wakes nobody, and is read with the next answer, or a moment later."""
-        self._answered_s = -MAILBOX_S
+        self.mailbox = Mailbox(is_told_of_gets=bool(hello.get("one_sided", False)))
         self._turn = threading.Lock()
         self._owed = 0  # replies that nobody waits for
         self._segments: dict[Place, Segment | DeviceSegment] = {}
@@ -151,16 +146,16 @@ class Session:
         """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
         with self._turned(timeout_s) as left_s:
             reply, fds = self._exchange(
-                {"op": "line", "mailbox": self._mailbox is None}, timeout_s=left_s, is_vital=False
+                {"op": "line", "mailbox": self.mailbox.socket is None}, timeout_s=left_s, is_vital=False
             )
         try:
             _checked(reply)
             has_mailbox = reply.get("mailbox") is True
             _check_came(fds, 2 if has_mailbox else 1, what="a line")
             if has_mailbox:
-                self._mailbox = socket.socket(fileno=fds.pop())
-                self._mailbox.setblocking(False)
-                self._sockets.append(self._mailbox)
+                mailbox = self.mailbox.socket = socket.socket(fileno=fds.pop())
+                mailbox.setblocking(False)
+                self._sockets.append(mailbox)
             return socket.socket(fileno=fds.pop())
         finally:
             _close(fds)
@@ -187,31 +182,12 @@ class Session:
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
         """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
-        if leases and not reservations and self._posted(leases):
+        if leases and not reservations and self.mailbox.post(leases):
             return
         self._unsent.append(
             {"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)}
         )
         self.flush()
-
-    def note_answered(self, asked_s: float) -> None:
-        """A call that was asked then, of time.monotonic(), has been answered, by a daemon that looks into the mailbox for a while from its answer on."""
-        self._answered_s = max(self._answered_s, asked_s)
-
-    def _posted(self, leases: Sequence[int]) -> bool:
-        """Whether they are in the mailbox, and came there before the daemon's last look. What comes late may be told twice: a lease ends once."""
-        if self._mailbox is None or self._is_late or len(leases) > IDS_PER_MESSAGE:
-            return False
-        try:
-            self._mailbox.send(struct.pack(f"<{len(leases)}Q", *leases), socket.MSG_NOSIGNAL)
-        except OSError:  # it is full, or closed
-            return False
-        return not self._is_late
-
-    @property
-    def _is_late(self) -> bool:
-        """For the mailbox."""
-        return time.monotonic() - self._answered_s > MAILBOX_S
 
     def written(self, reservation: int, *, blocks: int, deadline: float) -> None:
         """The blocks of a reservation before this index are written for good. Without an answer. Raises DeadlineExceeded where the socket does not take it by the deadline (of

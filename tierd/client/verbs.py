@@ -28,7 +28,7 @@ from tierd.client.steps import Call, Do, Pause, Steps
 from tierd.client.target import RemoteTarget
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
 from tierd.core.block import NamespaceSpec
-from tierd.core.model import COMMIT_BLOCK, HANDLE, BlockStatus, StructArray
+from tierd.core.model import HANDLE, BlockStatus, StructArray
 from tierd.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -203,6 +203,8 @@ class Verbs:
         if isinstance(self.connector.target, RemoteTarget):
             return (yield from remote.get((yield from self._link(deadline)), group, out, deadline))
         early = (yield from self._early(group, out, deadline)) if out is not None else None
+        if early is not None and early.may_be_alone and (done := (yield Do(early.alone))) is not None:
+            return done  # type: ignore[no-any-return]
         lease = yield from self._acquire([group], "host", deadline, early=early)
         if not lease:
             return GetResult()
@@ -275,7 +277,7 @@ class Verbs:
     ) -> Steps[Committed]:
         """The inner half of `commit`: whatever fails is raised."""
         hold = pages.held()
-        pages.seal(_indices(request) if request.keep_open else None)
+        pages.seal(protocol.named_indices(request) if request.keep_open else None)
         reply = yield from self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
         if not request.keep_open:
             hold.settle()
@@ -481,13 +483,6 @@ def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespac
 def _is_empty(groups: Sequence[Group]) -> bool:
     """Nothing is asked for; an unopened namespace hashes to that, so the call is still a chance to open it."""
     return not any(len(group.hashes) for group in groups)
-
-
-def _indices(request: pb.CommitRequest) -> list[int] | None:
-    """Which blocks of the reservation a commit names; None: all."""
-    if not request.HasField("blocks"):
-        return None
-    return np.frombuffer(request.blocks.blocks, dtype=COMMIT_BLOCK)["index"].tolist()  # type: ignore[no-any-return]
 
 
 def _dropped(blocks: Any) -> PutResult:

@@ -130,6 +130,10 @@ class Core:
         """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from."""
         return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
 
+    def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> Found:
+        """A session has copied blocks that it was given before, without a lease: policies hear of it. What of them can be served now; nothing is pinned or planned."""
+        return self._gets.used(session, groups=groups, kind=kind, now=now)
+
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers = NO_TIERS) -> Acquisition:
         """What an acquisition of a moment ago comes to now that its lease is released; its question was asked, and its blocks were used, once."""
         return self._gets.acquire_again(session, question, now=now, shut=shut)

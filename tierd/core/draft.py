@@ -19,11 +19,16 @@ class Draft:
 
     def __init__(self, now: float) -> None:
         self.now = now
+        self._retired: list[StructArray] = []
         self._freed: list[StructArray] = []
         self._reserved: list[StructArray] = []
         self._transfers: list[StructArray] = []
         self._waits: list[TransferIds] = []
         self._segments: list[SegmentAssignment] = []
+
+    def retire(self, extents: StructArray) -> None:
+        """EXTENT of pages that nobody finds any more, and that something pins."""
+        self._retired.append(extents)
 
     def free(self, records: StructArray) -> None:
         """FREED records."""
@@ -62,7 +67,8 @@ class Draft:
         waits = np.concatenate(self._waits) if self._waits else NO_WAITS
         if len(waits):
             waits = distinct(waits[~among(waits, transfers["id"])])
-        return Plan(freed, self._segments, reserved, transfers, waits)
+        retired = joined(self._retired) if self._retired else NO_EXTENTS
+        return Plan(freed, self._segments, reserved, transfers, waits, retired)
 
 
 def no_ids() -> Ids:

@@ -110,6 +110,16 @@ class Gets:
         near = self._acquire_near(sight, holder=holder, kind=kind, now=now)
         return near or self._acquire(session, sight, Question(tuple(groups), kind), Draft(now), shut)
 
+    def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> Found:
+        """Policies hear of a get of pages near that its client has made by itself, as of any other; what of it can be served now."""
+        self.catch_up()
+        sight = self._look(groups, self._sessions.get(session).domain)
+        self._relax(groups)
+        tokens = longest(groups, sight.there())
+        self._later.append(partial(self._tell, sight, now))
+        self._later.append(partial(self._used, sight.wanted(sight.spans(tokens)), no_ids(), kind=kind, now=now))
+        return Found(tokens, sight.tier, self._tier_tokens(sight, tokens))
+
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
         """As `acquire`, of a question that was told of already."""
         self.catch_up()

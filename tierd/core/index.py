@@ -200,7 +200,10 @@ class Index:
         stays = (pages_of.pins[pages] > 0) | (pages_of.fault[pages] > 0)
         if some(stays):
             stay = pages[stays]
-            pages_of.move(stay[pages_of.state[stay] == PageState.READY], PageState.READY, PageState.RETIRING)
+            retiring = stay[pages_of.state[stay] == PageState.READY]
+            pages_of.move(retiring, PageState.READY, PageState.RETIRING)
+            if some(is_held := pages_of.pins[retiring] > 0):
+                draft.retire(pages_of.extents(retiring[is_held]))
         self._sweep(tier, pages, draft)
 
     def pin(self, tier: int, pages: Ids) -> None:

@@ -13,7 +13,7 @@ A segment is two files: data (pages of class_bytes, page s at s * class_bytes) a
 What a client needs: the generation word of slot s is the aligned little-endian u64 at `generation_offset(s)`. A handle is
 good while that word equals its generation. The daemon changes the word before the first byte of the page's reuse, so a
 client copies first, then calls `tierd.core.words.barrier()`, then reads the word: another value means a miss. 0 is no
-generation: the page is free.
+generation: the page is free. With RETIRED beside the generation nobody finds the page any more; who has a lease on it reads on.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ HEADER_BYTES = PAGE_ALIGN_BYTES
 WORD_BYTES = 8
 NO_GENERATION = 0
 """Value of a free page's generation word."""
+RETIRED = np.uint64(1 << 63)
+"""Set in the generation word of a page that holds no block any more, and that leases still pin."""
+GENERATION = ~RETIRED
+"""What is the generation in a generation word."""
 
 SLICE_WORDS_MAX = 480
 """Entries of the longest slice table: what fits behind META in a 4 KiB slot header."""

@@ -96,8 +96,9 @@ NO_WAITS: TransferIds = np.zeros(0, np.uint64)
 
 @dataclass(slots=True)
 class Plan:
-    """What must now happen outside, decided together. Apply in this order: freed, segments, reserved; then run the transfers.
+    """What must now happen outside, decided together. Apply in this order: retired, freed, segments, reserved; then run the transfers.
 
+    retired: EXTENT, pages whose contents nobody may be served any more but who has a lease on them; they become free with the last one.
     freed: FREED, pages that have become free; their contents must not be served any more.
     segments: lives that begin. reserved: EXTENT, pages newly set aside, with their new generations (stamp them before anything is written).
     transfers: TRANSFER in the order in which they should start; one with `after` waits for that transfer to succeed (and has
@@ -111,11 +112,13 @@ class Plan:
     reserved: StructArray = field(default_factory=lambda: NO_EXTENTS)
     transfers: StructArray = field(default_factory=lambda: NO_TRANSFERS)
     waits: TransferIds = field(default_factory=lambda: NO_WAITS)
+    retired: StructArray = field(default_factory=lambda: NO_EXTENTS)
 
     @property
     def is_empty(self) -> bool:
         """Nothing to do and nothing to wait for."""
-        return not (len(self.freed) or self.segments or len(self.reserved) or len(self.transfers) or len(self.waits))
+        freed = len(self.freed) or len(self.retired)
+        return not (freed or self.segments or len(self.reserved) or len(self.transfers) or len(self.waits))
 
 
 # -- answers

@@ -21,6 +21,7 @@ import structlog
 import tierd
 from tierd import metrics, places
 from tierd.config import split_address
+from tierd.core.model import NOBODY
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.told import Names
 from tierd.server.admin import About, AdminService, SessionRow
@@ -82,6 +83,7 @@ class Listeners:
             lambda session, into: cache.end_session(session, into=into),
             lambda session, reservation, end: cache.ahead.note(session, reservation, end=end),
             cache.ahead.boards.give,
+            self._service.note_used,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._mailboxes = Mailboxes(self.sessions.read_mailbox)
@@ -102,6 +104,9 @@ class Listeners:
                 "credits": self._credits.share,
                 "lines": LINES,
                 "unwritten": True,  # commits may come before their pages are written
+                "one_sided": _is_one_sided(
+                    daemon
+                ),  # gets of what was given before may be made without a call, and told of by the mailbox
                 "events": daemon.config.events.enabled,
             },
         )
@@ -285,6 +290,14 @@ class Listeners:
             os.close(data.fd)
             raise
         return MappedFiles(data.fd, data.bytes, is_writable, catalogue.fd, catalogue.bytes)
+
+
+def _is_one_sided(daemon: Assembly) -> bool:
+    """Whether clients may make gets by themselves: where no page that was verified once is looked at again at its later hits, and nothing is replayed."""
+    cache = daemon.cache
+    shared = (tier.position for tier in daemon.tiers if is_shared(tier))
+    has_nobodys = any(given.writer == NOBODY for tier in shared for given in cache.core.segments(tier))
+    return cache.parts.verify == "first_hit" and not has_nobodys and not cache.clock.is_replay
 
 
 def _described(tier: Tier) -> dict[str, Any]:

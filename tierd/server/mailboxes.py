@@ -1,9 +1,10 @@
-"""Mailboxes: sockets over which clients give leases back, and which wake nobody: they are read when their client calls anyway, when room is wanted, and a moment after its last call.
+"""Mailboxes: sockets over which clients give leases back and tell of gets that they made by themselves, and which wake nobody: they are read when their client calls anyway, when room is
+wanted, and every now and then for a while after its last call.
 
-    call is answered ──▶ client copies, and gives back by the mailbox ──▶ its next call is answered, which reads that, or the next look does
+    call is answered ──▶ client copies, and says so by the mailbox ──▶ its next call is answered, which reads that, or the next look does
 
-Purpose: when they are read. Non-purpose: reading (session_socket.py), what a release is (cache). Invariants: there is a look LOOK_S after a session's
-last answer, or later, so what its client puts there until then is read; nobody is looked after who has not called since the last look but one.
+Purpose: when they are read. Non-purpose: reading (session_socket.py), what a release is (cache). Invariants: what a client says within KEPT_S of a session's last answer is read within LOOK_S or
+a little more; nobody is looked after who has not called for longer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import asyncio
 from collections.abc import Callable
 
 LOOK_S = 0.05
-"""Between two looks. More than the time within which clients use a mailbox (`MAILBOX_S` of tierd/client/session.py), which they count from before the answer."""
+"""Between two looks."""
+KEPT_S = 1.0
+"""After a session's last answer its mailbox is looked into for so long, and once more: for as long as its client uses it (`MAILBOX_S` of tierd/client/mailbox.py), who counts from before the answer."""
 
 
 class Mailboxes:
@@ -45,5 +48,5 @@ class Mailboxes:
         loop = asyncio.get_running_loop()
         begun = loop.time()  # reading may take its time, in which more comes into those that were read first
         self.read_all()
-        self._answered = {session: at for session, at in self._answered.items() if begun - at < LOOK_S}
+        self._answered = {session: at for session, at in self._answered.items() if begun - at < KEPT_S}
         self._timer = loop.call_later(LOOK_S, self._look) if self._answered else None

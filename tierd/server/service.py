@@ -7,6 +7,7 @@ is a few lines, so that the protocol can be read off them.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from tierd.events.naming import names_of
 from tierd.events.told import Names
 from tierd.server import streams, wire
 from tierd.server.grants import Grants
-from tierd.server.guard import CALLER
+from tierd.server.guard import CALLER, parsed
 from tierd.server.openings import Openings
 from tierd.tiers.tier import is_device
 
@@ -173,6 +174,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                     for e in events
                 ]
             )
+
+    def note_used(self, session: int, raw: bytes, *, times: int) -> None:
+        """A session has made a get by itself, so often: of a Group. Raises TierdErrors."""
+        mine = partial(self._cache.namespace_for, session)
+        found = wire.queries([parsed(pb.Group.FromString, raw)], namespace_of=mine, batch_limit=self._batch_limit)
+        if self.note_asked:
+            for _ in range(times):
+                self.note_asked(found, is_lookup=False)
+        self._cache.note_used(session, found, times=times)
 
     def _asked(self, groups: Any, *, is_lookup: bool = False) -> list[GroupQuery]:
         """As _queries; what is recorded is the question, whatever the answer."""

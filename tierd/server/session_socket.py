@@ -6,7 +6,7 @@ AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
            where hello's row of the tier has gpu: {ordinal, uuid}
     line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (lines.py). With mailbox, which the first line may ask for, another: SEQPACKET, each message u8 numbers,
-           little-endian, of leases that end; nobody is woken by it (mailboxes.py)
+           little-endian, of leases that end, or a 0 and a Group that its client has got by itself, where hello says `one_sided`; nobody is woken by it (mailboxes.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     written {op, reservation, blocks}, no answer: the blocks of a reservation before this index are written, so that they may be hashed
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
@@ -57,6 +57,8 @@ MAILBOX_BYTES = 32 << 10
 """Linux doubles it and counts its own bookkeeping: a mailbox holds 8 long messages, or 85 short ones. One read takes what it holds, so a client that fills it meanwhile delays nobody."""
 MAILBOX_HEARD_AT_ONCE = 128
 _LEASE = struct.Struct("<Q")
+USED = _LEASE.pack(0)
+"""Begins a message of the mailbox that is about no leases: a Group follows, which its client has copied by itself."""
 ACCEPT_PAUSE_S = 0.2
 """Before the next try to accept when the process is out of descriptors."""
 
@@ -197,20 +199,24 @@ class Connection:
         """Takes what was there. What is no whole number says nothing; at its end there is nothing more to hear."""
         if self._mailbox is None or self.session is None:
             return
-        heard_bytes = 0
+        heard_bytes, used = 0, dict[bytes, int]()
         for _ in range(MAILBOX_HEARD_AT_ONCE):
-            if heard_bytes > 2 * MAILBOX_BYTES:
-                return
             try:
-                data = self._mailbox.recv(MESSAGE_MAX_BYTES)
+                data = self._mailbox.recv(MESSAGE_MAX_BYTES) if heard_bytes <= 2 * MAILBOX_BYTES else b""
             except OSError:
-                return
+                break
             if not data:
-                return
+                break
             heard_bytes += len(data)
+            if data.startswith(USED):
+                used[data] = used.pop(data, 0) + 1  # in the order of their last times
+                continue
             leases = [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]
             with contextlib.suppress(TierdError):
                 self._owner.sessions.let_go(self.session, leases=leases, reservations=(), is_awaited=False)
+        for data, times in used.items():
+            with contextlib.suppress(TierdError):
+                self._owner.sessions.note_used(self.session, data[len(USED) :], times=times)
 
     def _read(self) -> bool:
         """One message, if there is one; whether there was."""

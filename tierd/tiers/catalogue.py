@@ -24,8 +24,10 @@ from tierd.core import versions
 from tierd.core.layout import (
     CATALOGUE_HEADER,
     CATALOGUE_MAGIC,
+    GENERATION,
     HEADER_BYTES,
     NO_GENERATION,
+    RETIRED,
     WORD_BYTES,
     CatalogueLayout,
 )
@@ -147,6 +149,12 @@ class Catalogue:
         """Pages begin a new use: from now on older handles are stale. Call `barrier` after the last stamp of a plan."""
         self._generations[slots] = generations
 
+    def retire(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
+        """Pages hold no block any more, and are still read by who has a lease on them: their entries count no more. Those that were retracted meanwhile are passed over."""
+        words = self._generations[slots]
+        current = slots[words == generations]
+        self._generations[current] |= RETIRED
+
     def retract(self, slots: NDArray[np.uint32]) -> None:
         """Pages are free: no handle is good, no entry counts."""
         self._generations[slots] = NO_GENERATION
@@ -186,9 +194,8 @@ class Catalogue:
     def find_tables(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> list[SliceTable | None]:
         """Copies of the slice tables of these pages; None where no entry of that generation is published."""
         metas = self._metas[slots]
-        good = (
-            (metas["checksum"] != 0) & (metas["generation"] == generations) & (self._generations[slots] == generations)
-        )
+        words = self._generations[slots] & GENERATION
+        good = (metas["checksum"] != 0) & (metas["generation"] == generations) & (words == generations)
         counts = np.minimum(metas["slices"], self.layout.slice_words).tolist()
         rows = zip(slots.tolist(), counts, good.tolist(), strict=True)
         return [self._tables[slot, :count].copy() if ok else None for slot, count, ok in rows]
@@ -199,9 +206,8 @@ class Catalogue:
         metas = self._metas[slots]
         good = intact(metas, record_checksum) & self._is_here(slots, metas)
         good[good] = np.all(self._digests(slots[good], metas["slices"][good]) == metas["digest"][good], axis=1)
-        given = self._generations[
-            self._generations < GENERATION_LIMIT
-        ]  # a word beyond it is damage: none was ever given
+        words = self._generations
+        given = words[words < GENERATION_LIMIT] & GENERATION  # a word beyond it is damage: none was ever given
         return Survivors(slots[good], metas[good], highest=int(given.max(initial=0)))
 
     # -- inner

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tierd.core.block import slice_lengths
-from tierd.core.layout import CATALOGUE_HEADER, HEADER_BYTES, NO_GENERATION
+from tierd.core.layout import CATALOGUE_HEADER, HEADER_BYTES, NO_GENERATION, RETIRED
 from tierd.core.meta import META
 from tierd.core.model import TierSpec
 from tierd.errors import CorruptRecord, VersionMismatch
@@ -123,6 +123,8 @@ def _check_entries(path: Path, raw: bytearray, catalogue: Catalogue, survivors: 
     for slot in np.setdiff1d(written, survivors.slots).tolist():
         if words[slot] == NO_GENERATION:
             part.notes.append(f"{path} page {slot}: freed shortly before the end")
+        elif words[slot] & RETIRED:
+            part.notes.append(f"{path} page {slot}: no block any more, and held by a lease at the end")
         else:
             part.add(f"{path} page {slot}", "its entry is damaged", "a miss")
 

@@ -149,7 +149,10 @@ class SegmentBooks(Generic[Memory]):
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """Retract freed pages, begin segments, stamp reserved generations. A segment that cannot begin fails in `prepare`."""
+        """Mark retired pages, retract freed ones, begin segments, stamp reserved generations. A segment that cannot begin fails in `prepare`."""
+        for segment, rows in self._rows(plan.retired):
+            if segment.catalogue is not None:
+                segment.catalogue.retire(plan.retired["slot"][rows], plan.retired["generation"][rows])
         freed = plan.freed["extent"]
         for segment, rows in self._rows(freed):
             if segment.catalogue is not None:

@@ -12,6 +12,7 @@ CACHE = ("tests/unit/cache/test_cache.py",)
 SEALED = ("tests/unit/core/test_sealed.py",)
 SEALING = ("tests/unit/cache/test_sealing.py",)
 AHEAD = ("tests/unit/cache/test_ahead.py",)
+ONE_SIDED = ("tests/system/test_one_sided.py",)
 EARLY = ("tests/system/test_early_commits.py",)
 CORE = ("tests/unit/core/test_ends_of_ranges.py", "tests/unit/core/test_upkeep.py")
 
@@ -21,9 +22,41 @@ STORED: tuple[Mutation, ...] = (
         "copy-recheck",
         "after a copy the SDK reads the generation words again",
         "tierd/client/lease.py",
-        "good[rows] = still_hold(segment.words, self.handles[rows])",
+        "good[rows] = still_hold(segment.words, self.handles[rows], for_a_lease=True)",
         "good[rows] = True",
         ("tests/unit/client/test_client.py", "-k", "taken_away"),
+    ),
+    Mutation(
+        "one-sided-recheck",
+        "a get that asks nobody reads the generation words again after its copy",
+        "tierd/client/early.py",
+        "if not all(every(still_hold(segment.words, those)) for segment, those in self._from):",
+        "if False:",
+        (*ONE_SIDED, "-k", "reused_in_the_middle"),
+    ),
+    Mutation(
+        "one-sided-retired",
+        "a page that nobody finds any more says so while a lease pins it",
+        "tierd/core/index.py",
+        "draft.retire(pages_of.extents(retiring[is_held]))",
+        "pass",
+        (*ONE_SIDED, "-k", "epoch or scrub"),
+    ),
+    Mutation(
+        "one-sided-verify",
+        "where later hits are verified no get is made without the daemon",
+        "tierd/server/listeners.py",
+        'return cache.parts.verify == "first_hit" and',
+        "return",
+        (*ONE_SIDED, "-k", "verified"),
+    ),
+    Mutation(
+        "one-sided-alive",
+        "nothing is served from the memory of a daemon that has gone",
+        "tierd/client/early.py",
+        "or not session.is_alive",
+        "",
+        (*ONE_SIDED, "-k", "gone"),
     ),
     Mutation(
         "verdict-generation",

@@ -115,3 +115,29 @@ def test_what_lies_apart_is_not() -> None:
     kit.land()
     kit.took(kit.core.evict(kit.ids(chain("a", 4))[2:3], tier=0, now=kit.tick()))
     assert kit.acquire(group(chain("a", 4))).served is None
+
+
+@pytest.mark.parametrize("world", ["host", "host and store"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gets_that_clients_make_by_themselves_teach_the_same(world: str, seed: int) -> None:
+    """A get without a lease moves policies as one with a lease does: what leaves afterwards is the same; and it pins nothing."""
+    chance, asked, alone = random.Random(seed), Kit(*WORLDS[world]), Kit(*WORLDS[world])
+    chains = {name: chain(name, chance.randrange(1, 5)) for name in NAMES}
+    gets = 0
+    for _ in range(80):
+        hashes, is_put = chains[chance.choice(NAMES)], chance.random() < 0.4
+        is_near = asked.tiers_of(hashes) == [0] * len(hashes)
+        for kit in (asked, alone):
+            if is_put:
+                kit.put(hashes)
+                kit.land()
+        if is_near and not is_put:
+            gets += 1
+            asked.release(asked.acquire(group(hashes)).lease)
+            assert alone.core.used(1, groups=[group(hashes)], kind=HOST, now=alone.tick()).tokens == TOKENS * len(
+                hashes
+            )
+            alone.tick()
+            alone.core.check()
+        assert [asked.tiers_of(each) for each in chains.values()] == [alone.tiers_of(each) for each in chains.values()]
+    assert gets > 10 and alone.core.stats().leases == 0

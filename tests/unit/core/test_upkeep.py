@@ -235,6 +235,7 @@ def test_an_epoch_bump_lets_leases_finish() -> None:
     served = kit.settle(acquired)
     plan = kit.took(kit.core.forget_namespaces([1], now=kit.tick()))
     assert plan.freed["reason"].tolist() == [Reason.EPOCH_BUMPED] * 6
+    assert plan.retired["generation"].tolist() == served.groups[0].extents["generation"][0].tolist()
     assert kit.tiers_of(a) == [-1] * 4
     assert kit.core.find_block(1, a[0].tobytes()) is None
     assert (

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierd.core.block import size_class, slice_lengths
-from tierd.core.layout import CATALOGUE_HEADER, CatalogueLayout, generation_offset, slice_words
+from tierd.core.layout import CATALOGUE_HEADER, RETIRED, CatalogueLayout, generation_offset, slice_words
 from tierd.core.meta import META_BYTES, new_meta
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.pages import GENERATION_LIMIT
@@ -52,6 +52,22 @@ def filled(path: Path, *generations: int) -> Catalogue:
     catalogue.stamp(where, np.array(generations, dtype=np.uint64))
     catalogue.publish(where, metas=metas(*generations), slices=tables(len(where)))
     return catalogue
+
+
+def test_a_retired_page_is_read_by_leases_alone(tmp_path: Path) -> None:
+    """Its word is the generation, and says that it is retired: no entry of it counts at a start, its table is there for who copies it, and no new generation is below its own."""
+    catalogue = filled(tmp_path / "1.cat", 7, 8, 9)
+    catalogue.retire(slots(1, 2), np.array([8, 5], np.uint64))
+    assert catalogue._generations[:3].tolist() == [7, 8 | int(RETIRED), 9], "one of another generation is passed over"
+    found = catalogue.survivors()
+    assert found.slots.tolist() == [0, 2] and found.highest == 9
+    assert catalogue.find_tables(slots(1), np.array([8], np.uint64))[0] is not None
+    catalogue.retire(slots(2), np.array([9], np.uint64))
+    assert catalogue.survivors().highest == 9
+    catalogue.retract(slots(1))
+    assert catalogue._generations[1] == 0
+    catalogue.retire(slots(1), np.array([8], np.uint64))
+    assert catalogue._generations[1] == 0, "what is free stays free"
 
 
 def test_layout_has_the_parts_in_order_and_aligned() -> None:

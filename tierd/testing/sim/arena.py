@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.layout import GENERATION
 from tierd.core.model import SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Plan
 from tierd.errors import NotFound, TierFailed
@@ -94,7 +95,7 @@ class _Living:
         return self.catalogue._generations
 
     def extent_is_live(self, row: np.void) -> bool:
-        return int(self.words[int(row["slot"])]) == int(row["generation"])
+        return int(self.words[int(row["slot"])] & GENERATION) == int(row["generation"])
 
 
 class SimArena:
@@ -149,8 +150,11 @@ class SimArena:
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """Retract, begin, stamp; each page's and segment's past is checked."""
+        """Retire, retract, begin, stamp; each page's and segment's past is checked."""
         self._watch.seen(plan)
+        for living, rows in self._by_segment(plan.retired):
+            self._check_retired(living, rows)
+            living.catalogue.retire(rows["slot"], rows["generation"])
         for living, rows in self._by_segment(plan.freed["extent"]):
             self._check_freed(living, rows)
             living.catalogue.retract(rows["slot"])
@@ -196,7 +200,7 @@ class SimArena:
 
     def _end(self, old: _Living, new: SegmentAssignment, files: Segment) -> None:
         """The old life is over; the new one inherits its memory if nobody is left who could disturb it."""
-        words = old.words[old.words >= np.uint64(self._born)]
+        words = old.words[(old.words & GENERATION) >= np.uint64(self._born)]
         if np.any(words):
             self._watch.fail(
                 f"{self.spec.name}: segment {old.assignment.segment} ends with live pages {words.tolist()}"
@@ -212,6 +216,11 @@ class SimArena:
                 )
         files.data, files.maps = old.files.data, old.files.maps
 
+    def _check_retired(self, living: _Living, rows: StructArray) -> None:
+        for row in rows:
+            if int(living.words[int(row["slot"])]) not in (int(row["generation"]), 0):
+                self._watch.fail(f"{self._name(row)}: retired, and another's or retired before")
+
     def _check_freed(self, living: _Living, rows: StructArray) -> None:
         for row in rows:
             generation = int(row["generation"])
@@ -222,7 +231,7 @@ class SimArena:
 
     def _check_stamped(self, living: _Living, rows: StructArray) -> None:
         for row in rows:
-            generation, word = int(row["generation"]), int(living.words[int(row["slot"])])
+            generation, word = int(row["generation"]), int(living.words[int(row["slot"])] & GENERATION)
             if word >= self._born:
                 self._watch.fail(f"{self._name(row)}: reserved while generation {word} uses the page")
             if generation in self._memory.used or generation <= word:

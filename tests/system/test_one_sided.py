@@ -1,0 +1,265 @@
+"""Gets that a client makes by itself, from pages that it was given before: the same bytes, never one too many, and the daemon hears of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.depth import count
+from tests.system.damaged import flip, pages
+from tests.system.sdk import await_nothing_held
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import Connection, connect
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, buffers, mailbox
+from tierd.client.local import LocalTransport
+from tierd.client.mailbox import UNASKED_LIMIT, Mailbox
+from tierd.errors import StaleHandle, TierdError
+from tierd.testing import Daemon, chain, content_of
+
+SPEC = NamespaceSpec(model="one-sided", tokens_per_block=16, block_bytes=8192)
+TIGHT = 'nvme = []\n[[host]]\ncapacity = "1 MiB"\nsegment = "256 KiB"\neviction = "lru"\n'
+BLOCKS, SEQUENCES = 8, 40
+TOKENS = BLOCKS * SPEC.tokens_per_block
+HELD = (1 << 20) // (BLOCKS * SPEC.block_bytes)
+"""Sequences that the tier has room for."""
+ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients for which a call is a moment ago for longer than a test takes, on whatever machine."""
+    monkeypatch.setattr(mailbox, "MAILBOX_S", 600.0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Calls of this process, by method."""
+    found, inner = Counter[str](), LocalTransport.call
+
+    def call(self: LocalTransport, method: str, request: Any, **given: Any) -> Any:
+        found[method] += 1
+        return inner(self, method, request, **given)
+
+    monkeypatch.setattr(LocalTransport, "call", call)
+    return found
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon(TIGHT) as running:
+        yield running
+
+
+def blocks_of(number: int) -> list[np.ndarray]:
+    """What a sequence holds."""
+    return [content_of(name, SPEC.block_bytes) for name in chain(number, BLOCKS)]
+
+
+class Reader:
+    """A client, and where it copies to."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.space: OpenedNamespace = client.open_namespace(SPEC)
+        self._out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+
+    def put(self, number: int) -> None:
+        self.client.put(self.space, chain(number, BLOCKS), blocks_of(number))
+
+    def get(self, number: int) -> int:
+        """How many blocks were served, each of which is the one asked for."""
+        self._out[:] = 0
+        got = self.client.get(self.space, chain(number, BLOCKS), out=self._out)
+        assert all((self._out[i] == block).all() for i, block in enumerate(blocks_of(number)[: got.blocks])), number
+        assert got.tokens == got.blocks * SPEC.tokens_per_block
+        return got.blocks
+
+    def known(self, number: int) -> None:
+        """Puts a sequence and gets it, so that the next get of it needs no call."""
+        self.put(number)
+        assert self.get(number) == BLOCKS
+
+
+def test_what_was_given_before_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
+    """The second get of a sequence asks nobody, answers what the first did, and holds nothing; after so many the daemon is asked again."""
+    with Client(daemon.target) as client:
+        reader = Reader(client)
+        reader.known(1)
+        out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        before = client.get(reader.space, chain(1, BLOCKS), out=out)
+        asked.clear()
+        reader.client.lookup(reader.space, chain(1, BLOCKS))
+        for _ in range(UNASKED_LIMIT):
+            assert client.get(reader.space, chain(1, BLOCKS), out=out) == before
+        assert asked == {"Lookup": 1}
+        assert reader.get(1) == BLOCKS and asked == {"Lookup": 1, "Acquire": 1}
+        await_nothing_held(daemon, after="gets that ask nobody")
+
+
+def test_the_daemon_counts_them(daemon: Daemon) -> None:
+    """Every such get is counted as a hit of the tier, as one that was asked for is."""
+    with Client(daemon.target) as client, connect(daemon.target) as operator:
+        reader = Reader(client)
+        reader.known(1)
+        before = _counted(operator)
+        for _ in range(5):
+            assert reader.get(1) == BLOCKS
+        client.lookup(reader.space, chain(2, 1))
+        after = _counted(operator)
+        assert after["tierd_gets_one_sided_total"] - before["tierd_gets_one_sided_total"] == 5
+        hits = 'tierd_tokens_hit_total{tier="host.0"}'
+        assert after[hits] - before[hits] == 5 * TOKENS
+
+
+def test_they_keep_what_they_read_in_memory(daemon: Daemon) -> None:
+    """A sequence that is got over and over in this way is not the coldest, however much else is put."""
+    with Client(daemon.target) as client, Client(daemon.target) as other:
+        reader, writer = Reader(client), Reader(other)
+        reader.known(1)
+        for number in range(2, 2 + 2 * HELD):
+            assert reader.get(1) == BLOCKS
+            client.lookup(reader.space, chain(1, 1))
+            writer.put(number)
+        assert reader.get(1) == BLOCKS
+
+
+def test_they_are_recorded(daemon: Daemon) -> None:
+    """A recording has them among its requests."""
+    with Client(daemon.target) as client, connect(daemon.target) as operator:
+        reader = Reader(client)
+        reader.known(1)
+        operator.ask(pb.RecordStartRequest(name="alone"))
+        for _ in range(3):
+            reader.get(1)
+        client.lookup(reader.space, chain(2, 1))
+        assert operator.ask(pb.RecordStopRequest()).requests == 3 + 1
+
+
+def test_none_after_its_epoch(daemon: Daemon) -> None:
+    """When an epoch has ended nothing of it is served any more, though another's lease keeps its pages what they were, and that lease reads on."""
+    with Client(daemon.target) as client, Client(daemon.target) as other, connect(daemon.target) as operator:
+        reader = Reader(client)
+        reader.known(1)
+        with other.acquire(other.open_namespace(SPEC), chain(1, BLOCKS)) as lease:
+            operator.ask(pb.BumpEpochRequest(model=SPEC.model))
+            with pytest.raises(StaleHandle):
+                reader.get(1)
+            assert lease.check() == BLOCKS
+
+
+def test_none_of_what_scrub_found_bad(daemon: Daemon) -> None:
+    """A page that is known to be bad is served to nobody, though another's lease pins it."""
+    with Client(daemon.target) as client, Client(daemon.target) as other, connect(daemon.target) as operator:
+        reader, names = Reader(client), chain(1, BLOCKS)
+        reader.known(1)
+        with other.acquire(other.open_namespace(SPEC), names):
+            flip(pages(daemon, names, length=SPEC.block_bytes)[names[3].tobytes()], 4097)
+            list(operator.follow(pb.ScrubRequest()))
+            assert reader.get(1) == 3
+
+
+def test_none_of_a_daemon_that_has_gone(daemon: Daemon) -> None:
+    """Its memory may be mapped still; it is not served from."""
+    with Client(daemon.target) as client:
+        reader = Reader(client)
+        reader.known(1)
+        daemon.kill()
+        with pytest.raises(TierdError):
+            reader.get(1)
+
+
+def test_none_where_every_hit_may_be_verified(asked: Counter[str]) -> None:
+    """Where pages are looked at again at later hits each get asks."""
+    for verify in ("sampled", "always"):
+        with Daemon(TIGHT + f'verify = "{verify}"\n') as daemon, Client(daemon.target) as client:
+            reader = Reader(client)
+            reader.known(1)
+            asked.clear()
+            assert [reader.get(1) for _ in range(3)] == [BLOCKS] * 3
+            assert asked == {"Acquire": 3}
+
+
+def test_none_when_the_daemon_was_not_heard_of_for_long(
+    daemon: Daemon, asked: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that has had no answer for a while asks: one whose daemon stands still waits for it, and serves nothing."""
+    with Client(daemon.target) as client:
+        reader = Reader(client)
+        reader.known(1)
+        monkeypatch.setattr(mailbox, "MAILBOX_S", 0.0)
+        asked.clear()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TierdError):
+                client.get(reader.space, chain(1, BLOCKS), out=bytearray(BLOCKS * SPEC.block_bytes), timeout_s=0.2)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert asked == {"Acquire": 1}
+
+
+def test_a_mailbox_that_is_full(daemon: Daemon, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a get cannot be told of it is asked for, and served."""
+    with Client(daemon.target) as client:
+        reader = Reader(client)
+        reader.known(1)
+        monkeypatch.setattr(Mailbox, "tell_used", lambda _self, _group: False)
+        asked.clear()
+        assert reader.get(1) == BLOCKS and asked == {"Acquire": 1}
+
+
+@pytest.mark.parametrize("word", [b"", b"\x01", bytes(100), b"\xff" * 64, b"\x08\xff\xff\xff\xff\x0f"])
+def test_words_about_nothing(daemon: Daemon, word: bytes) -> None:
+    """What is no group, or of a namespace that is not the session's, says nothing and ends nothing."""
+    with Client(daemon.target) as client:
+        reader = Reader(client)
+        reader.known(1)
+        link = client._connector.link
+        assert link is not None and link.session is not None and link.session.mailbox.socket is not None
+        link.session.mailbox.socket.send(bytes(8) + word)
+        client.lookup(reader.space, chain(1, 1))
+        assert reader.get(1) == BLOCKS and "Traceback" not in daemon.log
+
+
+def test_right_bytes_while_pages_change_hands(daemon: Daemon, asked: Counter[str]) -> None:
+    """Three times what the tier holds is put and got by two clients in turns: each block that a get counts is the one asked for, though half of the gets ask nobody."""
+    chance, gets = random.Random(3), 0
+    with Client(daemon.target) as one, Client(daemon.target) as other:
+        readers = [Reader(one), Reader(other)]
+        for _ in range(ROUNDS):
+            reader, number = chance.choice(readers), min(int(chance.expovariate(0.3)), SEQUENCES)
+            if chance.random() < 0.2:
+                reader.put(number)
+            else:
+                reader.get(number)
+                gets += 1
+    assert asked["Acquire"] < 0.8 * gets
+
+
+def test_right_bytes_where_pages_are_reused_in_the_middle(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that goes to another block between the copy and the look after it is not served from there."""
+    with Client(daemon.target) as client, Client(daemon.target) as other:
+        reader, writer = Reader(client), Reader(other)
+        reader.known(1)
+        copy = buffers.copy_from
+
+        def copied(*given: Any, **more: Any) -> None:
+            copy(*given, **more)
+            with monkeypatch.context() as inner:
+                inner.setattr("tierd.client.buffers.copy_from", copy)
+                for number in range(2, 2 + 2 * HELD):
+                    writer.put(number)
+
+        with monkeypatch.context() as late:
+            late.setattr("tierd.client.buffers.copy_from", copied)
+            assert reader.get(1) == 0
+
+
+def _counted(operator: Connection) -> Counter[str]:
+    return Counter(operator.ask(pb.StatusRequest()).counters)
