@@ -2,7 +2,7 @@
 //
 // TIERD_FAKE_CUFILE: `nvfs` or `p2p`: reads are direct, by nvidia-fs or by PCI P2PDMA; `wrong`: by nvidia-fs, and a byte differs; `posix`: they are not and cuFile does not say so but in its counts, as
 // with options that force it; anything else: nothing is there for it, so it opens in compatibility mode or not at all. Device memory is the fake driver's,
-// which can be read into as the host's.
+// which takes what was read.
 //
 // TIERD_FAKE_CUFILE_ORDERS: a file, looked at by each read: while its text is `error`, `eio`, `short`, `wrong`, `crash` or `hang`, that is what the read meets with; one that hangs makes a file *.held. TIERD_FAKE_CUFILE_COUNTS: a file, into which
 // each read that has ended writes how many there were by now, by nvidia-fs, P2PDMA and POSIX, and their bytes.
@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -92,12 +93,14 @@ bool is_there(const File& file) {
   struct stat now;
   return !fstat(file.fd, &now) && now.st_dev == file.device && now.st_ino == file.inode;
 }
+// A function of the fake driver's.
+template <class Function> Function* driver_function(const char* name) {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  return driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
+}
 // Whether the fake driver has device memory there that a disk may write to.
 bool can_reach(const void* address, size_t bytes) {
-  static auto* ask = reinterpret_cast<int (*)(uintptr_t, size_t)>([] {
-    void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    return driver ? dlsym(driver, "fake_can_be_reached") : nullptr;
-  }());
+  static auto* ask = driver_function<int(uintptr_t, size_t)>("fake_can_be_reached");
   return ask && ask(uintptr_t(address), bytes);
 }
 std::string order() {
@@ -119,8 +122,12 @@ ssize_t carried(const File& file, char* to, size_t bytes, off_t at) {
   if (word == "error") return -kNvfsError;
   if (word == "eio") return errno = EIO, -1;
   if (word == "short") bytes = bytes / 2 / kPage * kPage;
-  const ssize_t got = pread(file.fd, to, bytes, at);
-  if (got > 0 && (way() == "wrong" || word == "wrong")) to[got / 2] ^= 1;
+  const std::unique_ptr<char, decltype(&free)> room(static_cast<char*>(aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage)), free);
+  const ssize_t got = pread(file.fd, room.get(), bytes, at);
+  if (got <= 0) return got;
+  if (way() == "wrong" || word == "wrong") room.get()[got / 2] ^= 1;
+  static auto* receive = driver_function<void(uintptr_t, const void*, size_t)>("fake_cuda_write");
+  receive(uintptr_t(to), room.get(), got);
   return got;
 }
 

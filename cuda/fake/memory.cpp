@@ -87,7 +87,16 @@ int host_rights(CUdeviceptr address, size_t bytes) {
   return bytes ? 0 : all;
 }
 
+// All device memory, with the rights of its mappings or with none.
+void protect(bool is_covered) {
+  for (const auto& [address, mapping] : memory().mappings) mprotect(at(address), mapping.bytes, is_covered ? PROT_NONE : mapping.rights);
+  for (const auto& [address, allocation] : memory().allocations) mprotect(at(address), allocation.bytes, is_covered ? PROT_NONE : PROT_READ | PROT_WRITE);
+}
+
 }  // namespace
+
+Uncovered::Uncovered() { protect(false); }
+Uncovered::~Uncovered() { protect(true); }
 
 Range range_of(CUdeviceptr address, size_t bytes) {
   Memory& m = memory();
@@ -119,6 +128,18 @@ EXPORTED int fake_can_be_reached(CUdeviceptr address, size_t bytes) {
   const auto found = entry_at(memory().mappings, address);
   const bool is_mapped = found != memory().mappings.end() && address < found->first + found->second.bytes;
   return !is_mapped || found->second.backing->prop.allocFlags.gpuDirectRDMACapable;
+}
+
+// Past all work, and with the rights of the mappings: for the fake cuFile, and for tests that look at what is there by now.
+EXPORTED void fake_cuda_read(void* to, CUdeviceptr from, size_t bytes) {
+  std::lock_guard lock(fake::mutex());
+  const Uncovered uncovered;
+  memcpy(to, at(from), bytes);
+}
+EXPORTED void fake_cuda_write(CUdeviceptr to, const void* from, size_t bytes) {
+  std::lock_guard lock(fake::mutex());
+  const Uncovered uncovered;
+  memcpy(at(to), from, bytes);
 }
 
 // -- physical memory, and its way to other processes
@@ -245,8 +266,19 @@ EXPORTED CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemA
                                          {CU_MEM_ACCESS_FLAGS_PROT_READ, PROT_READ},
                                          {CU_MEM_ACCESS_FLAGS_PROT_READWRITE, PROT_READ | PROT_WRITE}};
   const auto asked = known.find(rights->flags);
-  if (asked == known.end() || mprotect(at(address), bytes, asked->second)) return CUDA_ERROR_INVALID_VALUE;
+  if (asked == known.end()) return CUDA_ERROR_INVALID_VALUE;
   for (const auto& mapping : found) mapping->second.rights = asked->second;
+  return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location, CUdeviceptr address) {
+  ENTER;
+  if (CUresult wrong = location_error(*location)) return wrong;
+  const auto found = entry_at(memory().mappings, address);
+  if (found == memory().mappings.end() || address >= found->first + found->second.bytes) return CUDA_ERROR_INVALID_VALUE;
+  const bool is_here = found->second.backing->prop.location.id == location->id;  // no peers
+  const int rights = is_here ? found->second.rights : PROT_NONE;
+  *flags = rights & PROT_WRITE ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : rights & PROT_READ ? CU_MEM_ACCESS_FLAGS_PROT_READ : CU_MEM_ACCESS_FLAGS_PROT_NONE;
   return CUDA_SUCCESS;
 }
 
@@ -257,7 +289,7 @@ EXPORTED CUresult cuMemAlloc(CUdeviceptr* to, size_t bytes) {
   if (!bytes) return CUDA_ERROR_INVALID_VALUE;
   const int device = current_device();
   if (!is_there(bytes, device)) return CUDA_ERROR_OUT_OF_MEMORY;
-  void* space = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* space = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (space == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   memory().charged[device] += bytes;
   memory().allocations[*to = CUdeviceptr(space)] = {bytes, device};

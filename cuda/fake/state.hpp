@@ -2,8 +2,8 @@
 //
 // For host code alone: NVIDIA's own bindings run on it, unmodified, where there is no GPU. It checks its callers as the driver does, and is as unkind as
 // the driver may be: work put into a stream runs when somebody waits for it, not before, so that a wait that is missing is seen. Device memory is a memfd
-// for each allocation, so that what is exported lives on in other processes. What it is not like: the host may read device memory by its address, with the
-// rights of the mapping, where a GPU's is out of reach; a kernel may read the host's; no two pieces of work are ever under way at the same time; and a stream is every
+// for each allocation, so that what is exported lives on in other processes. It is out of the host's reach, as a GPU's, but while work runs: who takes its address for one of
+// the host's ends by SIGSEGV. What it is not like: a kernel may read the host's memory; no two pieces of work are ever under way at the same time; and a stream is every
 // device's, so that who waits for one device waits for all. TIERD_FAKE_CUDA_DEVICES: how many there are. No two are peers.
 #pragma once
 #include <cuda.h>
@@ -90,6 +90,11 @@ struct Range {
   int rights;
 };
 Range range_of(CUdeviceptr at, size_t bytes);
+// While it lives device memory can be touched, with the rights of its mappings. One at a time, in the driver's turn.
+struct Uncovered {
+  Uncovered();
+  ~Uncovered();
+};
 
 // -- work
 

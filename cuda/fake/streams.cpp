@@ -71,6 +71,7 @@ CUresult copy_now(const Copied& copied, const Snapshot& snapshot) {
 }
 
 Snapshot snapshot_of(const Copied& copied) {
+  const Uncovered uncovered;
   const auto* begin = reinterpret_cast<const char*>(copied.from);
   return std::make_shared<std::vector<char>>(begin, begin + copied.bytes);
 }
@@ -116,6 +117,7 @@ CUresult guarded(const std::function<CUresult()>& work) {
   struct sigaction action {}, before;
   action.sa_handler = leave;
   sigaction(SIGSEGV, &action, &before);
+  const Uncovered uncovered;
   is_guarded = true;
   const CUresult result = sigsetjmp(way_out, 1) ? CUDA_ERROR_ILLEGAL_ADDRESS : work();
   is_guarded = false;

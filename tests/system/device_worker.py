@@ -3,14 +3,12 @@
     with Elsewhere(serve, daemon.target) as worker:
         assert worker.ask(["put", [seed, blocks]]) == blocks
 
-On the fake driver device memory can be read by its address, so a test sees what a kernel would. A chain is named by its seed, and everything about it follows
-from that.
+It reads pages by their addresses too, through the driver, so a test sees what a kernel would. A chain is named by its seed, and everything about it follows from that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +17,12 @@ import numpy as np
 import psutil
 
 from tests.system.blocks import await_true
+from tests.system.device_driver import read_at, write_at
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.raw import RawClient
 from tierd._proto import admin_pb2 as apb
 from tierd.client import BlockStatus, Client, NamespaceSpec, PutGroup
+from tierd.client.device import Gpu
 from tierd.errors import TierdError
 from tierd.testing import Daemon, chain, content_of, is_content
 
@@ -47,7 +47,7 @@ class Worker:
         self.client = Client(target)
         self.namespace = self.client.open_namespace(SPEC)
         self.kept: list[Any] = []
-        self.written: list[tuple[int, int]] = []
+        self.written: list[tuple[Gpu, int, int]] = []
 
     def resize(self, block_bytes: int) -> int:
         """From now on blocks have so many bytes."""
@@ -61,7 +61,7 @@ class Worker:
         for name, page in zip(names, pages.buffers(), strict=True):
             if page is not None:
                 page.copy_from(content_of(name, self.namespace.spec.block_bytes))
-                self.written.append((page.address, page.nbytes))
+                self.written.append((page.device, page.address, page.nbytes))
         statuses = pages.statuses.copy()
         if pages:
             statuses[statuses == BlockStatus.RESERVED] = pages.commit(durable=durability == "durable").statuses
@@ -83,12 +83,13 @@ class Worker:
 
     def scribble(self) -> None:
         """Changes a byte of each page that it wrote, as a kernel that is late does."""
-        for address, nbytes in self.written:
-            ctypes.memset(address + nbytes // 2, 0x5A, 64)
+        for gpu, address, nbytes in self.written:
+            write_at(gpu, address + nbytes // 2, b"\x5a" * 64)
 
     def write_where_it_may_not(self) -> None:
-        """Dies of it."""
-        ctypes.memset(self.kept[0][1][0].address, 0, 1)
+        """Raises what the driver says."""
+        page = self.kept[0][1][0]
+        write_at(page.device, page.address, bytes(1))
 
     def drop(self) -> None:
         """Releases what it keeps."""
@@ -152,7 +153,7 @@ class Worker:
         return 2 * sum(len(views) for _, views, _ in self.kept) - sum(self.right())
 
     def slabs(self) -> list[int]:
-        """Inodes of the device memory that is mapped here."""
+        """Inodes of the device memory that is mapped here: the fake driver's has some."""
         with open("/proc/self/maps") as maps:
             return sorted({int(line.split()[4]) for line in maps if "tierd-fake-gpu" in line})
 
@@ -179,7 +180,7 @@ class Worker:
             out = np.zeros(page.nbytes, np.uint8)
             page.copy_to(out)
             copied += is_content(out, name)
-            read += is_content(np.frombuffer(ctypes.string_at(page.address, page.nbytes), np.uint8), name)
+            read += is_content(read_at(page), name)
         return copied, read
 
 

@@ -1,8 +1,7 @@
-"""What a GPU's pages can be beside blocks, a real daemon and a real client on the fake driver: in a row, where a segment is a block's bytes; copied by a kernel."""
+"""What a GPU's pages can be beside blocks, a real daemon and a real client: in a row, where a segment is a block's bytes; copied by a kernel."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 from typing import Any
@@ -11,15 +10,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tests.system.device_driver import fake_only, read_at, use_driver, use_fatbins
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.sdk import await_nothing_held, held
-from tests.unit.kernels.fake_driver import fake_environment
 from tierd.cli import ctl
 from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.client.ranges import contiguous
 from tierd.errors import InvalidArgument, ViewsAlive
 from tierd.testing import Daemon, chain, content_of, is_content
-from tools.fake_cuda import build_fatbins
 
 TOKENS, BLOCK_BYTES, BLOCKS = 16, 2 << 20, 5
 SPEC = NamespaceSpec(model="row", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
@@ -33,9 +31,8 @@ def config(segment: str) -> str:
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started here find the fake driver."""
-    for name, value in fake_environment().items():
-        monkeypatch.setenv(name, value)
+    """Processes that are started here find it."""
+    use_driver(monkeypatch)
 
 
 def stored(client: Client, seed: int) -> Any:
@@ -53,7 +50,7 @@ def in_a_row(talk: Talk, target: str) -> None:
     client = Client(target)
     lease = stored(client, 1)
     row = contiguous(lease.views())
-    data = np.frombuffer(ctypes.string_at(row.address, row.nbytes), np.uint8)
+    data = read_at(row)
     cuts = np.split(data, range(BLOCK_BYTES, len(data), BLOCK_BYTES))
     right = [is_content(cut, name) for cut, name in zip(cuts, chain(1, BLOCKS), strict=True)]
     try:
@@ -98,6 +95,7 @@ def test_segments_of_several_blocks_are_no_row(driver: None) -> None:
     assert f"set the device tier's segment to {BLOCK_BYTES} bytes" in said
 
 
+@fake_only("how long a copy takes, and what cuFile answers, are chosen")
 @pytest.mark.parametrize(
     ("piece_us", "way", "said"),
     [
@@ -112,7 +110,7 @@ def test_segments_of_several_blocks_are_no_row(driver: None) -> None:
 def test_by_which_ways_pages_come_is_shown(monkeypatch: pytest.MonkeyPatch, piece_us: str, way: str, said: str) -> None:
     """By `tierctl tiers`, behind the GPU's name: who copies small pages and how they come from a store, as it was found when the GPU process began."""
     monkeypatch.setenv("TIERD_FAKE_CUFILE", way)
-    monkeypatch.setenv("TIERD_FATBINS_FOLDER", str(build_fatbins()))
+    use_fatbins(monkeypatch)
     monkeypatch.setenv("TIERD_FAKE_CUDA_PIECE_US", piece_us)
     with Daemon(config("4 MiB")) as daemon:
         shown = CliRunner().invoke(ctl.cli, ["tiers", "--target", daemon.target], prog_name="tierctl").stdout

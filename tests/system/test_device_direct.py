@@ -14,14 +14,16 @@ import pytest
 from tests.depth import report
 from tests.system.blocks import await_true, connected
 from tests.system.damaged import flip, slots
+from tests.system.device_driver import fake_only, use_driver
 from tests.system.device_worker import CONFIG, SPEC, evict, gpu_process, serve
 from tests.system.elsewhere import Elsewhere
 from tests.system.raw import RawClient
 from tests.unit.gpu.processes import descriptors as opened
-from tests.unit.kernels.fake_driver import fake_environment
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, PutGroup
 from tierd.testing import Daemon, chain
+
+pytestmark = fake_only("its cuFile takes orders and tells its counts; `make gpu` asks a true one")
 
 BLOCKS = 6
 HOST_PAGES = (32 << 20) // SPEC.block_bytes
@@ -68,8 +70,7 @@ class CuFile:
 def cufile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CuFile:
     """Reads are direct unless a test says otherwise."""
     fake = CuFile(tmp_path)
-    for name, value in (fake_environment() | {"TIERD_FAKE_CUFILE": "nvfs"} | fake.environment).items():
-        monkeypatch.setenv(name, value)
+    use_driver(monkeypatch, TIERD_FAKE_CUFILE="nvfs", **fake.environment)
     return fake
 
 

@@ -1,10 +1,9 @@
-"""The device tier of kind "cuda", a real daemon and real clients on the fake driver: who reads what where, and what is left of it whoever dies."""
+"""The device tier of kind "cuda", a real daemon and real clients: who reads what where, and what is left of it whoever dies."""
 
 from __future__ import annotations
 
 import ctypes
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,12 +12,12 @@ import psutil
 import pytest
 
 from tests.depth import count, report
-from tests.system.blocks import SOON_S, await_true, connected
+from tests.system.blocks import await_true, connected
+from tests.system.device_driver import BLIND, fake_only, use_driver
 from tests.system.device_worker import CONFIG, SPEC, TOKENS, await_put, evict, gpu_process, serve
-from tests.system.elsewhere import Elsewhere
+from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.raw import RawClient
 from tests.system.sdk import HOST, await_nothing_held, held
-from tests.unit.kernels.fake_driver import fake_environment
 from tierd._proto import admin_pb2 as apb
 from tierd.client import BlockStatus, Client, PutGroup
 from tierd.errors import Unavailable, Unsupported
@@ -31,9 +30,8 @@ BY_ITSELF = 3
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started here find the fake driver. This one has none: what it loads was decided when it began."""
-    for name, value in fake_environment().items():
-        monkeypatch.setenv(name, value)
+    """Processes that are started here find it."""
+    use_driver(monkeypatch)
 
 
 @pytest.fixture
@@ -43,28 +41,26 @@ def daemon(driver: None) -> Iterator[Daemon]:
 
 
 def test_one_writes_and_another_reads_in_place(daemon: Daemon) -> None:
-    """What one process wrote another reads at its own address, marked read-only; writing there ends that process alone and changes nothing."""
+    """What one process wrote another reads at its own address, marked read-only; writing there is an error of that process alone and changes nothing."""
     with Elsewhere(serve, daemon.target) as writer, Elsewhere(serve, daemon.target) as reader:
         assert writer.ask(["put", [1, BLOCKS]]) == BLOCKS
         for worker in (reader, writer):
             assert worker.ask(["lease", [1, BLOCKS]]) == BLOCKS
             assert worker.ask(["right", []]) == [BLOCKS, BLOCKS]
             assert worker.ask(["marks", []]) == [True] * BLOCKS
-        reader.say(["write_where_it_may_not", []])
-        assert reader._process.wait(SOON_S) == -signal.SIGSEGV
+        assert "CUDA_ERROR_" in reader.ask(["write_where_it_may_not", []])
         assert writer.ask(["right", []]) == [BLOCKS, BLOCKS]
         writer.ask(["drop", []])
-        await_nothing_held(daemon, "a reader that died")
+        reader.kill()
+        await_nothing_held(daemon, "a reader that is gone")
 
 
 def test_what_is_less_than_the_best_is_said(daemon: Daemon) -> None:
-    """The way from NVMe over host memory, and whatever else a GPU's tier goes without, stands in the daemon's status."""
+    """The way from NVMe over host memory, where it is the one, stands in the daemon's status, once."""
     with connected(daemon) as client:
-        notices = client.status().notices
-    assert (
-        len([each for each in notices if each.startswith("device.0: ") and "GPUDirect Storage is not used" in each])
-        == 1
-    )
+        notices, is_direct = client.status().notices, "read directly" in client.tiers()["device.0"].place
+    said = [each for each in notices if each.startswith("device.0: ") and "GPUDirect Storage is not used" in each]
+    assert len(said) == (0 if is_direct else 1)
 
 
 def test_down_to_nvme_and_up_again(daemon: Daemon) -> None:
@@ -214,21 +210,35 @@ def test_what_is_pinned_makes_no_room(daemon: Daemon) -> None:
         assert worker.ask(["put", [8, 2]]) == 0
 
 
-def test_without_cuda_there_is_the_host(daemon: Daemon) -> None:
-    """A client without a driver is told so before anything is taken for it, and the same blocks come to it in host memory."""
-    with Elsewhere(serve, daemon.target) as worker, Client(daemon.target) as client:
-        assert worker.ask(["put", [9, BLOCKS]]) == BLOCKS
-        space, names = client.open_namespace(SPEC), chain(9, BLOCKS)
+def see_nothing(talk: Talk, target: str) -> None:
+    """Runs there, without a GPU: what it is told, which tiers are GPUs', and which blocks it has right from the host."""
+    with Client(target) as client:
+        space, names, told = client.open_namespace(SPEC), chain(9, BLOCKS), list[str]()
         for ask in (
             lambda: client.acquire(space, names, tier="device"),
             lambda: client.reserve(PutGroup.private(space, 1), tier="device"),
         ):
-            with pytest.raises(Unsupported, match='tier="host"'):
+            with pytest.raises(Unsupported) as error:
                 ask()
-        assert held(daemon) == (0, 0, 0, 0) and client.gpu_tiers == ("device.0",)
+            told.append(str(error.value))
+        talk.say([told, client.gpu_tiers])
+        talk.hear()
         views = client.get(space, names).views
-        assert [is_content(view, name) for view, name in zip(views, names, strict=True)] == [True] * BLOCKS
-        del views
+        talk.say([is_content(view, name) for view, name in zip(views, names, strict=True)])
+        talk.hear()
+
+
+def test_without_cuda_there_is_the_host(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client without a driver is told so before anything is taken for it, and the same blocks come to it in host memory."""
+    with Elsewhere(serve, daemon.target) as worker:
+        assert worker.ask(["put", [9, BLOCKS]]) == BLOCKS
+        for name, value in BLIND.items():
+            monkeypatch.setenv(name, value)
+        with Elsewhere(see_nothing, daemon.target) as blind:
+            told, tiers = blind.hear()
+            assert ['tier="host"' in each for each in told] == [True, True] and tiers == ["device.0"]
+            assert held(daemon) == (0, 0, 0, 0)
+            assert blind.ask() == [True] * BLOCKS
 
 
 class Late:
@@ -284,10 +294,15 @@ def test_descriptors_stay_as_many(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("config", "environment", "words"),
     [
-        (CONFIG.replace("capacity", "ordinal = 5\ncapacity", 1), {}, "cuda:5.*no GPU of this number"),
-        (CONFIG, {"LD_LIBRARY_PATH": ""}, "no NVIDIA driver"),
-        (CONFIG, {"TIERD_FAKE_CUDA_WITHOUT": "vmm"}, "cuda:0: the driver cannot share memory by descriptors"),
-        (CONFIG.replace("16 MiB", "64 GiB", 1), {}, "lower it"),
+        (CONFIG.replace("capacity", "ordinal = 99\ncapacity", 1), {}, "cuda:99.*no GPU of this number"),
+        (CONFIG, BLIND, "no NVIDIA driver|the driver sees no GPU"),
+        pytest.param(
+            CONFIG,
+            {"TIERD_FAKE_CUDA_WITHOUT": "vmm"},
+            "cuda:0: the driver cannot share memory by descriptors",
+            marks=fake_only("it can be without that"),
+        ),
+        (CONFIG.replace("16 MiB", "1 TiB", 1), {}, "lower it"),
     ],
 )
 def test_no_start_without_the_gpu(config: str, environment: dict[str, str], words: str) -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.blocks import await_true
+from tests.system.device_driver import fake_only, use_driver
 from tests.system.device_worker import CONFIG, Worker, gpu_process, serve
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.sdk import await_nothing_held
 from tests.unit.gpu.processes import descriptors
-from tests.unit.kernels.fake_driver import fake_environment
 from tierd.testing import Daemon
+
+pytestmark = fake_only("it kills who makes the call that was chosen")
 
 BLOCKS, RESERVED = 4, 2
 OTHERS = 1
@@ -26,8 +28,7 @@ LIVED = {"put": BLOCKS, "found": BLOCKS, "right": [BLOCKS, BLOCKS], "reserved": 
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
-    for name, value in fake_environment().items():
-        monkeypatch.setenv(name, value)
+    use_driver(monkeypatch)
     with Daemon(CONFIG.replace('"16 MiB"', '"64 MiB"')) as running:  # room for all of them
         yield running
 

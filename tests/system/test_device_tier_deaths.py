@@ -17,10 +17,10 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.blocks import await_true
+from tests.system.device_driver import fake_only, use_driver
 from tests.system.device_worker import DEVICE, SPEC, blocks_of, gpu_process, serve
 from tests.system.elsewhere import Elsewhere
 from tests.system.warm import WarmDaemon
-from tests.unit.kernels.fake_driver import fake_environment
 from tierd.client import Client
 from tierd.failpoint import POINTS
 from tierd.testing import Daemon, chain, is_content
@@ -55,9 +55,8 @@ RECENT, OLDER = 12, 6
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU processes and workers find the fake driver."""
-    for name, value in fake_environment().items():
-        monkeypatch.setenv(name, value)
+    """GPU processes and workers find it."""
+    use_driver(monkeypatch)
 
 
 class Lives:
@@ -202,6 +201,7 @@ def test_death_at_each_fault_point() -> None:
             die_at(run, point)
 
 
+@fake_only("its device memory has inodes")
 def test_device_memory_goes_with_its_last_descriptor_and_mapping() -> None:
     """When a daemon was killed its slabs are a worker's alone, unchanged while it keeps a page, and gone when it has let go and maps anew."""
     with WarmDaemon(CONFIG) as daemon, Elsewhere(serve, daemon.target) as worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -9,9 +10,9 @@ import psutil
 import pytest
 
 from tests.system.blocks import connected
+from tests.system.device_driver import use_gpus
 from tests.system.device_worker import CONFIG, DEVICE, await_put, gpu_process, serve
 from tests.system.elsewhere import Elsewhere
-from tests.unit.kernels.fake_driver import fake_environment
 from tierd.errors import Unavailable
 from tierd.testing import Daemon
 
@@ -24,9 +25,8 @@ BLOCKS = 6
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake driver with two GPUs, for every process that is started here."""
-    for name, value in (fake_environment() | {"TIERD_FAKE_CUDA_DEVICES": "2"}).items():
-        monkeypatch.setenv(name, value)
+    """Two GPUs, for every process that is started here."""
+    use_gpus(monkeypatch, 2)
 
 
 @pytest.fixture
@@ -97,6 +97,7 @@ def test_a_worker_may_see_one_gpu_alone(daemon: Daemon, worker: Elsewhere, monke
     """A process that sees one of the GPUs works on its tier; on the other it is told so before anything is taken for it."""
     assert worker.ask(["put", [7, BLOCKS, "", FIRST]]) == BLOCKS
     monkeypatch.setenv("TIERD_FAKE_CUDA_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     with Elsewhere(serve, daemon.target) as half_blind:
         assert half_blind.ask(["lease", [7, BLOCKS, SECOND]]) == BLOCKS
         assert half_blind.ask(["right", []]) == [BLOCKS, BLOCKS]
@@ -106,6 +107,6 @@ def test_a_worker_may_see_one_gpu_alone(daemon: Daemon, worker: Elsewhere, monke
 
 def test_errors_name_the_gpu() -> None:
     """A GPU that is not there is told by its number, and keeps the daemon from starting."""
-    daemon = Daemon(TWO.replace("ordinal = 1", "ordinal = 2"))
-    with pytest.raises(Unavailable, match="cuda:2.*no GPU of this number"), daemon:
+    daemon = Daemon(TWO.replace("ordinal = 1", "ordinal = 99"))
+    with pytest.raises(Unavailable, match="cuda:99.*no GPU of this number"), daemon:
         pass

@@ -1,4 +1,4 @@
-"""The worker over the daemon's device tier of kind "cuda", on the fake driver: the kernels' own source stores into pages of the GPU and attends to them in place.
+"""The worker over the daemon's device tier of kind "cuda": the kernels store into pages of the GPU and attends to them in place.
 
 Each worker is a process of its own. What it computes is numpy's; keys, values and attention are on the GPU.
 """
@@ -6,7 +6,6 @@ Each worker is a process of its own. What it computes is numpy's; keys, values a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,11 @@ from tests.compilers import skip_without
 from tests.depth import report
 from tests.still import stand_still
 from tests.system.blocks import await_true
+from tests.system.device_driver import rights_at, use_driver, use_fatbins
 from tests.system.device_worker import evict, gpu_process
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.lone_worker import OPTIONS, PROMPT, SPEC, random_model
 from tests.system.sdk import await_nothing_held, held
-from tests.unit.kernels.fake_driver import fake_environment
 from tierd.client import Client
 from tierd.errors import TierFailed
 from tierd.kernels import PagedBatch, paged_attention
@@ -34,7 +33,6 @@ from tierd.worker.engine import Engine
 from tierd.worker.pages import LocalPages, Page, page_shape
 from tierd.worker.report import Request
 from tierd.worker.tierd_pages import TierdOptions, TierdPages
-from tools.fake_cuda import build_fatbins
 from tools.kernels import MissingTool
 
 DEVICE = '[[device]]\nkind = "cuda"\ncapacity = "16 MiB"\nsegment = "4 MiB"\nhang_limit = "1 s"\n'
@@ -87,8 +85,8 @@ class Attending:
         return dict(self.gpu.moved)
 
     def places(self) -> list[list[Any]]:
-        """Of the prefix: tier, the memory's inode and offset in it, and the rights that it is mapped with."""
-        return [[self._tier_of(page), *mapping_at(page.array.address)] for page in self._prefix()]
+        """Of the prefix: tier, segment, offset in it, and the rights that the driver lets this process have there."""
+        return [[*self._place_of(page), rights_at(self.gpu._gpu, page.array.address)] for page in self._prefix()]
 
     def sums(self) -> list[int]:
         """Of the bytes of the prefix's pages."""
@@ -132,18 +130,9 @@ class Attending:
     def _prefix(self) -> list[Page]:
         return self.sequence.table.pages[: PREFIX // 16]
 
-    def _tier_of(self, page: Page) -> str:
-        return self.client.tiers[int(page.origin.lease.handles["tier"][page.origin.index])]
-
-
-def mapping_at(address: int) -> tuple[int, int, str]:
-    """Inode, offset and rights of what lies at an address, as this process has it mapped."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, offset, _, inode = line.split()[:5]
-        first, last = (int(end, 16) for end in span.split("-"))
-        if first <= address < last:
-            return int(inode), int(offset, 16) + address - first, rights
-    raise AssertionError(f"nothing is mapped at {address:#x}")
+    def _place_of(self, page: Page) -> tuple[str, int, int]:
+        handle = page.origin.lease.handles[page.origin.index]
+        return self.client.tiers[int(handle["tier"])], int(handle["segment"]), int(handle["offset"])
 
 
 def serve(talk: Talk, target: str, **given: Any) -> None:
@@ -156,14 +145,13 @@ def serve(talk: Talk, target: str, **given: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def driver() -> Iterator[None]:
-    """Processes that are started here find the fake driver and fatbins for it. This one has none."""
+    """Processes that are started here find it and fatbins for it."""
     with pytest.MonkeyPatch.context() as patch:
         try:
-            patch.setenv("TIERD_FATBINS_FOLDER", str(build_fatbins()))
+            use_fatbins(patch)
         except MissingTool as error:
             skip_without(error, "g++", "nvcc")
-        for name, value in fake_environment().items():
-            patch.setenv(name, value)
+        use_driver(patch)
         patch.delenv("TIERD_KERNELS", raising=False)
         yield
 
@@ -183,7 +171,7 @@ def want() -> list[int]:
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    # Its GPU process sums on the host: the kernel in the emulator would only take its time.
+    # On the fake driver its GPU process sums on the host: the kernel in the emulator would only take its time.
     with Daemon(CONFIG, env={"TIERD_FATBINS_FOLDER": ""}) as running:
         yield running
 
@@ -197,7 +185,7 @@ def test_a_second_worker_attends_in_place_to_what_the_first_committed(daemon: Da
         assert two.ask(["begin"]) == {"device.0": PREFIX}
         mine, its = one.ask(["places"]), two.ask(["places"])
         assert [place[:3] for place in mine] == [place[:3] for place in its]
-        assert {(tier, rights) for tier, _, _, rights in its} == {("device.0", "r--s")}
+        assert {(tier, rights) for tier, _, _, rights in its} == {("device.0", "READ")}
         moved = two.ask(["moved"])
         assert moved.get("within", 0) == 0 and moved["in"] + moved["out"] < PREFIX_BYTES
         report("worker on a device, bytes copied beside a prefix", prefix=PREFIX_BYTES, **moved)

@@ -5,7 +5,6 @@ The fake driver keeps CUDA's rules: a handle is mapped whole and from its beginn
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.unit.gpu.processes import SLAB
-from tests.unit.kernels.fake_driver import counts, entered, on_fake_driver
+from tests.unit.kernels.fake_driver import counts, entered, on_fake_driver, peek, poke
 from tierd.client.device import DevicePage, Gpu, GpuPlace
 from tierd.client.ranges import contiguous
 from tierd.errors import InvalidArgument, Overloaded, TierFailed
@@ -58,7 +57,7 @@ class Slabs:
 
 def seen(page: DevicePage) -> bytes:
     """What a kernel reads there."""
-    return ctypes.string_at(page.address, page.nbytes)
+    return peek(page.address, page.nbytes)
 
 
 @on_fake_driver()
@@ -83,7 +82,7 @@ def test_what_is_written_to_a_page_is_seen_in_the_row() -> None:
     """It is the same memory: nothing was copied."""
     slabs = Slabs([SLAB, SLAB], is_writable=True)
     row = contiguous([slabs.page(1), slabs.page(0)])
-    ctypes.memset(slabs.memories[0].address + 77, 0x5A, 3)
+    poke(slabs.memories[0].address + 77, b"\x5a" * 3)
     assert seen(row)[SLAB + 77 : SLAB + 80] == b"\x5a" * 3
     del row
     slabs.close()
@@ -94,9 +93,9 @@ def test_nobody_writes_by_a_row() -> None:
     """Also where this process may write to the pages themselves."""
     slabs = Slabs([SLAB, SLAB], is_writable=True)
     row = contiguous([slabs.page(0), slabs.page(1)])
-    ctypes.memset(slabs.memories[1].address, 1, 1)
+    poke(slabs.memories[1].address, b"\x01")
     print("now", flush=True)
-    ctypes.memset(row.address + SLAB, 1, 1)
+    poke(row.address + SLAB, b"\x01")
 
 
 @on_fake_driver()

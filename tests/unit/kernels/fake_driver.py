@@ -103,6 +103,18 @@ def counts() -> dict[str, int]:
     return {name: count for name, count in zip(COUNTED, room, strict=True) if count}
 
 
+def peek(address: int, length_bytes: int) -> bytes:
+    """What lies in device memory now, past all streams. Ends the process where the mapping may not be read."""
+    room = ctypes.create_string_buffer(length_bytes)
+    ctypes.CDLL("libcuda.so.1").fake_cuda_read(room, ctypes.c_uint64(address), ctypes.c_size_t(length_bytes))
+    return room.raw
+
+
+def poke(address: int, data: bytes) -> None:
+    """Changes what lies there, past all streams. Ends the process where the mapping may not be written to."""
+    ctypes.CDLL("libcuda.so.1").fake_cuda_write(ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
+
+
 def shareable(cuda: Any) -> Any:
     """Properties of device memory that other processes may map."""
     prop = cuda.CUmemAllocationProp()

@@ -19,6 +19,8 @@ from tests.unit.kernels.fake_driver import (
     mapped,
     ok,
     on_fake_driver,
+    peek,
+    poke,
     refused,
     shareable,
     unmapped,
@@ -87,7 +89,44 @@ def test_a_new_mapping_has_no_rights() -> None:
     address = int(ok(cuda.cuMemAddressReserve(SLAB, 0, 0, 0)))
     ok(cuda.cuMemMap(address, SLAB, 0, ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0)), 0))
     print("now", flush=True)
+    peek(address, 1)
+
+
+@on_fake_driver(dies_of=signal.SIGSEGV)
+def test_the_host_reaches_no_mapping() -> None:
+    """The driver copies from slabs and plain memory; who takes such an address for one of the host's ends, also behind the driver's work."""
+    cuda = entered()
+    address, out = mapped(cuda, ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))), ctypes.create_string_buffer(2)
+    ok(cuda.cuMemcpyHtoD(address, b"in", 2))
+    ok(cuda.cuMemcpyDtoH(ctypes.addressof(out), address, 2))
+    assert out.raw == b"in"
+    print("now", flush=True)
     ctypes.string_at(address, 1)
+
+
+@on_fake_driver(dies_of=signal.SIGSEGV)
+def test_the_host_reaches_no_allocation() -> None:
+    """The same of memory of cuMemAlloc."""
+    cuda = entered()
+    plain = int(ok(cuda.cuMemAlloc(64)))
+    ok(cuda.cuMemsetD8Async(plain, 1, 64, 0))
+    ok(cuda.cuCtxSynchronize())
+    print("now", flush=True)
+    ctypes.memset(plain, 2, 1)
+
+
+@on_fake_driver()
+def test_the_rights_of_a_mapping_are_told() -> None:
+    """None after cuMemMap, then those of cuMemSetAccess; of space without memory there are none to be told."""
+    cuda = entered()
+    space, here = int(ok(cuda.cuMemAddressReserve(SLAB, 0, 0, 0))), access(cuda, rights="NONE").location
+    assert refused(cuda.cuMemGetAccess(here, space)) == "INVALID_VALUE"
+    ok(cuda.cuMemMap(space, SLAB, 0, ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0)), 0))
+    assert ok(cuda.cuMemGetAccess(here, space)) == 0
+    for rights in ("READ", "READWRITE", "NONE"):
+        given = access(cuda, rights=rights)
+        ok(cuda.cuMemSetAccess(space, SLAB, [given], 1))
+        assert ok(cuda.cuMemGetAccess(here, space + SLAB - 1)) == int(given.flags)
 
 
 @on_fake_driver(dies_of=signal.SIGSEGV)
@@ -96,10 +135,10 @@ def test_a_read_only_mapping_is_read_only() -> None:
     cuda = entered()
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
     writable, readable = mapped(cuda, handle), mapped(cuda, handle, rights="READ")
-    ctypes.memset(writable, 7, 64)
-    assert ctypes.string_at(readable, 3) == b"\x07\x07\x07"
+    poke(writable, b"\x07" * 64)
+    assert peek(readable, 3) == b"\x07\x07\x07"
     print("now", flush=True)
-    ctypes.memset(readable, 1, 1)
+    poke(readable, b"\x01")
 
 
 @on_fake_driver()

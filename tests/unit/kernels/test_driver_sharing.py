@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -19,6 +18,8 @@ from tests.unit.kernels.fake_driver import (
     mapped,
     ok,
     on_fake_driver,
+    peek,
+    poke,
     refused,
     shareable,
     unmapped,
@@ -32,21 +33,21 @@ def own_slab(descriptor: str) -> None:
     cuda, peer = entered(), socket.socket(fileno=int(descriptor))
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
     address = mapped(cuda, handle)
-    ctypes.memset(address, 7, SLAB)
+    poke(address, b"\x07" * SLAB)
     unmapped(cuda, address)
     exported = ok(cuda.cuMemExportToShareableHandle(handle, kind_of(cuda), 0))
     socket.send_fds(peer, [b"slab"], [exported])
     os.close(exported)
     while peer.recv(1):
         address = mapped(cuda, handle, rights="READ")
-        peer.send(ctypes.string_at(address + SLAB - 1, 1))
+        peer.send(peek(address + SLAB - 1, 1))
         unmapped(cuda, address)
 
 
 def use_slab(descriptor: str) -> None:
     """A client: maps what it is sent, says so, and waits to be killed."""
     cuda, peer = entered(), socket.socket(fileno=int(descriptor))
-    ctypes.memset(mapped(cuda, imported(cuda, peer)), 9, SLAB)
+    poke(mapped(cuda, imported(cuda, peer)), b"\x09" * SLAB)
     peer.send(b"!")
     peer.recv(1)
 
@@ -85,9 +86,9 @@ def test_a_descriptor_carries_memory_to_another_process() -> None:
         handle = imported(cuda, peer)
         assert ok(cuda.cuMemGetInfo()) == (SLAB, SLAB)
         readable, writable = mapped(cuda, handle, rights="READ"), mapped(cuda, handle)
-        assert ctypes.string_at(readable, SLAB) == b"\x07" * SLAB
-        ctypes.memset(writable, 8, SLAB)
-        assert ctypes.string_at(readable + SLAB - 1, 1) == b"\x08"
+        assert peek(readable, SLAB) == b"\x07" * SLAB
+        poke(writable, b"\x08" * SLAB)
+        assert peek(readable + SLAB - 1, 1) == b"\x08"
         peer.send(b"?")
         assert peer.recv(1) == b"\x08"
         ok(cuda.cuMemRelease(handle))
@@ -106,10 +107,10 @@ def test_a_mapping_outlives_its_killed_owner() -> None:
         owner.send_signal(signal.SIGKILL)
         assert peer.recv(1) == b""
         assert owner.wait(LIMIT_S) == -signal.SIGKILL
-    assert ctypes.string_at(address + SLAB - 1, 1) == b"\x07"
+    assert peek(address + SLAB - 1, 1) == b"\x07"
     again = mapped(cuda, handle)
-    ctypes.memset(again, 5, 1)
-    assert ctypes.string_at(address, 1) == b"\x05"
+    poke(again, b"\x05")
+    assert peek(address, 1) == b"\x05"
 
 
 @on_fake_driver()
@@ -126,7 +127,7 @@ def test_a_killed_client_leaves_the_owner_what_it_had() -> None:
         client.send_signal(signal.SIGKILL)
         assert client.wait(LIMIT_S) == -signal.SIGKILL
     assert (counts(), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
-    assert ctypes.string_at(mapped(cuda, handle, rights="READ"), 1) == b"\x09"
+    assert peek(mapped(cuda, handle, rights="READ"), 1) == b"\x09"
 
 
 @on_fake_driver()

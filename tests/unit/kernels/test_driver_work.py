@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from tests.unit.kernels.fake_driver import counts, entered, ok, on_fake_driver, refused
+from tests.unit.kernels.fake_driver import counts, entered, ok, on_fake_driver, peek, refused
 
 LENGTH = 64
 NON_BLOCKING = 1
@@ -21,7 +21,7 @@ def filled(cuda: Any, value: int) -> Any:
 
 def held(place: Any) -> int:
     """Its first byte, past all streams: what a reader without any wait would find."""
-    return ctypes.string_at(int(place), 1)[0]
+    return peek(int(place), 1)[0]
 
 
 def pinned(cuda: Any, value: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.system.lone_worker import OPTIONS, PROMPT, random_model
-from tests.unit.kernels.fake_driver import counts, entered, ok, on_fake_driver
+from tests.unit.kernels.fake_driver import counts, entered, ok, on_fake_driver, peek
 from tierd.errors import ConfigError, InvalidArgument
 from tierd.kernels import paged_attention
 from tierd.kernels.attention import KernelAttention
@@ -32,7 +31,7 @@ ROWS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
 def bytes_at(array: GpuArray) -> bytes:
     """What lies there now, whatever is under way."""
-    return ctypes.string_at(array.address, ROWS.nbytes)
+    return peek(array.address, ROWS.nbytes)
 
 
 def use_streams(cuda: Any) -> list[Any]:
