@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+CHUNK_BYTES = 1 << 20
+"""Of a block, in one chunk, at most."""
 FIELDS_MAX = 16
 """That are looked at."""
 VARINT_MAX_BYTES, TAG_MAX_BYTES = 10, 5

@@ -19,6 +19,7 @@ PARTS: dict[str, set[str]] = {
     "places": set(),
     "clock": set(),
     "chunks": set(),
+    "wire_codecs": {"chunks", "errors"},
     "children": set(),
     "huge_pages": set(),
     "streaming": set(),
@@ -39,8 +40,9 @@ PARTS: dict[str, set[str]] = {
     "mover": {"core", "hashing", "tiers", "codecs"} | EDGE,
     "cache": {"core", "policies", "hashing", "mover", "tiers", "metrics", "logs"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
-    "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "metrics", "logs", "notify"} | EDGE,
-    "client": {"core", "_proto", "chunks", "huge_pages", "streaming"} | EDGE,
+    "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "wire_codecs", "metrics", "logs", "notify"}
+    | EDGE,
+    "client": {"core", "_proto", "chunks", "wire_codecs", "huge_pages", "streaming"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
@@ -89,6 +91,7 @@ FOREIGN: dict[str, set[str]] = {
     "units": set(),
     "clock": set(),
     "chunks": set(),
+    "wire_codecs": {"numpy", "lz4"},
     "huge_pages": set(),
     "streaming": {"stringzilla"},
     "notify": set(),
@@ -156,8 +159,18 @@ def test_core_has_no_clock_no_chance_and_no_loop() -> None:
 
 
 def test_sdk_import_is_light() -> None:
-    """`import tierd.client` brings in no torch, no pydantic, no terminal and no part of the daemon."""
+    """`import tierd.client` brings in no torch, no pydantic, no terminal, no codec and no part of the daemon."""
     program = "import sys, tierd.client; print('\\n'.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    heavy = {"torch", "pydantic", "rich", "click", "structlog", "tierd.config", "tierd.server", "tierd.core.core"}
+    heavy = {
+        "torch",
+        "pydantic",
+        "rich",
+        "click",
+        "structlog",
+        "lz4",
+        "tierd.config",
+        "tierd.server",
+        "tierd.core.core",
+    }
     assert heavy.isdisjoint(loaded)

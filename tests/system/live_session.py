@@ -21,12 +21,14 @@ from tierd._proto import cache_pb2 as pb
 from tierd.core.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, ROOT
 from tierd.testing import chain, content_of
 from tierd.tiers.checksum import record_checksum
+from tierd.wire_codecs import Lz4Planes
 
 SERVICES = [*pb.DESCRIPTOR.services_by_name.values(), *apb.DESCRIPTOR.services_by_name.values()]
 METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
 """Every RPC, as the proto files have it."""
 
 BLOCK_BYTES, TOKENS, RANKS = 4096, 16, 2
+LZ4 = Lz4Planes()
 HELD_LIMIT = 8
 """Leases, and reservations, that the session keeps."""
 SEQUENCES, LENGTH = 12, 6
@@ -138,16 +140,19 @@ class LiveSession:
         return [made() if made else self._by_names(method.input_type)]
 
     def chunks(self) -> list[Message]:
-        """A good Put: a sequence of a few blocks, each in two chunks."""
-        names, made = self._names(), list[Any]()
+        """A good Put: a sequence of a few blocks, each in two chunks, encoded in one of two."""
+        names, made, is_encoded = self._names(), list[Any](), self.chance(0.5)
         names = names[: self.mutator.random.randrange(1, 4)]
         for index, name in enumerate(names):
             data, half = content_of(name, BLOCK_BYTES).tobytes(), BLOCK_BYTES // 2
             for offset in (0, half):
                 part = data[offset : offset + half]
                 made.append(pb.PutChunk(index=index, offset=offset, data=part, checksum=record_checksum(part)))
+                if is_encoded:
+                    made[-1].data, made[-1].plain_length = LZ4.encode(part), half
         group = pb.PutGroup(namespace=self._namespace(), rank=1, parent=ROOT, blocks=put_blocks(names).tobytes())
         made[0].group.CopyFrom(group)
+        made[0].codec = LZ4.name if is_encoded else ""
         return made
 
     # -- one maker per message that is more than its fields' names
@@ -174,7 +179,8 @@ class LiveSession:
         return pb.PrefetchRequest(groups=self._groups(), tier=pb.TIER_KIND_HOST)
 
     def _GetRequest(self) -> Message:  # noqa: N802
-        return pb.GetRequest(group=self._group(1), first=self.mutator.random.randrange(3))
+        codec = self.mutator.random.choice(("", LZ4.name))
+        return pb.GetRequest(group=self._group(1), first=self.mutator.random.randrange(3), codec=codec)
 
     def _OpenNamespaceRequest(self) -> Message:  # noqa: N802
         made = pb.OpenNamespaceRequest()

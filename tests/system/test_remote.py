@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.system.relay import Relay
+from tests.system.relay import Damage, Relay
 from tests.system.sdk import BIG, HOST, HOST_BYTES, await_nothing_held, churn, empty, put, right
 from tests.system.tcp import SECRET, free_port, remote_config
 from tierd._proto import admin_pb2, cache_pb2
@@ -190,28 +190,12 @@ def test_wrong_credential_file(remote: Remote, tmp_path: Path) -> None:
 # -- damage
 
 
-class _Damage:
-    """Flips one bit of one block's bytes, wherever they go by, once."""
-
-    def __init__(self, content: np.ndarray) -> None:
-        self.done = 0
-        self._marks = [content[at : at + 8].tobytes() for at in range(64 * 1024, 512 * 1024, 8 * 1024)]
-
-    def __call__(self, part: bytes) -> bytes:
-        for mark in self._marks if not self.done else ():
-            at = part.find(mark)
-            if at >= 0:
-                self.done += 1
-                return part[:at] + bytes([part[at] ^ 0x10]) + part[at + 1 :]
-        return part
-
-
 @pytest.mark.parametrize("damaged", range(3))
 def test_damaged_get(remote: Remote, damaged: int) -> None:
     """A bit that flips on the way to the client ends what it gets before that block: no wrong byte counts, as arrays or in a buffer."""
     seed = 60 + damaged
     for takes_out in (False, True):
-        damage = _Damage(content_of(chain(seed, 3)[damaged], BIG.block_bytes))
+        damage = Damage(content_of(chain(seed, 3)[damaged], BIG.block_bytes))
         with (
             Relay(("127.0.0.1", 0), ("127.0.0.1", remote.port), change=damage) as relay,
             remote.client() as writer,
@@ -229,7 +213,7 @@ def test_damaged_get(remote: Remote, damaged: int) -> None:
 
 def test_damaged_put(remote: Remote) -> None:
     """A bit that flips on the way to the daemon is CorruptRecord for the writer, and nothing of that put is ever served."""
-    damage = _Damage(content_of(chain(70, 3)[1], BIG.block_bytes))
+    damage = Damage(content_of(chain(70, 3)[1], BIG.block_bytes))
     with (
         Relay(("127.0.0.1", 0), ("127.0.0.1", remote.port), change=damage) as relay,
         remote.client(relay.port) as client,

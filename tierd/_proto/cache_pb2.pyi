@@ -94,14 +94,16 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokens_per_block: _Optional[int] = ..., block_bytes: _Optional[int] = ..., weights_digest: _Optional[str] = ..., adapter: _Optional[str] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., rank_count: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
-    __slots__ = ("namespace", "digest", "epoch")
+    __slots__ = ("namespace", "digest", "epoch", "codecs")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     digest: bytes
     epoch: int
-    def __init__(self, namespace: _Optional[int] = ..., digest: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace: _Optional[int] = ..., digest: _Optional[bytes] = ..., epoch: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens")
@@ -292,20 +294,24 @@ class PrefetchReply(_message.Message):
     def __init__(self, started: _Optional[int] = ...) -> None: ...
 
 class PutChunk(_message.Message):
-    __slots__ = ("group", "durability", "index", "offset", "data", "checksum")
+    __slots__ = ("group", "durability", "index", "offset", "data", "checksum", "codec", "plain_length")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_LENGTH_FIELD_NUMBER: _ClassVar[int]
     group: PutGroup
     durability: Durability
     index: int
     offset: int
     data: bytes
     checksum: int
-    def __init__(self, group: _Optional[_Union[PutGroup, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+    codec: str
+    plain_length: int
+    def __init__(self, group: _Optional[_Union[PutGroup, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ..., codec: _Optional[str] = ..., plain_length: _Optional[int] = ...) -> None: ...
 
 class PutReply(_message.Message):
     __slots__ = ("statuses",)
@@ -314,15 +320,17 @@ class PutReply(_message.Message):
     def __init__(self, statuses: _Optional[bytes] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("group", "first")
+    __slots__ = ("group", "first", "codec")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     group: Group
     first: int
-    def __init__(self, group: _Optional[_Union[Group, _Mapping]] = ..., first: _Optional[int] = ...) -> None: ...
+    codec: str
+    def __init__(self, group: _Optional[_Union[Group, _Mapping]] = ..., first: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class GetChunk(_message.Message):
-    __slots__ = ("tokens", "index", "offset", "data", "checksum", "length", "status")
+    __slots__ = ("tokens", "index", "offset", "data", "checksum", "length", "status", "plain_length")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +338,7 @@ class GetChunk(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_LENGTH_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     index: int
     offset: int
@@ -337,7 +346,8 @@ class GetChunk(_message.Message):
     checksum: int
     length: int
     status: int
-    def __init__(self, tokens: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ..., length: _Optional[int] = ..., status: _Optional[int] = ...) -> None: ...
+    plain_length: int
+    def __init__(self, tokens: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ..., length: _Optional[int] = ..., status: _Optional[int] = ..., plain_length: _Optional[int] = ...) -> None: ...
 
 class ReportAttentionRequest(_message.Message):
     __slots__ = ("lease", "group", "mass")

@@ -26,6 +26,7 @@ from tierd.client.session import Session, connect_session
 from tierd.client.spares import Spares
 from tierd.client.target import RemoteTarget, Target
 from tierd.errors import ConfigError, RetryError, TierdError, Unavailable
+from tierd.wire_codecs import WireCodec
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
@@ -91,6 +92,8 @@ class Link:
         self.known = Known()
         self.spares: Spares | None = None
         """Of a transport whose calls can be sent without waiting."""
+        self.codec: WireCodec | None = None
+        """By which chunks may be encoded, once the daemon has told that it knows it too."""
         self.pins: set[object] = set()
         """Views into its segments that are alive."""
         self.is_broken = False
@@ -122,13 +125,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to connect. name, engine: shown to operators; is_patient: whether every call tries to connect, however lately that failed."""
+    """How to connect. name, engine: shown to operators; is_patient: whether every call tries to connect, however lately that failed.
+
+    codec: by which chunks shall be encoded, over TCP.
+    """
 
     name: str = ""
     credential_file: str = ""
     connect_timeout_s: float = 5.0
     is_patient: bool = True
     engine: Mapping[str, str] = field(default_factory=dict)
+    codec: WireCodec | None = None
 
 
 class Connector:
@@ -151,6 +158,11 @@ class Connector:
     def introduce(self, engine: Mapping[str, str]) -> None:
         """What the next hello says of the engine that is served."""
         self._options = replace(self._options, engine=dict(engine))
+
+    @property
+    def codec(self) -> WireCodec | None:
+        """By which this client wants chunks to be encoded."""
+        return self._options.codec
 
     @property
     def link(self) -> Link | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tierd import errors
 from tierd._proto import cache_pb2 as pb
-from tierd.chunks import Chunk, Codec
+from tierd.chunks import CHUNK_BYTES, Chunk, Codec
 from tierd.client.buffers import copy_all
 from tierd.client.values import About, Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
 from tierd.core.block import NamespaceSpec
@@ -33,14 +33,14 @@ from tierd.core.model import (
     StructArray,
     TierKind,
 )
-from tierd.errors import InvalidArgument, OperatorError, StaleHandle, TierdError
+from tierd.errors import CorruptRecord, InvalidArgument, OperatorError, StaleHandle, TierdError
+from tierd.wire_codecs import WireCodec, shortest
 
 SESSION_KEY = "tierd-session"
 CREDENTIAL_KEY = "authorization"
 REQUEST_KEY = "tierd-request"
 GIVING = frozenset({"Acquire", "Reserve", "Commit"})
 """Calls that leave something held, of which a client without their reply would not know."""
-CHUNK_BYTES = 1 << 20
 ABOUT_BYTES = 2 << 20
 """Of hashes, and of tokens, that an engine says of one group: with them a message stays below the 8 MiB that gRPC takes."""
 
@@ -419,42 +419,68 @@ PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
 GET: Codec[pb.GetChunk] = Codec(pb.GetChunk)
 
 
-def put_chunks(message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool) -> Iterator[bytes]:
+def agreed_codec(wanted: WireCodec | None, reply: pb.OpenNamespaceReply) -> WireCodec | None:
+    """What chunks to and from the daemon may be encoded by: the codec that this client wants, where the daemon knows it too."""
+    return wanted if wanted is not None and wanted.name in reply.codecs else None
+
+
+def put_chunks(
+    message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool, codec: WireCodec | None = None
+) -> Iterator[bytes]:
     """A Put's stream, each message encoded: the group alone, then each block's bytes in order, with checksums."""
     durability = (Durability.DURABLE if durable else Durability.MEMORY).value
     first = pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
+    if codec is not None:
+        first.codec = codec.name
     yield first.SerializeToString()
     for index, piece in enumerate(pieces):
         for offset in range(0, len(piece), CHUNK_BYTES):
-            data = piece[offset : offset + CHUNK_BYTES]
-            head = pb.PutChunk(index=index, offset=offset, checksum=xxhash.xxh3_64_intdigest(data.data))
+            data: Any = piece[offset : offset + CHUNK_BYTES].data
+            head = pb.PutChunk(index=index, offset=offset, checksum=xxhash.xxh3_64_intdigest(data))
+            if codec is not None:
+                data, head.plain_length = shortest(codec, data)
             yield PUT.encode(head, data)
+
+
+def get_request(group: Group, *, codec: WireCodec | None) -> pb.GetRequest:
+    """codec: by which chunks may come encoded."""
+    return pb.GetRequest(group=_group_message(group), codec=codec.name if codec else "")
 
 
 class Assembly:
     """Blocks put together from a Get's chunks: every chunk checked, in order, ended by the first fault."""
 
-    def __init__(self, target: Callable[[int, int], NDArray[np.uint8]]) -> None:
-        """target: number of a block and its length to where its bytes go."""
+    def __init__(self, target: Callable[[int, int], NDArray[np.uint8]], *, codec: WireCodec | None = None) -> None:
+        """target: number of a block and its length to where its bytes go. codec: by which chunks may be encoded."""
         self.whole: list[NDArray[np.uint8]] = []
-        self._target = target
+        self._target, self._codec = target, codec
         self._current: NDArray[np.uint8] | None = None
         self._filled = 0
         self._is_broken = False
 
     def take(self, chunk: Chunk[pb.GetChunk]) -> None:
         """The next chunk. What does not fit or does not hold ends the prefix: never a wrong byte."""
-        head, data = chunk.head, chunk.data
-        if self._is_broken or not (data or head.status):
+        head = chunk.head
+        if self._is_broken or not (chunk.data or head.status):
             return
-        self._is_broken = not self._fits(head, len(data)) or xxhash.xxh3_64_intdigest(data) != head.checksum
-        if self._is_broken or self._current is None:
+        data = self._plain(chunk) if self._fits(head, head.plain_length or len(chunk.data)) else None
+        self._is_broken = data is None or xxhash.xxh3_64_intdigest(data) != head.checksum
+        if data is None or self._is_broken or self._current is None:
             return
         self._filled = head.offset + len(data)
         copy_all([self._current[head.offset : self._filled]], [np.frombuffer(data, dtype=np.uint8)])
         if self._filled == len(self._current):
             self.whole.append(self._current)
             self._current = None
+
+    def _plain(self, chunk: Chunk[pb.GetChunk]) -> memoryview | None:
+        """Its bytes as they were before they were encoded; None where that cannot be told, or nobody asked for it."""
+        if not chunk.head.plain_length:
+            return chunk.data
+        try:
+            return None if self._codec is None else self._codec.decode(chunk.data, length=chunk.head.plain_length)
+        except CorruptRecord:
+            return None
 
     def _fits(self, head: pb.GetChunk, length: int) -> bool:
         """Whether the chunk continues the block in progress, or begins the next one."""

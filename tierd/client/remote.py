@@ -1,4 +1,4 @@
-"""Put and get over TCP: chunks with checksums in place of handles.
+"""Put and get over TCP: chunks with checksums in place of handles, encoded if that is wanted.
 
 Purpose: the two verbs for clients that share no memory with the daemon. Non-purpose: chunks themselves (protocol.py). Invariant: a block whose
 chunks did not all hold is no block.
@@ -13,20 +13,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, protocol
 from tierd.client.connection import Link
 from tierd.client.steps import Pull, Push, Steps
+from tierd.client.target import RemoteTarget, Target
 from tierd.client.values import GetResult, Group, PutGroup, PutResult
 from tierd.core.model import Need
-from tierd.errors import OperatorError, Unsupported
+from tierd.errors import InvalidArgument, OperatorError, Unsupported
+from tierd.wire_codecs import WireCodec, open_codec
+
+
+def wire_codec(name: str, target: Target) -> WireCodec | None:
+    """What a client of this target wants chunks to be encoded by; none for "". Raises InvalidArgument, Unsupported."""
+    if name and not isinstance(target, RemoteTarget):
+        raise InvalidArgument(
+            f"codec: {name[:32]!r} is for blocks that travel, and a daemon at {target} shares memory; leave it out, or give host:port"
+        )
+    return open_codec(name, whose="this process")
 
 
 def put(
     link: Link, group: PutGroup, sources: Sequence[buffers.Bytes], *, durable: bool, deadline: float
 ) -> Steps[PutResult]:
     """Sends blocks."""
-    chunks = protocol.put_chunks(protocol.put_group_message(group), sources, durable=durable)
+    chunks = protocol.put_chunks(protocol.put_group_message(group), sources, durable=durable, codec=link.codec)
     reply = yield Push(link, "Put", chunks, deadline - time.monotonic())
     return PutResult(protocol.statuses_of(reply.statuses, count=len(sources)))
 
@@ -38,8 +48,8 @@ def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[GetResult]
             f"get: a group that needs {group.need.name} and no prefix, over TCP, where blocks travel from the first one on; ask for a"
             " prefix, or run a daemon beside this process"
         )
-    assembly = protocol.Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes))
-    request = pb.GetRequest(group=protocol.groups_message([group])[0])
+    assembly = protocol.Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes), codec=link.codec)
+    request = protocol.get_request(group, codec=link.codec)
     yield Pull(link, "Get", request, deadline - time.monotonic(), assembly.take)
     blocks = len(assembly.whole)
     covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)

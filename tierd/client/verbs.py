@@ -411,9 +411,9 @@ class Verbs:
 
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
         if not self.knows(namespace, link):
-            request = protocol.open_namespace_request(namespace.spec)
-            reply = yield from _called(link, "OpenNamespace", request, deadline)
+            reply = yield from _called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
             protocol.take_namespace(namespace, reply, link=link.number)
+            link.codec = protocol.agreed_codec(self.connector.codec, reply)
             namespace.owner = self
 
     # -- failures

@@ -26,6 +26,7 @@ from tierd.server.grants import Grants
 from tierd.server.guard import CALLER, parsed
 from tierd.server.openings import Openings
 from tierd.tiers.tier import is_device
+from tierd.wire_codecs import WIRE_CODECS
 
 KeepNamespaces = Callable[[Namespace], Awaitable[None]]
 """Stores the record of a namespace, if that is still to do, before anybody may use it."""
@@ -54,7 +55,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         # Raises SessionLost: of a session that has stopped meanwhile nothing is remembered.
         self._cache.tenant_of(session)
         self.openings.note(session, namespace.id)
-        return pb.OpenNamespaceReply(namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch)
+        return pb.OpenNamespaceReply(
+            namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch, codecs=WIRE_CODECS
+        )
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:
         found = self._cache.lookup(CALLER.get().session, self._asked(request.groups, is_lookup=True))
@@ -146,7 +149,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[bytes]:
         group = self._asked([request.group])[0]
-        async for chunk in streams.get(self._cache, CALLER.get(), group, first=request.first):
+        sent = streams.get(self._cache, CALLER.get(), group, first=request.first, codec=request.codec)
+        async for chunk in sent:
             yield chunk
 
     async def ReportAttention(self, request: pb.ReportAttentionRequest, context: Any) -> pb.ReportAttentionReply:

@@ -2,11 +2,12 @@
 
 Purpose: the daemon stands in for the client: it reserves, writes, commits, or acquires, reads, releases. Invariants: every chunk's
 checksum is verified on receipt and made on sending; a stream that breaks off leaves nothing behind; blocks whose bytes did not all
-arrive are not committed.
+arrive are not committed; chunks are encoded and decoded in threads, and never in a page.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.cache.cache import ANSWER_SHARE, Cache
 from tierd.cache.publication import CommitQuery
-from tierd.chunks import Chunk, Codec
+from tierd.chunks import CHUNK_BYTES, Chunk, Codec
 from tierd.core.model import COMMIT_BLOCK, BlockStatus, Durability, StructArray, TierKind
 from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved
 from tierd.errors import CorruptRecord, InvalidArgument
@@ -26,8 +27,8 @@ from tierd.tiers import staged
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.holds import HoldKind
 from tierd.tiers.tier import is_mapped
+from tierd.wire_codecs import Bytes, WireCodec, open_codec, shortest
 
-CHUNK_BYTES = 1 << 20
 PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
 GET: Codec[pb.GetChunk] = Codec(pb.GetChunk)
 PutChunk = Chunk[pb.PutChunk]
@@ -67,7 +68,7 @@ async def put(
     """Takes a group's blocks in; BlockStatus u2[n]."""
     if len(group.blocks) and not group.blocks["hash"].any(axis=1).all():
         raise InvalidArgument("put: a block without a hash; name every block of a stream")
-    durability = wire.durability(first.head.durability)
+    durability, wire_codec = wire.durability(first.head.durability), open_codec(first.head.codec, whose="the daemon")
     reserved = await cache.reserve(
         caller.session, [group], kind=TierKind.HOST, durability=durability, timeout_s=caller.left_s * ANSWER_SHARE
     )
@@ -75,13 +76,21 @@ async def put(
         return reserved.statuses[0]
     incoming = Incoming(cache, caller.session, group, reserved)
     try:
-        incoming.take(first)
+        incoming.take(first if wire_codec is None else await _plain(first, wire_codec))
         async for chunk in chunks:
-            incoming.take(chunk)
+            incoming.take(chunk if wire_codec is None else await _plain(chunk, wire_codec))
         return await _commit(cache, caller, incoming, durability=durability)
     except BaseException:
         cache.abort(caller.session, reserved.reservation)
         raise
+
+
+async def _plain(chunk: PutChunk, codec: WireCodec) -> PutChunk:
+    """The chunk as it was before it was encoded. Raises CorruptRecord."""
+    length = chunk.head.plain_length
+    if not length:
+        return chunk
+    return Chunk(chunk.head, await asyncio.to_thread(codec.decode, chunk.data, length=length))
 
 
 class Incoming:
@@ -151,8 +160,9 @@ def _named(group: PutQuery, which: StructArray) -> StructArray:
     return blocks
 
 
-async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int) -> AsyncIterator[bytes]:
-    """Sends the servable blocks from number `first` on, as GetChunk; the first chunk says how many tokens can be served."""
+async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int, codec: str = "") -> AsyncIterator[bytes]:
+    """Sends the servable blocks from number `first` on, as GetChunk; the first chunk says how many tokens can be served. codec: the wire codec's name."""
+    wire_codec = open_codec(codec, whose="the daemon")
     if len(group.namespaces) != 1:
         raise InvalidArgument(f"get: {len(group.namespaces)} ranks; ask for one rank a call")
     lease = await cache.acquire(caller.session, [group], kind=TierKind.HOST, timeout_s=caller.left_s * ANSWER_SHARE)
@@ -163,14 +173,24 @@ async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int) ->
                 for offset in range(0, int(extent["length"]) if i >= first else 0, CHUNK_BYTES):
                     # Looked up for every chunk: the lease may have ended meanwhile, and its page be another block's.
                     page = cache.page(caller.session, HoldKind.LEASE, lease.lease, extent)
-                    yield _chunk(i, offset, page, length=int(extent["length"]))
+                    head, end = _head(i, offset, length=int(extent["length"]))
+                    if wire_codec is None:
+                        yield _message(head, page[offset:end])
+                    else:  # of a copy: once the loop goes on the page may be another block's
+                        yield await asyncio.to_thread(_message, head, bytes(page[offset:end]), codec=wire_codec)
     finally:
         cache.release(caller.session, [lease.lease])
 
 
-def _chunk(index: int, offset: int, page: memoryview, *, length: int) -> bytes:
-    data = page[offset : min(length, offset + CHUNK_BYTES)]
-    head = pb.GetChunk(
-        index=index, offset=offset, checksum=record_checksum(data), length=length, status=BlockStatus.READY
-    )
+def _head(index: int, offset: int, *, length: int) -> tuple[pb.GetChunk, int]:
+    """The chunk without its bytes, and where they end."""
+    head = pb.GetChunk(index=index, offset=offset, length=length, status=BlockStatus.READY)
+    return head, min(length, offset + CHUNK_BYTES)
+
+
+def _message(head: pb.GetChunk, data: Bytes, *, codec: WireCodec | None = None) -> bytes:
+    """The chunk on the wire, with its checksum."""
+    head.checksum = record_checksum(data)
+    if codec is not None:
+        data, head.plain_length = shortest(codec, data)
     return GET.encode(head, data)

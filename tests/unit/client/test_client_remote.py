@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.unit.client.conftest import BEARER, CLASS_BYTES, SPEC, TOKENS
-from tierd.client import Client, Group, NamespaceSpec, Need
+from tierd.client import AsyncClient, Client, Group, NamespaceSpec, Need
 from tierd.errors import (
+    InvalidArgument,
     Unavailable,
     Unsupported,
 )
@@ -60,6 +63,37 @@ def test_remote_get_is_of_a_prefix(daemon, tmp_path):
             client.get(ns, wanted[0])
         assert careless.get(other, wanted[1]).tokens == 0
         assert daemon.calls["Get"] == 0
+
+
+def test_codec_of_a_daemon_that_knows_none(daemon, tmp_path):
+    """A client that wants a codec puts to and gets from a daemon that does not know of codecs as if it wanted none."""
+    with remote(daemon, tmp_path, codec="lz4") as client:
+        ns = client.open_namespace(SPEC)
+        assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y"]).stored == 3
+        assert client.get(ns, list(range(16 * 6))).blocks == 3
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("target", "codec", "fault"),
+    [
+        ("127.0.0.1:1", "zip", "'zip' is none that this process knows; it knows 'lz4'"),
+        ("/run/tierd", "lz4", "'lz4' is for blocks that travel, and a daemon at /run/tierd shares memory"),
+    ],
+)
+def test_wrong_codec(kind, target, codec, fault):
+    """A codec that nobody knows, or of a target whose blocks do not travel, is refused when the client is made."""
+    with pytest.raises(InvalidArgument, match=fault):
+        kind(target, codec=codec)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_codec_without_its_package(monkeypatch, kind):
+    """A codec whose package this process lacks is refused with the remedy when the client is made; without one nothing is missed."""
+    monkeypatch.setitem(sys.modules, "lz4", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tierd\[lz4\]'"):
+        kind("127.0.0.1:1", codec="lz4")
+    kind("127.0.0.1:1")
 
 
 def test_no_remote_daemon(daemon, tmp_path):
