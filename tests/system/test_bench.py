@@ -39,7 +39,7 @@ ROWS = {
         "nvme_durable_put_2MiB_x16",
         *("nvme_read_128KiB", "nvme_write_128KiB", "nvme_flush_128KiB", "nvme_write_first_128KiB"),
     },
-    "remote": {"remote_get_2MiB", "remote_put_2MiB"},
+    "remote": {"remote_get_2MiB", "remote_put_2MiB", "remote_get_lz4_2MiB", "remote_put_lz4_2MiB"},
     "demotion": {"get_while_demoting"},
     "size": {"put_at_100K", "get_at_100K", "lookup_at_100K"},
     "clients": {"clients_4"},  # sixteen and sixty-four only at full size
