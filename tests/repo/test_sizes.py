@@ -15,8 +15,6 @@ PARAMETERS = 5
 POSITIONAL = 5
 
 WIDE: dict[str, int] = {
-    "client/aio.py:AsyncClient.__init__": 6,  # what a user may set, by keyword, as of Client
-    "client/client.py:Client.__init__": 6,
     "cache/flights.py:Flights.__init__": 8,
     "core/commits.py:Commits.finish": 6,
     "core/core.py:Core.finish_commit": 6,

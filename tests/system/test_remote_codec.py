@@ -42,9 +42,11 @@ class Remote:
     def __init__(self, daemon: Daemon, port: int, secret: Path, relay: Relay) -> None:
         self.daemon, self.port, self.secret, self.relay = daemon, port, str(secret), relay
 
-    def place(self, codec: str) -> dict[str, str]:
-        """Of a client through the relay."""
-        return {"target": f"127.0.0.1:{self.relay.port}", "credential_file": self.secret, "codec": codec}
+    def place(self, codec: str, *, relay: Relay | None = None) -> dict[str, str]:
+        """Of a client through a relay: the daemon's own, or another."""
+        options = f"?codec={codec}" if codec else ""
+        target = f"127.0.0.1:{(relay or self.relay).port}{options}"
+        return {"target": target, "credential_file": self.secret}
 
 
 def _remotes(root: Path, **options: dict[str, str]) -> Iterator[Remote]:
@@ -126,7 +128,7 @@ def test_damage(remote: Remote, verb: str) -> None:
     with (
         Relay(("127.0.0.1", 0), ("127.0.0.1", remote.port), change=damage) as relay,
         Client(**remote.place("lz4")) as good,
-        Client(**remote.place("lz4") | {"target": f"127.0.0.1:{relay.port}"}) as client,
+        Client(**remote.place("lz4", relay=relay)) as client,
     ):
         space, other = client.open_namespace(NOISE), good.open_namespace(NOISE)
         if verb == "put":

@@ -16,7 +16,6 @@ from tierd.client import protocol
 from tierd.client.client import TIMEOUT_S, in_a_hurry
 from tierd.client.connection import Connector, Link, OpenTransport, Options, Transport
 from tierd.client.lease import Lease
-from tierd.client.remote import wire_codec
 from tierd.client.reservation import AsyncReservation
 from tierd.client.steps import Do, Pause, Steps
 from tierd.client.target import resolve_target
@@ -39,12 +38,10 @@ class AsyncClient:
         timeout_s: float = TIMEOUT_S,
         best_effort: bool = False,
         credential_file: str = "",
-        codec: str = "",
     ) -> None:
         self._timeout_s = timeout_s
-        place = resolve_target(target)
-        how = Options(name, credential_file, codec=wire_codec(codec, place))
-        self._connector = Connector(place, in_a_hurry(how) if best_effort else how)
+        how = Options(name, credential_file)
+        self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
         self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=False, pages=self._reservation)
 
     @property

@@ -21,7 +21,6 @@ from tierd.client import protocol
 from tierd.client.connection import Connector, Link, Options, Transport
 from tierd.client.lease import Lease
 from tierd.client.local import LocalTransport
-from tierd.client.remote import wire_codec
 from tierd.client.reservation import Reservation
 from tierd.client.steps import Steps, run
 from tierd.client.target import resolve_target
@@ -43,11 +42,10 @@ def in_a_hurry(options: Options) -> Options:
 
 
 class Client:
-    """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only); None: TIERD_TARGET.
+    """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only), host:port?codec=lz4 where chunks shall
+    travel encoded; None: TIERD_TARGET.
 
     name: shown to operators. timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
-    codec: over host:port, how the bytes of blocks are encoded on their way where that makes them fewer and the daemon knows it too: "lz4"
-    (pip install 'tierd[lz4]' on both sides), or "" for as they are.
     Nothing connects before the first call; after a daemon's restart or a fork the next call connects again. Every verb but those of
     a best-effort client raises the errors of tierd.errors.
     """
@@ -60,12 +58,10 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         best_effort: bool = False,
         credential_file: str = "",
-        codec: str = "",
     ) -> None:
         self._timeout_s = timeout_s
-        place = resolve_target(target)
-        how = Options(name, credential_file, codec=wire_codec(codec, place))
-        self._connector = Connector(place, in_a_hurry(how) if best_effort else how)
+        how = Options(name, credential_file)
+        self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
         self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=True, pages=self._reservation)
 
     @property

@@ -26,7 +26,7 @@ from tierd.client.session import Session, connect_session
 from tierd.client.spares import Spares
 from tierd.client.target import RemoteTarget, Target
 from tierd.errors import ConfigError, RetryError, TierdError, Unavailable
-from tierd.wire_codecs import WireCodec
+from tierd.wire_codecs import WireCodec, open_codec
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
@@ -125,24 +125,23 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to connect. name, engine: shown to operators; is_patient: whether every call tries to connect, however lately that failed.
-
-    codec: by which chunks shall be encoded, over TCP.
-    """
+    """How to connect. name, engine: shown to operators; is_patient: whether every call tries to connect, however lately that failed."""
 
     name: str = ""
     credential_file: str = ""
     connect_timeout_s: float = 5.0
     is_patient: bool = True
     engine: Mapping[str, str] = field(default_factory=dict)
-    codec: WireCodec | None = None
 
 
 class Connector:
     """The current link of a client. Threads may share it."""
 
     def __init__(self, target: Target, options: Options) -> None:
+        """Raises InvalidArgument and Unsupported for a codec that this process does not know, or lacks."""
         self.target = target
+        self.codec = open_codec(target.codec, whose="this process") if isinstance(target, RemoteTarget) else None
+        """By which this client wants chunks to be encoded."""
         self.forgettable = _forgettable.setdefault(str(target), deque())
         self._closed = _closed.setdefault(str(target), deque())
         self._options = options
@@ -158,11 +157,6 @@ class Connector:
     def introduce(self, engine: Mapping[str, str]) -> None:
         """What the next hello says of the engine that is served."""
         self._options = replace(self._options, engine=dict(engine))
-
-    @property
-    def codec(self) -> WireCodec | None:
-        """By which this client wants chunks to be encoded."""
-        return self._options.codec
 
     @property
     def link(self) -> Link | None:

@@ -90,7 +90,7 @@ class EarlyCopy:
     def alone(self) -> GetResult | None:
         """The whole get without a call; None: the daemon is to be asked."""
         known, session = self._known, self.session
-        if known is None or len(known) != len(self._group.hashes) or not session.is_alive:
+        if known is None or len(known) != len(self._group.hashes):
             return None
         self._copy(known)
         if self.handles is not known:

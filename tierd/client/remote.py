@@ -16,20 +16,9 @@ from numpy.typing import NDArray
 from tierd.client import buffers, protocol
 from tierd.client.connection import Link
 from tierd.client.steps import Pull, Push, Steps
-from tierd.client.target import RemoteTarget, Target
 from tierd.client.values import GetResult, Group, PutGroup, PutResult
 from tierd.core.model import Need
-from tierd.errors import InvalidArgument, OperatorError, Unsupported
-from tierd.wire_codecs import WireCodec, open_codec
-
-
-def wire_codec(name: str, target: Target) -> WireCodec | None:
-    """What a client of this target wants chunks to be encoded by; none for "". Raises InvalidArgument, Unsupported."""
-    if name and not isinstance(target, RemoteTarget):
-        raise InvalidArgument(
-            f"codec: {name[:32]!r} is for blocks that travel, and a daemon at {target} shares memory; leave it out, or give host:port"
-        )
-    return open_codec(name, whose="this process")
+from tierd.errors import OperatorError, Unsupported
 
 
 def put(

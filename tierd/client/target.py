@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 from tierd.errors import InvalidArgument
 from tierd.places import SESSION_SOCKET_NAME, SOCKET_NAME, SOCKET_PATH_MAX_BYTES, runtime_dir
@@ -36,13 +37,15 @@ class LocalTarget:
 
 @dataclass(frozen=True, slots=True)
 class RemoteTarget:
-    """A daemon reached over TCP: put and get only, no handles."""
+    """A daemon reached over TCP: put and get only, no handles. codec: by which chunks shall travel (tierd/wire_codecs.py); empty: as they are."""
 
     host: str
     port: int
+    codec: str = ""
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{place}?codec={self.codec}" if self.codec else place
 
 
 Target = LocalTarget | RemoteTarget
@@ -51,7 +54,7 @@ Target = LocalTarget | RemoteTarget
 def resolve_target(text: str | None = None, *, environ: Mapping[str, str] = os.environ) -> Target:
     """A target as it is written, else TIERD_TARGET, else the directory where a daemon of this user would be.
 
-    Directories contain a slash or are `.` or `..`; everything else is host:port. Raises InvalidArgument.
+    Directories contain a slash or are `.` or `..`; everything else is host:port, or host:port?codec=name. Raises InvalidArgument.
     """
     text = text or environ.get("TIERD_TARGET") or _default(environ)
     if "/" not in text and text not in (".", ".."):
@@ -77,10 +80,15 @@ def _default(environ: Mapping[str, str]) -> str:
 
 
 def _remote(text: str) -> RemoteTarget:
-    host, colon, port = text.rpartition(":")
+    place, _, options = text.partition("?")
+    host, colon, port = place.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InvalidArgument(
             f"target {text!r}: neither a directory nor host:port; write for example /run/tierd or 127.0.0.1:9440"
         )
-    return RemoteTarget(host, int(port))
+    given = dict(parse_qsl(options, keep_blank_values=True))
+    codec = given.pop("codec", "")
+    if given:
+        raise InvalidArgument(f"target {text!r}: {next(iter(given))!r} is no option of a target; there is codec=lz4")
+    return RemoteTarget(host, int(port), codec)

@@ -86,8 +86,8 @@ def _rows(blocks: NDArray[np.uint8], effort: Effort, *, codec: str = "") -> list
         secret.write_text("a-secret-of-this-bench\n")
         config = CONFIG.format(port=port, secret=secret, capacity=effort.pick(512, 16))
         with Daemon(config) as daemon, Echo("127.0.0.1:0") as echo:
-            target = f"127.0.0.1:{port}"
-            with Client(target, credential_file=str(secret), timeout_s=60, codec=codec) as client:
+            target = f"127.0.0.1:{port}" + f"?codec={codec}" * bool(codec)
+            with Client(target, credential_file=str(secret), timeout_s=60) as client:
                 costs = interleaved(_works(client, echo, blocks), runs=effort.runs, pid=daemon.pid)
     gigabytes, out = blocks.nbytes / 1e9, []
     name, what = (f"{codec}_2MiB", f"of bf16 noise by {codec}, ") if codec else ("2MiB", "")

@@ -51,14 +51,6 @@ STORED: tuple[Mutation, ...] = (
         (*ONE_SIDED, "-k", "verified"),
     ),
     Mutation(
-        "one-sided-alive",
-        "nothing is served from the memory of a daemon that has gone",
-        "tierd/client/early.py",
-        "or not session.is_alive",
-        "",
-        (*ONE_SIDED, "-k", "gone"),
-    ),
-    Mutation(
         "verdict-generation",
         "a verdict about bytes reaches the page only while it has the generation that was looked at",
         "tierd/core/upkeep.py",

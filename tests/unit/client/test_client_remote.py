@@ -15,10 +15,10 @@ from tierd.errors import (
 )
 
 
-def remote(daemon, tmp_path, **options):
+def remote(daemon, tmp_path, *, asking="", **options):
     path = tmp_path / "bearer"
     path.write_text(BEARER + "\n")
-    return Client(f"127.0.0.1:{daemon.port}", credential_file=str(path), **options)
+    return Client(f"127.0.0.1:{daemon.port}{asking}", credential_file=str(path), **options)
 
 
 def test_remote_put(daemon, tmp_path):
@@ -67,7 +67,7 @@ def test_remote_get_is_of_a_prefix(daemon, tmp_path):
 
 def test_codec_of_a_daemon_that_knows_none(daemon, tmp_path):
     """A client that wants a codec puts to and gets from a daemon that does not know of codecs as if it wanted none."""
-    with remote(daemon, tmp_path, codec="lz4") as client:
+    with remote(daemon, tmp_path, asking="?codec=lz4") as client:
         ns = client.open_namespace(SPEC)
         assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y"]).stored == 3
         assert client.get(ns, list(range(16 * 6))).blocks == 3
@@ -75,16 +75,13 @@ def test_codec_of_a_daemon_that_knows_none(daemon, tmp_path):
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize(
-    ("target", "codec", "fault"),
-    [
-        ("127.0.0.1:1", "zip", "'zip' is none that this process knows; it knows 'lz4'"),
-        ("/run/tierd", "lz4", "'lz4' is for blocks that travel, and a daemon at /run/tierd shares memory"),
-    ],
+    ("options", "fault"),
+    [("codec=zip", "'zip' is none that this process knows; it knows 'lz4'"), ("kodec=lz4", "'kodec' is no option")],
 )
-def test_wrong_codec(kind, target, codec, fault):
-    """A codec that nobody knows, or of a target whose blocks do not travel, is refused when the client is made."""
+def test_wrong_codec(kind, options, fault):
+    """A codec that nobody knows, and an option that is none, is refused when the client is made."""
     with pytest.raises(InvalidArgument, match=fault):
-        kind(target, codec=codec)
+        kind(f"127.0.0.1:1?{options}")
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
@@ -92,7 +89,7 @@ def test_codec_without_its_package(monkeypatch, kind):
     """A codec whose package this process lacks is refused with the remedy when the client is made; without one nothing is missed."""
     monkeypatch.setitem(sys.modules, "lz4", None)
     with pytest.raises(Unsupported, match=r"pip install 'tierd\[lz4\]'"):
-        kind("127.0.0.1:1", codec="lz4")
+        kind("127.0.0.1:1?codec=lz4")
     kind("127.0.0.1:1")
 
 

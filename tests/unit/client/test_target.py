@@ -16,15 +16,18 @@ from tierd.errors import InvalidArgument
         (".", LocalTarget(".")),
         ("localhost:9440", RemoteTarget("localhost", 9440)),
         ("[::1]:9440", RemoteTarget("::1", 9440)),
+        ("[::1]:9440?codec=lz4", RemoteTarget("::1", 9440, "lz4")),
     ],
 )
 def test_forms(text, target):
-    """A target is a directory or host:port."""
+    """A target is a directory or host:port, with a codec perhaps."""
     assert resolve_target(text) == target
     assert resolve_target(str(target)) == target
 
 
-@pytest.mark.parametrize("text", ["here", "host:", ":1", "host:0", "host:65536", "host:1x", "/" + "x" * 100])
+@pytest.mark.parametrize(
+    "text", ["here", "host:", ":1", "host:0", "host:65536", "host:1x", "host:1?kodec=lz4", "/" + "x" * 100]
+)
 def test_faults(text):
     """Anything else is refused, and so is a directory whose socket path is too long."""
     with pytest.raises(InvalidArgument):
