@@ -268,7 +268,7 @@ class Connector:
                 f"no daemon at {target} ({error}); is its server.tcp_listen set, and a tunnel open?"
             ) from error
         metadata = ((CREDENTIAL_KEY, f"Bearer {credential}"),) if credential else ()
-        return Link(self._numbers, None, metadata=metadata, address=str(target))
+        return Link(self._numbers, None, metadata=metadata, address=target.address)
 
     def _idle(self, link: Link) -> None:
         """Nothing of a lost link is used any more. Called by finalisers too: no lock, no waiting.

@@ -43,9 +43,13 @@ class RemoteTarget:
     port: int
     codec: str = ""
 
+    @property
+    def address(self) -> str:
+        """Where to connect."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-        return f"{place}?codec={self.codec}" if self.codec else place
+        return f"{self.address}?codec={self.codec}" if self.codec else self.address
 
 
 Target = LocalTarget | RemoteTarget
