@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.depth import count
+from tests.system.blocks import await_true
 from tests.system.damaged import flip, pages
 from tests.system.sdk import await_nothing_held
 from tierd._proto import admin_pb2 as pb
@@ -112,10 +113,9 @@ def test_the_daemon_counts_them(daemon: Daemon) -> None:
         for _ in range(5):
             assert reader.get(1) == BLOCKS
         client.lookup(reader.space, chain(2, 1))
-        after = _counted(operator)
-        assert after["tierd_gets_one_sided_total"] - before["tierd_gets_one_sided_total"] == 5
-        hits = 'tierd_tokens_hit_total{tier="host.0"}'
-        assert after[hits] - before[hits] == 5 * TOKENS
+        name, hits = "tierd_gets_one_sided_total", 'tierd_tokens_hit_total{tier="host.0"}'
+        await_true(lambda: _counted(operator)[name] == before[name] + 5, "all of them heard of")
+        assert _counted(operator)[hits] - before[hits] == 5 * TOKENS
 
 
 def test_they_keep_what_they_read_in_memory(daemon: Daemon) -> None:
@@ -139,6 +139,7 @@ def test_they_are_recorded(daemon: Daemon) -> None:
         for _ in range(3):
             reader.get(1)
         client.lookup(reader.space, chain(2, 1))
+        await_true(lambda: _counted(operator)["tierd_gets_one_sided_total"] == 3, "all of them heard of")
         assert operator.ask(pb.RecordStopRequest()).requests == 3 + 1
 
 
@@ -202,6 +203,69 @@ def test_none_when_the_daemon_was_not_heard_of_for_long(
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         assert asked == {"Acquire": 1}
+
+
+def test_a_sequence_is_all_of_its_hashes(daemon: Daemon) -> None:
+    """Two sequences that end alike are two: each get is of the one that it names."""
+    with Client(daemon.target) as client:
+        space, names = client.open_namespace(SPEC), chain(1, 3)
+        for first in (0, 1):
+            client.put(space, names[[first, 2]], [content_of(names[at], SPEC.block_bytes) for at in (first, 2)])
+        for first in (0, 1, 0, 1):
+            out = np.zeros((2, SPEC.block_bytes), np.uint8)
+            assert client.get(space, names[[first, 2]], out=out).blocks == 2
+            assert (out[0] == content_of(names[first], SPEC.block_bytes)).all()
+
+
+def test_a_namespace_that_another_daemon_has_numbered(daemon: Daemon) -> None:
+    """A namespace object that was opened with another daemon meanwhile, under a number that is another's here, is opened here again first."""
+    other = NamespaceSpec(model="another", tokens_per_block=16, block_bytes=SPEC.block_bytes)
+    with Daemon(TIGHT) as elsewhere, Client(daemon.target) as client, Client(elsewhere.target) as stranger:
+        reader, space, name = Reader(client), client.open_namespace(other), chain(1, 1)
+        out = np.zeros((1, SPEC.block_bytes), np.uint8)
+        for its, byte in ((reader.space, 1), (space, 2)):
+            client.put(its, name, [np.full(SPEC.block_bytes, byte, np.uint8)])
+            assert client.get(its, name, out=out).blocks == 1 and (out == byte).all()
+        assert stranger.lookup(space, name).tokens == 0 and space.id == reader.space.id
+        assert client.get(space, name, out=out).blocks == 1 and (out == 2).all()
+
+
+def test_long_sequences_are_told_of_too(asked: Counter[str]) -> None:
+    """A get whose name is longer than a word may be asks, so that the daemon hears of it."""
+    with Daemon('nvme = []\n[[host]]\ncapacity = "16 MiB"\n') as daemon, Client(daemon.target) as client:
+        space, blocks = client.open_namespace(SPEC), [bytes(SPEC.block_bytes)] * 200
+        for count_of, calls in ((100, 0), (200, 3)):
+            names, out = chain(count_of, count_of), bytearray(count_of * SPEC.block_bytes)
+            client.put(space, names, blocks[:count_of])
+            client.get(space, names, out=out)
+            asked.clear()
+            assert [client.get(space, names, out=out).blocks for _ in range(3)] == [count_of] * 3
+            assert asked["Acquire"] == calls
+
+
+def test_the_tiers_of_its_blocks_are_told() -> None:
+    """Where several host tiers hold the blocks a get says so as one that asked does."""
+    with Daemon(TIGHT + TIGHT.partition("\n")[2]) as daemon, Client(daemon.target) as client:
+        space, out = client.open_namespace(SPEC), bytearray(BLOCKS * SPEC.block_bytes)
+        client.put(space, chain(1, BLOCKS), blocks_of(1))
+        got = [client.get(space, chain(1, BLOCKS), out=out) for _ in range(3)]
+        assert got[0] == got[1] == got[2] and min(got[0].tier_tokens) > 0
+
+
+def test_none_of_a_daemon_that_goes_during_the_copy(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who cannot tell the daemon of a get any more has not made it."""
+    with Client(daemon.target) as client:
+        reader, copy = Reader(client), buffers.copy_from
+        reader.known(1)
+
+        def copied(*given: Any) -> None:
+            copy(*given)
+            if not daemon.has_ended:
+                daemon.kill()
+
+        monkeypatch.setattr("tierd.client.buffers.copy_from", copied)
+        with pytest.raises(TierdError):
+            reader.get(1)
 
 
 def test_a_mailbox_that_is_full(daemon: Daemon, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

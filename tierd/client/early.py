@@ -9,8 +9,8 @@ Purpose: gets that cost little beyond their copy, and a verification that costs 
 
 Invariants: a block counts as copied only where its page had the very generation of its handle before the copy and after it. A generation is never used twice, and the daemon changes the word, or marks it
 retired, in the step in which the page stops being that block's to whoever asks; so an answer, too, would have named this page. Alone a get is made only where the daemon would look at nothing that the client
-cannot see: it verifies no later hits (`one_sided` of its hello), answered a moment ago, and holds its end of the session open. With an answer, that alone says what is served. Of a daemon
-that has gone nothing is known. Reads without the other side's processor, which count where a version is the same before and after, are FaRM's lock-free ones (Dragojevic et al., NSDI 2014).
+cannot see: it verifies no later hits (`one_sided` of its hello), answered a moment ago, and takes the word about it after the last look, which nobody does whose session has ended. With an
+answer, that alone says what is served. Of a daemon that has gone nothing is known. Reads without the other side's processor, which count where a version is the same before and after, are FaRM's lock-free ones (Dragojevic et al., NSDI 2014).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError
 
 SEQUENCES_LIMIT, HANDLES_LIMIT = 1024, 1 << 16
-"""Of which handles are remembered: 40 bytes each."""
+"""Of which handles are remembered: 40 bytes each, and 32 of its name."""
 _NONE: StructArray = np.zeros(0, dtype=HANDLE)
 Key = tuple[int, tuple[int, ...], int | None, bytes]
-"""Of a sequence: namespace, ranks, its tokens where the last block is short, hash of the last block, which covers those before it."""
+"""Of a sequence: namespace, as the link's daemon numbers it, ranks, its tokens where the last block is short, and every hash: nothing says that one covers those before it."""
 
 
 class Known:
@@ -100,9 +100,8 @@ class EarlyCopy:
             return None
         if not session.mailbox.tell_used(groups_message([self._group])[0].SerializeToString()):
             return None
-        tokens = int(known["tokens"].sum())
-        tier_tokens = [tokens if tier == int(known["tier"][0]) else 0 for tier in range(len(session.tiers))]
-        return GetResult(tokens, len(known), (), tuple(tier_tokens))
+        tier_tokens = np.bincount(known["tier"], weights=known["tokens"], minlength=len(session.tiers))
+        return GetResult(int(known["tokens"].sum()), len(known), (), tuple(map(int, tier_tokens)))
 
     def run(self) -> None:
         """Copies what is known."""
@@ -145,7 +144,7 @@ class EarlyCopy:
 def _key(group: Group) -> Key | None:
     if group.need is not Need.PREFIX or not len(group.hashes):
         return None
-    return group.namespace.id, tuple(group.ranks), group.tokens, group.hashes[-1].tobytes()
+    return group.namespace.id, tuple(group.ranks), group.tokens, group.hashes.tobytes()
 
 
 class _Pages(NamedTuple):

@@ -16,6 +16,8 @@ MAILBOX_S = 1.0
 IDS_PER_MESSAGE = 200
 UNASKED_LIMIT = 32
 """Gets that are made without a call, at most, before the next one is."""
+MESSAGE_MAX_BYTES = 4096
+"""What the daemon reads of one: 120 blocks' names."""
 _USED = struct.pack("<Q", 0)
 
 
@@ -46,7 +48,8 @@ class Mailbox:
 
     def tell_used(self, group: bytes) -> bool:
         """Tells of a get that was made without a call, of a Group, as a call says it. False where it cannot be told so: then call."""
-        if not self.takes_gets or not self._took(_USED + group):
+        message = _USED + group
+        if not self.takes_gets or len(message) > MESSAGE_MAX_BYTES or not self._took(message):
             return False
         self._unasked += 1
         return True
@@ -56,7 +59,7 @@ class Mailbox:
         return self.socket is None or time.monotonic() - self._answered_s > MAILBOX_S
 
     def _took(self, message: bytes) -> bool:
-        """False: it is full, too small for this, or closed."""
+        """False: it is full, or closed."""
         try:
             return self.socket is not None and bool(self.socket.send(message, socket.MSG_NOSIGNAL))
         except OSError:

@@ -215,7 +215,7 @@ class Verbs:
             if lease.hold is not None and early is not None and early.session is not lease.hold.link.session:
                 early = None  # another daemon has answered, whose handles may look like those of the one that has gone
             blocks = yield Do(lambda: lease.copy_into(out, early=early))
-            if lease.hold is not None:
+            if lease.hold is not None and self.knows(namespace, lease.hold.link):
                 lease.hold.link.known.note(group, lease.handles)
             return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens)
         finally:
@@ -226,7 +226,8 @@ class Verbs:
         link = yield from self._link(deadline)
         if link.session is None:
             return None
-        return EarlyCopy(link.session, group, out, known=link.known.find(group), deadline=deadline)
+        known = link.known.find(group) if self.knows(group.namespace, link) else None
+        return EarlyCopy(link.session, group, out, known=known, deadline=deadline)
 
     def reserved(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False

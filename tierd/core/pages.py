@@ -43,7 +43,7 @@ from tierd.core.sets import among, every, kinds, span, starts, true_rows
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
-GENERATION_LIMIT = (1 << 64) - (1 << 32)
+GENERATION_LIMIT = (1 << 62) - (1 << 32)
 """No page is given with a generation as great: tiers' marks run ahead of what is used, and must fit their words too."""
 SEGMENT_LIMIT = (1 << 32) - (1 << 20)
 """No segment begins with an id as great, for the same reason."""

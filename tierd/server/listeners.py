@@ -29,6 +29,7 @@ from tierd.server.assembly import Assembly
 from tierd.server.credits import Credits
 from tierd.server.gauges import Gauges
 from tierd.server.guard import Guard
+from tierd.server.hearsay import Hearsay
 from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
 from tierd.server.learned import Learned
 from tierd.server.lines import LINES, Lines
@@ -83,7 +84,7 @@ class Listeners:
             lambda session, into: cache.end_session(session, into=into),
             lambda session, reservation, end: cache.ahead.note(session, reservation, end=end),
             cache.ahead.boards.give,
-            self._service.note_used,
+            Hearsay(self._service.note_used).add,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._mailboxes = Mailboxes(self.sessions.read_mailbox)

@@ -47,6 +47,8 @@ class Mailboxes:
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         begun = loop.time()  # reading may take its time, in which more comes into those that were read first
-        self.read_all()
-        self._answered = {session: at for session, at in self._answered.items() if begun - at < KEPT_S}
-        self._timer = loop.call_later(LOOK_S, self._look) if self._answered else None
+        try:
+            self.read_all()
+        finally:
+            self._answered = {session: at for session, at in self._answered.items() if begun - at < KEPT_S}
+            self._timer = loop.call_later(LOOK_S, self._look) if self._answered else None

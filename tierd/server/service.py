@@ -179,10 +179,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 ]
             )
 
-    def note_used(self, session: int, raw: bytes, *, times: int) -> None:
+    def note_used(self, session: int, group: bytes, *, times: int) -> None:
         """A session has made a get by itself, so often: of a Group. Raises TierdErrors."""
-        mine = partial(self._cache.namespace_for, session)
-        found = wire.queries([parsed(pb.Group.FromString, raw)], namespace_of=mine, batch_limit=self._batch_limit)
+        told, mine = parsed(pb.Group.FromString, group), partial(self._cache.namespace_for, session)
+        if len(told.ranks) > 1 or told.need != pb.NEED_PREFIX:
+            raise InvalidArgument("group: of several ranks, or of no prefix; no client gets that by itself")
+        found = wire.queries([told], namespace_of=mine, batch_limit=self._batch_limit)
         if self.note_asked:
             for _ in range(times):
                 self.note_asked(found, is_lookup=False)

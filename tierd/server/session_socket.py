@@ -199,24 +199,23 @@ class Connection:
         """Takes what was there. What is no whole number says nothing; at its end there is nothing more to hear."""
         if self._mailbox is None or self.session is None:
             return
-        heard_bytes, used = 0, dict[bytes, int]()
+        heard_bytes = 0
         for _ in range(MAILBOX_HEARD_AT_ONCE):
+            if heard_bytes > 2 * MAILBOX_BYTES:
+                return
             try:
-                data = self._mailbox.recv(MESSAGE_MAX_BYTES) if heard_bytes <= 2 * MAILBOX_BYTES else b""
+                data = self._mailbox.recv(MESSAGE_MAX_BYTES)
             except OSError:
-                break
+                return
             if not data:
-                break
+                return
             heard_bytes += len(data)
             if data.startswith(USED):
-                used[data] = used.pop(data, 0) + 1  # in the order of their last times
+                self._owner.sessions.note_used(self.session, data[len(USED) :])
                 continue
             leases = [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]
             with contextlib.suppress(TierdError):
                 self._owner.sessions.let_go(self.session, leases=leases, reservations=(), is_awaited=False)
-        for data, times in used.items():
-            with contextlib.suppress(TierdError):
-                self._owner.sessions.note_used(self.session, data[len(USED) :], times=times)
 
     def _read(self) -> bool:
         """One message, if there is one; whether there was."""

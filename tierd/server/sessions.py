@@ -111,7 +111,7 @@ class SessionCalls:
     one call gave or is still to give.
     on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
     on_written(session id, reservation, end): its blocks before this index are written. give_board(session id): a descriptor of where it says so on the way, which the session socket
-    closes after sending, and its length in bytes. on_used(session id, a Group, times): it has made so many gets by itself. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
+    closes after sending, and its length in bytes. on_used(session id, a Group): it has made a get by itself. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
 
@@ -126,7 +126,7 @@ class SessionCalls:
     on_join: Callable[..., None] = lambda _session, **_into: None
     on_written: Callable[[int, int, int], None] = lambda _session, _reservation, _end: None
     give_board: Callable[[int], tuple[int, int] | None] = lambda _session: None
-    on_used: Callable[..., None] = lambda _session, _group, **_times: None
+    on_used: Callable[[int, bytes], None] = lambda _session, _group: None
 
 
 class Sessions:
@@ -280,9 +280,9 @@ class Sessions:
         with contextlib.suppress(NotFound):
             self._calls.on_written(session.id, reservation, end)
 
-    def note_used(self, session: Session, group: bytes, *, times: int) -> None:
-        """The client has made a get by itself, so often: of a Group, as in its calls. Raises TierdErrors."""
-        self._calls.on_used(session.id, group, times=times)
+    def note_used(self, session: Session, group: bytes) -> None:
+        """The client has made a get by itself: of a Group, as in its calls."""
+        self._calls.on_used(session.id, group)
 
     def give_board(self, session: Session) -> tuple[int, int] | None:
         """Where it says how far puts are written, once, if there can be such a place: a descriptor that the session socket closes after sending, and its length in bytes."""

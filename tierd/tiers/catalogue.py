@@ -206,8 +206,8 @@ class Catalogue:
         metas = self._metas[slots]
         good = intact(metas, record_checksum) & self._is_here(slots, metas)
         good[good] = np.all(self._digests(slots[good], metas["slices"][good]) == metas["digest"][good], axis=1)
-        words = self._generations
-        given = words[words < GENERATION_LIMIT] & GENERATION  # a word beyond it is damage: none was ever given
+        given = self._generations & GENERATION
+        given = given[given < GENERATION_LIMIT]  # a word beyond it is damage: none was ever given
         return Survivors(slots[good], metas[good], highest=int(given.max(initial=0)))
 
     # -- inner
