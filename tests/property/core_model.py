@@ -45,6 +45,7 @@ class Page:
     stage: Stage = Stage.WRITING
     content: Key | None = None
     condemned: bool = False
+    retired: bool = False
 
 
 @dataclass
@@ -92,6 +93,8 @@ class Model:
         for row in plan.freed:
             if row["reason"] == Reason.DEMOTED:
                 self._check_demoted(row)
+        for row in plan.retired:
+            self._retire(row)
         for row in plan.freed:
             self._free(row)
         for assignment in plan.segments:
@@ -103,6 +106,18 @@ class Model:
         for waited in plan.waits.tolist():
             assert waited in self.flights, f"plan waits for transfer {waited}, which is not in flight"
         self.landed.clear()
+
+    def _retire(self, row: StructArray) -> None:
+        page = self.pages[int(row["generation"])]
+        assert page.stage is Stage.READY and not page.retired, f"retired: {page}"
+        page.retired = True  # it may be freed in the same step, with its last pin
+
+    def check_words(self) -> None:
+        """Of every page that was ready and is found no more its readers can see so, and of no other."""
+        for page in self.pages.values():
+            if page.stage is Stage.READY and page.content is not None and page.page != UNKNOWN:
+                is_found = self.held.get(page.content, {}).get(page.tier) == page.generation
+                assert page.retired is not is_found, f"{'found' if is_found else 'not found'}: {page}"
 
     def _free(self, row: StructArray) -> None:
         extent = row["extent"]

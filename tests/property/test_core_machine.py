@@ -239,6 +239,11 @@ class CoreMachine(Ahead):
                 assert pinned + reserved <= SHARE * spec.capacity_bytes
 
     @invariant()
+    def words_say_what_is_found(self) -> None:
+        if hasattr(self, "core"):
+            self.model.check_words()
+
+    @invariant()
     def what_is_found_is_held(self) -> None:
         if not hasattr(self, "core"):
             return
