@@ -94,6 +94,7 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
                 daemon.state = "serving"
                 _say_what_was_chosen(daemon)
                 notify.ready()
+                await asyncio.to_thread(heap.gather)
                 await stop.wait()
             notify.stopping()
             Deadman(2 * config.server.shutdown_deadline + SLACK_S)
