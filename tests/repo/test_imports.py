@@ -40,7 +40,8 @@ PARTS: dict[str, set[str]] = {
     "mover": {"core", "hashing", "tiers", "codecs"} | EDGE,
     "cache": {"core", "policies", "hashing", "mover", "tiers", "metrics", "logs"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
-    "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "wire_codecs", "metrics", "logs", "notify"}
+    "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "wire_codecs", "huge_pages"}
+    | {"metrics", "logs", "notify"}
     | EDGE,
     "client": {"core", "_proto", "chunks", "wire_codecs", "huge_pages", "streaming"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
