@@ -215,7 +215,7 @@ class Verbs:
             if lease.hold is not None and early is not None and early.session is not lease.hold.link.session:
                 early = None  # another daemon has answered, whose handles may look like those of the one that has gone
             blocks = yield Do(lambda: lease.copy_into(out, early=early))
-            if lease.hold is not None and self.knows(namespace, lease.hold.link):
+            if lease.hold is not None and self.knows(group.namespace, lease.hold.link):
                 lease.hold.link.known.note(group, lease.handles)
             return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens)
         finally:

@@ -45,7 +45,7 @@ from tierd.errors import ConfigError
 Column = NDArray[Any]
 GENERATION_LIMIT = (1 << 62) - (1 << 32)
 """No page is given with a generation as great: tiers' marks run ahead of what is used, and must fit their words too."""
-SEGMENT_LIMIT = (1 << 32) - (1 << 20)
+SEGMENT_LIMIT = (1 << 31) - (1 << 20)
 """No segment begins with an id as great, for the same reason."""
 NEAR_PAGES = 256
 """A segment's next free pages are looked for among so many at first: as a rule they lie in a row."""

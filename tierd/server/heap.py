@@ -9,6 +9,7 @@ tables. Invariant: what is kept has a bound, KEPT_BYTES of each of ARENAS, and s
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 from tierd.huge_pages import HUGE_BYTES
@@ -34,15 +35,19 @@ def keep_freed() -> bool:
     return all(taken)
 
 
-def gather() -> int:
-    """Puts what the process has allocated by now into huge pages, as far as it fills any; how many bytes. It may take a while, and is called when a start is over."""
+def gather(is_over: Callable[[], bool] = lambda: False) -> int:
+    """Puts what the process has allocated by now into huge pages, as far as it fills any; how many bytes. It may take a while, until it is over for another reason."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return 0
+    try:
+        parts = _heap()
+    except OSError:  # no descriptor is left: small pages do
+        return 0
     gathered = 0
-    for start, end in _heap():
+    for start, end in parts:
         for at in range(-(-start // HUGE_BYTES) * HUGE_BYTES, end - HUGE_BYTES + 1, HUGE_BYTES):
-            if gathered == GATHERED_BYTES:
+            if gathered == GATHERED_BYTES or is_over():
                 return gathered
             if madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE_BYTES), _MADV_COLLAPSE) == 0:
                 gathered += HUGE_BYTES
@@ -50,11 +55,11 @@ def gather() -> int:
 
 
 def _heap() -> list[tuple[int, int]]:
-    """From where to where this process has private memory of no file, but for stacks."""
+    """From where to where this process has private memory of no file and no name but the heap's. Raises OSError."""
     found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, rights, _, _, inode, *name = line.split()
-        if rights == "rw-p" and inode == "0" and (not name or name == ["[heap]"]):
-            start, end = place.split("-")
+    for line in Path("/proc/self/maps").read_bytes().split(b"\n"):  # paths are bytes, with whatever in them
+        place, rights, _, _, inode, *name = line.split(None, 5) or [b""] * 5
+        if rights == b"rw-p" and inode == b"0" and (not name or name == [b"[heap]"]):
+            start, end = place.split(b"-")
             found.append((int(start, 16), int(end, 16)))
     return found

@@ -3,7 +3,8 @@
     mailbox ──▶ add ──▶ waiting, alike ones as one ──▶ hear, in a step of the loop each
 
 Purpose: that nobody's calls wait for it, however much is told. Non-purpose: what is told (service.py), when mailboxes are read (mailboxes.py). Invariants: what waits has a bound, of each session and of
-all, and beyond it is not heard; whatever hearing one of them comes to, the others are heard.
+all, and beyond it is not heard; what is told again keeps its place, so none is passed over for ever; whatever hearing one of them comes to, the others are heard; what a session has told before its end
+is heard before that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ log = structlog.get_logger(__name__)
 
 SESSION_LIMIT, LIMIT = 64, 1024
 """Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each of its threads, and of all: 4 KiB each."""
+TIMES_LIMIT = 256
+"""Alike ones that count; beyond, while they wait, they are heard as so many."""
 
 
 class Hear(Protocol):
@@ -37,27 +40,38 @@ class Hearsay:
         self._hear = hear
         self._waiting: dict[tuple[int, bytes], int] = {}
         self._counts: Counter[int] = Counter()
+        self._is_due = False
 
     def add(self, session: int, group: bytes) -> None:
-        """To be heard soon, after those that were told last before."""
+        """To be heard soon, after those that wait."""
         key = (session, group)
-        times = self._waiting.pop(key, 0)
+        times = self._waiting.get(key, 0)
         if not times:
             if self._counts[session] >= SESSION_LIMIT or len(self._waiting) >= LIMIT:
                 return
             self._counts[session] += 1
-        self._waiting[key] = times + 1
-        if len(self._waiting) == 1 and not times:
+        self._waiting[key] = min(times + 1, TIMES_LIMIT)
+        if not self._is_due:
+            self._is_due = True
             asyncio.get_running_loop().call_soon(self._next)
 
+    def finish(self, session: int) -> None:
+        """The session ends: what it has told is heard now."""
+        for its, group in [key for key in self._waiting if key[0] == session]:
+            self._hear_one(its, group)
+
     def _next(self) -> None:
-        session, group = key = next(iter(self._waiting))
-        times = self._waiting.pop(key)
+        self._is_due = len(self._waiting) > 1
+        if self._is_due:
+            asyncio.get_running_loop().call_soon(self._next)
+        if self._waiting:
+            self._hear_one(*next(iter(self._waiting)))
+
+    def _hear_one(self, session: int, group: bytes) -> None:
+        times = self._waiting.pop((session, group))
         self._counts[session] -= 1
         if not self._counts[session]:
             del self._counts[session]
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
         try:
             self._hear(session, group, times=times)
         except TierdError:  # of a client that has gone, or says what is none

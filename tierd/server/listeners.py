@@ -72,6 +72,7 @@ class Listeners:
             now=asyncio.get_running_loop().time,
             cut_off=self._cut_off,
         )
+        self._hearsay = Hearsay(self._service.note_used)
         calls = SessionCalls(
             self._opened,
             self._stopped,
@@ -84,7 +85,7 @@ class Listeners:
             lambda session, into: cache.end_session(session, into=into),
             lambda session, reservation, end: cache.ahead.note(session, reservation, end=end),
             cache.ahead.boards.give,
-            Hearsay(self._service.note_used).add,
+            self._hearsay.add,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._mailboxes = Mailboxes(self.sessions.read_mailbox)
@@ -258,6 +259,7 @@ class Listeners:
         self._mailboxes.read_all()
 
     def _stopped(self, session: int) -> None:
+        self._hearsay.finish(session)
         self._daemon.cache.stop_session(session)
         self._lines.leave(session)
         self._credits.forget(session)

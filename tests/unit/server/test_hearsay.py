@@ -9,7 +9,7 @@ import pytest
 from tierd.client.mailbox import MESSAGE_MAX_BYTES, UNASKED_LIMIT
 from tierd.errors import NotFound
 from tierd.server import session_socket
-from tierd.server.hearsay import LIMIT, SESSION_LIMIT, Hearsay
+from tierd.server.hearsay import LIMIT, SESSION_LIMIT, TIMES_LIMIT, Hearsay
 
 Heard = list[tuple[int, bytes, int]]
 
@@ -24,7 +24,7 @@ def hearsay(heard: Heard) -> Hearsay:
 
 
 async def test_one_at_a_time_between_other_work(heard: Heard) -> None:
-    """In each step of the loop one is heard, so that what else is ready has its turn; what is told several times is heard once, after what was told last before."""
+    """In each step of the loop one is heard, so that what else is ready has its turn; what is told several times is heard once, where it was told first."""
     its = hearsay(heard)
     for group in (b"a", b"b", b"a", b"c"):
         its.add(7, group)
@@ -33,7 +33,33 @@ async def test_one_at_a_time_between_other_work(heard: Heard) -> None:
         await asyncio.sleep(0)
         steps.append(len(heard))
     assert steps == [1, 2, 3, 3]
-    assert heard == [(7, b"b", 1), (7, b"a", 2), (7, b"c", 1)]
+    assert heard == [(7, b"a", 2), (7, b"b", 1), (7, b"c", 1)]
+
+
+async def test_none_is_passed_over(heard: Heard) -> None:
+    """Where more is told, over and over in the same order, than is heard between, everybody is heard all the same; and what an impatient one tells does not add up for ever."""
+    its = hearsay(heard)
+    for _ in range(600):
+        for session in range(20):
+            its.add(session, b"same")
+        await asyncio.sleep(0)
+    assert {session for session, *_ in heard} == set(range(20))
+    for _ in range(2 * TIMES_LIMIT):
+        its.add(99, b"again")
+    its.finish(99)
+    assert heard[-1] == (99, b"again", TIMES_LIMIT)
+
+
+async def test_what_was_told_before_the_end_of_a_session_is_heard_before_it(heard: Heard) -> None:
+    """The end of a session waits for what it has told, and for nobody else's."""
+    its = hearsay(heard)
+    for session, group in ((1, b"a"), (2, b"b"), (1, b"c")):
+        its.add(session, group)
+    its.finish(1)
+    assert heard == [(1, b"a", 1), (1, b"c", 1)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert heard[2:] == [(2, b"b", 1)] and not its._counts
 
 
 async def test_a_client_that_tells_much(heard: Heard) -> None:
