@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from tierd.core.layout import generation_offset
+from tierd.core.layout import GENERATION, generation_offset
 from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, StructArray
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.testing.content import chain
@@ -60,9 +60,9 @@ class Page:
 
     @property
     def is_current(self) -> bool:
-        """Whether the page still has the handle's generation, by its word in the catalogue."""
+        """Whether the page still has the handle's generation, by its word in the catalogue, as a lease looks at it."""
         word = np.frombuffer(self.segment.table, "<u8", count=1, offset=generation_offset(self.slot))[0]
-        return int(word) == self.generation
+        return int(word & GENERATION) == self.generation
 
 
 @dataclass(frozen=True, slots=True)
