@@ -46,7 +46,7 @@ def use_fatbins(patch: pytest.MonkeyPatch) -> None:
 def use_gpus(patch: pytest.MonkeyPatch, count: int) -> None:
     """As `use_driver`, with so many GPUs at least. Skips the test where there are fewer."""
     use_driver(patch, TIERD_FAKE_CUDA_DEVICES=str(count))
-    there = count if IS_FAKE else int(subprocess.check_output([sys.executable, "-c", COUNT_GPUS]))
+    there = count if IS_FAKE else int(subprocess.check_output([sys.executable, "-c", COUNT_GPUS], timeout=60))
     if there < count:
         pytest.skip(f"{count} GPUs are needed; here are {there}")
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.system.blocks import SOON_S, await_true
 from tests.system.raw import RawClient
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutResult
+from tierd.client.local import LocalTransport
 from tierd.testing import Daemon, chain, content_of, is_content
 
 MIB = 1 << 20
@@ -55,6 +59,18 @@ def _store(client: Client, namespace: OpenedNamespace, block: np.ndarray, names:
     while not (stored := client.put(namespace, next(names), [block] * 4).stored):
         assert time.monotonic() - begun < SOON_S, f"no block was stored for {SOON_S:g} s"
     return int(stored)
+
+
+def count_calls(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often this process waits for which calls, from now on."""
+    found, inner = Counter[str](), LocalTransport.call
+
+    def call(self: LocalTransport, method: str, request: Any, **how: Any) -> Any:
+        found[method] += 1
+        return inner(self, method, request, **how)
+
+    patch.setattr(LocalTransport, "call", call)
+    return found
 
 
 def held(daemon: Daemon) -> tuple[int, int, int, int]:

@@ -15,11 +15,10 @@ import pytest
 from tests.depth import count
 from tests.system.blocks import await_true
 from tests.system.damaged import flip, pages
-from tests.system.sdk import await_nothing_held
+from tests.system.sdk import await_nothing_held, count_calls
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, buffers, mailbox
-from tierd.client.local import LocalTransport
 from tierd.client.mailbox import UNASKED_LIMIT, Mailbox
 from tierd.errors import StaleHandle, TierdError
 from tierd.testing import Daemon, chain, content_of
@@ -42,14 +41,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of this process, by method."""
-    found, inner = Counter[str](), LocalTransport.call
-
-    def call(self: LocalTransport, method: str, request: Any, **given: Any) -> Any:
-        found[method] += 1
-        return inner(self, method, request, **given)
-
-    monkeypatch.setattr(LocalTransport, "call", call)
-    return found
+    return count_calls(monkeypatch)
 
 
 @pytest.fixture
@@ -128,6 +120,17 @@ def test_they_keep_what_they_read_in_memory(daemon: Daemon) -> None:
             client.lookup(reader.space, chain(1, 1))
             writer.put(number)
         assert reader.get(1) == BLOCKS
+
+
+def test_a_client_that_closes_is_heard(daemon: Daemon) -> None:
+    """What a client told just before its end counts, too."""
+    with connect(daemon.target) as operator:
+        with Client(daemon.target) as client:
+            reader = Reader(client)
+            reader.known(1)
+            for _ in range(5):
+                assert reader.get(1) == BLOCKS
+        await_true(lambda: _counted(operator)["tierd_gets_one_sided_total"] == 5, "all of them heard of")
 
 
 def test_they_are_recorded(daemon: Daemon) -> None:

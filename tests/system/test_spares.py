@@ -16,7 +16,7 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.blocks import await_true
-from tests.system.sdk import NOTHING, await_nothing_held, empty, held
+from tests.system.sdk import NOTHING, await_nothing_held, count_calls, empty, held
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
@@ -56,14 +56,7 @@ def daemon(shared: Daemon) -> Iterator[Daemon]:
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often which calls were waited for."""
-    found, inner = Counter[str](), LocalTransport.call
-
-    def call(self: LocalTransport, method: str, request: Any, **how: Any) -> Any:
-        found[method] += 1
-        return inner(self, method, request, **how)
-
-    monkeypatch.setattr(LocalTransport, "call", call)
-    return found
+    return count_calls(monkeypatch)
 
 
 def blocks_of(names: np.ndarray, *, last: int = SPEC.block_bytes) -> list[np.ndarray]:
