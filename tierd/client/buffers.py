@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd import streaming
 from tierd.errors import InvalidArgument
-from tierd.streaming import STREAMED_BYTES
+from tierd.streaming import STREAMING
 
 Bytes = NDArray[np.uint8]
 
@@ -36,13 +35,13 @@ def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
     """Copies each source to its target of the same length; those that lie one behind the other on both sides go at once.
 
     A long copy reads several small pages side by side, and does not wait for each: 64 x 128 KiB out of shared memory took 1,080 us one by one, and 390 at once. From
-    `STREAMED_BYTES` on it goes past the caches. Targets and sources do not overlap.
+    `STREAMING.from_bytes` on it goes past the caches. Targets and sources do not overlap.
     """
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
         if len(target) != len(source):
             raise ValueError(f"copy {i}: {len(source)} bytes into {len(target)}")
     lengths = list(map(len, sources))
-    if len(lengths) == 1 and lengths[0] < STREAMED_BYTES:
+    if len(lengths) == 1 and lengths[0] < STREAMING.from_bytes:
         np.copyto(targets[0], sources[0])  # without the interpreter's lock, as is what follows
         return
     copy_from(list(map(_address, sources)), lengths, targets)
@@ -53,10 +52,10 @@ def copy_from(at: Sequence[int], lengths: Sequence[int], targets: Sequence[Bytes
     to = [_address(target, writable=True) for target in targets]
     for first, end in _runs(to, at, lengths):
         length = sum(lengths[first:end])
-        if length < STREAMED_BYTES:
+        if length < STREAMING.from_bytes:
             ctypes.memmove(to[first], at[first], length)
         else:
-            streaming.copy_bytes(to[first], at[first], length)
+            STREAMING.copy_bytes(to[first], at[first], length)
 
 
 def _runs(to: Sequence[int], at: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.client import buffers
-from tierd.streaming import STREAMED_BYTES
+from tierd.streaming import STREAMING
 
-LENGTHS = st.lists(
-    st.sampled_from([0, 1, 7, 4096, STREAMED_BYTES - 1, STREAMED_BYTES, STREAMED_BYTES + 65]), max_size=8
-)
+LONG = STREAMING.from_bytes
+
+LENGTHS = st.lists(st.sampled_from([0, 1, 7, 4096, LONG - 1, LONG, LONG + 65]), max_size=8)
 
 
 def laid_out(lengths: list[int], gaps: list[int], *, fill: int) -> tuple[np.ndarray, list[np.ndarray]]:
