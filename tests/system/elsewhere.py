@@ -33,7 +33,6 @@ import numpy as np
 import tests.system.early
 import tierd.client.aio
 import tierd.client.rpc
-import tierd.client.rpc_aio
 from tierd.testing import content_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,7 +183,7 @@ def main() -> None:
 
 # What is imported late is imported now, before the user changes; what must be first in a child, before tierd.
 assert tests.system.early
-assert tierd.client.rpc and tierd.client.rpc_aio and tierd.client.aio
+assert tierd.client.rpc and tierd.client.aio
 assert len(content_of(bytes(32), 8)) == 8
 
 if __name__ == "__main__":

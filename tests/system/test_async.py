@@ -12,12 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.system.sdk import BIG, HOST, SMALL, await_nothing_held, right
-from tierd.client import AsyncClient, Client, Group, PutGroup
+from tests.system.sdk import BIG, HOST, SMALL, await_nothing_held, count_calls, held, right
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.client import AsyncClient, Client, Group, PutGroup, mailbox, threads
 from tierd.errors import TierdError, ViewsAlive
 from tierd.testing import Daemon, chain, content_of
 
 COUNT = 6
+BOTH = HOST + '[[nvme]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n'
+RESERVED_PAGES = 3
+"""Of what `held` says."""
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +136,42 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
         await asyncio.to_thread(await_nothing_held, daemon, f"cancelled calls of {verb}")
         await client.put(namespace, chain(1, COUNT), contents(1, COUNT, BIG.block_bytes))
         assert right((await client.get(namespace, chain(1, COUNT))).views, 1) == COUNT
+
+
+async def test_as_few_calls_as_the_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts in a row are one call each, and the second get of a sequence none, as with Client."""
+    monkeypatch.setattr(mailbox, "MAILBOX_S", 600.0)
+    asked, out = count_calls(monkeypatch), np.zeros((COUNT, BIG.block_bytes), np.uint8)
+    async with AsyncClient(daemon.target) as client:
+        namespace = await client.open_namespace(BIG)
+        for seed in range(500, 504):
+            await client.put(namespace, chain(seed, COUNT), contents(seed, COUNT, BIG.block_bytes))
+        await client.get(namespace, chain(503, COUNT), out=out)
+        asked.clear()
+        await client.put(namespace, chain(504, COUNT), contents(504, COUNT, BIG.block_bytes))
+        assert asked["Commit"] == 1 and asked["Reserve"] <= 1  # for the puts that follow
+        asked.clear()
+        assert (await client.get(namespace, chain(503, COUNT), out=out)).blocks == right(list(out), 503) == COUNT
+        assert not asked
+
+
+async def test_a_get_that_waits_is_cancelled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A get that waits for a far tier ends when it is cancelled, not when the tier has answered; its buffers are not written to after that, and nothing stays held."""
+    monkeypatch.setattr(threads, "STOP_S", 60.0)
+    with Daemon(BOTH, faults=True) as far, far.faults() as faults:
+        async with AsyncClient(far.target) as client:
+            namespace, out = await client.open_namespace(SMALL), np.zeros((COUNT, 4096), np.uint8)
+            await client.put(namespace, chain(1, COUNT), contents(1, COUNT, 4096), durable=True)
+            with connect(far.target) as operator:
+                operator.ask(pb.EvictRequest(tier="host.0"))
+            faults.arm("nvme.slots.before_read", "delay:2")
+            task = asyncio.ensure_future(client.get(namespace, chain(1, COUNT), out=out))
+            assert await asyncio.to_thread(faults.await_hits, "nvme.slots.before_read")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert held(far)[RESERVED_PAGES]  # the disk still reads into them
+            faults.disarm()
+            await asyncio.to_thread(await_nothing_held, far, "a get that was cancelled")
+            assert not out.any()
+            assert (await client.get(namespace, chain(1, COUNT), out=out)).blocks == right(list(out), 1) == COUNT

@@ -1,6 +1,6 @@
 """AsyncClient: the verbs of tierd on asyncio, the same face as Client, awaited.
 
-Purpose: nothing but that. Blocking work (connecting, mapping, copying) goes to a thread. A client may be used in one
+Purpose: nothing but that: each verb is carried out in a thread, as Client's are in their caller's. A client may be used in one
 loop after another.
 """
 
@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
-from tierd.client.client import TIMEOUT_S, in_a_hurry
-from tierd.client.connection import Connector, Link, OpenTransport, Options, Transport
+from tierd.client.client import TIMEOUT_S, in_a_hurry, open_transport
+from tierd.client.connection import Connector, Options
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
-from tierd.client.steps import Do, Pause, Steps
+from tierd.client.steps import Steps, run
 from tierd.client.target import resolve_target
+from tierd.client.threads import Threads
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
 from tierd.core.block import NamespaceSpec
@@ -43,6 +45,7 @@ class AsyncClient:
         how = Options(name, credential_file)
         self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
         self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=False, pages=self._reservation)
+        self._threads = Threads()
 
     @property
     def target(self) -> str:
@@ -72,7 +75,7 @@ class AsyncClient:
 
     async def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """As Client.open_namespace."""
-        return await self._run(self._verbs.open_namespace(spec.checked(), self._deadline(timeout_s)))
+        return await self._run(self._verbs.open_namespace(spec.checked(), self._deadline(timeout_s)), timeout_s)
 
     async def lookup(
         self,
@@ -84,7 +87,7 @@ class AsyncClient:
     ) -> Found:
         """As Client.lookup."""
         wanted = protocol.groups_of(groups, hashes, tokens)
-        return await self._run(self._verbs.lookup(wanted, self._deadline(timeout_s)))
+        return await self._run(self._verbs.lookup(wanted, self._deadline(timeout_s)), timeout_s)
 
     async def prefetch(
         self,
@@ -97,7 +100,7 @@ class AsyncClient:
     ) -> int:
         """As Client.prefetch."""
         wanted = protocol.groups_of(groups, hashes, tokens)
-        return await self._run(self._verbs.prefetch(wanted, tier, self._deadline(timeout_s)))
+        return await self._run(self._verbs.prefetch(wanted, tier, self._deadline(timeout_s)), timeout_s)
 
     async def acquire(
         self,
@@ -110,7 +113,7 @@ class AsyncClient:
     ) -> Lease:
         """As Client.acquire."""
         wanted = protocol.groups_of(groups, hashes, tokens)
-        return await self._run(self._verbs.acquire(wanted, tier, self._deadline(timeout_s)))
+        return await self._run(self._verbs.acquire(wanted, tier, self._deadline(timeout_s)), timeout_s)
 
     async def get(
         self,
@@ -121,7 +124,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> GetResult:
         """As Client.get."""
-        return await self._run(self._verbs.get(namespace, what, out, self._deadline(timeout_s)))
+        return await self._run(self._verbs.get(namespace, what, out, self._deadline(timeout_s)), timeout_s)
 
     async def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None
@@ -129,7 +132,7 @@ class AsyncClient:
         """As Client.reserve."""
         wanted = [groups] if isinstance(groups, PutGroup) else list(groups)
         steps = self._verbs.reserve(wanted, tier, self._deadline(timeout_s))
-        return await self._run(steps)  # type: ignore[arg-type] # `pages` made it, and made this face
+        return await self._run(steps, timeout_s)  # type: ignore[arg-type] # `pages` made it, and made this face
 
     async def put(
         self,
@@ -141,25 +144,32 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> PutResult:
         """As Client.put."""
-        return await self._run(self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable))
+        return await self._run(
+            self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable), timeout_s
+        )
 
     async def report_attention(
         self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None
     ) -> None:
         """As Client.report_attention."""
-        await self._run(self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s)))
+        await self._run(self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s)), timeout_s)
 
     async def watch(self, *, after: int = 0) -> AsyncIterator[Event]:
         """As Client.watch."""
         request = protocol.watch_request(after)
         link = await self._run(self._verbs.connected(self._deadline(None)))
-        async for message in link.opened(open_transport).stream("Watch", request):  # type: ignore[attr-defined]
-            for event in protocol.events_of(message):
-                yield event
+        replies = link.opened(open_transport).stream("Watch", request)  # type: ignore[attr-defined]
+        try:
+            while (message := await asyncio.to_thread(next, replies, None)) is not None:
+                for event in protocol.events_of(message):
+                    yield event
+        finally:
+            replies.close()
 
     async def close(self) -> None:
         """As Client.close."""
         self._connector.close()
+        self._threads.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -175,36 +185,6 @@ class AsyncClient:
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
-    async def _run(self, steps: Steps[T]) -> T:
-        return await run_async(steps, open_transport)
-
-
-def open_transport(link: Link, address: str) -> Transport:
-    """The asynchronous transport; grpc is loaded here, not with the SDK."""
-    from tierd.client.rpc_aio import AsyncTransport  # noqa: PLC0415
-
-    return AsyncTransport(link, address)
-
-
-async def run_async(steps: Steps[T], open_transport: OpenTransport) -> T:
-    """Runs a verb to its end on the running loop; blocking work goes to a thread."""
-    answer: Any = None
-    error: BaseException | None = None
-    try:
-        while True:
-            step = steps.send(answer) if error is None else steps.throw(error)
-            answer = error = None
-            try:
-                answer = await _do(step, open_transport)
-            except BaseException as raised:  # noqa: BLE001 - cancellation too: the verb gives back what it holds
-                error = raised
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-    finally:
-        error = None  # its traceback holds this frame, and through it every view of the verb
-
-
-async def _do(step: Any, open_transport: OpenTransport) -> Any:
-    if isinstance(step, Pause):
-        return await asyncio.sleep(step.seconds)
-    return await (asyncio.to_thread(step.work) if isinstance(step, Do) else step.send(open_transport))
+    async def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        return await self._threads.run(partial(run, steps, open_transport), timeout_s=patience_s)

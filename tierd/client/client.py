@@ -170,8 +170,12 @@ class Client:
         """Blocks stored and removed, as they happen; after: the last sequence number seen. Ends by raising when the daemon goes."""
         request = protocol.watch_request(after)
         link = self._run(self._verbs.connected(self._deadline(None)))
-        for message in link.opened(open_transport).stream("Watch", request):  # type: ignore[attr-defined]
-            yield from protocol.events_of(message)
+        replies = link.opened(open_transport).stream("Watch", request)  # type: ignore[attr-defined]
+        try:
+            for message in replies:
+                yield from protocol.events_of(message)
+        finally:
+            replies.close()
 
     def close(self) -> None:
         """Ends the session. Views that are alive stay readable; leases and reservations end."""

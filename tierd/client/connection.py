@@ -54,7 +54,7 @@ class Meanwhile(Protocol):
 
 
 class Transport(Protocol):
-    """gRPC to one daemon: plain results from the synchronous one, awaitables from the other. All raise TierdErrors."""
+    """The way to one daemon. All raise TierdErrors."""
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
         """One request, one reply. meanwhile: work while it is under way, or before it where that cannot be and it is due."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 
+from tierd.client import stopping
 from tierd.errors import Overloaded
 
 UNPAID = frozenset({"Release", "Abort"})
@@ -42,7 +43,8 @@ class Credits:
         if waiter is not None:
             try:
                 self.on_wait(deadline)
-                waiter.result(max(0.0, deadline - time.monotonic()))
+                with stopping.ended_by(waiter.cancel):
+                    waiter.result(max(0.0, deadline - time.monotonic()))
             except BaseException as error:
                 self.withdraw(waiter)
                 if isinstance(error, TooLate):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from tierd._proto import cache_pb2 as pb
+from tierd.client import stopping
 from tierd.client.connection import Link, Meanwhile
 from tierd.client.lines import MESSAGE_MAX_BYTES, Line, LineLost, Lines
 from tierd.client.protocol import GIVING, error_of
@@ -22,7 +23,7 @@ from tierd.client.spares import Spares
 from tierd.errors import DeadlineExceeded, OperatorError, Overloaded, TierdError, Unavailable
 
 if TYPE_CHECKING:
-    from tierd.client.rpc import SyncTransport
+    from tierd.client.rpc import Replies, SyncTransport
 
 _REPLIES = {
     method.name: getattr(pb, method.output_type.name).FromString
@@ -43,9 +44,11 @@ class Sent:
         """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
         try:
             deadline += _beside(meanwhile)
-            while (answer := self._receive(deadline)).preview:
-                preview = _REPLIES[self._method](answer.message)
-                deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
+            with stopping.ended_by(self._line.end):
+                while (answer := self._receive(deadline)).preview:
+                    preview = _REPLIES[self._method](answer.message)
+                    deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
+            stopping.check()
             self._line.check_over()
             reply = None if answer.status else _REPLIES[self._method](answer.message)
             if self._link.session is not None:
@@ -71,6 +74,8 @@ class Sent:
     def given_up(self, error: BaseException, deadline: float) -> BaseException:
         """The call has failed in the middle; what it means."""
         self.drop()
+        if (stopped := stopping.told(error)) is not error:
+            return stopped
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"daemon: no answer to {self._method} in time; allow more, or take it as a miss")
         if isinstance(error, OSError | EOFError):
@@ -176,7 +181,7 @@ class LocalTransport:
         """An iterator of requests, one reply."""
         return self._rpc.push(method, requests, timeout_s=timeout_s)
 
-    def stream(self, method: str, request: Any) -> Iterator[Any]:
+    def stream(self, method: str, request: Any) -> Replies:
         """Replies for as long as they are wanted."""
         return self._rpc.stream(method, request)
 
@@ -210,7 +215,8 @@ class LocalTransport:
             return None
         sent = Sent(self._link, self._lines, line, method=method, name=name)
         try:
-            line.send(raw, deadline=deadline)
+            with stopping.ended_by(line.end):
+                line.send(raw, deadline=deadline)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise sent.given_up(error, deadline) from None
         return sent

@@ -1,6 +1,6 @@
 """gRPC for one link: the channel, its options, its errors in our words. The only module that imports grpc; loaded on the first call.
 
-Purpose: the synchronous transport, and what the asynchronous one (rpc_aio.py) shares with it. Non-purpose: what is called. Invariants: every call
+Purpose: the transport over gRPC. Non-purpose: what is called. Invariants: every call
 has a deadline; every failure leaves as a TierdError; a failure that did not come from the daemon itself marks the link lost.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
-from tierd.client import forks
+from tierd.client import forks, stopping
 from tierd.client.connection import Link, Meanwhile
 from tierd.client.protocol import GET, GIVING, REQUEST_KEY, error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, Overloaded, TierdError, Unavailable
@@ -55,31 +55,55 @@ class SyncTransport:
     def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """As `call`, of one that has had its turn."""
         with named(self.link, method) as metadata, translated(self.link), forks.calling():
-            return getattr(self.stub, method)(request, timeout=timeout_s, metadata=metadata)
+            return _answer(getattr(self.stub, method), request, timeout_s=timeout_s, metadata=metadata)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
         with translated(self.link), forks.calling():
-            for reply in getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata):
-                take(reply)
+            call = getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
+            with stopping.ended_by(call.cancel):
+                for reply in call:
+                    take(reply)
 
     def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
         """An iterator of requests, one reply."""
         with translated(self.link), forks.calling():
-            return getattr(self.stub, method)(requests, timeout=timeout_s, metadata=self.link.metadata)
+            return _answer(getattr(self.stub, method), requests, timeout_s=timeout_s, metadata=self.link.metadata)
 
-    def stream(self, method: str, request: Any) -> Iterator[Any]:
+    def stream(self, method: str, request: Any) -> Replies:
         """Replies for as long as they are wanted."""
-        call = getattr(self.stub, method)(request, metadata=self.link.metadata)
-        try:
-            with translated(self.link):
-                yield from call
-        finally:
-            call.cancel()
+        return Replies(self.link, getattr(self.stub, method)(request, metadata=self.link.metadata))
 
     def close(self) -> None:
         """Cancels what is in flight."""
         self._channel.close()
+
+
+class Replies:
+    """An iterator over what a stream brings, for as long as the daemon lives. One thread at a time takes the next; any may close it."""
+
+    def __init__(self, link: Link, call: Any) -> None:
+        self._link, self._call = link, call
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        with translated(self._link):
+            return next(self._call)
+
+    def close(self) -> None:
+        """Ends it, and who waits for the next."""
+        self._call.cancel()
+
+
+def _answer(method: Any, request: Any, *, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> Any:
+    """The one reply to a request, or to an iterator of them."""
+    if not stopping.is_possible():  # a call that waits passes fewer threads
+        return method(request, timeout=timeout_s, metadata=metadata)
+    call = method.future(request, timeout=timeout_s, metadata=metadata)
+    with stopping.ended_by(call.cancel):
+        return call.result()
 
 
 @contextlib.contextmanager
@@ -103,8 +127,15 @@ def translated(link: Link) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
+        if stopping.is_due():  # it was cancelled here, which says nothing of the daemon
+            raise
         raise translate(error, link) from None
-    except ValueError as error:  # grpc's word for a channel that another thread has just closed
+    except (
+        ValueError,
+        grpc.FutureCancelledError,
+    ) as error:  # grpc's words for a channel that another thread has just closed
+        if stopping.is_due():
+            raise
         link.is_broken = True
         raise Unavailable(f"daemon: the connection was closed during the call ({error}); try again") from error
 

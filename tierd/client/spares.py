@@ -25,8 +25,6 @@ from tierd.client.values import PutGroup
 from tierd.core.model import PUT_BLOCK, StructArray
 from tierd.errors import TierdError
 
-LEAST_BYTES = 1 << 20
-"""Of a put; with less, what Reserve takes is waited for."""
 STALE_S = 1.0
 """Between two puts that still count as in a row."""
 PUTS_AHEAD = 8

@@ -4,18 +4,17 @@
     Pause(seconds)          time that passes
     Call / Pull / Push      one call of gRPC
 
-Purpose: the logic of every verb exists once (verbs.py); `run` here and
-`run_async` (aio.py) are all that differs. Invariant: what a step raises is raised
-in the generator at its yield.
+Purpose: the logic of every verb exists once (verbs.py); `run` carries it out, in the caller's thread or in one of AsyncClient's. Invariants: what a step raises is raised
+in the generator at its yield; so is that nobody waits for the verb any more, once.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tierd.client import stopping
 from tierd.client.connection import Link, Meanwhile, OpenTransport
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ class Call:
     meanwhile: Meanwhile | None = None
 
     def send(self, open_transport: OpenTransport) -> Any:
-        """The reply, or an awaitable of it."""
+        """The reply."""
         transport = self.link.opened(open_transport)
         return transport.call(self.method, self.request, timeout_s=self.timeout_s, meanwhile=self.meanwhile)
 
@@ -64,7 +63,7 @@ class Pull:
     take: Callable[[Any], None]
 
     def send(self, open_transport: OpenTransport) -> Any:
-        """Nothing, or an awaitable of it."""
+        """Nothing."""
         transport = self.link.opened(open_transport)
         return transport.pull(self.method, self.request, timeout_s=self.timeout_s, take=self.take)
 
@@ -79,7 +78,7 @@ class Push:
     timeout_s: float
 
     def send(self, open_transport: OpenTransport) -> Any:
-        """The reply, or an awaitable of it."""
+        """The reply."""
         return self.link.opened(open_transport).push(self.method, self.requests, timeout_s=self.timeout_s)
 
 
@@ -92,9 +91,10 @@ def run(steps: Steps[T], open_transport: OpenTransport) -> T:
             step = steps.send(answer) if error is None else steps.throw(error)
             answer = error = None
             try:
+                stopping.check()
                 answer = _do(step, open_transport)
             except BaseException as raised:  # noqa: BLE001 - handed to the verb, which cleans up and lets pass what is not its own
-                error = raised
+                error = stopping.told(raised)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
     finally:
@@ -103,5 +103,5 @@ def run(steps: Steps[T], open_transport: OpenTransport) -> T:
 
 def _do(step: Any, open_transport: OpenTransport) -> Any:
     if isinstance(step, Pause):
-        return time.sleep(step.seconds)
+        return stopping.pause(step.seconds)
     return step.work() if isinstance(step, Do) else step.send(open_transport)

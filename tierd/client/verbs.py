@@ -7,6 +7,7 @@ a daemon has gone (but a put, whose blocks either exist then or do not), and wha
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -167,7 +168,8 @@ class Verbs:
         yield from self._check_device(tier, deadline)
         link, lease = yield from self._leased(groups, wanted, deadline, early=early)
         if not lease.whole and (yield from self._without_spare(link, deadline)):
-            link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
+            with contextlib.suppress(StaleHandle):  # their epoch has ended since, and what was answered stands
+                link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
         if lease and link.session is not None and not link.session.has_mapped(place for place, _ in lease.parts):
             try:
                 yield from self._map(link, lease.handles, deadline)

@@ -19,7 +19,7 @@ from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.progress import Progress
 from tierd.client.reservation import ReservedPages
-from tierd.client.spares import LEAST_BYTES, Spares
+from tierd.client.spares import Spares
 from tierd.client.steps import Do, Steps
 from tierd.client.values import PutGroup, PutResult
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
@@ -45,11 +45,6 @@ class Write:
     on_written: Callable[[], None] = lambda: None
 
     @property
-    def bytes(self) -> int:
-        """Of all blocks."""
-        return sum(map(len, self.sources))
-
-    @property
     def needs_names(self) -> bool:
         """Whether a reserve must say what no commit can."""
         group = self.group
@@ -62,7 +57,7 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     """Stores blocks."""
     group, spares = write.group, link.spares
     is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
-    if spares is None or not is_plain or write.bytes < LEAST_BYTES:
+    if spares is None or not is_plain or not write.sources:
         return PutResult((yield from _into_reserved(verbs, write)))
     length = max(map(len, write.sources))
     order = partial(spares.order, group, length=length, deadline=write.deadline)

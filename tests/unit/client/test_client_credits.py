@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import queue
 import threading
 import time
+from concurrent.futures import CancelledError as Cancelled
 
 import pytest
 
 from tierd.client.credits import TRIES, Credits, pause_s
-from tierd.client.rpc_aio import _turn
+from tierd.client.stopping import Stop
 from tierd.errors import Overloaded
 
 SOON_S = 10.0
@@ -72,24 +73,28 @@ def test_no_number_no_bound() -> None:
         pass
 
 
-async def test_awaited_turns() -> None:
-    """On asyncio a call waits without a thread; one that is cancelled, or too late, costs no credit."""
-    own = Credits(1)
+def test_who_is_stopped_waits_no_longer() -> None:
+    """A verb that is stopped while it waits for a turn ends, and costs no credit."""
+    own, stop, ended = Credits(1), Stop(), queue.SimpleQueue[str]()
 
-    async def call(timeout_s: float) -> str:
-        async with _turn(own, "Lookup", timeout_s=timeout_s):
-            await asyncio.sleep(0.02)
-        return "done"
+    def call() -> None:
+        try:
+            with own.turn("Lookup", timeout_s=SOON_S):
+                ended.put("had its turn")
+        except Cancelled:
+            ended.put("stopped")
 
-    first = asyncio.ensure_future(call(SOON_S))
-    await asyncio.sleep(0)
-    late, cancelled, patient = (asyncio.ensure_future(call(t)) for t in (0.001, SOON_S, SOON_S))
-    await asyncio.sleep(0.005)
-    cancelled.cancel()
-    with pytest.raises(Overloaded):
-        await late
-    async with asyncio.timeout(SOON_S):
-        assert [await first, await patient, await call(SOON_S)] == ["done"] * 3
+    with own.turn("Lookup", timeout_s=SOON_S):
+        thread = threading.Thread(target=stop.around, args=(call,))
+        thread.start()
+        while not own._waiting:
+            assert thread.is_alive()
+        stop.set()
+        assert ended.get(timeout=SOON_S) == "stopped"
+        assert not own._waiting
+    with own.turn("Lookup", timeout_s=0.01):
+        pass
+    thread.join(SOON_S)
 
 
 def test_pauses() -> None:

@@ -1,0 +1,178 @@
+"""Verbs in threads, which may be stopped: told once, wherever they wait, and not disturbed in what they do then."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from tierd.client import stopping, threads
+from tierd.client.steps import Do, Pause, run
+from tierd.client.stopping import Stop, Stopped
+from tierd.client.threads import Threads
+from tierd.errors import DeadlineExceeded, Unavailable
+
+SOON_S = 10.0
+Verb = Generator[Any, Any, Any]
+
+
+def no_transport(*_: Any) -> Any:
+    """These verbs call nobody."""
+    raise AssertionError
+
+
+def stopped_in(verb: Verb, begun: threading.Event) -> BaseException | None:
+    """Stops a verb when it says that it has begun; what it ended with."""
+    stop, ended = Stop(), list[BaseException | None]()
+
+    def work() -> None:
+        try:
+            stop.around(lambda: run(verb, no_transport))
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(SOON_S)
+    stop.set()
+    thread.join(SOON_S)
+    return ended[0]
+
+
+def test_stopped_in_a_pause() -> None:
+    """A pause ends at once."""
+    begun = threading.Event()
+
+    def verb() -> Verb:
+        yield Do(begun.set)
+        yield Pause(60 * SOON_S)
+
+    assert isinstance(stopped_in(verb(), begun), Stopped)
+
+
+def test_stopped_in_a_wait() -> None:
+    """What ends a wait is called, and whatever error that makes, the verb hears that it was stopped."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with stopping.ended_by(ended.set):
+            begun.set()
+            assert ended.wait(SOON_S)
+        raise Unavailable("the wait was ended")
+
+    def verb() -> Verb:
+        yield Do(wait)
+
+    assert isinstance(stopped_in(verb(), begun), Stopped)
+
+
+def test_told_before_the_next_step() -> None:
+    """Work that cannot be ended goes on to its end, and nothing follows it."""
+    begun, stopped, done = threading.Event(), threading.Event(), list[str]()
+    stop = Stop()
+
+    def first() -> None:
+        begun.set()
+        assert stopped.wait(SOON_S)
+        done.append("first")
+
+    def verb() -> Verb:
+        yield Do(first)
+        yield Do(lambda: done.append("second"))
+
+    def work() -> None:
+        with pytest.raises(Stopped):
+            stop.around(lambda: run(verb(), no_transport))
+        done.append("cancelled")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(SOON_S)
+    stop.set()
+    stopped.set()
+    thread.join(SOON_S)
+    assert done == ["first", "cancelled"]
+
+
+def test_what_it_gives_back_is_not_disturbed() -> None:
+    """A verb is told once: the steps of what it does about it run, and wait, as ever."""
+    begun, done, waited = threading.Event(), list[str](), list[str]()
+
+    def wait() -> None:
+        with stopping.ended_by(lambda: waited.append("ended")):
+            done.append("given back")
+
+    def verb() -> Verb:
+        try:
+            yield Do(begun.set)
+            yield Pause(60 * SOON_S)
+        finally:
+            yield Pause(0.001)
+            yield Do(wait)
+
+    assert isinstance(stopped_in(verb(), begun), Stopped)
+    assert (done, waited) == (["given back"], [])
+
+
+async def test_cancelled_when_it_has_ended() -> None:
+    """Who cancels a verb hears of it when its thread touches nothing any more."""
+    own, begun, at_it, going_on = Threads(), threading.Event(), threading.Event(), threading.Event()
+
+    def verb() -> None:
+        at_it.set()
+        with stopping.ended_by(going_on.set):
+            begun.set()
+            assert going_on.wait(SOON_S)
+        at_it.clear()
+
+    task = asyncio.ensure_future(own.run(verb, timeout_s=SOON_S))
+    await asyncio.to_thread(begun.wait, SOON_S)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not at_it.is_set()
+    own.close()
+
+
+async def test_a_verb_that_does_not_end_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who cancels a verb that cannot be ended is let go after a while."""
+    monkeypatch.setattr(threads, "STOP_S", 0.01)
+    own, begun, over = Threads(), threading.Event(), threading.Event()
+
+    def verb() -> None:
+        begun.set()
+        assert over.wait(SOON_S)
+
+    task = asyncio.ensure_future(own.run(verb, timeout_s=SOON_S))
+    await asyncio.to_thread(begun.wait, SOON_S)
+    task.cancel()
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    over.set()
+    own.close()
+
+
+async def test_no_thread_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb that gets no thread in its time is not begun, and its caller hears why; one that has more time gets its turn."""
+    monkeypatch.setattr(threads, "THREADS", 1)
+    own, over, begun = Threads(), threading.Event(), list[int]()
+    first = asyncio.ensure_future(own.run(lambda: over.wait(SOON_S), timeout_s=SOON_S))
+    await asyncio.sleep(0)  # it has its thread
+    with pytest.raises(DeadlineExceeded, match="1 calls in progress"):
+        await own.run(lambda: begun.append(1), timeout_s=0.01)
+    patient = asyncio.ensure_future(own.run(lambda: begun.append(2), timeout_s=SOON_S))
+    cancelled = asyncio.ensure_future(own.run(lambda: begun.append(3), timeout_s=SOON_S))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    over.set()
+    assert await first
+    await patient
+    assert begun == [2]
+    own.close()
