@@ -141,14 +141,14 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
 async def test_as_few_calls_as_the_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts in a row are one call each, and the second get of a sequence none, as with Client."""
     monkeypatch.setattr(mailbox, "MAILBOX_S", 600.0)
-    asked, out = count_calls(monkeypatch), np.zeros((COUNT, BIG.block_bytes), np.uint8)
+    asked, out, size = count_calls(monkeypatch), np.zeros((COUNT, 4096), np.uint8), 4096
     async with AsyncClient(daemon.target) as client:
-        namespace = await client.open_namespace(BIG)
+        namespace = await client.open_namespace(SMALL)
         for seed in range(500, 504):
-            await client.put(namespace, chain(seed, COUNT), contents(seed, COUNT, BIG.block_bytes))
+            await client.put(namespace, chain(seed, COUNT), contents(seed, COUNT, size))
         await client.get(namespace, chain(503, COUNT), out=out)
         asked.clear()
-        await client.put(namespace, chain(504, COUNT), contents(504, COUNT, BIG.block_bytes))
+        await client.put(namespace, chain(504, COUNT), contents(504, COUNT, size))
         assert asked["Commit"] == 1 and asked["Reserve"] <= 1  # for the puts that follow
         asked.clear()
         assert (await client.get(namespace, chain(503, COUNT), out=out)).blocks == right(list(out), 503) == COUNT

@@ -58,6 +58,12 @@ with Client(sys.argv[1]) as client:
 """
 
 
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every put of this process goes as those of many bytes do."""
+    monkeypatch.setattr(writing, "EARLY_BYTES", 0)
+
+
 @contextmanager
 def writer(daemon: Daemon, timeout_s: int = TIMEOUT_S) -> Iterator[subprocess.Popen[str]]:
     """A process that has written the first blocks of a put, and waits for a line before it writes the others."""
@@ -164,9 +170,17 @@ def test_a_durable_put_has_its_time_after_the_copy() -> None:
             assert client.put(space, chain(1, BLOCKS), blocks, durable=True, timeout_s=LONG_S).stored == BLOCKS
 
 
-@pytest.mark.parametrize("knows", [True, False], ids=["a daemon that takes it", "an older daemon"])
-def test_who_is_asked_first(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit goes before the copy to a daemon that waits for it, and after it to one that does not, which is told nothing between the two."""
+EARLY, LATE = ["Reserve", "Commit unwritten", "copy", "written"], ["Reserve", "copy", "Commit"]
+
+
+@pytest.mark.parametrize(
+    ("knows", "least", "order"),
+    [(True, 0, EARLY), (False, 0, LATE), (True, writing.EARLY_BYTES, LATE)],
+    ids=["a daemon that takes it", "an older daemon", "a small put"],
+)
+def test_who_is_asked_first(knows: bool, least: int, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit goes before the copy to a daemon that waits for it, and after it to one that does not, which is told nothing between the two; of a put that is soon copied, after it to any."""
+    monkeypatch.setattr(writing, "EARLY_BYTES", least)
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, said = client.open_namespace(SMALL), list[str]()
         client._verbs.connector.link.session.takes_unwritten = knows
@@ -188,7 +202,7 @@ def test_who_is_asked_first(knows: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(Session, "_tell", told)
         monkeypatch.setattr(writing.buffers, "copy_all", copied)
         assert put(client, space, 1, BLOCKS).stored == BLOCKS
-        assert said == (["Reserve", "Commit unwritten", "copy", "written"] if knows else ["Reserve", "copy", "Commit"])
+        assert said == order
         assert right(client.get(space, chain(1, BLOCKS)).views, 1) == BLOCKS
 
 

@@ -38,6 +38,7 @@ class Threads:
         stop, loop = Stop(), asyncio.get_running_loop()
         work = self._pool.submit(stop.around, verb)
         result, patience = asyncio.wrap_future(work), loop.call_later(timeout_s, work.cancel)
+        result.add_done_callback(_retrieve)
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
@@ -62,6 +63,12 @@ class Threads:
         """In a child: the threads are the parent's."""
         forks.abandon(self._pool)
         self._pool = None
+
+
+def _retrieve(result: asyncio.Future[T]) -> None:
+    """What a verb ended with that nobody waits for is nobody's to log."""
+    if not result.cancelled():
+        result.exception()
 
 
 def _is_cancelled() -> bool:

@@ -1,6 +1,7 @@
 """A put by shared memory: pages, a copy, one commit.
 
     reserved now, or a spare ──▶ Commit is sent ──▶ copied, while what the board says is written is hashed ──▶ all is told to be written ──▶ its answer
+                             └─▶ copied, where that is soon done ──▶ Commit is sent ──▶ its answer
 
 Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (verbs.py), what spares are (spares.py), TCP (remote.py).
 Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
@@ -15,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import buffers, protocol
-from tierd.client.connection import Link
+from tierd.client.connection import Link, Meanwhile
 from tierd.client.pins import Hold
 from tierd.client.progress import Progress
 from tierd.client.reservation import ReservedPages
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 STEP_BYTES = 1 << 20
 """Of what is written between two notes of it."""
+EARLY_BYTES = 1 << 20
+"""From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon to hear that it is, and hashed as soon as that is heard."""
 POSITION_LIMIT = 1 << 32
 """Of blocks; with a greater one no message is made."""
 
@@ -43,6 +46,11 @@ class Write:
     deadline: float
     durable: bool = False
     on_written: Callable[[], None] = lambda: None
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(map(len, self.sources))
 
     @property
     def needs_names(self) -> bool:
@@ -131,15 +139,15 @@ def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArra
     progress = None
     try:
         session = pages.held().link.session
-        is_early = session is not None and session.takes_unwritten
+        is_early = session is not None and session.takes_unwritten and write.bytes >= EARLY_BYTES
         if session is not None and is_early and session.board is not None:
             progress = session.board.take()
         copying = Copying(pages, write, progress)
+        meanwhile: Meanwhile = copying if is_early else Sent(write)
         if not is_early:
-            yield Do(copying.run)
+            yield Do(copying.copy)
         request = protocol.commit_request(pages.id, names, durable=write.durable)
         request.unwritten, request.word = is_early, progress.number if progress else 0
-        meanwhile = copying if is_early else None
         return (yield from verbs.committed(pages, request, write.deadline, meanwhile=meanwhile)).statuses
     except BaseException:
         pages.drop()
@@ -161,6 +169,13 @@ class Copying:
         """Once, however often it is called."""
         if self._is_done:
             return
+        self.copy()
+        self._pages.tell_written(len(self._write.sources), deadline=self._write.deadline)
+        self._is_done = True
+        self._write.on_written()
+
+    def copy(self) -> None:
+        """Nobody is told."""
         sources, targets, begun = self._write.sources, self._pages.targets(), 0
         for end in _stops([len(source) for source in sources]):
             given = [i for i in range(begun, end) if targets[i] is not None]
@@ -168,8 +183,21 @@ class Copying:
             if self._progress is not None:
                 self._progress.note(end)
             begun = end
-        self._pages.tell_written(len(sources), deadline=self._write.deadline)
-        self._is_done = True
+
+    def hear(self, reply: Any) -> None:
+        """Of a commit there are no previews."""
+
+
+class Sent:
+    """The commit of a put that was copied before has gone."""
+
+    is_due = False
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+
+    def run(self) -> None:
+        """What follows comes to the daemon after it."""
         self._write.on_written()
 
     def hear(self, reply: Any) -> None:
