@@ -27,6 +27,7 @@ ROWS = {
         ),
     },
     "one_block": {"put_2MiB_p50", "put_2MiB_beyond_copy", "get_2MiB_p50", "get_2MiB_beyond_copy"},
+    "awaited": {"async_put", "async_get", "async_get_again", "async_lookup"},
     "calls": {"lookup_empty", "lookup_empty_raw", "lookup_256", "get_view_256"},
     "nvme": {
         *(

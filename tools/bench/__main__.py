@@ -23,6 +23,7 @@ from rich.console import Console
 
 from tierd.errors import Unsupported
 from tools.bench import (
+    awaited,
     calls,
     clients,
     daemon_start,
@@ -45,6 +46,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "data_plane": data_plane.rows,
     "one_block": one_block.rows,
     "calls": calls.rows,
+    "awaited": awaited.rows,
     "nvme": nvme.rows,
     "remote": remote.rows,
     "demotion": demotion.rows,
