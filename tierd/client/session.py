@@ -224,6 +224,10 @@ class Session:
             part = ids[start : start + IDS_PER_MESSAGE]
             self.ask({"op": "release", "leases": part, "reply": True}, timeout_s=timeout_s)
 
+    def abort(self, reservations: Sequence[int], *, timeout_s: float) -> None:
+        """Ends as many reservations as a message holds, and waits until the daemon has done it."""
+        self.ask({"op": "release", "reservations": list(reservations), "reply": True}, timeout_s=timeout_s)
+
     def _fetch(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
         tier, segment = place
         reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)

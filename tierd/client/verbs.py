@@ -306,14 +306,15 @@ class Verbs:
 
     def _without_spare(self, link: Link, deadline: float) -> Steps[bool]:
         """Gives pages back that were reserved for a put that may come, since they count as the session's; whether there were any."""
-        spares = link.spares
-        numbers = (yield Do(lambda: spares.reservations(deadline=deadline))) if spares is not None else []
+        spares, session = link.spares, link.session
+        if spares is None or session is None:
+            return False
+        numbers = yield Do(lambda: spares.reservations(deadline=deadline))
         try:
-            for number in numbers:
-                yield from _called(link, "Abort", pb.AbortRequest(reservation=number), deadline)
+            if numbers:
+                yield Do(lambda: session.abort(numbers, timeout_s=_left(deadline)))
         except BaseException:
-            if link.session is not None:
-                link.session.let_go(reservations=numbers)
+            session.let_go(reservations=numbers)
             raise
         return bool(numbers)
 
