@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import gc
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tests.system.sdk import BIG, HOST, SMALL, await_nothing_held, count_calls, 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import AsyncClient, Client, Group, PutGroup, mailbox, threads
-from tierd.errors import TierdError, ViewsAlive
+from tierd.errors import DeadlineExceeded, TierdError, ViewsAlive
 from tierd.testing import Daemon, chain, content_of
 
 COUNT = 6
@@ -121,7 +122,7 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
     async with AsyncClient(daemon.target) as client:
         namespace = await client.open_namespace(BIG)
         await client.put(namespace, chain(1, COUNT), contents(1, COUNT, BIG.block_bytes))
-        cancelled = 0
+        cancelled, kept = 0, []
         for turn in range(40):
             task = asyncio.ensure_future(VERBS[verb](client, namespace, 400 + turn))
             for _ in range(turn * turn):
@@ -130,6 +131,8 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
             (outcome,) = await asyncio.gather(task, return_exceptions=True)
             cancelled += isinstance(outcome, asyncio.CancelledError)
             assert isinstance(outcome, asyncio.CancelledError) or not isinstance(outcome, BaseException), outcome
+            if isinstance(outcome, asyncio.CancelledError):
+                kept.append((task, outcome))  # what was given is given back all the same
             del task, outcome
         print(f"{verb}: {cancelled} of 40 were cancelled in time")
         assert cancelled > 0
@@ -175,3 +178,52 @@ async def test_a_get_that_waits_is_cancelled_at_once(monkeypatch: pytest.MonkeyP
             await asyncio.to_thread(await_nothing_held, far, "a get that was cancelled")
             assert not out.any()
             assert (await client.get(namespace, chain(1, COUNT), out=out)).blocks == right(list(out), 1) == COUNT
+
+
+async def test_a_watch_that_is_cancelled_ends_nothing_else(daemon: Daemon) -> None:
+    """Who cancels a watch in the middle of its wait has his leases as before, and the session that they are of."""
+    async with AsyncClient(daemon.target) as client:
+        namespace = await client.open_namespace(SMALL)
+        await client.put(namespace, chain(600, COUNT), contents(600, COUNT, 4096))
+        lease, link = await client.acquire(namespace, chain(600, COUNT)), client._connector.link
+        watcher = client.watch()
+        first, seed = asyncio.ensure_future(anext(watcher)), 700
+        while not first.done():  # the watch begins at some moment; blocks stored after it are seen
+            await client.put(namespace, chain(seed, 1), contents(seed, 1, 4096))
+            seed += 1
+        await first
+        await client.lookup(namespace, chain(600, 1))
+        watch = asyncio.ensure_future(_last(watcher))
+        await client.lookup(namespace, chain(600, 1))
+        watch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watch
+        await client.lookup(namespace, chain(600, 1))
+        assert lease.check() == COUNT
+        assert client._connector.link is link
+        assert right(lease.views(), 600) == COUNT
+
+
+async def _last(watcher: AsyncIterator[Any]) -> None:
+    """Waits for events for ever."""
+    async for _ in watcher:
+        pass
+
+
+async def test_best_effort_without_a_thread(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread takes a call in its time a best-effort client misses, and another raises."""
+    monkeypatch.setattr(threads, "THREADS", 1)
+    for is_best_effort in (True, False):
+        over = threading.Event()
+        async with AsyncClient(daemon.target, best_effort=is_best_effort) as client:
+            namespace = await client.open_namespace(SMALL)
+            busy = asyncio.ensure_future(client._threads.run(over.wait, timeout_s=60.0))
+            await asyncio.sleep(0)
+            call = client.get(namespace, chain(1, 1), timeout_s=0.01)
+            if is_best_effort:
+                assert not await call
+            else:
+                with pytest.raises(DeadlineExceeded):
+                    await call
+            over.set()
+            await busy

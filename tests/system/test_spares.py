@@ -24,7 +24,7 @@ from tierd.client.lines import Line
 from tierd.client.local import LocalTransport
 from tierd.core.model import BlockStatus
 from tierd.core.puts import AHEAD_SHARE
-from tierd.errors import RetryError, StaleHandle
+from tierd.errors import InvalidArgument, RetryError, StaleHandle
 from tierd.testing import Daemon, chain, content_of
 
 SPEC = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=256 << 10)
@@ -132,17 +132,62 @@ def test_pages_that_have_become_too_few_go_back(daemon: Daemon, waited: Counter[
 
 
 def test_smaller_puts_fit(daemon: Daemon, waited: Counter[str]) -> None:
-    """A put of fewer blocks, or a shorter last one, takes what was reserved for a larger; what it does not need goes back, and a larger one reserves for itself."""
+    """A put of fewer blocks, or a slightly shorter last one, takes what was reserved for a larger; what it does not need goes back, and a larger one reserves for itself."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number, count in enumerate((8, 8, 5, 12)):
             assert put(client, space, number, count) == [READY] * count
         assert waited["Reserve"] == 3
-        names = chain(9, 6)
-        assert client.put(space, names, blocks_of(names, last=1000)).stored == 6
+        names, last = chain(9, 6), SPEC.block_bytes - 1000
+        assert client.put(space, names, blocks_of(names, last=last)).stored == 6
         assert waited["Reserve"] == 3
-        assert [len(view) for view in client.get(space, names).views] == [SPEC.block_bytes] * 5 + [1000]
+        assert [len(view) for view in client.get(space, names).views] == [SPEC.block_bytes] * 5 + [last]
         assert all(is_right(client, space, number, count) for number, count in enumerate((8, 8, 5, 12)))
+
+
+@pytest.mark.parametrize("lengths", [(256, 4), (256, 256, 4), (256, 4, 4), (4, 4, 4, 256)])
+def test_no_block_keeps_a_page_that_is_too_large(daemon: Daemon, lengths: tuple[int, ...]) -> None:
+    """However blocks of different lengths come after one another, and in one put, each takes the page that it would have alone."""
+    with Client(daemon.target) as client, connect(daemon.target) as operator:
+        space, sizes = client.open_namespace(SPEC), [length << 10 for length in lengths * 4]
+        for number, size in enumerate(sizes):
+            names = chain(number, 1)
+            assert client.put(space, names, blocks_of(names, last=size)).stored == 1
+            await_order(client)
+        names = chain(99, BLOCKS)
+        assert client.put(space, names, blocks_of(names, last=4096)).stored == BLOCKS
+        client._connector.link.spares.give_back(time.monotonic() + 10)  # type: ignore[union-attr]
+        await_true(lambda: held(daemon) == NOTHING, "the spares went back")
+        used = operator.ask(pb.TiersRequest()).tiers[0].used_bytes
+        assert used == sum(sizes) + (BLOCKS - 1) * SPEC.block_bytes + 4096
+
+
+def test_a_block_of_no_bytes(daemon: Daemon) -> None:
+    """It is refused, whether there are spares or not."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        for number in range(4):
+            names = chain(number, 1)
+            client.put(space, names, blocks_of(names, last=4096))
+            await_order(client)
+        with pytest.raises(InvalidArgument):
+            client.put(space, PutGroup(space, chain(9, 1), lengths=[0]), [b""])
+
+
+def test_short_bursts_order_little_in_vain(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a namespace has two puts and then another comes, pages that nobody takes are not ordered again and again."""
+    ordered, inner = list[str](), LocalTransport.begin
+
+    def begin(self: LocalTransport, method: str, *what: Any) -> Any:
+        ordered.append(method)
+        return inner(self, method, *what)
+
+    monkeypatch.setattr(LocalTransport, "begin", begin)
+    with Client(daemon.target) as client:
+        spaces = [client.open_namespace(replace(SPEC, model=f"spares-{i}")) for i in range(2)]
+        for number in range(60):
+            put(client, spaces[number // 2 % 2], number, 1)
+        assert 1 <= len(ordered) <= 3
 
 
 def test_a_sequence_that_goes_on(daemon: Daemon, waited: Counter[str]) -> None:

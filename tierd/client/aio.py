@@ -18,9 +18,9 @@ from tierd.client.client import TIMEOUT_S, in_a_hurry, open_transport
 from tierd.client.connection import Connector, Options
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
-from tierd.client.steps import Steps, run
+from tierd.client.steps import Steps, fail, run
 from tierd.client.target import resolve_target
-from tierd.client.threads import Threads
+from tierd.client.threads import NotBegun, Threads
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
 from tierd.core.block import NamespaceSpec
@@ -187,4 +187,7 @@ class AsyncClient:
 
     async def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
         patience_s = self._timeout_s if timeout_s is None else timeout_s
-        return await self._threads.run(partial(run, steps, open_transport), timeout_s=patience_s)
+        try:
+            return await self._threads.run(partial(run, steps, open_transport), timeout_s=patience_s)
+        except NotBegun as error:
+            return fail(steps, error)

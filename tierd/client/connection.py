@@ -102,6 +102,7 @@ class Link:
         """Closed by the connector; another link takes its place."""
         self.on_idle: Callable[[Link], None] = lambda _link: None
         self._address = address
+        self._opening = threading.Lock()
 
     @property
     def is_usable(self) -> bool:
@@ -113,7 +114,8 @@ class Link:
     def opened(self, open_transport: OpenTransport) -> Transport:
         """Its transport, made on first use and where it is used."""
         if self.transport is None:
-            self.transport = open_transport(self, self._address)
+            with self._opening:
+                self.transport = self.transport or open_transport(self, self._address)
         return self.transport
 
     def unpin(self, pin: object) -> None:

@@ -1,6 +1,6 @@
 """Credits: how many calls this client may have in progress, and a turn for each.
 
-Purpose: keep to what the daemon's hello said, so that nothing has to be refused. Non-purpose: calls (rpc.py). Invariants: no more turns are out
+Purpose: keep to what the daemon's hello said, so that nothing has to be refused. Non-purpose: calls (local.py, rpc.py). Invariants: no more turns are out
 than there are credits; those who wait are served in order; a turn that comes too late for its waiter goes to the next.
 """
 

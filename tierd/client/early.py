@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers
+from tierd.client import buffers, stopping
 from tierd.client.mapping import Segment, still_hold
 from tierd.client.protocol import every, groups_message, leased
 from tierd.client.session import Session, by_place
@@ -116,6 +116,7 @@ class EarlyCopy:
             return
         with contextlib.suppress(TierdError):  # the answer's own will say why
             self.session.map(handles, timeout_s=left_s)
+            stopping.check()
             self._copy(handles)
 
     def _copy(self, handles: StructArray) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 FORK_WAIT_S = 1.0
@@ -58,18 +58,12 @@ _abandoned: list[Any] = []
 @contextlib.contextmanager
 def calling() -> Iterator[None]:
     """Around one short call of gRPC."""
-    end = begin_call()
+    gate = _gate
+    gate.begin()
     try:
         yield
     finally:
-        end()
-
-
-def begin_call() -> Callable[[], None]:
-    """One short call of gRPC begins; the answer is to be called when it has ended, in any thread."""
-    gate = _gate
-    gate.begin()
-    return gate.end
+        gate.end()
 
 
 def register(forkable: Forkable) -> None:

@@ -215,8 +215,7 @@ class LocalTransport:
             return None
         sent = Sent(self._link, self._lines, line, method=method, name=name)
         try:
-            with stopping.ended_by(line.end):
-                line.send(raw, deadline=deadline)
+            line.send(raw, deadline=deadline)
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise sent.given_up(error, deadline) from None
         return sent
@@ -226,6 +225,7 @@ def _beside(meanwhile: Meanwhile | None) -> float:
     """Seconds of other work, which the call has besides its own."""
     if meanwhile is None:
         return 0.0
+    stopping.check()
     took = _seconds_of(meanwhile.run)
     return 0.0 if meanwhile.is_due else took
 

@@ -36,7 +36,7 @@ COMMIT_TIMEOUT_S = 30.0
 
 
 class Ends(Protocol):
-    """How reservations end, as steps for either driver."""
+    """How reservations end, as steps."""
 
     def commit(self, pages: Any, request: Any, deadline: float) -> Steps:
         """Publishes."""
@@ -60,7 +60,7 @@ class ReservedPages:
         handles: StructArray,
         *,
         ends: Ends,
-        run: Callable[[Steps], Any],
+        run: Callable[..., Any],
     ) -> None:
         self.handles = handles
         self.hold = hold
@@ -239,11 +239,11 @@ class AsyncReservation(ReservedPages):
     ) -> Committed:
         """As Reservation.commit."""
         steps = self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open, timeout_s=timeout_s)
-        return await self._run(steps)  # type: ignore[no-any-return]
+        return await self._run(steps, timeout_s)  # type: ignore[no-any-return]
 
     async def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """As Reservation.abort."""
-        await self._run(self._abort(timeout_s))
+        await self._run(self._abort(timeout_s), timeout_s)
 
     async def __aenter__(self) -> Self:
         return self

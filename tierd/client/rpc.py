@@ -83,17 +83,22 @@ class Replies:
     """An iterator over what a stream brings, for as long as the daemon lives. One thread at a time takes the next; any may close it."""
 
     def __init__(self, link: Link, call: Any) -> None:
-        self._link, self._call = link, call
+        self._link, self._call, self._is_closed = link, call, False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        with translated(self._link):
+        try:
             return next(self._call)
+        except grpc.RpcError as error:
+            if self._is_closed:
+                raise StopIteration from None
+            raise translate(error, self._link) from None
 
     def close(self) -> None:
         """Ends it, and who waits for the next."""
+        self._is_closed = True
         self._call.cancel()
 
 

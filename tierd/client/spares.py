@@ -6,7 +6,7 @@ Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: w
 Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it but who has no room
 without its pages: a put whose pages are not there yet reserves for itself; no lock is held while anything is sent or read; what nobody took goes back with the first
 call after STALE_S, when its turn among the calls is wanted, and with its link. Who puts what is held already is told so by Reserve and spared
-the copy: one commit that says EXISTS, and nothing is ordered for a while.
+the copy: one commit that says EXISTS, and nothing is ordered for a while; nor is it where pages went back of which few were taken.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client import protocol
 from tierd.client.values import PutGroup
+from tierd.core.block import size_class
 from tierd.core.model import PUT_BLOCK, StructArray
 from tierd.errors import TierdError
 
@@ -65,15 +66,19 @@ Pages = tuple[int, StructArray]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What puts pages are for: of whom, up to so many blocks, of so many bytes each."""
+    """What puts pages are for: of whom, up to so many blocks, of so many bytes each at most."""
 
     key: Key
     count: int
     length: int
 
+    def is_like(self, other: Shape) -> bool:
+        """Whether pages of the one are right for blocks of the other: neither too small nor larger than need be, since a block keeps its page."""
+        return self.key == other.key and size_class(self.length) == size_class(other.length)
+
     def fits(self, other: Shape) -> bool:
         """Whether a put of the other shape finds all that it needs."""
-        return self.key == other.key and self.count >= other.count and self.length >= other.length
+        return self.count >= other.count and self.is_like(other)
 
 
 class Spares:
@@ -91,7 +96,8 @@ class Spares:
         self._last: Shape | None = None
         self._last_s, self._used_s = 0.0, 0.0
         """When the last put came; and when the last one that took pages, or ordered some."""
-        self._without = 0
+        self._without = self._taken = 0
+        """How many puts are to go without an order; and how many took pages of the stock since it was begun."""
 
     @property
     def is_stale(self) -> bool:
@@ -107,6 +113,7 @@ class Spares:
             if self._shape is None or not self._shape.fits(wanted) or not self._stock:
                 return None
             self._used_s = time.monotonic()
+            self._taken += 1
             return self._stock.pop()
 
     def order(self, group: PutGroup, *, length: int, deadline: float) -> None:
@@ -118,16 +125,19 @@ class Spares:
             self._without -= self._without > 0
             if self._without or self._order is not None or self._is_ordering or self._is_closed or last is None:
                 return
-            if last.key != this.key or now - last_s > STALE_S or now >= deadline:
+            if not last.is_like(this) or now - last_s > STALE_S or now >= deadline:
                 return
             fits = self._shape is not None and self._shape.fits(this)
             if fits and len(self._stock) >= min(2, _puts_ahead(this)):
                 return
-            self._is_ordering, self._used_s, pickups = True, now, self._pickups
-            useless = [] if fits else [number for number, _ in self._stock]
-            self._stock = self._stock if fits else []
+            is_grown = self._shape is not None and self._shape.is_like(this)
+            useless = [] if fits else self._cleared(is_grown=is_grown)
+            is_worth_it = self._is_ordering = not self._without
+            self._used_s, pickups = now, self._pickups
         if useless:
             self._let_go(useless)
+        if not is_worth_it:
+            return
         shape, pending = Shape(this.key, max(this.count, last.count), length), None
         try:
             pending = self._begin("Reserve", _request(shape), min(ANSWER_TIMEOUT_S, deadline - now))
@@ -170,8 +180,16 @@ class Spares:
         with self._turn:
             order, self._order = self._order, None
             self._pickups += 1
-            numbers, self._stock = [number for number, _ in self._stock], []
+            numbers = self._cleared()
         return order, numbers
+
+    def _cleared(self, *, is_grown: bool = False) -> list[int]:
+        """The stock, of which there is none any more. Where most of it was ordered for nothing, and not for puts that have grown, nothing is for a while. In the caller's turn."""
+        numbers, self._stock = [number for number, _ in self._stock], []
+        if len(numbers) > self._taken and not is_grown:
+            self._without = PUTS_WITHOUT
+        self._taken = 0
+        return numbers
 
     def _placed(self, order: tuple[Shape, Pending] | None, pickups: int) -> None:
         """An order was sent, or could not be. pickups: at its beginning."""
@@ -196,13 +214,14 @@ class Spares:
             return
         with self._turn:
             if pickups != self._pickups:
-                old = pages
+                old = [number for number, _ in pages]
             elif shape == self._shape:
                 old, self._stock = [], [*pages, *self._stock]
             else:
-                old, self._stock, self._shape = self._stock, pages, shape
+                old = self._cleared()
+                self._stock, self._shape = pages, shape
         if old:
-            self._let_go([number for number, _ in old])
+            self._let_go(old)
 
     def _delivered(self, shape: Shape, pending: Pending, *, deadline: float) -> list[Pages]:
         numbers: list[int] = []

@@ -2,7 +2,7 @@
 
     Do(work)                blocking work that is not gRPC: connecting, mapping, copying
     Pause(seconds)          time that passes
-    Call / Pull / Push      one call of gRPC
+    Call / Pull / Push      one call of the daemon
 
 Purpose: the logic of every verb exists once (verbs.py); `run` carries it out, in the caller's thread or in one of AsyncClient's. Invariants: what a step raises is raised
 in the generator at its yield; so is that nobody waits for the verb any more, once.
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from tierd.client import stopping
 from tierd.client.connection import Link, Meanwhile, OpenTransport
+from tierd.errors import TierdError
 
 T = TypeVar("T")
 Steps = Generator[Any, Any, T]
@@ -99,6 +100,16 @@ def run(steps: Steps[T], open_transport: OpenTransport) -> T:
         return end.value  # type: ignore[no-any-return]
     finally:
         error = None  # its traceback holds this frame, and through it every view of the verb
+
+
+def fail(steps: Steps[T], error: TierdError) -> T:
+    """What a verb makes of an error that each of its steps would raise. Raises what it raises."""
+    try:
+        steps.send(None)
+        while True:
+            steps.throw(error)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
 
 
 def _do(step: Any, open_transport: OpenTransport) -> Any:

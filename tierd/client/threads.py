@@ -2,7 +2,8 @@
 
 Purpose: one verb, one thread, from its first step to its last: a hop to it and one back is all that asyncio adds to what Client does. Non-purpose: verbs, how they are stopped (stopping.py).
 Invariants: no more than THREADS of a client run at one time, the others wait in the order in which they came, each for its own time; a verb that is cancelled has ended before its caller hears of it, or STOP_S later,
-and copies nothing after that; a child of a fork has threads of its own.
+and copies nothing after that; a child of a fork has threads of its own. An interpreter that ends
+waits for verbs that nobody has cancelled, as it does for all threads of a pool; each has its deadline.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from tierd.client import forks
@@ -20,8 +22,14 @@ T = TypeVar("T")
 
 THREADS = 128
 """More than a daemon gives credits for, as a rule: then it is for these that verbs wait."""
+LEAST_S = 0.1
+"""Within which a verb is begun, however little time it has: how little it says itself."""
 STOP_S = 1.0
 """How long a verb that is cancelled may take to end: a copy goes on to its end, and a daemon that hangs may be asked for a last answer."""
+
+
+class NotBegun(DeadlineExceeded):
+    """Nothing of the verb was done."""
 
 
 class Threads:
@@ -32,26 +40,27 @@ class Threads:
         forks.register(self)
 
     async def run(self, verb: Callable[[], T], *, timeout_s: float) -> T:
-        """The verb's result. Raises what it raises, and DeadlineExceeded where it has not begun within its time."""
+        """The verb's result. Raises what it raises, and NotBegun where no thread took it within its time."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tierd-client")
         stop, loop = Stop(), asyncio.get_running_loop()
         work = self._pool.submit(stop.around, verb)
-        result, patience = asyncio.wrap_future(work), loop.call_later(timeout_s, work.cancel)
-        result.add_done_callback(_retrieve)
+        result, patience = asyncio.wrap_future(work), loop.call_later(max(timeout_s, LEAST_S), work.cancel)
         try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            if result.cancelled() and not _is_cancelled():
-                raise DeadlineExceeded(
-                    f"client: {THREADS} calls in progress, and none ended in time; call less at one time, or allow more"
-                ) from None
+            await asyncio.wait({result})
+        except asyncio.CancelledError as error:
             stop.set()
-            if not work.cancel():
-                await asyncio.wait({result}, timeout=STOP_S)
-            raise
+            work.cancel()
+            await _ended(result)
+            del work, result  # with what the verb was given: who keeps the error keeps the frames that it came through
+            raise error.with_traceback(None) from None
         finally:
             patience.cancel()
+        if result.cancelled():
+            raise NotBegun(
+                f"client: none of its {THREADS} threads had time for the call before its deadline; call less at one time, or allow more"
+            )
+        return result.result()
 
     def close(self) -> None:
         """Takes no more; those under way go on."""
@@ -65,13 +74,11 @@ class Threads:
         self._pool = None
 
 
-def _retrieve(result: asyncio.Future[T]) -> None:
-    """What a verb ended with that nobody waits for is nobody's to log."""
-    if not result.cancelled():
-        result.exception()
-
-
-def _is_cancelled() -> bool:
-    """Whether it is the caller's task that somebody has cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+async def _ended(result: asyncio.Future[T]) -> None:
+    """Until it is, for STOP_S at most, however often that is cancelled too. What it ends with is nobody's to log."""
+    result.add_done_callback(lambda done: done.cancelled() or done.exception())
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + STOP_S
+    while not result.done() and (left_s := deadline - loop.time()) > 0:
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({result}, timeout=left_s)

@@ -1,4 +1,4 @@
-"""The verbs: everything that a client does, once, as steps for either driver.
+"""The verbs: everything that a client does, once, as steps.
 
 Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), waiting (steps.py). Invariants: every verb ends
 within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after

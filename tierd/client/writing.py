@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tierd.client import buffers, protocol
+from tierd.client import buffers, protocol, stopping
 from tierd.client.connection import Link, Meanwhile
 from tierd.client.pins import Hold
 from tierd.client.progress import Progress
@@ -23,6 +23,7 @@ from tierd.client.reservation import ReservedPages
 from tierd.client.spares import Spares
 from tierd.client.steps import Do, Steps
 from tierd.client.values import PutGroup, PutResult
+from tierd.core.block import size_class
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
 from tierd.errors import NotFound, SessionLost, StaleHandle
 
@@ -65,9 +66,10 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     """Stores blocks."""
     group, spares = write.group, link.spares
     is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
-    if spares is None or not is_plain or not write.sources:
+    lengths = set(map(len, write.sources))
+    if spares is None or not is_plain or len({size_class(length) for length in lengths}) != 1 or 0 in lengths:
         return PutResult((yield from _into_reserved(verbs, write)))
-    length = max(map(len, write.sources))
+    length = max(lengths)
     order = partial(spares.order, group, length=length, deadline=write.deadline)
     write = replace(write, on_written=order)
     pages = yield Do(lambda: _spare(verbs, link, spares, write))
@@ -178,6 +180,7 @@ class Copying:
         """Nobody is told."""
         sources, targets, begun = self._write.sources, self._pages.targets(), 0
         for end in _stops([len(source) for source in sources]):
+            stopping.check()
             given = [i for i in range(begun, end) if targets[i] is not None]
             buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
             if self._progress is not None:

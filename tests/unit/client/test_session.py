@@ -278,7 +278,6 @@ def test_a_foreign_catalogue(tmp_path, segment):
 
 def test_a_fork_waits_for_calls_in_flight():
     """A fork begins when no call is in flight, and calls begin when no fork is."""
-    end = forks.begin_call()
     forking, order = threading.Event(), []
 
     def fork():
@@ -288,10 +287,10 @@ def test_a_fork_waits_for_calls_in_flight():
         forks._after_in_parent()
 
     thread = threading.Thread(target=fork)
-    thread.start()
-    forking.wait()
-    order.append("call")
-    end()
+    with forks.calling():
+        thread.start()
+        forking.wait()
+        order.append("call")
     thread.join()
     with forks.calling():
         order.append("next")

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tierd.client import stopping, threads
+from tierd.client import stopping, threads, writing
 from tierd.client.steps import Do, Pause, run
 from tierd.client.stopping import Stop, Stopped
 from tierd.client.threads import Threads
@@ -170,7 +171,7 @@ async def test_no_thread_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     own, over, begun = Threads(), threading.Event(), list[int]()
     first = asyncio.ensure_future(own.run(lambda: over.wait(SOON_S), timeout_s=SOON_S))
     await asyncio.sleep(0)  # it has its thread
-    with pytest.raises(DeadlineExceeded, match="1 calls in progress"):
+    with pytest.raises(DeadlineExceeded, match="none of its 1 threads"):
         await own.run(lambda: begun.append(1), timeout_s=0.01)
     patient = asyncio.ensure_future(own.run(lambda: begun.append(2), timeout_s=SOON_S))
     cancelled = asyncio.ensure_future(own.run(lambda: begun.append(3), timeout_s=SOON_S))
@@ -183,3 +184,46 @@ async def test_no_thread_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     await patient
     assert begun == [2]
     own.close()
+
+
+async def test_cancelled_twice_when_it_has_ended() -> None:
+    """Who is cancelled again while his verb ends hears of the first one when it has."""
+    own, begun, over, at_it = Threads(), threading.Event(), threading.Event(), threading.Event()
+
+    def verb() -> None:
+        at_it.set()
+        begun.set()
+        assert over.wait(SOON_S)
+        at_it.clear()
+
+    task = asyncio.ensure_future(own.run(verb, timeout_s=SOON_S))
+    await asyncio.to_thread(begun.wait, SOON_S)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    over.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not at_it.is_set()
+    own.close()
+
+
+def test_a_copy_that_is_stopped_goes_no_further() -> None:
+    """What nobody waits for any more is copied to the end of a step, and no step follows."""
+    stop, steps = Stop(), list[int]()
+    write = writing.Write(None, [np.zeros(writing.STEP_BYTES, np.uint8)] * 4, 0.0)  # type: ignore[arg-type]
+
+    class Pages:
+        def targets(self) -> list[np.ndarray]:
+            return [np.zeros(writing.STEP_BYTES, np.uint8)] * 4
+
+    class Written:
+        def note(self, blocks: int) -> None:
+            steps.append(blocks)
+            if blocks == 2:
+                stop.set()
+
+    copying = writing.Copying(Pages(), write, Written())  # type: ignore[arg-type]
+    with pytest.raises(Stopped):
+        stop.around(copying.copy)
+    assert steps == [1, 2]
