@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -116,15 +116,19 @@ def pause(seconds: float) -> None:
         check()
 
 
-@contextmanager
-def ended_by(end: Callable[[], Any]) -> Iterator[None]:
+def ended_by(end: Callable[[], Any]) -> AbstractContextManager[None]:
     """Around a wait: `end` ends it, from another thread, and may be called before it has begun."""
     stop = _mine.stop
-    if stop is None:
-        yield
-        return
+    return _NOTHING if stop is None else _ended_by(stop, end)
+
+
+@contextmanager
+def _ended_by(stop: Stop, end: Callable[[], Any]) -> Iterator[None]:
     stop.begin_wait(end)
     try:
         yield
     finally:
         stop.end_wait()
+
+
+_NOTHING = nullcontext()

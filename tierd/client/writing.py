@@ -145,7 +145,7 @@ def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArra
         if session is not None and is_early and session.board is not None:
             progress = session.board.take()
         copying = Copying(pages, write, progress)
-        meanwhile: Meanwhile = copying if is_early else Sent(write)
+        meanwhile: Meanwhile = copying if is_early else Copied(write)
         if not is_early:
             yield Do(copying.copy)
         request = protocol.commit_request(pages.id, names, durable=write.durable)
@@ -191,17 +191,19 @@ class Copying:
         """Of a commit there are no previews."""
 
 
-class Sent:
-    """The commit of a put that was copied before has gone."""
+class Copied:
+    """Of a put whose copy goes before its commit, what is left when that has gone."""
 
     is_due = False
 
     def __init__(self, write: Write) -> None:
-        self._write = write
+        self._write, self._is_done = write, False
 
     def run(self) -> None:
-        """What follows comes to the daemon after it."""
-        self._write.on_written()
+        """Once: what follows comes to the daemon after the commit."""
+        if not self._is_done:
+            self._is_done = True
+            self._write.on_written()
 
     def hear(self, reply: Any) -> None:
         """Of a commit there are no previews."""
