@@ -268,6 +268,7 @@ def test_what_was_answered_survives_a_kill() -> None:
         with Client(daemon.target) as client, daemon.faults() as faults:
             space = client.open_namespace(BIG)
             assert put(client, space, 1, BLOCKS).stored == BLOCKS
+            client.lookup(space, chain(1, 1))  # its books are closed: the fault is for the next one
             faults.arm("cache.commit.before_books", "kill")
             assert put(client, space, 2, BLOCKS).stored == BLOCKS
         daemon.await_end()

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,8 @@ from tests.system.raw import RawClient, put_blocks
 from tests.system.sdk import NOTHING, empty, held
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
-from tierd.client.local import Later, LocalTransport
+from tierd.client.local import Later
+from tierd.client.session import Session
 from tierd.core.model import BlockStatus
 from tierd.errors import DeadlineExceeded, InvalidArgument
 from tierd.testing import Daemon, chain, content_of
@@ -249,20 +250,17 @@ def test_pages_that_come_when_nobody_wants_them_any_more(daemon: Daemon, monkeyp
 
 
 def test_a_call_that_fails_while_it_gives_pages_back(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a reservation needs the room of pages for puts, and its time is over before all of them are given back, none of them stay."""
-    inner, aborted = LocalTransport.call, list[str]()
+    """Where a reservation needs the room of pages for puts, and its time is over before the daemon has said that they are given back, none of them stay."""
 
-    def call(self: LocalTransport, method: str, request: Any, **how: Any) -> Any:
-        if method == "Abort" and aborted:
-            raise DeadlineExceeded("no answer in time")
-        aborted.extend([method] if method == "Abort" else [])
-        return inner(self, method, request, **how)
+    def abort(_self: Session, reservations: Sequence[int], **_how: Any) -> None:
+        assert len(reservations) > 1
+        raise DeadlineExceeded("no answer in time")
 
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         in_a_row(client, space)
         await_true(lambda: held(daemon)[1] > 1, "pages for several puts are reserved")
-        monkeypatch.setattr(LocalTransport, "call", call)
+        monkeypatch.setattr(Session, "abort", abort)
         with pytest.raises(DeadlineExceeded):
             client.reserve(PutGroup.private(space, (32 << 20) // SPEC.block_bytes))
         await_true(lambda: held(daemon) == NOTHING, "they went back")
