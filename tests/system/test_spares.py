@@ -59,6 +59,19 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_calls(monkeypatch)
 
 
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which calls were sent and not waited for."""
+    sent, inner = list[str](), LocalTransport.begin
+
+    def begin(self: LocalTransport, method: str, *what: Any) -> Any:
+        sent.append(method)
+        return inner(self, method, *what)
+
+    monkeypatch.setattr(LocalTransport, "begin", begin)
+    return sent
+
+
 def blocks_of(names: np.ndarray, *, last: int = SPEC.block_bytes) -> list[np.ndarray]:
     """What a sequence holds. last: bytes of its last block."""
     blocks = [content_of(name, SPEC.block_bytes) for name in names]
@@ -99,15 +112,8 @@ def test_from_the_third_on_a_put_is_one_call(daemon: Daemon, waited: Counter[str
         assert all(is_right(client, space, number) for number in range(10))
 
 
-def test_one_order_is_for_several_puts(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_order_is_for_several_puts(daemon: Daemon, ordered: list[str]) -> None:
     """Pages for as many puts as are a small part of the tier are reserved in one go, so that most puts cost the daemon no Reserve at all."""
-    ordered, inner = list[str](), LocalTransport.begin
-
-    def begin(self: LocalTransport, method: str, *what: Any) -> Any:
-        ordered.append(method)
-        return inner(self, method, *what)
-
-    monkeypatch.setattr(LocalTransport, "begin", begin)
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(14):
@@ -174,15 +180,8 @@ def test_a_block_of_no_bytes(daemon: Daemon) -> None:
             client.put(space, PutGroup(space, chain(9, 1), lengths=[0]), [b""])
 
 
-def test_short_bursts_order_little_in_vain(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_bursts_order_little_in_vain(daemon: Daemon, ordered: list[str]) -> None:
     """Where a namespace has two puts and then another comes, pages that nobody takes are not ordered again and again."""
-    ordered, inner = list[str](), LocalTransport.begin
-
-    def begin(self: LocalTransport, method: str, *what: Any) -> Any:
-        ordered.append(method)
-        return inner(self, method, *what)
-
-    monkeypatch.setattr(LocalTransport, "begin", begin)
     with Client(daemon.target) as client:
         spaces = [client.open_namespace(replace(SPEC, model=f"spares-{i}")) for i in range(2)]
         for number in range(60):

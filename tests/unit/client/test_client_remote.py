@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.unit.client.conftest import BEARER, CLASS_BYTES, SPEC, TOKENS
 from tierd.client import AsyncClient, Client, Group, NamespaceSpec, Need
+from tierd.client.connection import Link
 from tierd.errors import (
     InvalidArgument,
     Unavailable,
@@ -98,3 +103,19 @@ def test_no_remote_daemon(daemon, tmp_path):
     daemon.stop()
     with pytest.raises(Unavailable, match="tcp_listen"), remote(daemon, tmp_path) as client:
         client.open_namespace(SPEC)
+
+
+def test_one_transport_for_first_calls_at_once() -> None:
+    """Threads that make the first calls of a link share one transport, however long it takes to load."""
+    link, both, made = Link(1, None, metadata=(), address="nowhere"), threading.Barrier(2), list[object]()
+
+    def open_transport(_link: Link, _address: str) -> Any:
+        made.append(object())
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other one, which must not come
+        return made[-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: link.opened(open_transport), range(2))
+    assert first is second
+    assert len(made) == 1
