@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tierd._proto import cache_pb2 as pb
 from tierd.client import stopping, threads, writing
+from tierd.client.early import EarlyCopy
 from tierd.client.steps import Do, Pause, run
 from tierd.client.stopping import Stop, Stopped
 from tierd.client.threads import Threads
@@ -227,3 +230,19 @@ def test_a_copy_that_is_stopped_goes_no_further() -> None:
     with pytest.raises(Stopped):
         stop.around(copying.copy)
     assert steps == [1, 2]
+
+
+def test_a_preview_is_not_copied_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the daemon is about to verify is not copied where the caller has gone while its pages were mapped."""
+    stop, copied = Stop(), list[int]()
+
+    class Mapping:
+        def map(self, _handles: np.ndarray, *, timeout_s: float) -> None:
+            assert timeout_s > 0
+            stop.set()
+
+    monkeypatch.setattr(EarlyCopy, "_copy", lambda *_: copied.append(1))
+    early = EarlyCopy(Mapping(), None, None, known=None, deadline=time.monotonic() + SOON_S)  # type: ignore[arg-type]
+    with pytest.raises(Stopped):
+        stop.around(lambda: early.hear(pb.AcquireReply()))
+    assert not copied
