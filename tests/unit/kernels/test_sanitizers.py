@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,19 @@ from tools.kernels import MissingTool, build_emulator, sanitized_environment
 
 ORDERS = ("2", "1")
 """Of threads, the first of which every commit is tried in."""
+LARGE = ("decode", "prefill")
+QUICK = [*product(["address"], UNITS, [64]), *product(["thread"], sorted({*UNITS} - {*LARGE}), [64])]
+SLOW = [*product(["thread"], LARGE, [64, 256]), *product(["address"], LARGE, [256])]
+"""A minute of a compiler each, for what runs two seconds."""
 LIMIT_S = 1500
 """Of wall time for what takes up to two minutes of a core: tenfold, since other tests run beside it."""
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize(
-    ("unit", "head_dim"),
-    [
-        *((unit, 64) for unit in UNITS),
-        *(pytest.param(unit, 256, marks=pytest.mark.slow) for unit in ("decode", "prefill")),
-    ],
+    ("sanitizer", "unit", "head_dim"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_sanitizers_find_nothing(sanitizer: str, unit: str, head_dim: int) -> None:
     """In the small cases of a source file no threads race and no address is out of bounds, whichever thread runs first."""
     try:
