@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from tests.system.raw import BLOCK_BYTES, RawClient, ask
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import HANDLE, StructArray
-from tierd.testing import Daemon, content_of, is_content
+from tierd.testing import content_of, is_content
 
 TOKENS = 16
 """Of a block."""

@@ -20,11 +20,12 @@ from tests.system.blocks import await_true
 from tests.system.device_driver import read_at, write_at
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.raw import RawClient
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import BlockStatus, Client, NamespaceSpec, PutGroup
 from tierd.client.device import Gpu
 from tierd.errors import TierdError
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 TOKENS = 16
 SPEC = NamespaceSpec(model="cuda", tokens_per_block=TOKENS, block_bytes=256 << 10)

@@ -15,10 +15,11 @@ import pytest
 
 from tests.system.blocks import SOON_S, await_true
 from tests.system.raw import RawClient
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutResult
 from tierd.client.local import LocalTransport
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 MIB = 1 << 20
 BIG = NamespaceSpec(model="big", tokens_per_block=16, block_bytes=2 * MIB)

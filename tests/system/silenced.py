@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tierd.testing import Daemon
+from tests.system.warm import Daemon
 from tierd.testing.daemon import Process
 
 SILENT = {"full": 'exec "$@" >/dev/full 2>&1', "closed": 'exec "$@" <&- >&- 2>&-'}

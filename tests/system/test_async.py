@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from tests.system.sdk import BIG, HOST, SMALL, await_nothing_held, count_calls, held, right
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import AsyncClient, Client, Group, PutGroup, mailbox, threads
 from tierd.errors import DeadlineExceeded, TierdError, ViewsAlive
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 COUNT = 6
 BOTH = HOST + '[[nvme]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n'

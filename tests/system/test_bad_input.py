@@ -12,11 +12,12 @@ import pytest
 
 from tests.depth import count
 from tests.system.raw import BLOCK_BYTES, RawClient, ask, connect, hello, put_blocks
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import COMMIT_BLOCK, HANDLE
 from tierd.errors import ERROR_KEY
-from tierd.testing import SMALL, Daemon, chain, content_of, is_content
+from tierd.testing import SMALL, chain, content_of, is_content
 
 KEPT = chain(7, 4)
 

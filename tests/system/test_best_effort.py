@@ -20,8 +20,9 @@ import pytest
 from tests.system.blocks import await_true
 from tests.system.sdk import HOST, SMALL, await_nothing_held, put, right
 from tests.system.tcp import free_port
+from tests.system.warm import Daemon
 from tierd.client import AsyncClient, Client, Group, OpenedNamespace, PutGroup, complaints
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 COUNT = 4
 MISS_S = 0.1

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.system.warm import Daemon
 from tierd.cli import ctl
 from tierd.cli import daemon as tierd_cli
 from tierd.client import Client, NamespaceSpec
-from tierd.testing import Daemon
 
 TOKENS = np.arange(16 * 6, dtype=np.uint32)
 BLOCK_BYTES = 8192

@@ -13,11 +13,12 @@ import pytest
 
 from tests.still import stand_still
 from tests.system.sdk import await_nothing_held
+from tests.system.warm import Daemon
 from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup, buffers
 from tierd.client.session import Session
 from tierd.errors import NotPermitted, StaleHandle
 from tierd.testing import chain
-from tierd.testing.daemon import SMALL, Daemon
+from tierd.testing.daemon import SMALL
 
 BLOCK_BYTES = 64 << 10
 SPEC = NamespaceSpec(model="system", tokens_per_block=16, block_bytes=BLOCK_BYTES)

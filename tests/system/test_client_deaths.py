@@ -25,10 +25,11 @@ from tests.system.blocks import BlockClient, await_emptied, await_true, connecte
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.nursery import Nursery, Ward
 from tests.system.sdk import HOST_BYTES, MIB, SMALL, await_nothing_held, churn, held, put, right
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 from tierd.testing.faults import Faults
 from tierd.tiers import holds
 

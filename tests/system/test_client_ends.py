@@ -14,9 +14,10 @@ import pytest
 from tests.system.blocks import BlockClient, Memory, await_true, connected
 from tests.system.puppet import Puppet
 from tests.system.raw import RawClient, ask
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 SMALL = """\
 [[host]]

@@ -14,9 +14,10 @@ import pytest
 from tests.depth import count
 from tests.system.blocks import BlockClient, connected
 from tests.system.test_restart import wipe_arena
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.errors import Unavailable
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 from tierd.tiers.slots import HEADER_BYTES
 
 CONFIG = """\

@@ -13,11 +13,12 @@ from click.testing import CliRunner
 from tests.system.device_driver import fake_only, read_at, use_driver, use_fatbins
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.sdk import await_nothing_held, held
+from tests.system.warm import Daemon
 from tierd.cli import ctl
 from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.client.ranges import contiguous
 from tierd.errors import InvalidArgument, ViewsAlive
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 TOKENS, BLOCK_BYTES, BLOCKS = 16, 2 << 20, 5
 SPEC = NamespaceSpec(model="row", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)

@@ -18,10 +18,11 @@ from tests.system.device_driver import fake_only, use_driver
 from tests.system.device_worker import CONFIG, SPEC, evict, gpu_process, serve
 from tests.system.elsewhere import Elsewhere
 from tests.system.raw import RawClient
+from tests.system.warm import Daemon
 from tests.unit.gpu.processes import descriptors as opened
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, PutGroup
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 pytestmark = fake_only("its cuFile takes orders and tells its counts; `make gpu` asks a true one")
 

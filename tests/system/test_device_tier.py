@@ -18,10 +18,11 @@ from tests.system.device_worker import CONFIG, SPEC, TOKENS, await_put, evict, g
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.raw import RawClient
 from tests.system.sdk import HOST, await_nothing_held, held
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import BlockStatus, Client, PutGroup
 from tierd.errors import Unavailable, Unsupported
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 BLOCKS = 6
 BY_ITSELF = 3

@@ -13,8 +13,8 @@ from tests.system.device_driver import fake_only, use_driver
 from tests.system.device_worker import CONFIG, Worker, gpu_process, serve
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.sdk import await_nothing_held
+from tests.system.warm import Daemon
 from tests.unit.gpu.processes import descriptors
-from tierd.testing import Daemon
 
 pytestmark = fake_only("it kills who makes the call that was chosen")
 

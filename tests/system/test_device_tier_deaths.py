@@ -20,10 +20,10 @@ from tests.system.blocks import await_true
 from tests.system.device_driver import fake_only, use_driver
 from tests.system.device_worker import DEVICE, SPEC, blocks_of, gpu_process, serve
 from tests.system.elsewhere import Elsewhere
-from tests.system.warm import WarmDaemon
+from tests.system.warm import Daemon, WarmDaemon
 from tierd.client import Client
 from tierd.failpoint import POINTS
-from tierd.testing import Daemon, chain, is_content
+from tierd.testing import chain, is_content
 from tierd.tiers import writers
 
 CONFIG = (

@@ -13,8 +13,8 @@ from tests.system.blocks import connected
 from tests.system.device_driver import use_gpus
 from tests.system.device_worker import CONFIG, DEVICE, await_put, gpu_process, serve
 from tests.system.elsewhere import Elsewhere
+from tests.system.warm import Daemon
 from tierd.errors import Unavailable
-from tierd.testing import Daemon
 
 TWO = DEVICE.replace("capacity", "ordinal = 1\ncapacity", 1) + CONFIG
 """The first tier is that of the second GPU: what is counted as what shows."""

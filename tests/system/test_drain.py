@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tests.system.raw import RawClient, put_blocks
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 
 def test_draining_refuses_new_work_and_lets_operators_watch() -> None:

@@ -21,12 +21,13 @@ from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tests.system.sdk import BIG, HOST, NOTHING, SMALL, await_nothing_held, churn, held, put, right
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import AsyncClient, Client, PutGroup, reservation, writing
 from tierd.client.local import LocalTransport
 from tierd.client.session import Session
 from tierd.errors import DeadlineExceeded, Overloaded
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = 4

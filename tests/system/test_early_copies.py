@@ -12,13 +12,14 @@ import pytest
 from tests.depth import count
 from tests.system.damaged import flip, pages
 from tests.system.test_restart import wipe_arena
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec
 from tierd.client.early import EarlyCopy
 from tierd.client.local import LocalTransport
 from tierd.client.mailbox import Mailbox
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="early", tokens_per_block=16, block_bytes=8192)
 TIGHT = """\

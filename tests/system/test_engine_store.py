@@ -14,11 +14,11 @@ import pytest
 from tests.depth import report
 from tests.still import stand_still
 from tests.system.blocks import await_true
+from tests.system.warm import Daemon
 from tierd.client import Group, NamespaceSpec, PutGroup
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import SAVE_BLOCKS, EngineStore
-from tierd.testing import Daemon
 
 LAYERS, PIECE = 3, 4096
 SPEC = NamespaceSpec(model="test", tokens_per_block=16, block_bytes=LAYERS * PIECE)

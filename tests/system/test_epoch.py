@@ -16,12 +16,13 @@ import pytest
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient, put_blocks
 from tests.system.sdk import SMALL, await_nothing_held, churn, held, put, right
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, OpenedNamespace, PutGroup
 from tierd.core.model import HANDLE
 from tierd.errors import StaleHandle, TierdError
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 CONFIG = """\
 [[host]]

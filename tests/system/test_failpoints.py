@@ -13,10 +13,9 @@ import pytest
 
 from tests.depth import count, report
 from tests.system.busy import CONFIG, Busy
-from tests.system.warm import WarmDaemon
+from tests.system.warm import Daemon, WarmDaemon
 from tierd.errors import Unavailable
 from tierd.failpoint import POINTS
-from tierd.testing import Daemon
 
 AT_START = (
     "arena.open.after_recovery",

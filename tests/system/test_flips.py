@@ -17,10 +17,11 @@ from tests.system.blocks import BlockClient, WrongBytes, await_true, connected
 from tests.system.damaged import PAGE_BYTES, Place, flip, pages, slots
 from tests.system.raw import BLOCK_BYTES
 from tests.system.test_restart import wipe_arena
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.core.meta import META_BYTES
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 SEED = int(os.environ.get("FLIP_SEED", "1"))
 ROUND = count(test=50, nightly=500, weekly=500)

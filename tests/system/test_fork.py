@@ -32,9 +32,10 @@ from tests.system.sdk import (
     right,
     session_names,
 )
+from tests.system.warm import Daemon
 from tierd.client import Client, Lease, OpenedNamespace, PutGroup, Reservation
 from tierd.errors import TierdError
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 COUNT = 3
 SEGFAULT = -signal.SIGSEGV

@@ -17,12 +17,13 @@ from click.testing import CliRunner, Result
 from tests.depth import count
 from tests.system.blocks import SOON_S, connected
 from tests.system.test_corruption import CONFIG, LENGTH, NAMES, flip, flip_bit
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.cli import ctl
 from tierd.config import load_config
 from tierd.errors import AlreadyOwned
 from tierd.server.fsck import check
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 from tierd.tiers.fsck import Finding, Part
 from tierd.tiers.slots import HEADER_BYTES
 

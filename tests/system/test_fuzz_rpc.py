@@ -29,11 +29,12 @@ from tests.system.inside import CONFIG, Inside, Refused, inside
 from tests.system.live_session import BLOCK_BYTES, METHODS, TOKENS, LiveSession, stored_handles
 from tests.system.mutation import Mutator, names
 from tests.system.raw import put_blocks
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import EXTENT
 from tierd.errors import ERROR_KEY
-from tierd.testing import SMALL, Daemon, chain, content_of, is_content
+from tierd.testing import SMALL, chain, content_of, is_content
 from tierd.tiers.checksum import record_checksum
 
 SEED = os.environ.get("FUZZ_SEED", "1")

@@ -19,12 +19,13 @@ from tests.depth import count, report
 from tests.system.blocks import BlockClient, Memory, await_true, check_bytes
 from tests.system.raw import RawClient, ask
 from tests.system.sdk import await_nothing_held, held
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
 from tierd.core.layout import CATALOGUE_HEADER, HEADER_BYTES
 from tierd.core.model import COMMIT_BLOCK, StructArray
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 REUSES = count(test=4_000, nightly=100_000, weekly=1_000_000)
 """Pages given again through a daemon; tests/property/test_stale_handles.py does the bulk against the core."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from tests.maps import maps_of
 from tests.system.blocks import await_true
 from tests.system.sdk import BIG, HOST, SMALL, put, right
+from tests.system.warm import Daemon
 from tierd.client import Client
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 BLOCKS = 8
 

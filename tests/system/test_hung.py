@@ -19,10 +19,11 @@ from tests.system.raw import put_blocks
 from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, WRITES
 from tests.system.silenced import SILENT, Silenced
 from tests.system.trouble import STORE, Troubled, config, troubled
+from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
 from tierd.core.model import HANDLE
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 FAR, NEAR = chain(1, 16), chain(2, 16)
 SLACK_S = 1.0

@@ -16,6 +16,7 @@ import zmq
 from tests.depth import count, percentile, report
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import About, Client, NamespaceSpec, OpenedNamespace, PutGroup, PutResult
 from tierd.core.block import NamespaceSpec as Spec
@@ -27,7 +28,6 @@ from tierd.integrations.events import Message, Subscriber, Whereabouts
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
-from tierd.testing import Daemon
 
 KIB, MIB = 1 << 10, 1 << 20
 SPEC = NamespaceSpec("m", tokens_per_block=16, block_bytes=64 * KIB, adapter="lora")

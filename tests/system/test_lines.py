@@ -20,13 +20,14 @@ from tests.system.blocks import await_true
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.live_session import LiveSession
 from tests.system.mutation import Mutator
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2
 from tierd._proto import cache_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.client.lines import Line
 from tierd.errors import DeadlineExceeded, TierdError
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096)
 FORKS = 50

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests.depth import count, report
+from tests.system.warm import Daemon
 from tierd.cli.ctl import cli
 from tierd.cli.trace import TOKENS_PER_BLOCK, read_trace
 from tierd.simulator.sequences import Measure, trace_of
-from tierd.testing import Daemon
 
 POLICIES = ("lru", "default", "reuse-index")
 NARROW = {"host": "8 MiB", "nvme": "64 MiB"}

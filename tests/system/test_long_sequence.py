@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tests.system.raw import RawClient
+from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
-from tierd.testing import Daemon
 
 
 def test_a_million_tokens_in_one_call() -> None:

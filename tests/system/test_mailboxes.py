@@ -12,13 +12,14 @@ import pytest
 
 from tests.system.blocks import await_true
 from tests.system.sdk import await_nothing_held, held
+from tests.system.warm import Daemon
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.client.lines import Line
 from tierd.client.mailbox import IDS_PER_MESSAGE
 from tierd.client.session import Session
 from tierd.server.mailboxes import KEPT_S, LOOK_S
 from tierd.server.session_socket import MAILBOX_BYTES
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 MIB = 1 << 20
 SPEC = NamespaceSpec(model="mailboxes", tokens_per_block=16, block_bytes=MIB)

@@ -16,12 +16,13 @@ from tests.depth import count
 from tests.system.blocks import await_true
 from tests.system.damaged import flip, pages
 from tests.system.sdk import await_nothing_held, count_calls
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, buffers, mailbox
 from tierd.client.mailbox import UNASKED_LIMIT, Mailbox
 from tierd.errors import StaleHandle, TierdError
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="one-sided", tokens_per_block=16, block_bytes=8192)
 TIGHT = 'nvme = []\n[[host]]\ncapacity = "1 MiB"\nsegment = "256 KiB"\neviction = "lru"\n'

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from tests.system.raw import RawClient
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import HANDLE
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 MIB = 1 << 20
 SIZES = (4096, 128 * 1024, 2 * MIB)

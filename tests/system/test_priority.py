@@ -13,12 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from tests.system.raw import RawClient, put_blocks
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.cli.admin import TIME_KEY
 from tierd.cli.ctl import cli
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 TOKENS, BLOCK_BYTES, KEPT = 16, 1 << 19, 4
 SPEC = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)

@@ -17,12 +17,13 @@ from click.testing import CliRunner, Result
 
 from tests.system.blocks import await_true
 from tests.system.test_replay import BLOCK_BYTES, CONFIG, conversations
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.cli.ctl import cli
 from tierd.cli.trace import Request, read_trace
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 SMALL = """\
 [[host]]

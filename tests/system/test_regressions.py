@@ -17,13 +17,14 @@ import pytest
 from tests.system.blocks import BlockClient, await_true
 from tests.system.puppet import Puppet
 from tests.system.sdk import SMALL, churn, put, right
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.core.block import KVGeometry, namespace_digest
 from tierd.core.model import BlockStatus
 from tierd.errors import NotFound, TierdError
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 CONFIG = """\
 [server]

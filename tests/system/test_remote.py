@@ -15,11 +15,12 @@ import pytest
 from tests.system.relay import Damage, Relay
 from tests.system.sdk import BIG, HOST, HOST_BYTES, await_nothing_held, churn, empty, put, right
 from tests.system.tcp import SECRET, free_port, remote_config
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2, cache_pb2
 from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.core.model import BlockStatus
 from tierd.errors import ERROR_KEY, CorruptRecord, TierdError
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 COUNT = 4
 ODD = NamespaceSpec(model="odd", tokens_per_block=16, block_bytes=(1 << 20) + 17 * 4096 + 1)

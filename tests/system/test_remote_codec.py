@@ -15,12 +15,13 @@ from tests.system.raw import put_blocks
 from tests.system.relay import Damage, Relay
 from tests.system.sdk import BIG, await_nothing_held, put, right
 from tests.system.tcp import SECRET, free_port, remote_config
+from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.client import AsyncClient, Client, NamespaceSpec
 from tierd.core.model import ROOT
 from tierd.errors import ERROR_KEY, CorruptRecord, Unsupported
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 from tierd.tiers.checksum import record_checksum
 
 COUNT = 3

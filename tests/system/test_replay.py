@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.depth import count
+from tests.system.warm import Daemon
 from tierd.cli.ctl import cli
 from tierd.cli.replay import namespace_spec
 from tierd.cli.trace import TOKENS_PER_BLOCK, hash_ids, read_trace
@@ -24,7 +25,6 @@ from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.model import TierKind
 from tierd.policies.named import NamedPolicies
 from tierd.server.assembly import build_tiers
-from tierd.testing import Daemon
 
 CONFIG = """\
 [server]

@@ -20,9 +20,10 @@ from tests.depth import count, percentile, report
 from tests.still import stand_still
 from tests.system.blocks import BlockClient, await_emptied, await_true, connected
 from tests.system.crash_load import Chain, chain_of, open_all
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client
-from tierd.testing import Daemon, is_content
+from tierd.testing import is_content
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 3

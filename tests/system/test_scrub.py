@@ -13,10 +13,11 @@ import pytest
 from tests.depth import count, report
 from tests.system.blocks import SOON_S, BlockClient, await_true, connected
 from tests.system.test_corruption import flip_bit
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.cli.admin import connect
 from tierd.errors import Overloaded, Unavailable
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 from tierd.tiers.slots import HEADER_BYTES
 
 CONFIG = """\

@@ -19,12 +19,13 @@ from tests.system.raw import BLOCK_BYTES, ask
 from tests.system.sdk import NOTHING, await_nothing_held, held
 from tests.system.tcp import free_port, remote_config
 from tests.system.test_restart import wipe_arena
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import AsyncClient, Client, NamespaceSpec, PutGroup
 from tierd.core.model import HANDLE, BlockStatus
 from tierd.errors import TierdError
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 HOST = """\
 [[host]]

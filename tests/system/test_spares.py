@@ -17,6 +17,7 @@ import pytest
 from tests.depth import count, report
 from tests.system.blocks import await_true
 from tests.system.sdk import NOTHING, await_nothing_held, count_calls, empty, held
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
@@ -25,7 +26,7 @@ from tierd.client.local import LocalTransport
 from tierd.core.model import BlockStatus
 from tierd.core.puts import AHEAD_SHARE
 from tierd.errors import InvalidArgument, RetryError, StaleHandle
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=256 << 10)
 BLOCKS = 8

@@ -18,13 +18,14 @@ import pytest
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient, put_blocks
 from tests.system.sdk import NOTHING, empty, held
+from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup, spares, writing
 from tierd.client.local import Later
 from tierd.client.session import Session
 from tierd.core.model import BlockStatus
 from tierd.errors import DeadlineExceeded, InvalidArgument
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=256 << 10)
 BLOCKS = 8

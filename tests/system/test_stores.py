@@ -12,9 +12,10 @@ import pytest
 from tests.system.blocks import SOON_S, BlockClient, await_true, connected
 from tests.system.shim.iofault import EVERYTHING, READS, SYNCS, IoFaults
 from tests.system.test_restart import wipe_arena
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.errors import Unavailable
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 TWO_STORES = """\
 [server]

@@ -19,11 +19,12 @@ import pytest
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.raw import RawClient, ask, connect, hello
 from tests.system.sdk import BIG, HOST, SMALL, arena_files, await_nothing_held, churn, put, right
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, Event
 from tierd.errors import TierdError
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users")
 

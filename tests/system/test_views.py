@@ -41,10 +41,11 @@ from tests.system.sdk import (
     session_names,
 )
 from tests.system.tcp import free_port, remote_config
+from tests.system.warm import Daemon
 from tierd.client import BlockStatus, Client, PutGroup
 from tierd.core.layout import generation_offset
 from tierd.errors import DeadlineExceeded, ViewsAlive
-from tierd.testing import Daemon, chain, content_of, is_content
+from tierd.testing import chain, content_of, is_content
 
 BLOCKS = 4
 CONSUMERS: dict[str, Callable[[np.ndarray], Any]] = {

@@ -14,10 +14,11 @@ import pytest
 from tests.depth import report
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
-from tierd.testing import Daemon, chain, content_of
+from tierd.testing import chain, content_of
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTH = 64 * KIB

@@ -21,12 +21,12 @@ from tests.system.device_worker import evict, gpu_process
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.lone_worker import OPTIONS, PROMPT, SPEC, random_model
 from tests.system.sdk import await_nothing_held, held
+from tests.system.warm import Daemon
 from tierd.client import Client
 from tierd.errors import TierFailed
 from tierd.kernels import PagedBatch, paged_attention
 from tierd.kernels.attention import KernelAttention, KernelPass
 from tierd.kernels.e4m3 import E4M3
-from tierd.testing import Daemon
 from tierd.worker.backend import Backend
 from tierd.worker.blocks import BlockTable
 from tierd.worker.engine import Engine

@@ -13,12 +13,12 @@ from tests.compilers import skip_without
 from tests.depth import report
 from tests.system.lone_worker import OPTIONS, PROMPT, random_model
 from tests.system.test_worker_pages import HOST_ONLY, ROOMY
+from tests.system.warm import Daemon
 from tierd.client import Client
 from tierd.kernels import PagedAttention, paged_attention
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.e4m3 import E4M3
 from tierd.kernels.library import Emulated
-from tierd.testing import Daemon
 from tierd.worker.checkpoint import open_checkpoint
 from tierd.worker.engine import Engine
 from tierd.worker.model import Llama

@@ -11,10 +11,10 @@ import pytest
 
 from tests.system.raw import RawClient
 from tests.system.sdk import held
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, Reservation
 from tierd.errors import DeadlineExceeded, Overloaded
-from tierd.testing.daemon import Daemon
 from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.engine import Engine, EngineOptions

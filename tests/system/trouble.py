@@ -17,10 +17,11 @@ import numpy as np
 from tests.system.blocks import BlockClient, connected
 from tests.system.raw import BLOCK_BYTES
 from tests.system.shim.iofault import IoFaults
+from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import HANDLE
-from tierd.testing import Daemon, chain
+from tierd.testing import chain
 
 CONFIG = """\
 [server]

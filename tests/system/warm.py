@@ -1,7 +1,7 @@
 """Daemons forked from a process that has imported all of tierd: a start without the 0.6 s of CPU that imports take.
 
-Purpose: `WarmDaemon`, for tests that start hundreds of lives and spend a night on it. Non-purpose: anything that looks at how a daemon is started, or at what
-its memory holds. Invariants: from `main` on it is what `python -m tierd.cli.daemon` runs, in a process of its own with the environment and the output that were
+Purpose: `Daemon`, for tests that ask what a daemon does and not how it starts; `WarmDaemon`, for those that start hundreds of lives and spend a night on it. Non-purpose: anything that looks
+at a start, or at what memory holds: that has `tierd.testing.Daemon`. Invariants: from `main` on it is what `python -m tierd.cli.daemon` runs, in a process of its own with the environment and the output that were
 asked for; the one that forks has a single thread, has touched neither gRPC nor a socket of a daemon, and ends with the tests.
 """
 
@@ -20,18 +20,31 @@ from functools import cache
 
 import msgpack
 
-from tierd.testing.daemon import Daemon, Process
+from tests.depth import DEPTH
+from tierd import testing
+from tierd.testing.daemon import Process
 
 MESSAGE_BYTES = 1 << 18
 """An environment may be long."""
 ANSWER_S = 60.0
+LOADED_BY = ("LD_PRELOAD", "PYTHONPATH")
+"""What of an environment says which code a process has."""
 
 
-class WarmDaemon(Daemon):
-    """A Daemon whose lives are forked."""
+class WarmDaemon(testing.Daemon):
+    """A daemon whose lives are forked."""
 
     def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
         return nest().fork(arguments, env=env, log=log)
+
+
+class Daemon(testing.Daemon):
+    """A daemon whose lives are forked in `make test`, unless they are to have other code than the tests, and started as a user's at night."""
+
+    def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
+        if DEPTH == "test" and all(env.get(name) == os.environ.get(name) for name in LOADED_BY):
+            return nest().fork(arguments, env=env, log=log)
+        return super()._spawn(arguments, env=env, log=log)
 
 
 class Nest:
