@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import stopping, threads, writing
+from tierd.client import local, stopping, threads, writing
 from tierd.client.early import EarlyCopy
 from tierd.client.steps import Do, Pause, run
 from tierd.client.stopping import Stop, Stopped
@@ -245,4 +245,23 @@ def test_a_preview_is_not_copied_for_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     early = EarlyCopy(Mapping(), None, None, known=None, deadline=time.monotonic() + SOON_S)  # type: ignore[arg-type]
     with pytest.raises(Stopped):
         stop.around(lambda: early.hear(pb.AcquireReply()))
+    assert not copied
+
+
+def test_a_copy_does_not_begin_for_nobody() -> None:
+    """A put whose caller has gone while its commit was sent copies nothing."""
+    stop, copied = Stop(), list[int]()
+
+    class Copy:
+        is_due = False
+
+        def run(self) -> None:
+            copied.append(1)
+
+    def verb() -> None:
+        stop.set()
+        local._beside(Copy())  # type: ignore[arg-type]
+
+    with pytest.raises(Stopped):
+        stop.around(verb)
     assert not copied
