@@ -139,13 +139,13 @@ async def test_freed_blocks_are_gone_in_the_next_life(world: World, mode: str, t
 
 
 async def test_slot_that_was_reused_shows_the_new_block_only(world: World, mode: str, tmp_path: Path) -> None:
-    """A reader of the old block is told CORRUPT, the new one is read, and the next life knows the new one alone."""
+    """A reader of the old block, which is held no more, is told FAILED, the new one is read, and the next life knows the new one alone."""
     await world.write([1], segment=1, slots=[0])
     old = world.held[1]
     world.free([1])
     await world.write([2], segment=1, slots=[0])
     world.held[1] = old
-    assert await world.read([1, 2]) == [CORRUPT, content(2)]
+    assert await world.read([1, 2]) == [FAILED, content(2)]
     other = await reopened(world, mode, tmp_path)
     await other.open()
     assert set(other.held) == {2}
@@ -164,10 +164,10 @@ async def test_headers_are_checked_without_payloads(world: World) -> None:
     flip(path, 1 * CLASS_BYTES + 4096 + 8)
     metas = metas_of(keys)
     assert (await world.store.check(extents, metas)).tolist() == [READY, READY, READY, CORRUPT, READY]
-    extents["generation"][1] += 1
+    extents["generation"][1] += 1  # which is held no more, or not yet
     extents["segment"][2] = 77
     metas[4] = metas_of([9])[0]
-    assert (await world.store.check(extents, metas)).tolist() == [READY, CORRUPT, FAILED, CORRUPT, CORRUPT]
+    assert (await world.store.check(extents, metas)).tolist() == [READY, FAILED, FAILED, CORRUPT, CORRUPT]
 
 
 @pytest.mark.parametrize("at", [30, 200, 255, 256, 263])

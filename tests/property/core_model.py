@@ -283,6 +283,12 @@ class Model:
             page.condemned = True
             self._unhold(page)
 
+    def lose(self, generation: int) -> None:
+        """What was written to the page, or is being, is gone."""
+        page = self.pages[generation]
+        page.condemned = True
+        self._unhold(page)
+
     def forget(self, namespaces: set[int]) -> None:
         """Nothing of these namespaces may be found any more."""
         self.forgotten |= namespaces

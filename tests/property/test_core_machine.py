@@ -124,6 +124,18 @@ class CoreMachine(Ahead):
     def may_be_pinned(self, generation: int) -> bool:
         return bool(self.model.pins[generation]) or any(not lease.settled for lease in self.leases.values())
 
+    @rule(which=picks, amount=st.integers(1, 3))
+    def lose(self, which: int, amount: int) -> None:
+        """A sync has failed: of a store's pages some are as if nothing had been written there, whether that is told already or not."""
+        stores = [t for t, spec in enumerate(self.specs) if spec.kind is TierKind.NVME]
+        written = [p for p in self.model.pages.values() if p.tier in stores and p.stage is not Stage.WRITING]
+        lost = {self.pick(written, which + i).generation for i in range(amount)} if written else set()
+        for generation in lost:
+            self.model.lose(generation)
+        self.apply(self.core.lose(self.model.extents(sorted(lost)), now=self.tick()))
+        pinned = {g for g in lost & self.model.pages.keys() if self.may_be_pinned(g)}
+        assert not lost & (self.model.pages.keys() - pinned)
+
     @rule(which=picks, amount=st.integers(1, 4), where=st.integers(-1, 4))
     def evict(self, which: int, amount: int, where: int) -> None:
         tier = where if 0 <= where < len(self.specs) else None

@@ -35,6 +35,14 @@ path = "{root}/b"
 capacity = "16 MiB"
 segment = "1 MiB"
 """
+DEMOTES = """\
+[[host]]
+capacity = "8 MiB"
+segment = "1 MiB"
+high_watermark = 0.02
+low_watermark = 0.01
+
+"""
 CHAINS = 24
 """Of one block each: about half of them on either store."""
 
@@ -112,6 +120,23 @@ def test_flush_over_stores_that_fail(tmp_path: Path) -> None:
             assert client.call(client.admin.Flush, apb.FlushRequest(deadline_s=SOON_S)).left > 0
         await_true(lambda: not client.call(client.admin.Flush, apb.FlushRequest(deadline_s=SOON_S)).left, "all flushed")
         assert _put_single(client, namespace, seed=1000, count=CHAINS).all()
+
+
+def test_a_sync_fails_under_demotion(tmp_path: Path) -> None:
+    """What is lost with one failed sync is in memory still: a flush that leaves nothing has brought it onto the store again, no page is bad, and one outage was told."""
+    io, count = IoFaults(tmp_path), 60
+    config = DEMOTES + '[[nvme]]\ncapacity = "16 MiB"\nsegment = "1 MiB"\n'
+    with Daemon(config, env=io.env) as daemon, connected(daemon) as client:
+        namespace = client.open_namespace()
+        with io.armed(SYNCS, "EIO", f"{daemon.root}/*/seg-*", times=1):
+            assert [client.put(namespace, chain(1000 + i, 4)) for i in range(count)] == [4] * count
+            await_true(lambda: "tier out of service" in daemon.log, "a sync of what was demoted")
+        await_true(lambda: not client.tiers()["nvme.0"].trouble, "the store back in service")
+        await_true(lambda: not client.call(client.admin.Flush, apb.FlushRequest(deadline_s=SOON_S)).left, "all flushed")
+        client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
+        assert [client.read(namespace, chain(1000 + i, 4)) for i in range(count)] == [4] * count
+        assert client.tiers()["nvme.0"].pages_quarantined == 0
+        assert daemon.log.count("tier out of service") == 1
 
 
 def test_dead_store_after_a_restart(tmp_path: Path) -> None:

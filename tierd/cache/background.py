@@ -47,6 +47,7 @@ class Background:
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        flights.wake = self.wake
 
     def start(self) -> None:
         """Begins demotion (not under a replay clock) and the periodic sync."""

@@ -69,6 +69,10 @@ class Flights:
         """Blocks that were not what was committed, by the tier that gave them."""
         self.stir: Callable[[], None] = lambda: None
         """Called when there are more of them."""
+        self.lost: Counter[int] = Counter()
+        """Blocks that stores have lost with a sync that failed, by tier."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there may be more to write: a store has lost blocks, or is back in service."""
         self.made = 0
         """Transfers finished since the start."""
         self.failed = 0
@@ -130,6 +134,15 @@ class Flights:
             where = {"segment": int(first["segment"]), "offset": int(first["offset"])}
             log.error("bad pages quarantined", tier=name, fault=fault.name.lower(), count=len(bad), **where)
         self.start(self._core.condemn(pages, now=self._clock.now(), fault=fault))
+
+    def note_lost(self) -> None:
+        """Tells the core what stores have lost: it is no copy any more."""
+        for tier in self._tiers:
+            if is_stored(tier) and len(lost := tier.take_lost()):
+                self.lost[tier.position] += len(lost)
+                log.error("blocks lost with a failed sync", tier=tier.spec.name, count=len(lost))
+                self.start(self._core.lose(lost, now=self._clock.now()))
+                self.wake()
 
     @property
     def count(self) -> int:

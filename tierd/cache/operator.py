@@ -119,6 +119,7 @@ class Operator:
             raise InvalidArgument("flush: this daemon has no nvme tier to write to; configure one")
         loop = asyncio.get_running_loop()
         deadline, blocks, size = loop.time() + timeout_s, 0, 0
+        losses = self._cache.persistence.losses()
         rows = self._core.describe(self._core.blocks())
         is_there = (rows["tiers"] & self._nvme_bits()) != 0
         rows, written_before = rows[~is_there], rows["tiers"][is_there]
@@ -139,9 +140,8 @@ class Operator:
                     group.create_task(keep_parts())
         except ExceptionGroup as errors:  # who asked hears of the fault as of any other
             raise errors.exceptions[0] from errors
-        synced = await self._cache.persistence.sync(
-            timeout_s=deadline - loop.time()
-        )  # what demotion has written before
+        # What demotion has written before. Which of it a sync that fails meanwhile has lost nobody asks: then nothing there is sure.
+        synced = await self._cache.persistence.sync(timeout_s=deadline - loop.time(), losses=losses)
         return Flushed(blocks, size, len(rows) - blocks + int(((written_before & np.uint64(synced)) == 0).sum()))
 
     def bump_epoch(self, *, model: str, namespace_id: int) -> tuple[list[Namespace], int]:

@@ -70,25 +70,31 @@ class Persistence:
         if not self.loaded.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.loaded.wait(), timeout_s)
-        self._forget_lost(blocks)
         await self._confirm(blocks, deadline)
         failpoint("cache.persist.before_write")
         plan = self._core.persist(blocks, now=self._clock.now())
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
-        held = np.where(_same(self._core.names(blocks), metas), self._core.describe(blocks)["tiers"], np.uint64(0))
-        for tier in self._stored:
-            here = (held >> np.uint64(tier.position) & np.uint64(1)).astype(np.bool_)
+        is_same = _same(self._core.names(blocks), metas)
+        # Of this moment: a page that a block gets while a sync is under way is not in it.
+        written = [(tier, self._core.extents(blocks, tier=tier.position)) for tier in self._stored]
+        for tier, pages in written:
+            here = is_same & (pages["page"] >= 0) & ~_unread(pages)
             if here.any() and await self._sync(tier, deadline):
-                pages = self._core.extents(blocks, tier=tier.position)
-                durable |= here & tier.holds(pages) & ~_unread(pages)
+                durable |= here & tier.holds(pages)
         return durable
 
-    async def sync(self, *, timeout_s: float) -> int:
-        """Makes durable what lies on the stores by now, as far as they and the time allow; the bits of the tiers where that went well."""
+    def losses(self) -> list[int]:
+        """How many blocks each store has lost so far, as the books know."""
+        return [self._flights.lost[tier.position] for tier in self._stored]
+
+    async def sync(self, *, timeout_s: float, losses: Sequence[int]) -> int:
+        """Makes durable what lies on the stores by now, as far as they and the time allow; the bits of the tiers where that went well, and where nothing was lost since
+        `losses` said this."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         went_well = await asyncio.gather(*(self._sync(tier, deadline) for tier in self._stored))
-        return sum(1 << tier.position for tier, went in zip(self._stored, went_well, strict=True) if went)
+        is_kept = [went and now == then for went, now, then in zip(went_well, self.losses(), losses, strict=True)]
+        return sum(1 << tier.position for tier, is_whole in zip(self._stored, is_kept, strict=True) if is_whole)
 
     async def _confirm(self, blocks: Ids, deadline: float) -> None:
         """Reads what a former life left of these blocks; what is not theirs any more is no copy. What time does not suffice for stays unread."""
@@ -113,14 +119,6 @@ class Persistence:
             wrong = ((faults == Fault.HEADER) | (faults == Fault.DIGEST)) & self._core.are_held(pages)
             if wrong.any():
                 self._flights.start(self._core.evict(blocks[wrong], tier=tier, now=self._clock.now()))
-
-    def _forget_lost(self, blocks: Ids) -> None:
-        """What a store no longer holds since a sync failed is no copy: it is written again."""
-        for tier in self._stored:
-            pages = self._core.extents(blocks, tier=tier.position)
-            lost = (pages["page"] >= 0) & ~tier.holds(pages)
-            if lost.any():
-                self._flights.start(self._core.evict(blocks[lost], tier=tier.position, now=self._clock.now()))
 
     async def _sync(self, tier: Tier, deadline: float) -> bool:
         if not self._core.is_writable(tier.position):

@@ -1,7 +1,7 @@
 """Looks after the stored and the device tiers: takes those that keep failing out of service, and tries whether they work again.
 
 Purpose: `Watch`, which asks tiers how they fare, lets a breaker judge, and tells the core; also which stores a device reads from directly now. Non-purpose: the judgement (`breaker`).
-Invariants: one probe at a time for each tier, so that a disk that hangs costs one thread; people hear of each change once; while a call is under way, or
+Invariants: one probe at a time for each tier, so that a disk that hangs costs one thread; before a probe mends a store the core knows what that has lost; people hear of each change once; while a call is under way, or
 a tier out of service, there is a look every LOOK_S, and while nothing happens there is none. Under a replay clock it looks too, since a disk may fail then as well.
 """
 
@@ -81,6 +81,7 @@ class Watch:
         """At every watched tier, now."""
         now = asyncio.get_running_loop().time()
         self.note_ways()
+        self._flights.note_lost()  # before a probe puts a new file in the place of one that had it
         for position, tier in self._watched.items():
             breaker = self.breakers[position]
             if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
@@ -145,6 +146,7 @@ class Watch:
         except Exception as error:
             log.exception("probe failed", tier=tier.spec.name)
             fault = f"{tier.spec.name}: the probe failed ({error!r}); see the log"
+        self._flights.note_lost()  # what could not be brought into a new file
         breaker = self.breakers[tier.position]
         breaker.probed(fault, asyncio.get_running_loop().time())
         if breaker.state is State.CLOSED:
@@ -156,6 +158,7 @@ class Watch:
         self._set(tier.position)
         if breaker.writes:
             log.info("tier back in service", tier=tier.spec.name, place=tier.place)
+            self._flights.wake()  # it takes what could not be written meanwhile
         else:
             what = "writes" if breaker.reads else "reads and writes"
             log.error("tier out of service", tier=tier.spec.name, what=what, reason=breaker.reason)

@@ -270,6 +270,13 @@ class Core:
         self._upkeep.condemn(extents, fault, draft)
         return draft.plan()
 
+    def lose(self, extents: StructArray, *, now: float) -> Plan:
+        """What was written to these pages is gone, though nothing is wrong with them: EXTENT (tier, segment, slot, generation are read). Never found again, free as soon as
+        nobody pins them; a transfer that is under way to one brings nothing. Pages that are not as described are left out."""
+        draft = self._begin(now)
+        self._upkeep.lose(extents, draft)
+        return draft.plan()
+
     # -- at start, and for operators
 
     def adopt(

@@ -161,6 +161,17 @@ class Upkeep:
             if len(pages):
                 self._index.condemn(tier, pages, fault, draft)
 
+    def lose(self, extents: StructArray, draft: Draft) -> None:
+        """Detaches pages that are still those, ready or being filled."""
+        for rows in runs(extents["tier"]):
+            tier = int(extents["tier"][rows[0]])
+            pages_of, found = self._index.tiers[tier], extents[rows]
+            found["page"] = pages_of.find(found)
+            pages = np.unique(_still(pages_of.generation, found))
+            self._index.doom(
+                tier, pages[(pages_of.block[pages] >= 0) & (pages_of.doom[pages] == 0)], Reason.FAILED, draft
+            )
+
     # -- operators
 
     def live(self, blocks: Ids) -> Ids:

@@ -12,7 +12,7 @@ Purpose: `Ledger`. Non-purpose: what the records mean (`stored_index`), slots. I
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -61,6 +61,9 @@ class Keeper(Protocol):
 
     def durable_spans(self, place: int) -> list[tuple[int, int]]:
         """Offset and length in bytes of what is durable in a slot file."""
+
+    def leave_behind(self, place: int, offsets: Sequence[int]) -> None:
+        """The spans that begin there were durable, and the file that takes this one's place does not have them."""
 
 
 class Ledger:
@@ -309,10 +312,11 @@ class Ledger:
         self.abandoned[place] += 1
         spans = self._keeper.durable_spans(place)
         old = self._opened.files[place]
-        self._opened.files[place] = await self._in_thread(
+        self._opened.files[place], left = await self._in_thread(
             lambda: renew(self._opened, place, spans, is_strict=is_strict)
         )
         self._opened.retired.append(old)
+        self._keeper.leave_behind(place, left)
         del self.abandoned[place]
 
     def _number(self) -> int:

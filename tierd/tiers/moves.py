@@ -94,9 +94,10 @@ class Batch:
         self.tables = [NO_TABLE] * len(self.extents)
         self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
 
-    def judge(self) -> None:
-        """Of what was read: READY where the header is that of the block meant, else CORRUPT."""
+    def judge(self, held: NDArray[np.bool_]) -> None:
+        """Of what was read: READY where the header is that of the block meant, else CORRUPT. held: bool [n], of what the store has still; the rest stays FAILED."""
         rows = np.sort(np.array(self.came, dtype=np.int64))
+        rows = rows[held[rows]]
         if not len(rows):
             return
         found, tables = read_tables(self.headers if len(rows) == len(self.headers) else self.headers[rows])

@@ -47,6 +47,10 @@ class NullStore:
         """Nothing."""
         return np.zeros(len(extents), dtype=np.bool_)
 
+    def take_lost(self) -> StructArray:
+        """Nothing was held."""
+        return np.zeros(0, EXTENT)
+
     async def open(self) -> Recovered:
         """Nothing."""
         return Recovered([], np.zeros(0, EXTENT), np.zeros(0, META))

@@ -11,7 +11,8 @@ is served if every byte of it is still there, the new one if its record is durab
 Invariants:
 - `apply` touches memory alone.
 - Once a sync has failed, writes are FAILED and `sync` raises until `probe` has put new files in the place of those that failed; what is durable is
-  served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way.
+  served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way, or that could not be
+  read from it. Who asks for it is told FAILED, and `take_lost` tells of each once.
 - A call that hangs keeps its lane; who waits while as many hang as there may be, or every lane, is FAILED.
 - `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled.
 - Nothing is written with a generation that the durable marks do not cover.
@@ -32,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.meta import META
-from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, SegmentAssignment, StructArray, TierSpec
+from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.core.sets import kinds, true_rows
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
@@ -45,7 +46,7 @@ from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun
 from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes, whole_pages
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
-from tierd.tiers.stored_index import StoredIndex, Stretch, unsifted
+from tierd.tiers.stored_index import StoredIndex, Stretch, assignment_of, extents_of, unsifted
 from tierd.tiers.tier import Found, HashRows, Health, Payloads, ReadResult, Recovered
 from tierd.tiers.zeroing import Zeroing
 
@@ -116,6 +117,7 @@ class NvmeStore:
         self._hashing = threading.Lock()
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
+        self._lost: list[StructArray] = []
         self._segment_at: dict[int, int] = {}  # place to segment
         self.written_bytes = 0
         """Into slot files."""
@@ -215,11 +217,29 @@ class NvmeStore:
 
     def lose(self, stored: StructArray) -> None:
         """As `Keeper.lose`."""
-        for row in stored:
-            segment = self._segments.get(int(row["segment"]))
-            slot = int(row["offset"]) // segment.begun.class_bytes if segment else 0
-            if segment is not None and segment.generations[slot] == row["generation"]:
-                segment.generations[slot] = 0
+        for number in kinds(stored["segment"]):
+            if segment := self._segments.get(number):
+                rows = stored[stored["segment"] == number]
+                slots = (rows["offset"] // segment.begun.class_bytes).astype(np.int64)
+                lost = extents_of(rows, slots, tier=self.position)
+                lost = lost[self.holds(lost)]  # not what was freed meanwhile
+                segment.generations[lost["slot"]] = 0
+                self._lost.append(lost)
+
+    def leave_behind(self, place: int, offsets: Sequence[int]) -> None:
+        """As `Keeper.leave_behind`."""
+        segment = self._segments[self._segment_at[place]]
+        lost = np.zeros(len(offsets), EXTENT)
+        lost["tier"], lost["segment"] = self.position, segment.begun.segment
+        lost["slot"] = np.array(offsets, dtype=np.int64) // segment.begun.class_bytes
+        lost["generation"] = segment.generations[lost["slot"]]
+        self._lost.append(lost := lost[lost["generation"] > 0])
+        self._remove(lost)  # what is durable tells of them
+
+    def take_lost(self) -> StructArray:
+        """As `StoredTier.take_lost`."""
+        lost, self._lost = self._lost, []
+        return np.concatenate(lost) if lost else np.zeros(0, EXTENT)
 
     def durable_spans(self, place: int) -> list[tuple[int, int]]:
         """As `Keeper.durable_spans`: the slots that hold a block."""
@@ -234,7 +254,7 @@ class NvmeStore:
             self._segments[begun.segment] = _Segment(begun, np.zeros(begun.pages, dtype=np.uint64))
             self._segment_at[begun.place] = begun.segment
         return Recovered(
-            segments=[self._assignment(s) for s in index.segments.values()],
+            segments=[assignment_of(s, tier=self.position) for s in index.segments.values()],
             extents=np.zeros(0, EXTENT),
             metas=np.zeros(0, META),
             next_segment=index.next_segment,
@@ -260,29 +280,7 @@ class NvmeStore:
         for number in kinds(metas["segment"]):
             rows = metas["segment"] == number
             self._segments[number].generations[slots[rows]] = metas["generation"][rows]
-        return Found(self._extents(metas, slots), metas)
-
-    def _assignment(self, begun: SegmentBegun) -> SegmentAssignment:
-        return SegmentAssignment(
-            tier=self.position,
-            slot=begun.place,
-            segment=begun.segment,
-            domain=begun.domain,
-            class_bytes=begun.class_bytes,
-            pages=begun.pages,
-            writer=0,
-            replaces=None,
-            fresh=False,
-        )
-
-    def _extents(self, metas: StructArray, slots: NDArray[np.int64]) -> StructArray:
-        extents = np.zeros(len(metas), dtype=EXTENT)
-        extents["tier"], extents["page"], extents["slot"] = self.position, -1, slots
-        extents["flags"] = UNVERIFIED  # a slot may have been written over before the removal of its block was durable
-        extents["length"] = metas["stored_length"]
-        for name in ("segment", "offset", "generation"):
-            extents[name] = metas[name]
-        return extents
+        return Found(extents_of(metas, slots, tier=self.position), metas)
 
     # -- decisions
 
@@ -355,12 +353,12 @@ class NvmeStore:
     async def read(
         self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = _no_hash
     ) -> ReadResult:
-        """As `StoredTier.read`. A slot whose header is another's, torn or stale is CORRUPT; what cannot be read is FAILED."""
+        """As `StoredTier.read`. A slot whose header is another's, torn or stale is CORRUPT; what cannot be read, or is not held when it has come, is FAILED."""
         with self._headers.borrow(len(extents)) as headers:
             pages = whole_pages(targets, extents["length"])
             batch = Batch(self._means(), self._located(extents), metas, pages, headers, arrived)
             await self._carry(batch, self._usable(batch.extents), ReadRun)
-            batch.judge()
+            batch.judge(self.holds(batch.extents))
         return ReadResult(batch.statuses, batch.tables)
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
@@ -368,7 +366,7 @@ class NvmeStore:
         with self._headers.borrow(len(extents)) as headers:
             batch = Batch(self._means(), self._located(extents), metas, (), headers, _no_hash)
             await self._carry(batch, self._usable(batch.extents), HeadRun)
-            batch.judge()
+            batch.judge(self.holds(batch.extents))
         return batch.statuses
 
     def payloads(self, extents: StructArray) -> Payloads:

@@ -206,8 +206,10 @@ def _set_aside(file: SlotFile, spec: TierSpec, disk: Files) -> None:
         ) from error
 
 
-def renew(opened: OpenStore, place: int, spans: Sequence[tuple[int, int]], *, is_strict: bool) -> SlotFile:
-    """A new slot file in the place of one whose sync has failed, with what is durable in that one: spans, offset and length in bytes.
+def renew(
+    opened: OpenStore, place: int, spans: Sequence[tuple[int, int]], *, is_strict: bool
+) -> tuple[SlotFile, list[int]]:
+    """A new slot file in the place of one whose sync has failed, with what is durable in that one: spans, offset and length in bytes. And the offsets of those that stayed behind.
 
     is_strict: what cannot be read is an error; else it stays behind. Raises OSError. Blocks.
     """
@@ -217,8 +219,10 @@ def renew(opened: OpenStore, place: int, spans: Sequence[tuple[int, int]], *, is
     new = SlotFile(old.path, opened.io.open(path))
     try:
         disk.allocate(new.fd, disk.size(old.path))
-        for offset, length in spans:
+        copied = [
             _copy(disk, (old.fd, new.fd), range(offset, offset + length, COPY_BYTES), is_strict=is_strict)
+            for offset, length in spans
+        ]
         disk.sync_data(new.fd)
         disk.rename(path, old.path)
         disk.sync_directory(opened.directory)
@@ -226,11 +230,12 @@ def renew(opened: OpenStore, place: int, spans: Sequence[tuple[int, int]], *, is
         disk.close(new.fd)
         disk.unlink(path)
         raise
-    return new
+    return new, [offset for (offset, _), is_whole in zip(spans, copied, strict=True) if not is_whole]
 
 
-def _copy(disk: Files, fds: tuple[int, int], offsets: range, *, is_strict: bool) -> None:
-    buffer = memoryview(mmap.mmap(-1, COPY_BYTES))
+def _copy(disk: Files, fds: tuple[int, int], offsets: range, *, is_strict: bool) -> bool:
+    """Whether all of it could be read."""
+    buffer, is_whole = memoryview(mmap.mmap(-1, COPY_BYTES)), True
     for offset in offsets:
         part = buffer[: min(COPY_BYTES, offsets.stop - offset)]
         try:
@@ -238,8 +243,10 @@ def _copy(disk: Files, fds: tuple[int, int], offsets: range, *, is_strict: bool)
         except OSError:
             if is_strict:
                 raise
+            is_whole = False
             continue
         write_at(fds[1], offset, [part[:count]], disk)
+    return is_whole
 
 
 def try_disk(opened: OpenStore) -> None:

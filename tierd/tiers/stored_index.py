@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.meta import META, is_meta
-from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.core.model import EXTENT, PAGE_ALIGN_BYTES, UNVERIFIED, SegmentAssignment, StructArray
 from tierd.core.sets import every
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
 
@@ -82,6 +82,32 @@ def gathered(index: StoredIndex) -> StoredIndex:
     metas = [_raw(stretch.metas) for stretch in stretches(index)]
     whole = np.concatenate([_raw(index.metas[:0]), *metas]).view(META)
     return replace(index, metas=whole, filed=None, told=index.told[:0])
+
+
+def assignment_of(begun: SegmentBegun, *, tier: int) -> SegmentAssignment:
+    """The segment, as the core knows it. tier: its position."""
+    return SegmentAssignment(
+        tier=tier,
+        slot=begun.place,
+        segment=begun.segment,
+        domain=begun.domain,
+        class_bytes=begun.class_bytes,
+        pages=begun.pages,
+        writer=0,
+        replaces=None,
+        fresh=False,
+    )
+
+
+def extents_of(metas: StructArray, slots: NDArray[np.int64], *, tier: int) -> StructArray:
+    """EXTENT [n]: where blocks lie, META [n], as the core knows it. tier: the store's position."""
+    extents = np.zeros(len(metas), dtype=EXTENT)
+    extents["tier"], extents["page"], extents["slot"] = tier, -1, slots
+    extents["flags"] = UNVERIFIED  # a slot may have been written over before the removal of its block was durable
+    extents["length"] = metas["stored_length"]
+    for name in ("segment", "offset", "generation"):
+        extents[name] = metas[name]
+    return extents
 
 
 def count_of(index: StoredIndex) -> int:

@@ -137,7 +137,7 @@ class Tier(Protocol):
         """Store an opaque record that names a namespace, to be found again by `open`; durable with the next `sync`."""
 
     async def sync(self) -> None:
-        """Make durable what was written so far. Nothing to do for memory. Raises TierFailed; what was lost by it `holds` knows."""
+        """Make durable what was written so far. Nothing to do for memory. Raises TierFailed; what was lost by it `holds` and `take_lost` know."""
 
     async def close(self, *, release: bool) -> None:
         """End. With release everything stored is removed; without, it is kept for the next `open`."""
@@ -238,6 +238,9 @@ class StoredTier(WatchedTier, Protocol):
 
     def holds(self, extents: StructArray) -> NDArray[np.bool_]:
         """Of EXTENT[n], which hold a block that is written whole and, once `sync` has returned, durable."""
+
+    def take_lost(self) -> StructArray:
+        """EXTENT[n] (tier, segment, slot and generation count) of blocks that were written, and are not held any more because a sync has failed. Each is told once."""
 
     async def read(
         self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = ...

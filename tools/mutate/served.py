@@ -194,7 +194,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "adopted-unread",
         "a slot that a former life left counts as durable only once it was read",
-        "tierd/tiers/nvme.py",
+        "tierd/tiers/stored_index.py",
         'extents["flags"] = UNVERIFIED',
         'extents["flags"] = 0',
         ("tests/system/test_restart.py", "-k", "durable"),

@@ -374,4 +374,28 @@ STORED: tuple[Mutation, ...] = (
         "pass",
         ("tests/unit/core/test_exchange.py",),
     ),
+    Mutation(
+        "lost-is-kept",
+        "what a failed sync has lost is no copy any more, and memory's is written again",
+        "tierd/cache/watch.py",
+        "self._flights.note_lost()  # before a probe",
+        "pass  # before a probe",
+        ("tests/unit/cache/test_lost.py",),
+    ),
+    Mutation(
+        "flush-overlooks-losses",
+        "a flush counts nothing that was lost while it went on",
+        "tierd/cache/persistence.py",
+        "went and now == then for",
+        "went for",
+        ("tests/unit/cache/test_lost.py",),
+    ),
+    Mutation(
+        "reads-what-is-not-held",
+        "what a store has lost is read no more",
+        "tierd/tiers/moves.py",
+        "        rows = rows[held[rows]]\n",
+        "",
+        ("tests/unit/tiers/test_store_trouble.py",),
+    ),
 )

@@ -276,6 +276,49 @@ def test_a_condemned_page_is_never_found_again() -> None:
     assert kit.tiers_of(a) == [0, 0]
 
 
+def test_what_a_store_has_lost_is_written_again() -> None:
+    """A lost page is free at once and quarantines nothing, its block is no longer found there, and persisting the block writes it anew; an older generation loses nothing."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8, quarantine_share=1.0)), chain("a", 2)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    kit.land()
+    extents = kit.core.extents(kit.ids(a), tier=1)
+    lost = extents.copy()
+    lost["page"] = -1
+    plan = kit.took(kit.core.lose(lost[:1], now=kit.tick()))
+    assert plan.freed["reason"].tolist() == [Reason.FAILED]
+    assert plan.freed["was_ready"].all()
+    assert [(info["tiers"], len(kit.core.quarantined(1))) for info in kit.core.describe(kit.ids(a))] == [(1, 0), (3, 0)]
+    assert len(kit.took(kit.core.persist(kit.ids(a), now=kit.tick())).transfers) == 1
+    kit.land()
+    assert kit.core.describe(kit.ids(a))["tiers"].tolist() == [3, 3]
+    assert kit.took(kit.core.lose(lost, now=kit.tick())).freed["extent"]["generation"].tolist() == [
+        int(extents["generation"][1])
+    ]
+
+
+def test_a_page_is_lost_while_blocks_fly_to_it_and_from_it() -> None:
+    """A transfer that ends well into a lost page brings nothing; one from a lost page condemns nothing, whatever it reads, and the last one frees it."""
+    kit, a = Kit(tier(HOST, 8), tier(NVME, 8, quarantine_share=1.0)), chain("a", 1)
+    kit.put(a)
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    target = kit.flying[0]["target"].reshape(1)
+    assert kit.took(kit.core.lose(target, now=kit.tick())).is_empty
+    assert kit.land().freed["reason"].tolist() == [Reason.FAILED]
+    assert kit.core.describe(kit.ids(a))["tiers"].tolist() == [1]
+    kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
+    kit.land()
+    kit.took(kit.core.evict(kit.ids(a), tier=0, now=kit.tick()))
+    kit.acquire(group(a))
+    lost = kit.core.extents(kit.ids(a), tier=1)
+    plan = kit.took(kit.core.lose(lost, now=kit.tick()))
+    assert (len(plan.freed), plan.retired["generation"].tolist()) == (0, lost["generation"].tolist())
+    assert kit.took(kit.core.lose(lost, now=kit.tick())).is_empty
+    assert Reason.FAILED in kit.land(BlockStatus.CORRUPT).freed["reason"].tolist()
+    assert len(kit.core.quarantined(1)) == 0
+    assert kit.tiers_of(a) == [-1]
+
+
 def test_an_operators_pin_outlives_a_tier_out_of_service() -> None:
     """A pinned block that is put again while its tier is out of service stays pinned."""
     kit, a = Kit(tier(HOST, 8), tier(HOST, 8, index=1)), chain("a", 2)

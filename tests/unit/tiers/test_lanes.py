@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.unit.tiers.store_world import (
+    CLASS_BYTES,
     CORRUPT,
+    FAILED,
     LENGTH,
     READY,
     World,
@@ -175,7 +177,9 @@ async def test_a_block_whose_bytes_are_wrong_stays_out_of_its_slot(world: World)
     assert statuses.tolist() == [READY, CORRUPT, READY]
     assert world.store.holds(extents).tolist() == [True, False, True]
     world.held = {key: (extents[i : i + 1], metas_of([key])) for i, key in enumerate(keys)}
-    assert await world.read(keys) == [content(1), CORRUPT, content(3)]
+    assert await world.read(keys) == [content(1), FAILED, content(3)]
+    slot = world.store._opened.files[0].path.read_bytes()[CLASS_BYTES : 2 * CLASS_BYTES]
+    assert not any(slot)
 
 
 async def test_each_row_that_came_is_told_once(world: World) -> None:

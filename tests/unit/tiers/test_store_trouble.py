@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.unit.tiers.store_world import CLASS_BYTES, FAILED, READY, World, content, die, kind_of, next_life
+from tierd.core.model import StructArray
 from tierd.errors import TierFailed
 from tierd.tiers import ledger, slots
 from tierd.tiers.files import OsFiles
@@ -103,6 +105,47 @@ async def test_slot_file_gives_way(world: World, tmp_path: Path, monkeypatch: py
     assert set(other.held) == {1, 2, 4}
     assert await other.read([1, 2, 4]) == [content(key) for key in (1, 2, 4)]
     await other.store.close(release=False)
+
+
+async def test_what_a_failed_sync_has_lost_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that were written and not durable are told of, each once, and read no more, before the file gives way and after; not those that were freed before."""
+    assert await world.write([4, 5], segment=1, slots=[3, 4]) == [READY, READY]
+    world.free([5])
+    with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
+        await world.store.sync()
+    assert where(world.store.take_lost()) == where(np.concatenate([world.held[key][0] for key in (3, 4)]))
+    assert await world.read([1, 3, 4]) == [content(1), FAILED, FAILED]
+    await world.store.probe()
+    assert await world.read([1, 3, 4]) == [content(1), FAILED, FAILED]
+    extents, metas = (np.concatenate([world.held[key][i] for key in (1, 3)]) for i in (0, 1))
+    assert (await world.store.check(extents, metas)).tolist() == [READY, FAILED]
+    assert len(world.store.take_lost()) == 0
+
+
+async def test_a_read_that_meets_the_new_file_is_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of a lost block that was on its way when its file gave way finds nothing of it, which is no wrong byte of the disk's."""
+    gate, entered, read_at = threading.Event(), threading.Event(), slots.read_at
+
+    def slow(*given: object) -> int:
+        entered.set()
+        assert gate.wait(10)
+        real_file = world.store._opened.files[0]
+        return read_at(real_file.fd, *given[1:])  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "read_at", slow)
+        reading = asyncio.create_task(world.read([3]))
+        assert await asyncio.to_thread(entered.wait, 10)
+        with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
+            await world.store.sync()
+        await world.store.probe()
+        gate.set()
+        assert await reading == [FAILED]
+
+
+def where(extents: StructArray) -> list[tuple[int, ...]]:
+    """Segment, slot and generation of each."""
+    return sorted(tuple(row) for row in extents[["tier", "segment", "slot", "generation"]].tolist())
 
 
 @pytest.mark.parametrize("in_turn", [4, 1])
@@ -311,9 +354,9 @@ async def test_write_to_a_file_that_gave_way_fails(world: World, monkeypatch: py
 
 
 async def test_unreadable_durable_block_is_left_behind_in_the_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot that cannot be copied stops the renewal some times, and then costs its block alone."""
+    """A slot that cannot be copied stops the renewal some times, and then costs its block alone, which is told as lost and gone in the next life."""
     real = OsFiles().preadv
 
     def bad(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -330,10 +373,15 @@ async def test_unreadable_durable_block_is_left_behind_in_the_end(
                 await world.store.probe()
         with pytest.raises(TierFailed):  # the first slot is what a probe reads
             await world.store.probe()
+    assert where(world.store.take_lost()) == where(np.concatenate([world.held[key][0] for key in (1, 3)]))
     await world.store.probe()
-    first, second = await world.read([1, 2])
-    assert isinstance(first, int)
-    assert second == content(2)
+    assert await world.read([1, 2]) == [FAILED, content(2)]
+    assert [held(world, key) for key in (1, 2)] == [False, True]
+    await world.store.sync()
+    die(world)
+    other = await next_life(tmp_path)
+    assert set(other.held) == {2}
+    await other.store.close(release=False)
 
 
 async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

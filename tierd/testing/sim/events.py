@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from tierd.cache.operator import Operator
+from tierd.core.model import TierKind
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
 from tierd.server.assembly import Assembly
@@ -18,6 +19,7 @@ from tierd.testing.sim.blocks import CHAINS, DEPTH, hashes_of
 from tierd.testing.sim.client import EXPECTED, Client
 from tierd.testing.sim.daemon import SimDaemon
 from tierd.testing.sim.loop import LIFE, OUTSIDE, Killed
+from tierd.testing.sim.oracle import Key
 from tierd.testing.sim.script import VERBS, Event
 from tierd.testing.sim.weather import ON_DISK
 
@@ -190,7 +192,9 @@ class Happenings:
         operator.unpin(self._some(rng))
 
     async def _do_flush(self, operator: Operator, rng: random.Random) -> None:
-        await operator.flush(timeout_s=1.0)
+        assembly, before = self._world.serving().assembly, self._stored()
+        if not (await operator.flush(timeout_s=1.0)).left:
+            self._world.acknowledge(assembly, [key for key, at in self._stored().items() if before.get(key) == at])
 
     async def _do_bump(self, operator: Operator, rng: random.Random) -> None:
         assembly = self._world.serving().assembly
@@ -199,6 +203,15 @@ class Happenings:
         fresh, _ = operator.bump_epoch(model=model, namespace_id=0)
         await assembly.keep_namespaces(*fresh)
         self._world.oracle.epoch_ended(old)
+
+    def _stored(self) -> dict[Key, int]:
+        """The generations of the blocks that the daemon's books have on NVMe."""
+        core, tiers = self._world.serving().assembly.cache.core, self._world.serving().assembly.tiers
+        nvme = next(tier.position for tier in tiers if tier.spec.kind is TierKind.NVME)
+        ids = core.blocks(tier=nvme)
+        names, generations = core.names(ids), core.extents(ids, tier=nvme)["generation"].tolist()
+        keys = zip(names["namespace"].tolist(), names["hash"], strict=True)
+        return {(n, h.tobytes()): at for (n, h), at in zip(keys, generations, strict=True)}
 
     def _some(self, rng: random.Random) -> list[str]:
         """The name of a block that may be there."""
