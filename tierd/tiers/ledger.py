@@ -133,12 +133,10 @@ class Ledger:
             await self.sync()
         self._cancel_timer()
         async with self._flying:
-            if self._compaction is not None:
-                await self._compaction
+            await self._compacted()
             if self._has_news and not self.failure:
                 await self._begin_compaction()
-            if self._compaction is not None:
-                await self._compaction
+            await self._compacted()
         self._is_closed = True
         self._cancel_timer()
         self._threads.shutdown(wait=False)  # none works any more
@@ -213,7 +211,7 @@ class Ledger:
                     error.append(e)
 
         try:
-            await self._in_thread_or_none(run)
+            await self._in_thread(run)
         except Exception as e:
             self._put_back(records)
             self._dirty |= files.keys()
@@ -279,12 +277,15 @@ class Ledger:
     # -- after a failure
 
     async def mend(self) -> None:
-        """Puts new files in the place of those that failed. Raises TierFailed if the disk does not take them."""
-        if not self.failure:
-            return
+        """Puts new files in the place of those that failed. Raises TierFailed if the disk does not take them. Cut short it goes on, and `close` waits for it."""
+        if self.failure:
+            work = asyncio.ensure_future(self._mend())
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.shield(work)
+
+    async def _mend(self) -> None:
         async with self._flying:
-            if self._compaction is not None:
-                await self._compaction
+            await self._compacted()
             try:
                 if self._opened.journal.is_abandoned or self._must_fold:
                     await self._replace_journal()
@@ -303,7 +304,7 @@ class Ledger:
         old = self._opened.journal
         self._opened.journal = await self._in_thread(self._new_journal, self._number())
         self._must_fold = True
-        with suppress(OSError):  # what it told is durable, or told again
+        with suppress(OSError, RuntimeError):  # what it told is durable, or told again
             await self._in_thread(old.close)
 
     async def _renew(self, place: int) -> None:
@@ -331,16 +332,21 @@ class Ledger:
         if self._opened.journal.bytes >= self._compact_at and not is_compacting:
             await self._begin_compaction()
 
+    async def _compacted(self) -> None:
+        """Waits until no compaction is under way, and cuts none short."""
+        if self._compaction is not None:
+            await asyncio.wait([self._compaction])
+
     async def _begin_compaction(self) -> None:
         """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
         failpoint("nvme.compact.before_journal")
         number, old = self._number(), self._opened.journal
         try:
             self._opened.journal = await self._in_thread(self._new_journal, number)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - no thread or no memory is no fault of what was synced
             self._put_off(error)
             return
-        with suppress(OSError):  # what it told is durable, or told again
+        with suppress(OSError, RuntimeError):  # what it told is durable, or told again
             await self._in_thread(old.close)
         self._has_news = False
         self._compaction = asyncio.create_task(self._compact(number))
@@ -353,18 +359,18 @@ class Ledger:
         try:
             length = await self._in_thread(self._fold, number)
             self._compact_at = max(JOURNAL_LIMIT_BYTES, length)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._put_off(error)
 
     def _fold(self, number: int) -> int:
         opened = self._opened
         return recovery.compact(opened.directory, store=opened.store, number=number, disk=opened.disk)
 
-    def _put_off(self, error: OSError) -> None:
+    def _put_off(self, error: Exception) -> None:
         """The journals stay and are longer to read at the next start; tried again when they have doubled."""
         self._compact_at *= 2
         self._opened.notices.append(
-            f"{self._opened.name}: no snapshot could be written in {self._opened.directory} ({error}); free space"
+            f"{self._opened.name}: no snapshot could be written in {self._opened.directory} ({str(error) or repr(error)}); free space, or raise the limit of threads or memory"
         )
 
     async def _call(self, work: Callable[..., _T], *args: object) -> _T:
@@ -377,26 +383,21 @@ class Ledger:
                 raise
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-
-    async def _in_thread_or_none(self, work: Callable[[], None]) -> None:
-        """As `_in_thread`, but when this raises no thread does it, or will: what none was begun for lies in their queue all the same, where a busy one may have found it."""
-        turn = Future[None]()
+        """When this raises no thread does it, or will: what none was begun for lies in their queue all the same, where a busy one may have found it."""
+        turn = Future[_T]()
 
         def run() -> None:
             if turn.set_running_or_notify_cancel():
                 try:
-                    work()
+                    turn.set_result(work(*args))
                 except BaseException as e:  # noqa: BLE001 - it is raised below
                     turn.set_exception(e)
-                else:
-                    turn.set_result(None)
 
         try:
-            await self._in_thread(run)
+            await asyncio.get_running_loop().run_in_executor(self._threads, run)
         except RuntimeError:
             if turn.cancel():
                 raise
         if not turn.done():
             await asyncio.wrap_future(turn)
-        turn.result()
+        return turn.result()
