@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import errno
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,28 @@ async def test_headers_are_checked_without_payloads(world: World) -> None:
     extents["segment"][2] = 77
     metas[4] = metas_of([9])[0]
     assert (await world.store.check(extents, metas)).tolist() == [READY, FAILED, FAILED, CORRUPT, CORRUPT]
+
+
+@pytest.mark.parametrize("bad", [(1,), (2, 3), (0, 1, 2), (3,)])
+async def test_a_header_that_cannot_be_read_costs_its_block_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...]
+) -> None:
+    """A check of slots side by side says FAILED of those that the disk does not give and READY of the others, and counts a failed call for each of the former."""
+    await world.write([1, 2, 3, 4], segment=1, slots=[0, 1, 2, 3])
+    extents, metas = (np.concatenate([world.held[key][i] for key in (1, 2, 3, 4)]) for i in (0, 1))
+    io = world.store._opened.io
+    real = io.read
+
+    def read(file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
+        if offset // CLASS_BYTES in bad:
+            raise OSError(errno.EIO, "bad sector")
+        return real(file, offset, buffers)
+
+    monkeypatch.setattr(io, "read", read)
+    world.store._headers._free.clear()  # which hold what was written
+    expected = [FAILED if slot in bad else READY for slot in range(4)]
+    assert (await world.store.check(extents, metas)).tolist() == expected
+    assert world.store.health().read_errors == len(bad)
 
 
 @pytest.mark.parametrize("at", [30, 200, 255, 256, 263])

@@ -168,14 +168,15 @@ class HeadRun(_RunJob):
     kind: Kind = "read"
 
     def _move(self) -> Sequence[Self]:
-        batch, run, means = self._batch, self._run, self._batch.means
+        batch, run, means, came = self._batch, self._run, self._batch.means, list[int]()
         for i, row in enumerate(run.rows):
             at = run.offset + i * run.class_bytes
             with means.at_disk():
                 done = means.io.read(means.find_file(run.segment, self.kind), at, [batch.headers[row].data])
-            batch.outcomes.append(done == HEADER_BYTES)
             if done == HEADER_BYTES:
-                batch.came.append(row)
+                came.append(row)
+        batch.outcomes += [True] * len(came) + [False] * (len(run.rows) - len(came))
+        batch.came += came  # all of a run or none of it: where one row fails, all are tried again
         return ()
 
 
