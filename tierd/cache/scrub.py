@@ -221,7 +221,7 @@ class Scrub:
 
     def _rate(self) -> float:
         """What the period asks for, given what is held now, within the bandwidth."""
-        held = sum(tier.used_bytes for tier in self._core.tier_stats())
+        held = self._core.used_bytes()
         wanted = held / (self.period_s * MARGIN)
         if wanted > self.bandwidth and not self._has_told:
             self._has_told = True

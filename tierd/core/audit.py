@@ -17,7 +17,7 @@ from tierd.core.blocks import Names
 from tierd.core.flights import Flights
 from tierd.core.index import Index
 from tierd.core.leases import BUSY, GONE, OPEN, Sessions
-from tierd.core.model import SEALED, PageState, Reason
+from tierd.core.model import DAEMON, NOBODY, SEALED, PageState, Reason
 from tierd.core.pages import Pages
 from tierd.core.plan import Ids
 from tierd.core.sets import true_rows
@@ -121,6 +121,16 @@ class Audit:
         used = tier.generation[: tier.top][~np.isin(tier.state[: tier.top], (PageState.FREE, PageState.QUARANTINED))]
         assert len(np.unique(used)) == len(used), f"{tier.spec.name}: a generation is used twice"
         assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation from the future"
+        self._check_places(tier)
+
+    def _check_places(self, tier: Pages) -> None:
+        used = [(s.first, s.key.writer, last) for s, last in zip(tier.segments, tier._last_writer, strict=True) if s]
+        firsts = np.array([first for first, _, _ in used], np.int64)
+        sealed = [writer == SEALED or (writer == DAEMON and last != DAEMON) for _, writer, last in used]
+        assert tier.is_sealed(firsts).tolist() == sealed, f"{tier.spec.name}: which segments are sealed"
+        nobodys = [writer == NOBODY for _, writer, _ in used]
+        assert tier.is_nobodys(firsts).tolist() == nobodys, f"{tier.spec.name}: which segments are nobody's"
+        assert np.array_equal(tier.find(tier.extents(firsts)), firsts), f"{tier.spec.name}: where segments are found"
 
     def _check_quarantine(self, tier: Pages) -> None:
         pages = np.flatnonzero(tier.state[: tier.top] == PageState.QUARANTINED)

@@ -422,6 +422,14 @@ class Core:
         """Counts over everything."""
         return self._listing.stats()
 
+    def used_bytes(self) -> int:
+        """Bytes of pages that are not free, of all tiers; at once, where `tier_stats` goes through all segments."""
+        return sum(pages_of.used_bytes for pages_of in self._index.tiers)
+
+    def page_counts(self, tier: int) -> list[int]:
+        """How many pages are in each PageState; at once."""
+        return list(self._index.tiers[tier].counts)
+
     def tier_stats(self) -> list[TierStats]:
         """Per tier."""
         return self._listing.tiers()

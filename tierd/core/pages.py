@@ -23,15 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.block import size_class
+from tierd.core.by_place import ByPlace
 from tierd.core.columns import Columns
 from tierd.core.mapped import Files
 from tierd.core.model import (
     DAEMON,
     EXTENT,
     LIFELESS,
-    NOBODY,
     PAGE_ALIGN_BYTES,
-    SEALED,
     PageState,
     SegmentAssignment,
     StructArray,
@@ -39,7 +38,7 @@ from tierd.core.model import (
 )
 from tierd.core.plan import Bools, Ids
 from tierd.core.segment import Found, Key, Segment, Usage
-from tierd.core.sets import among, every, kinds, span, starts, true_rows
+from tierd.core.sets import every, kinds, span, starts, true_rows
 from tierd.errors import ConfigError
 
 Column = NDArray[Any]
@@ -85,6 +84,7 @@ class Pages:
         self.last_id: list[int | None] = [None] * places
         self._last_writer = [DAEMON] * places
         self._last_domain = [0] * places
+        self._by_place = ByPlace(self.segments)
         self._files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
         self.now, self.idle = 0.0, dict[int, float]()
@@ -203,11 +203,7 @@ class Pages:
 
     def is_sealed(self, pages: Ids) -> NDArray[np.bool_]:
         """Which pages lie in segments that no client ever could write to, or whose one writer's process has ended in this life of the daemon."""
-        sealed = [
-            segment is not None and (segment.key.writer == SEALED or (segment.key.writer == DAEMON and last != DAEMON))
-            for segment, last in zip(self.segments, self._last_writer, strict=True)
-        ]
-        return np.asarray(sealed, bool)[self.place[pages]]
+        return self._by_place.sealed[self.place[pages]]
 
     def move(self, pages: Ids, old: int, new: int) -> None:
         """The books of a change of state; the arrows themselves are in index.py."""
@@ -245,12 +241,7 @@ class Pages:
 
     def find(self, extents: StructArray) -> Ids:
         """Page ids by (segment, slot); -1 where no such segment is in use or the slot is beyond it."""
-        used = sorted((s.id, s.first, s.pages) for s in self.segments if s is not None)
-        ids, first, pages = np.asarray([*used, (1 << 32, -1, 0)], np.int64).T
-        at = np.searchsorted(ids, extents["segment"])
-        slots = extents["slot"].astype(np.int64)
-        known = (ids[at] == extents["segment"]) & (slots < pages[at])
-        return np.where(known, first[at] + slots, -1)
+        return self._by_place.find(extents)
 
     # -- segments
 
@@ -337,8 +328,7 @@ class Pages:
 
     def is_nobodys(self, pages: Ids) -> Bools:
         """Which pages lie in segments that nobody may write: who else holds pages there is not known."""
-        places = [place for place, s in enumerate(self.segments) if s is not None and s.key.writer == NOBODY]
-        return np.asarray(among(self.place[pages], places), bool)
+        return self._by_place.nobodys[self.place[pages]]
 
     def pages_of(self, place: int) -> slice:
         """The page ids of a segment in use."""
@@ -362,6 +352,7 @@ class Pages:
             if segment is not None and segment.key.writer == session:
                 self._close(place)
                 segment.key = segment.key._replace(writer=to)
+                self._by_place.note(place, self._last_writer[place])
                 self._reopen(place)
                 if segment.spare == segment.pages and to == DAEMON:
                     self._vacate(place)
@@ -399,6 +390,7 @@ class Pages:
         self.last_id[place], self._last_writer[place], self._last_domain[place] = segment, key.writer, key.domain
         is_own = pages is None and key.writer == DAEMON and self.spec.writer_owned
         self.segments[place] = Segment(segment, key, first, count, count, is_own=is_own)
+        self._by_place.note(place, self._last_writer[place])
         self._files.begin(place, key.domain)
         self._place_table[place] = segment, first, key.class_bytes
         self.place[first : first + count] = place
@@ -482,6 +474,7 @@ class Pages:
         self.counts[PageState.FREE] -= segment.pages
         self.bytes_in[PageState.FREE] -= segment.pages * segment.key.class_bytes
         self.segments[place] = None
+        self._by_place.note(place, self._last_writer[place])
         self._place_table[place] = 0
         self.vacant.add(place)
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Iterator
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cache.cache import Cache
-from tierd.cache.scrub import Pass, Scrub
-from tierd.core.model import Fault
+from tierd.cache.scrub import Pass, Scrub, TierPass
+from tierd.core.model import Fault, PageState
 
 INTERVAL_S = 0.1
 """Between two words of how far a pass is."""
@@ -78,23 +78,23 @@ class Scrubbing:
             )
 
     def _pass(self, passed: Pass) -> pb.ScrubPass:
-        held = self._core.tier_stats()
         return pb.ScrubPass(
-            tiers=[
-                pb.ScrubTier(
-                    tier=held[done.tier].name,
-                    pages=done.pages,
-                    bytes=done.bytes,
-                    pages_held=held[done.tier].pages_ready + held[done.tier].pages_retiring,
-                    bad=done.bad,
-                    unread=done.unread,
-                    pages_quarantined=held[done.tier].pages_quarantined,
-                )
-                for done in passed.tiers
-            ],
+            tiers=[self._tier_pass(done) for done in passed.tiers],
             finished=bool(passed.finished),
             elapsed_s=(passed.finished or _now()) - passed.begun,
             ended_ago_s=_now() - passed.finished if passed.finished else 0.0,
+        )
+
+    def _tier_pass(self, done: TierPass) -> pb.ScrubTier:
+        counts = self._core.page_counts(done.tier)
+        return pb.ScrubTier(
+            tier=self._cache.tiers[done.tier].spec.name,
+            pages=done.pages,
+            bytes=done.bytes,
+            pages_held=counts[PageState.READY] + counts[PageState.RETIRING],
+            bad=done.bad,
+            unread=done.unread,
+            pages_quarantined=counts[PageState.QUARANTINED],
         )
 
 

@@ -242,3 +242,34 @@ def test_a_segment_must_fit_the_tier() -> None:
     """A tier smaller than one segment is refused with the remedy."""
     with pytest.raises(ConfigError, match="make the segments smaller"):
         Pages(replace(tier(HOST, 4), segment_bytes=1 << 30), 0)
+
+
+class Counted(list):  # type: ignore[type-arg]
+    """A list that knows how often somebody went through it."""
+
+    walks = 0
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_small_steps_do_not_go_through_all_places() -> None:
+    """What a scrub asks for each batch, and an adoption for each piece, looks at no other segment; only the first adoption after one began or ended goes through them."""
+    kit, a = Kit(tier(HOST, 256)), chain("a", 64)
+    kit.put(a)
+    pages = kit.core._index.tiers[0]
+    pages.segments = pages._by_place._segments = counted = Counted(pages.segments)
+    for _ in range(3):
+        held = kit.core.pages_held(0, after=-1, limit_bytes=4 * PAGE)
+        assert len(held.blocks) == 4
+        kit.core.verified(held.extents)
+        assert kit.core.are_held(held.extents).all()
+        assert kit.core.used_bytes() == 64 * PAGE
+        assert kit.core.page_counts(0)[PageState.READY] == 64
+    assert counted.walks == 0
+    for _ in range(3):
+        assert not kit.core.adopt(
+            0, segments=[], extents=held.extents, metas=kit.core.metas(held.blocks), now=kit.tick()
+        ).any()
+    assert counted.walks <= 1
