@@ -322,16 +322,19 @@ class NvmeStore:
 
     def _remove(self, extents: StructArray) -> None:
         own = extents[extents["tier"] == self.position] if len(extents) else extents
-        rows = []
+        segments, offsets = list[int](), list[int]()  # no pairs: a million of them set the garbage collector off
         for segment, slot, generation in zip(
             own["segment"].tolist(), own["slot"].tolist(), own["generation"].tolist(), strict=True
         ):
             held = self._segments.get(segment)
             if held is not None and slot < held.begun.pages and held.generations[slot] == generation:
                 held.generations[slot] = 0
-                rows.append((segment, 0, slot * held.begun.class_bytes))
-        if rows:
-            self._ledger.add(BlocksRemoved(np.array(rows, dtype=REMOVED)))
+                segments.append(segment)
+                offsets.append(slot * held.begun.class_bytes)
+        if segments:
+            removed = np.zeros(len(segments), dtype=REMOVED)
+            removed["segment"], removed["offset"] = segments, offsets
+            self._ledger.add(BlocksRemoved(removed))
 
     def _begin(self, assignment: SegmentAssignment) -> None:
         before = self._segment_at.get(assignment.slot)
