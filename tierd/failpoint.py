@@ -45,6 +45,7 @@ POINTS: Mapping[str, str] = {
     "assembly.before_adoption": "tiers are open, their blocks not in the books",
     "assembly.before_parts": "tiers and session table are open",
     "background.before_demotion": "a demotion is decided",
+    "background.before_freeing": "an epoch has ended for this life and the next, some of its blocks have pages",
     "cache.acquire.before_hold": "a lease is settled, the session table does not know",
     "cache.acquire.before_landing": "a lease is in the books, its transfers fly",
     "cache.commit.before_books": "new blocks are catalogued, and answered where that may be early; the core does not know them",

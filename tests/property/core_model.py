@@ -81,6 +81,7 @@ class Model:
     descriptors: dict[int, dict[int, bool]] = field(default_factory=dict)  # segment -> session -> writable
     sessions: dict[int, int] = field(default_factory=dict)  # live session -> domain
     forgotten: set[int] = field(default_factory=set)  # namespaces
+    ending: set[int] = field(default_factory=set)  # those of them whose blocks may have pages that nobody pins
     lent: set[tuple[int, int]] = field(
         default_factory=set
     )  # (tier, place), of whose file a session had a writable descriptor
@@ -115,7 +116,8 @@ class Model:
     def check_words(self) -> None:
         """Of every page that was ready and is found no more its readers can see so, and of no other."""
         for page in self.pages.values():
-            if page.stage is Stage.READY and page.content is not None and page.page != UNKNOWN:
+            is_known = page.stage is Stage.READY and page.content is not None and page.page != UNKNOWN
+            if is_known and page.content[0] not in self.ending:
                 is_found = self.held.get(page.content, {}).get(page.tier) == page.generation
                 assert page.retired is not is_found, f"{'found' if is_found else 'not found'}: {page}"
 
@@ -222,6 +224,7 @@ class Model:
             assert self.pages[source].content is not None
             key = self.pages[source].content
             self.pins[source] += 1
+        assert key[0] not in self.forgotten, "a transfer of what is forgotten"
         others = [self.pages[f.target] for f in self.flights.values() if f.key == key]
         # One whose target is condemned, since the block was committed anew, lands where nobody will find it.
         assert not any(p.tier == page.tier and not p.condemned for p in others), "two flights of one block to one tier"
@@ -292,6 +295,7 @@ class Model:
     def forget(self, namespaces: set[int]) -> None:
         """Nothing of these namespaces may be found any more."""
         self.forgotten |= namespaces
+        self.ending |= namespaces
         for key in [k for k in self.held if k[0] in namespaces]:
             del self.held[key]
 
@@ -319,6 +323,7 @@ class Model:
             page.page = UNKNOWN
         self.slots = {(page.tier, page.segment, page.slot): g for g, page in self.pages.items()}
         self.flights, self.pins, self.used_flights = {}, Counter(), set()
+        self.ending.clear()
         self.serving, self.sessions = {}, dict(sessions)
 
     def move(self, extent: StructArray) -> None:

@@ -82,7 +82,9 @@ class Churn:
             self._run(plan)
         if self.turns % 40 == 0:
             self._forgotten.append(self._namespace)
-            self._run(self.core.forget_namespaces([self._namespace], now=self._tick()))
+            self._run(self.core.forget_namespaces([self._namespace], now=self._tick()).plan)
+            for ids in self.core.pieces():
+                self._run(self.core.free_forgotten(ids, namespaces=[self._namespace], now=self._tick()))
             self._namespace += 1
 
     def restart(self) -> None:

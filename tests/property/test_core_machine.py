@@ -151,10 +151,31 @@ class CoreMachine(Ahead):
     def forget_namespace(self, domain: int, number: int) -> None:
         old = self.namespaces[domain][number]
         self.namespaces[domain][number] = next(self.namespace_ids)
+        held = sum(key[0] == old and bool(tiers) for key, tiers in self.model.held.items())
         self.model.forget({old})
-        self.apply(self.core.forget_namespaces([old], now=self.tick()))
-        left = [p for p in self.model.pages.values() if p.stage is Stage.READY and p.content and p.content[0] == old]
+        forgotten = self.core.forget_namespaces([old], now=self.tick())
+        assert forgotten.blocks >= held  # and those of which a lease alone still has a page
+        self.apply(forgotten.plan)
+
+    @precondition(lambda self: self.model.ending)
+    @rule(which=picks, begin=st.integers(0, 7))
+    def free_some(self, which: int, begin: int) -> None:
+        """One of eight pieces of what an ended epoch left."""
+        self.free(self.pick(sorted(self.model.ending), which), slice(begin, None, 8))
+
+    @precondition(lambda self: self.model.ending)
+    @rule(which=picks)
+    def free_all(self, which: int) -> None:
+        """All of it."""
+        ended = self.pick(sorted(self.model.ending), which)
+        self.free(ended, slice(None))
+        self.model.ending.discard(ended)
+        left = [p for p in self.model.pages.values() if p.stage is Stage.READY and p.content and p.content[0] == ended]
         assert all(self.may_be_pinned(p.generation) for p in left)
+
+    def free(self, namespace: int, part: slice) -> None:
+        for ids in self.core.pieces():
+            self.apply(self.core.free_forgotten(ids[part], namespaces=[namespace], now=self.tick()))
 
     @rule(which=picks, serving=st.booleans())
     def set_serving(self, which: int, serving: bool) -> None:
@@ -276,6 +297,8 @@ class CoreMachine(Ahead):
             self.open_session(1)
             self.end_session(sorted(self.model.sessions).index(session))
         self.land_all()
+        for namespace in sorted(self.model.ending):
+            self.free(namespace, slice(None))
         self.core.unpin_blocks(self.core.blocks())
         self.apply(self.core.evict(self.core.blocks(), tier=None, now=self.tick()))
         assert not self.model.pages, f"left behind: {self.model.pages}"

@@ -326,7 +326,9 @@ def _watching(daemon: Daemon, raw: RawClient) -> tuple[Any, list[pb.Event]]:
     return watch, told
 
 
-@pytest.mark.parametrize("point", ["operator.epoch.before_bump", "operator.epoch.before_forgetting"])
+@pytest.mark.parametrize(
+    "point", ["operator.epoch.before_bump", "operator.epoch.before_forgetting", "background.before_freeing"]
+)
 def test_bump_that_the_daemon_does_not_survive(armed: Daemon, point: str) -> None:
     """A daemon that dies in a bump has ended the epoch or has not: afterwards all its blocks are there, or none, all are right, and the next bump is whole."""
     with Client(armed.target) as client, armed.faults() as faults:

@@ -1,14 +1,14 @@
 """Work that no call waits for: demotion between watermarks, and the periodic sync of what was demoted.
 
-Purpose: keep room free ahead of need. Invariants: one demotion step at a time, so its queue is bounded by one plan; under a replay clock
-nothing happens but in `quiesce`, so that a trace gives the same result every time.
+Purpose: keep room free ahead of need, and free what ended epochs have left. Invariants: one demotion step at a time, so its queue is bounded by one plan; under a replay clock
+nothing happens but in `quiesce` and while an operator's call waits, so that a trace gives the same result every time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -48,6 +48,7 @@ class Background:
         self._later: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         flights.wake = self.wake
+        self._ends: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begins demotion (not under a replay clock) and the periodic sync."""
@@ -82,13 +83,22 @@ class Background:
             goes_on = await self._step(timeout_s=deadline - asyncio.get_running_loop().time())
         return self._flights.made - made
 
+    async def end_epochs(self, namespaces: Sequence[int], keep: Callable[[], Awaitable[None]]) -> None:
+        """Frees what the core has forgotten of these namespaces, once `keep` has told the next life that they ended: one that began before would find some of it. Raises what that
+        raises. It goes on when the caller has gone."""
+        end = asyncio.create_task(self._end_epochs(namespaces, keep))
+        self._ends.add(end)
+        end.add_done_callback(self._ends.discard)
+        await asyncio.shield(end)
+
     async def stop(self) -> None:
-        """Ends both loops; transfers under way are the flights' to wait for."""
+        """Ends both loops, and what else goes on; transfers under way are the flights' to wait for. What ended epochs have left the next life does not take up."""
         if self._later is not None:
             self._later.cancel()
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._ends]
+        for task in tasks:
             task.cancel()
-        for task in self._tasks:
+        for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks.clear()
@@ -102,6 +112,21 @@ class Background:
                 await tier.sync()
             except TierFailed as error:
                 log.warning("sync failed", tier=tier.spec.name, error=str(error))
+
+    async def _end_epochs(self, namespaces: Sequence[int], keep: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await keep()
+        except Exception:  # in this life they have ended all the same
+            log.exception("an ended epoch cannot be told to the next life", namespaces=list(namespaces)[:8])
+            await self._free_forgotten(namespaces)
+            raise
+        await self._free_forgotten(namespaces)
+
+    async def _free_forgotten(self, namespaces: Sequence[int]) -> None:
+        for blocks in self._core.pieces():
+            failpoint("background.before_freeing")
+            self._flights.start(self._core.free_forgotten(blocks, namespaces=namespaces, now=self._clock.now()))
+            await asyncio.sleep(0)
 
     async def _step(self, *, timeout_s: float) -> bool:
         """One demotion plan to its end; False if there was nothing to do, or nothing of it succeeded (a tier that fails)."""

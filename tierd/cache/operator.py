@@ -2,20 +2,26 @@
 
 Purpose: the verbs behind the Admin service. Non-purpose: messages. A hash is given as hexadecimal digits, as people copy them from a
 listing; a prefix is enough where it is unambiguous.
+
+Invariant: what goes through all blocks does so some at a time, and other calls have their turn in between: of millions the loop would stand still for
+seconds. So what such a verb says of all of them was true of each in its moment; and an id that was found before an await may be another block's after it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierd.cache.cache import Cache
 from tierd.cache.events import EventKind
 from tierd.core.block import Namespace
-from tierd.core.model import Reason, StructArray, TierKind
+from tierd.core.model import HASH_BYTES, Reason, StructArray, TierKind
 from tierd.core.plan import Ids
 from tierd.errors import InvalidArgument, NotFound, Unavailable
 from tierd.failpoint import failpoint
@@ -36,6 +42,14 @@ class BlockFilter:
     pinned: bool = False
     hash_prefix: str = ""
     sort: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Of a listing: BLOCK_INFO [n], and how many match in all."""
+
+    rows: StructArray
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,46 +86,62 @@ class Operator:
             raise NotFound(f"tier {name}: unknown; this daemon has {', '.join(names)}")
         return names.index(name)
 
-    def blocks(self, wanted: BlockFilter) -> StructArray:
-        """BLOCK_INFO [n] of what matches, sorted."""
-        ids = self._core.blocks(tier=self.tier_position(wanted.tier), namespace=wanted.namespace, pinned=wanted.pinned)
-        if wanted.hash_prefix:
-            ids = np.intersect1d(ids, self._by_prefix(wanted.hash_prefix))
-        rows = self._core.describe(ids)
+    async def blocks(self, wanted: BlockFilter, *, offset: int, limit: int) -> Page:
+        """What matches, sorted: from one row on, so many. A block that has gone meanwhile is counted and not shown. Raises NotFound, InvalidArgument."""
         key = wanted.sort.removeprefix("-") or "recent"
         if key not in SORT_COLUMNS:
             raise InvalidArgument(f"sort: {key!r} is unknown; use one of {', '.join(SORT_COLUMNS)}, with - to reverse")
-        order = np.argsort(rows[SORT_COLUMNS[key]], kind="stable")
+        matches = self._filter(wanted)
+        found = [np.zeros(0, np.int64)]
+        keys = [self._core.column(SORT_COLUMNS[key], found[0])]
+        for ids in self._core.pieces():
+            found.append(matches(ids))
+            keys.append(self._core.column(SORT_COLUMNS[key], found[-1]))
+            await asyncio.sleep(0)
         descending = (key != "position" and not wanted.sort.startswith("-")) or wanted.sort == "-position"
-        return rows[order[::-1]] if descending else rows[order]
+        # In a thread: ten million take a second, in which numpy leaves the interpreter to others.
+        ids = await asyncio.to_thread(_sorted, found, keys, descending=descending)
+        return Page(self._core.describe(matches(ids[offset : offset + limit])), len(ids))
 
-    def find(self, prefix: str) -> int:
-        """The one block whose hash begins so. Raises NotFound, InvalidArgument."""
-        ids = self._by_prefix(prefix)
+    async def counts(self) -> Counter[int]:
+        """Blocks by namespace id."""
+        counts: Counter[int] = Counter()
+        for ids in self._core.pieces():
+            counts.update(self._core.column("namespace", self._core.blocks(of=ids)).tolist())
+            await asyncio.sleep(0)
+        return counts
+
+    async def find(self, prefix: str) -> int:
+        """The one block whose hash begins so, at the end of this call. Raises NotFound, InvalidArgument."""
+        ids = await self._by_prefix(prefix)
         if not len(ids):
             raise NotFound(f"block {prefix}: no tier holds a block of that hash; list them with `tierctl blocks`")
         if len(ids) > 1:
             raise InvalidArgument(f"block {prefix}: {len(ids)} blocks begin so; give more digits")
         return int(ids[0])
 
-    def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
-        """Drops blocks from a tier or from all; with no prefixes, every block there. Raises NotFound, InvalidArgument, Unavailable while such a tier is loading."""
+    async def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
+        """Drops blocks from a tier or from all; with no prefixes, every block that is there when this begins, and perhaps some that come meanwhile. What is dropped stays so
+        where the call is cut short. Raises NotFound, InvalidArgument, Unavailable while such a tier is loading."""
         self._cache.releases.make()  # what was given back is nobody's any more
         position = self.tier_position(tier)
         self._check_whole(position)
-        ids = self._named(prefixes) if prefixes else self._core.blocks(tier=position)
-        before = self._core.describe(ids)
-        self._cache.flights.start(self._core.evict(ids, tier=position, now=self._cache.clock.now()))
-        kept = np.isin(ids, self._core.blocks(tier=position))
-        return Evicted(int((~kept).sum()), int(before["length"][~kept].sum()), int(kept.sum()))
+        if prefixes:
+            return self._drop(await self._named(prefixes), position)
+        gone = Evicted(0, 0, 0)
+        for ids in self._core.pieces():
+            more = self._drop(self._core.blocks(tier=position, of=ids), position)
+            gone = Evicted(gone.blocks + more.blocks, gone.bytes + more.bytes, gone.pinned + more.pinned)
+            await asyncio.sleep(0)
+        return gone
 
-    def pin(self, prefixes: Sequence[str]) -> int:
+    async def pin(self, prefixes: Sequence[str]) -> int:
         """Keeps blocks from eviction and demotion until unpinned."""
-        return self._core.pin_blocks(self._named(prefixes))
+        return self._core.pin_blocks(await self._named(prefixes))
 
-    def unpin(self, prefixes: Sequence[str]) -> int:
+    async def unpin(self, prefixes: Sequence[str]) -> int:
         """The inverse of pin."""
-        return self._core.unpin_blocks(self._named(prefixes))
+        return self._core.unpin_blocks(await self._named(prefixes))
 
     async def flush(self, *, timeout_s: float) -> Flushed:
         """Brings everything onto NVMe, synced. Raises InvalidArgument without an NVMe tier."""
@@ -120,17 +150,16 @@ class Operator:
         loop = asyncio.get_running_loop()
         deadline, blocks, size = loop.time() + timeout_s, 0, 0
         losses = self._cache.persistence.losses()
-        rows = self._core.describe(self._core.blocks())
-        is_there = (rows["tiers"] & self._nvme_bits()) != 0
-        rows, written_before = rows[~is_there], rows["tiers"][is_there]
-        parts = (rows[i : i + FLUSH_BATCH_BLOCKS] for i in range(0, len(rows), FLUSH_BATCH_BLOCKS))
+        ids, written_before = await self._unwritten()
+        parts = (ids[i : i + FLUSH_BATCH_BLOCKS] for i in range(0, len(ids), FLUSH_BATCH_BLOCKS))
 
         async def keep_parts() -> None:
             nonlocal blocks, size
             for part in parts:
-                stored = await self._cache.persistence.persist(part["block"], timeout_s=deadline - loop.time())
+                lengths = self._core.column("length", part)
+                stored = await self._cache.persistence.persist(part, timeout_s=deadline - loop.time())
                 blocks += int(stored.sum())
-                size += int(part["length"][stored].sum())
+                size += int(lengths[stored].sum())
                 if loop.time() >= deadline:
                     break
 
@@ -142,10 +171,16 @@ class Operator:
             raise errors.exceptions[0] from errors
         # What demotion has written before. Which of it a sync that fails meanwhile has lost nobody asks: then nothing there is sure.
         synced = await self._cache.persistence.sync(timeout_s=deadline - loop.time(), losses=losses)
-        return Flushed(blocks, size, len(rows) - blocks + int(((written_before & np.uint64(synced)) == 0).sum()))
+        unsynced = sum(count for tiers, count in written_before.items() if not tiers & synced)
+        return Flushed(blocks, size, len(ids) - blocks + unsynced)
 
-    def bump_epoch(self, *, model: str, namespace_id: int) -> tuple[list[Namespace], int]:
-        """Begins a new epoch of one namespace or of all of a model; the new ones, and how many blocks became unreachable."""
+    async def bump_epoch(
+        self, *, model: str, namespace_id: int, keep: Callable[..., Awaitable[None]]
+    ) -> tuple[list[Namespace], int]:
+        """Begins a new epoch of one namespace or of all of a model; the new ones, and how many blocks became unreachable: all at once, before anything is awaited.
+
+        keep: makes the new namespaces known to the next life; only then are pages freed, some at a time, also if the caller goes meanwhile. Raises NotFound, Overloaded, and what keep raises.
+        """
         registry = self._cache.registry
         old = [registry.get(namespace_id)] if namespace_id else registry.current(model=model)
         old = [n for n in old if registry.is_current(n)]
@@ -155,7 +190,6 @@ class Operator:
             )
         ids = [rank_id for n in old for rank_id in n.ids]
         registry.check_room(len(ids))  # all epochs end, or none
-        blocks = sum(len(self._core.blocks(namespace=i)) for i in ids)
         failpoint("operator.epoch.before_bump")
         fresh = [registry.bump(n) for n in old]
         for namespace in old:
@@ -163,8 +197,10 @@ class Operator:
                 EventKind.ENDED, tier=0, namespace=namespace.id, hashes=b"", reason=Reason.EPOCH_BUMPED.name.lower()
             )
         failpoint("operator.epoch.before_forgetting")
-        self._cache.flights.start(self._core.forget_namespaces(ids, now=self._cache.clock.now()))
-        return fresh, blocks
+        forgotten = self._core.forget_namespaces(ids, now=self._cache.clock.now())
+        self._cache.flights.start(forgotten.plan)
+        await self._cache.background.end_epochs(ids, lambda: keep(*fresh))
+        return fresh, forgotten.blocks
 
     async def drain(self, *, timeout_s: float) -> int:
         """Refuses new sessions and reservations and waits for leases to end; how many are left at the deadline."""
@@ -185,14 +221,69 @@ class Operator:
                     f"{name}: {health.trouble(withheld)}; evict when it has, or from a tier of memory alone"
                 )
 
-    def _named(self, prefixes: Sequence[str]) -> Ids:
-        return np.array([self.find(p) for p in prefixes], dtype=np.int64)
+    async def _unwritten(self) -> tuple[Ids, Counter[int]]:
+        """Blocks that no store holds; and how many of the others lie in the same tiers, by the bits of these."""
+        unwritten, written = [np.zeros(0, np.int64)], Counter[int]()
+        for ids in self._core.pieces():
+            blocks = self._core.blocks(of=ids)
+            tiers = self._core.tier_bits(blocks)
+            is_there = (tiers & self._nvme_bits()) != 0
+            unwritten.append(blocks[~is_there])
+            written.update(tiers[is_there].tolist())
+            await asyncio.sleep(0)
+        return np.concatenate(unwritten), written
 
-    def _by_prefix(self, prefix: str) -> Ids:
-        text = prefix.lower()
-        if not text or len(text) > 64 or set(text) - set("0123456789abcdef"):
-            raise InvalidArgument(f"hash {prefix!r}: not 1 to 64 hexadecimal digits; copy it from `tierctl blocks`")
-        return self._core.find_by_prefix(text)
+    def _drop(self, ids: Ids, position: int | None) -> Evicted:
+        lengths = self._core.column("length", ids)
+        self._cache.flights.start(self._core.evict(ids, tier=position, now=self._cache.clock.now()))
+        kept = np.isin(ids, self._core.blocks(tier=position, of=ids))
+        return Evicted(int((~kept).sum()), int(lengths[~kept].sum()), int(kept.sum()))
+
+    def _filter(self, wanted: BlockFilter) -> Callable[[Ids], Ids]:
+        """Those of some ids that match, in their order. Raises NotFound, InvalidArgument."""
+        tier, digits = self.tier_position(wanted.tier), _digits(wanted.hash_prefix) if wanted.hash_prefix else ""
+
+        def matches(ids: Ids) -> Ids:
+            ids = self._core.find_by_prefix(digits, of=ids) if digits else ids
+            return self._core.blocks(tier=tier, namespace=wanted.namespace, pinned=wanted.pinned, of=ids)
+
+        return matches
+
+    async def _named(self, prefixes: Sequence[str]) -> Ids:
+        """The blocks of these prefixes, but for those that have gone while others were looked for. Raises NotFound, InvalidArgument."""
+        ids, names = np.zeros(len(prefixes), np.int64), list[StructArray]()
+        for row, prefix in enumerate(prefixes):
+            ids[row] = await self.find(prefix)
+            names.append(self._core.names(ids[row : row + 1]))
+        return ids[self._core.names(ids) == np.concatenate(names)] if names else ids
+
+    async def _by_prefix(self, prefix: str) -> Ids:
+        digits = _digits(prefix)
+        if len(digits) == 2 * HASH_BYTES:  # its namespace is all that is not known
+            await asyncio.sleep(0)
+            namespaces = np.array([i for namespace in self._cache.registry.current() for i in namespace.ids], np.int64)
+            name = np.frombuffer(bytes.fromhex(digits), np.uint8)
+            ids = self._core.find_blocks(namespaces, np.broadcast_to(name, (len(namespaces), HASH_BYTES)))
+            return ids[ids >= 0]
+        found = [np.zeros(0, np.int64)]
+        for ids in self._core.pieces():
+            found.append(self._core.find_by_prefix(digits, of=ids))
+            await asyncio.sleep(0)
+        return self._core.find_by_prefix(digits, of=np.concatenate(found))
 
     def _nvme_bits(self) -> np.uint64:
         return np.uint64(sum(1 << t.position for t in self._cache.tiers if t.spec.kind is TierKind.NVME))
+
+
+def _digits(prefix: str) -> str:
+    text = prefix.lower()
+    if not text or len(text) > 2 * HASH_BYTES or set(text) - set("0123456789abcdef"):
+        raise InvalidArgument(f"hash {prefix!r}: not 1 to 64 hexadecimal digits; copy it from `tierctl blocks`")
+    return text
+
+
+def _sorted(found: Sequence[Ids], keys: Sequence[NDArray[Any]], *, descending: bool) -> Ids:
+    """The ids in the order of their keys."""
+    order = np.concatenate(keys).argsort(kind="stable")
+    ids: Ids = np.concatenate(found)[order[::-1] if descending else order]
+    return ids

@@ -17,6 +17,9 @@ from tierd.cli.ask import DURATION, Ask, verb
 from tierd.cli.figures import human_bytes, human_count
 from tierd.cli.look import checked_hash
 
+WHOLE_TIMEOUT_S = 600.0
+"""For what goes through all blocks, some at a time: ten million take a minute, and what is cut short is done in part."""
+
 
 def said(sentence: str) -> Callable[[Console, object], None]:
     """A drawing that is one sentence."""
@@ -41,7 +44,7 @@ def evict(ask: Ask, *, hashes: tuple[str, ...], tier: str, everything: bool) -> 
         raise click.UsageError("evict: --all with hashes or --tier; leave one out")
     request = pb.EvictRequest(hashes=[checked_hash(text) for text in hashes], tier=tier)
     with ask.connect() as daemon:
-        answer = daemon.ask(request)
+        answer = daemon.ask(request, timeout_s=WHOLE_TIMEOUT_S)
     stayed = f"; {human_count(answer.pinned)} pinned stayed" if answer.pinned else ""
     ask.show(answer, said(f"evicted {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}{stayed}"))
 
@@ -115,6 +118,7 @@ def bump(ask: Ask, *, model: str, namespace: int | None) -> None:
             "epoch bump: give either --model NAME or --namespace ID; `tierctl namespaces` lists both"
         )
     with ask.connect() as daemon:
-        answer = daemon.ask(pb.BumpEpochRequest(model=model, namespace=namespace or 0))
+        request = pb.BumpEpochRequest(model=model, namespace=namespace or 0)
+        answer = daemon.ask(request, timeout_s=WHOLE_TIMEOUT_S)
     unreachable = f"{counted(answer.blocks, 'block')} became unreachable"
     ask.show(answer, said(f"bumped {counted(answer.namespaces, 'namespace')}; {unreachable}"))

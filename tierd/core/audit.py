@@ -50,11 +50,16 @@ class Audit:
     def _check_table(self) -> None:
         blocks = self._index.blocks
         known = blocks.known()
-        named = known[blocks.named[known]]
-        assert np.array_equal(blocks.table.ids(), named), "table: its ids are not the named blocks"
-        assert blocks.table.count == len(named), "table: its count is wrong"
+        named, forgotten = known[blocks.named[known]], np.flatnonzero(blocks.forgotten[: blocks.top])
+        assert len(forgotten) == blocks.forgotten_count, "forgotten: its count is wrong"
+        assert not blocks.named[forgotten].any(), "forgotten: a block that is named"
+        kept = np.sort(np.concatenate((named, forgotten)))
+        assert np.array_equal(blocks.table.ids(), kept), "table: its ids are not the named and the forgotten blocks"
+        assert blocks.table.count == len(kept), "table: its count is wrong"
         found = blocks.find(Names(blocks.namespace[named], blocks.hash[named]))
         assert np.array_equal(found, named), "table: a named block is not found by its name"
+        lost = blocks.find(Names(blocks.namespace[forgotten], blocks.hash[forgotten]))
+        assert (lost < 0).all(), "forgotten: a block is found by its name"
 
     def _check_families(self) -> None:
         blocks = self._index.blocks
@@ -182,9 +187,11 @@ class Audit:
         owned = np.flatnonzero((tier.block[: tier.top] >= 0) & (tier.doom[: tier.top] == 0))
         assert np.array_equal(np.sort(pages), owned), f"{tier.spec.name}: a page has a block that does not know it"
         assert (tier.pins[tier.doom > 0] > 0)[tier.block[tier.doom > 0] >= 0].all(), "a doomed page that nothing pins"
-        visible = self._index.blocks.named[blocks]
+        forgotten = self._index.blocks.forgotten[blocks]
+        visible = self._index.blocks.named[blocks] | forgotten
         assert visible.all(), f"{tier.spec.name}: a block that cannot be named has an attached page"
         filling = tier.state[pages] == PageState.RESERVED
+        assert not (filling & forgotten).any(), f"{tier.spec.name}: a forgotten block is on its way"
         fillers = self._flights.fillers(tier.position, pages)
         assert (fillers > 0)[filling].all() and not fillers[~filling].any(), "filler of a page"
 

@@ -6,10 +6,11 @@ a key of 8 bytes and compared in full. The key is a multilinear hash with secret
 
 Life of an id: `add` (named, no page yet) -> pages come and go (index.py counts them in `places`) -> `fade` when the last is gone. A block
 without a page is known as long as others name it as their parent (`family`), whether it ever had one or not: so a parent's name is kept once, by
-the parent, and a chain mends when the block is written. It has no parent itself, so there are at most as many of those as blocks with pages. `unname`
-makes a block unfindable for good; its id lives until its last page is gone.
+the parent, and a chain mends when the block is written. It has no parent itself, so there are at most as many of those as blocks with pages. `forget`
+makes all blocks of some namespaces unfindable for good, at once, and `unname` takes those that are forgotten out of the table, some at a time; an id lives
+until its last page is gone.
 
-Invariants: `family[b]` is the number of ids with parent b; a free id is in no table, has no places and no family.
+Invariants: `family[b]` is the number of ids with parent b; a free id is in no table, has no places and no family; what is named or forgotten, never both, is in the table.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ class Blocks:
         self.family: Column = self.column(np.int32)
         self.places: Column = self.column(np.int32)
         self.named: Column = self.column(np.bool_)
+        self.forgotten: Column = self.column(np.bool_)
+        self.forgotten_count = 0
         self.pinned: Column = self.column(np.bool_)
         self.lax: Column = self.column(np.bool_)
         self.group: Column = self.column(np.uint16)
@@ -152,7 +155,8 @@ class Blocks:
 
     def find(self, names: Names) -> Ids:
         """The id with each name, else -1. It may have no page at the moment."""
-        return self.table.find(self.keys_of(names), lambda rows, ids: self._same(names, rows, ids))
+        ids = self.table.find(self.keys_of(names), lambda rows, ids: self._same(names, rows, ids))
+        return np.where(self.named.take(ids), ids, -1) if self.forgotten_count else ids
 
     def expect(self, count: int) -> None:
         """So many more are going to be added, at a start."""
@@ -226,10 +230,24 @@ class Blocks:
         idle = distinct(np.concatenate((ids, parents)))
         self._erase(idle[(self.places[idle] == 0) & (self.family[idle] == 0)])
 
+    def forget(self, namespaces: Ids) -> int:
+        """Nothing of these namespaces is found again, nor added; how many blocks with pages that were. `unname` them when there is time for it."""
+        named, forgotten, places = self.named[: self._rows], self.forgotten[: self._rows], self.places[: self._rows]
+        is_theirs = np.zeros(int(namespaces.max(initial=0)) + 2, bool)
+        is_theirs[namespaces] = True
+        those = named & is_theirs.take(self.namespace[: self._rows], mode="clip")  # the last is nobody's
+        named ^= those
+        forgotten |= those
+        self.forgotten_count += int(np.count_nonzero(those))
+        return int(np.count_nonzero(those & (places > 0)))
+
     def unname(self, ids: Ids) -> None:
-        """Distinct named ids are never found again."""
+        """Distinct ids, named or forgotten, are never found again, and no longer in the table."""
         self.table.remove(ids, self.keys(ids))
         self.named[ids] = False
+        if self.forgotten_count:
+            self.forgotten_count -= int(np.count_nonzero(self.forgotten[ids]))
+            self.forgotten[ids] = False
 
     def touch(self, ids: Ids, now: float) -> None:
         """The blocks were used."""
@@ -328,7 +346,8 @@ class Blocks:
         return np.concatenate((old, fresh)) if len(fresh) else old
 
     def _erase(self, ids: Ids) -> None:
-        self.unname(ids[self.named[ids]])
+        is_in_table = self.named[ids] | self.forgotten[ids] if self.forgotten_count else self.named[ids]
+        self.unname(ids[is_in_table])
         if self._free_count + len(ids) > len(self._free):
             lengthen(self._free, rows_for(len(self._free), self._free_count + len(ids)))
         self._free[self._free_count : self._free_count + len(ids)] = ids

@@ -12,6 +12,7 @@ prefix are answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from tierd.core.plan import (
     Committed,
     Committing,
     CoreStats,
+    Forgotten,
     Found,
     GroupQuery,
     Ids,
@@ -63,6 +65,9 @@ from tierd.errors import InvalidArgument, NotFound
 
 class Core:
     """The books of one daemon. See the module's docstring for times and ids."""
+
+    piece_blocks = 1 << 12
+    """Ids that who goes through all of them looks at in one step; a simulation, which has few, takes fewer."""
 
     def __init__(
         self,
@@ -302,10 +307,16 @@ class Core:
         """After every adopt and restore of a tier, once: its segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
         self._upkeep.close_empty(tier)
 
-    def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Plan:
-        """Nothing in them is found again; pinned pages are freed when they are released. Commits under way into them are FAILED."""
+    def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Forgotten:
+        """Nothing in them is found, written on or brought anywhere again; commits under way into them are FAILED. Their pages stay until `free_forgotten`, or until somebody needs them."""
         draft = self._begin(now)
-        self._upkeep.forget_namespaces(set(ids), draft)
+        blocks = self._upkeep.forget_namespaces(set(ids), draft)
+        return Forgotten(blocks, draft.plan())
+
+    def free_forgotten(self, blocks: Ids, *, namespaces: Sequence[int], now: float) -> Plan:
+        """Frees the pages of those of the ids that were forgotten with these namespaces; pinned ones when they are released. blocks: distinct, of `pieces`."""
+        draft = self._begin(now)
+        self._upkeep.free_forgotten(blocks, namespaces, draft)
         return draft.plan()
 
     def evict(self, blocks: Ids, *, tier: int | None, now: float) -> Plan:
@@ -346,18 +357,35 @@ class Core:
         found = int(self.find_blocks(namespace, np.frombuffer(block_hash, np.uint8).reshape(1, HASH_BYTES))[0])
         return found if found >= 0 else None
 
-    def find_blocks(self, namespace: int, hashes: Bytes) -> Ids:
-        """Ids of the blocks with these hashes, uint8 [n, 32]; -1 for one that can be read nowhere."""
+    def find_blocks(self, namespace: int | Ids, hashes: Bytes) -> Ids:
+        """Ids of the blocks with these hashes, uint8 [n, 32]; -1 for one that can be read nowhere. namespace: of all, or of each."""
         ids = self._index.blocks.find(Names(np.full(len(hashes), namespace, np.uint32), words(hashes)))
         return np.where(self._index.nearest(ids, range(len(self._index.tiers))) >= 0, ids, -1)
 
-    def find_by_prefix(self, prefix: str) -> Ids:
-        """Ids of blocks whose hash begins with the hexadecimal digits."""
-        return self._listing.with_prefix(prefix)
+    def pieces(self) -> Iterator[Ids]:
+        """Every id that a block can have now, ascending, `piece_blocks` at a time: for who lets other calls come between two of them. A block keeps its id while it
+        has a page; then another one may get it."""
+        top = self._index.blocks.top
+        return (np.arange(at, min(at + self.piece_blocks, top)) for at in range(0, top, self.piece_blocks))
 
-    def blocks(self, *, tier: int | None = None, namespace: int | None = None, pinned: bool = False) -> Ids:
-        """Ids of all blocks that match, ascending."""
-        return self._listing.blocks(tier=tier, namespace=namespace, pinned=pinned)
+    def find_by_prefix(self, prefix: str, *, of: Ids | None = None) -> Ids:
+        """Ids of blocks whose hash begins with the hexadecimal digits; of some, or of all."""
+        return self._listing.with_prefix(prefix, self._all if of is None else of)
+
+    def blocks(
+        self, *, tier: int | None = None, namespace: int | None = None, pinned: bool = False, of: Ids | None = None
+    ) -> Ids:
+        """Ids of blocks that match; of some, in their order, or of all, ascending."""
+        return self._listing.blocks(self._all if of is None else of, tier=tier, namespace=namespace, pinned=pinned)
+
+    def column(self, name: str, blocks: Ids) -> NDArray[Any]:
+        """Of BLOCK_INFO one of namespace, position, length, hits and last_used, in a tenth of the time."""
+        self._gets.catch_up()
+        return self._listing.column(name, blocks)
+
+    def tier_bits(self, blocks: Ids) -> NDArray[np.uint64]:
+        """Of BLOCK_INFO the tiers, uint64 [n]."""
+        return self._listing.tier_bits(blocks)
 
     def describe(self, blocks: Ids) -> StructArray:
         """BLOCK_INFO [n]."""
@@ -445,6 +473,10 @@ class Core:
     def audit(self) -> Iterator[Callable[[], None]]:
         """What `check` does, in steps between which other calls may come."""
         return Audit(self._index, self._sessions, self._planner.flights).steps()
+
+    @property
+    def _all(self) -> Ids:
+        return np.arange(self._index.blocks.top)
 
     def _begin(self, now: float) -> Draft:
         """A step that decides something."""

@@ -126,8 +126,8 @@ class Demotion:
         return victims[wanted]
 
     def _is_dirty(self, tier: int, victims: Ids) -> Bools:
-        """Which no farther tier holds, or is getting, or has declined since their last use."""
-        dirty = self._planner.attached(victims, self._farther(tier)).pages < 0
+        """Which no farther tier holds, or is getting, or has declined since their last use; not what is forgotten, since nobody misses it."""
+        dirty = (self._planner.attached(victims, self._farther(tier)).pages < 0) & self._index.blocks.named[victims]
         verdicts = self._index.blocks.declined[victims]
         dirty &= (verdicts == Verdict.WRITE) if self._is_worn(tier) else (verdicts != Verdict.DISPLACED)
         return np.asarray(dirty, bool)

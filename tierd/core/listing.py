@@ -1,13 +1,16 @@
 """What the core holds, for people and for the parts outside that must know: listings and counts.
 
-Purpose: answers as arrays and values. Non-purpose: changing anything. Listings over all blocks take time in proportion to them.
+Purpose: answers as arrays and values. Non-purpose: changing anything. What looks at all blocks takes time in proportion to them, so each such question can be asked of some
+of the ids.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierd.core.admission import Verdict
 from tierd.core.draft import no_ids
@@ -28,6 +31,7 @@ from tierd.core.plan import (
     TierStats,
 )
 from tierd.core.segment import Key
+from tierd.core.sets import span, true_rows
 from tierd.errors import InvalidArgument
 
 LOOK_PAGES = 4096
@@ -40,24 +44,22 @@ class Listing:
     def __init__(self, index: Index, sessions: Sessions, flights: Flights) -> None:
         self._index, self._sessions, self._flights = index, sessions, flights
 
-    def with_prefix(self, prefix: str) -> Ids:
-        """Blocks whose hash begins with the hexadecimal digits."""
+    def with_prefix(self, prefix: str, of: Ids) -> Ids:
+        """Of the ids, blocks whose hash begins with the hexadecimal digits."""
         digits = prefix.lower()
         if len(digits) > 2 * HASH_BYTES or any(c not in "0123456789abcdef" for c in digits):
             raise InvalidArgument(f"hash prefix {prefix!r}: not up to {2 * HASH_BYTES} hexadecimal digits")
-        ids: Ids = self.blocks(tier=None, namespace=None, pinned=False)
-        raw = np.ascontiguousarray(self._index.blocks.hash[ids]).view(np.uint8).reshape(-1, HASH_BYTES)
+        raw = np.ascontiguousarray(self._index.blocks.hash[span(of)]).view(np.uint8).reshape(-1, HASH_BYTES)
         whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
         match = (raw[:, : len(whole)] == whole).all(axis=1)
         if len(digits) % 2:
             match &= raw[:, len(whole)] >> 4 == int(digits[-1], 16)
-        found: Ids = ids[match]
-        return found
+        return self.blocks(of[match], tier=None, namespace=None, pinned=False)
 
-    def blocks(self, *, tier: int | None, namespace: int | None, pinned: bool) -> Ids:
-        """Ids of blocks that can be found and have a readable page, ascending."""
-        blocks = self._index.blocks
-        ids = np.flatnonzero(blocks.named[: blocks.top] & (blocks.places[: blocks.top] > 0))
+    def blocks(self, of: Ids, *, tier: int | None, namespace: int | None, pinned: bool) -> Ids:
+        """Of the ids, in their order, those of blocks that can be found and have a readable page."""
+        blocks, at = self._index.blocks, span(of)
+        ids: Ids = of[blocks.named[at] & (blocks.places[at] > 0)]
         if namespace is not None:
             ids = ids[blocks.namespace[ids] == namespace]
         tiers = range(len(self._index.tiers)) if tier is None else [tier]
@@ -75,9 +77,20 @@ class Listing:
         out["hits"], out["last_used"] = blocks.hits[ids], blocks.last_used[ids]
         out["attention"], out["declined"] = blocks.attention[ids], blocks.declined[ids]
         out["priority"], out["until_s"] = blocks.priority[ids], blocks.until_s[ids]
-        for tier in range(len(self._index.tiers)):
-            out["tiers"] |= self._index.is_readable(tier, ids).astype(np.uint64) << np.uint64(tier)
+        out["tiers"] = self.tier_bits(ids)
         return out
+
+    def tier_bits(self, ids: Ids) -> NDArray[np.uint64]:
+        """A bit for each tier that has a readable page of the block: BLOCK_INFO's `tiers`."""
+        out = np.zeros(len(ids), np.uint64)
+        for tier in range(len(self._index.tiers)):
+            out |= self._index.is_readable(tier, ids).astype(np.uint64) << np.uint64(tier)
+        return out
+
+    def column(self, name: str, ids: Ids) -> NDArray[Any]:
+        """One of BLOCK_INFO's fields that are columns under the same name."""
+        column: NDArray[Any] = getattr(self._index.blocks, name)[ids]
+        return column
 
     def pages(self, block: int) -> StructArray:
         """PAGE_INFO of the block's pages."""
@@ -97,9 +110,8 @@ class Listing:
 
     def children(self, block: int) -> Ids:
         """Blocks that name it as their parent."""
-        blocks, ids = self._index.blocks, self.blocks(tier=None, namespace=None, pinned=False)
-        found: Ids = ids[blocks.parent[ids] == block]
-        return found
+        blocks = self._index.blocks
+        return self.blocks(true_rows(blocks.parent[: blocks.top] == block), tier=None, namespace=None, pinned=False)
 
     def stats(self) -> CoreStats:
         """Counts over everything."""

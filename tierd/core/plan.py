@@ -285,6 +285,14 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """blocks: how many had pages, and cannot be found any more. plan: what was on its way ends."""
+
+    blocks: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
 class ClassStats:
     """One kind of segment in a tier. Bytes are of a page, slot overhead included."""
 

@@ -105,9 +105,11 @@ class Room:
                 self._index.vacate(tier, self._index.attached(tier, those), reason, draft)
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
-        """Which blocks can be read in a farther kind of tier."""
+        """Which blocks can be found and read in a farther kind of tier."""
         farther = self._farther(tier)
-        return np.asarray(self._index.nearest(blocks, farther) >= 0, bool) if farther else np.zeros(len(blocks), bool)
+        if not farther:
+            return np.zeros(len(blocks), bool)
+        return np.asarray((self._index.nearest(blocks, farther) >= 0) & self._index.blocks.named[blocks], bool)
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
         """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""

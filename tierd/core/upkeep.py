@@ -31,7 +31,7 @@ from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.planner import Planner, Where
 from tierd.core.puts import Puts
 from tierd.core.said import keep_said
-from tierd.core.sets import among, every, in_order, some, span, true_rows
+from tierd.core.sets import among, every, in_order, kinds, some, span, true_rows
 from tierd.errors import InvalidArgument
 
 
@@ -175,20 +175,32 @@ class Upkeep:
     # -- operators
 
     def live(self, blocks: Ids) -> Ids:
-        """Those of the ids that are blocks with a readable page, each once."""
+        """Those of the ids that are blocks which can be found and have a readable page, each once."""
         blocks = in_order(np.asarray(blocks, np.int64))
         blocks = blocks[blocks < self._index.blocks.top]
+        blocks = blocks[self._index.blocks.named[blocks]]
         return blocks[self._index.nearest(blocks, range(len(self._index.tiers))) >= 0]
 
-    def forget_namespaces(self, namespaces: set[int], draft: Draft) -> None:
-        """Their blocks are never found again."""
+    def forget_namespaces(self, namespaces: set[int], draft: Draft) -> int:
+        """Their blocks are never found again, and what is on its way is nobody's; how many had pages, which they keep until `free_forgotten`."""
         blocks = self._index.blocks
         self._puts.dead |= namespaces
-        ids = blocks.known()
-        ids = ids[blocks.named[ids] & np.isin(blocks.namespace[ids], list(namespaces))]
-        blocks.unname(ids)
+        count = blocks.forget(np.asarray(list(namespaces), np.int64))
+        tiers, pages = self._planner.flights.pages()[1]
+        for tier in kinds(tiers):
+            pages_of, targets = self._index.tiers[tier], pages[tiers == tier]
+            targets = targets[(pages_of.doom[targets] == 0) & blocks.forgotten[pages_of.block[targets]]]
+            if len(targets):
+                self._index.doom(tier, targets, Reason.EPOCH_BUMPED, draft)
+        return count
+
+    def free_forgotten(self, blocks: Ids, namespaces: Sequence[int], draft: Draft) -> None:
+        """Those of the ids that were forgotten with these namespaces lose their pages."""
+        those = blocks[self._index.blocks.forgotten[blocks]]
+        those = those[among(self._index.blocks.namespace[those], namespaces)]
+        self._index.blocks.unname(those)
         for tier in range(len(self._index.tiers)):
-            self._doom_all(tier, ids, Reason.EPOCH_BUMPED, draft)
+            self._doom_all(tier, those, Reason.EPOCH_BUMPED, draft)
 
     def evict(self, blocks: Ids, tier: int | None, draft: Draft) -> None:
         """Frees pages that nothing holds."""

@@ -21,6 +21,8 @@ from tierd.cache.cache import Cache
 from tierd.cache.events import Event as LogEvent
 from tierd.cache.events import EventKind
 from tierd.config import EventsConfig
+from tierd.core.plan import Ids
+from tierd.core.sets import kinds
 from tierd.events.naming import space_of
 from tierd.events.publisher import Publisher
 from tierd.events.told import Names, Space, Told
@@ -81,7 +83,11 @@ class Feed:
         """Everything that is held, then what happens, until something was lost; False: the log is closed."""
         await self._cache.persistence.loaded.wait()
         after = self._cache.events.last
-        await self._hand(list(self._held()), is_anew=True)
+        await self._hand([], is_anew=True)
+        for (
+            ids
+        ) in self._cache.core.pieces():  # what happens meanwhile is told after them, so that all is right at the end
+            await self._hand(list(self._held(ids)))
         async with contextlib.aclosing(self._cache.events.follow(after)) as batches:
             async for batch in batches:
                 if any(event.kind in (EventKind.LOST, EventKind.ENDED) for event in batch):
@@ -112,16 +118,17 @@ class Feed:
         is_stored = event.kind is EventKind.STORED
         return Step(space_of(namespace), event.namespace - namespace.id, event.tier, event.hashes, is_stored)
 
-    def _held(self) -> Iterator[Step]:
-        """What is held now and served, by tier and namespace."""
+    def _held(self, ids: Ids) -> Iterator[Step]:
+        """Which of the ids are blocks that are held now and served, by tier and namespace."""
         core, registry = self._cache.core, self._cache.registry
-        rows = core.describe(core.blocks())
-        for number in np.unique(rows["namespace"]).tolist():
-            namespace, of = registry.get(number), rows[rows["namespace"] == number]
+        ids = core.blocks(of=ids)
+        names, tiers = core.names(ids), core.tier_bits(ids)
+        for number in kinds(names["namespace"]):
+            namespace, is_its = registry.get(number), names["namespace"] == number
             for tier in range(len(self._cache.tiers)) if registry.is_current(namespace) else ():
-                here = of[(of["tiers"] >> np.uint64(tier) & np.uint64(1)).astype(bool)]
+                here = names["hash"][is_its & (tiers >> np.uint64(tier) & np.uint64(1)).astype(bool)]
                 if len(here):
-                    yield Step(space_of(namespace), number - namespace.id, tier, here["hash"].tobytes(), True)
+                    yield Step(space_of(namespace), number - namespace.id, tier, here.tobytes(), True)
 
 
 @contextlib.asynccontextmanager

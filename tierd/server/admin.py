@@ -113,20 +113,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return pb.ResumeReply(trouble=trouble)
 
     async def Blocks(self, request: pb.BlocksRequest, context: Any) -> pb.BlocksReply:
-        rows = self._operator.blocks(
-            BlockFilter(
-                tier=request.tier,
-                namespace=request.namespace if request.has_namespace else None,
-                pinned=request.pinned,
-                hash_prefix=request.hash_prefix,
-                sort=request.sort,
-            )
+        wanted = BlockFilter(
+            tier=request.tier,
+            namespace=request.namespace if request.has_namespace else None,
+            pinned=request.pinned,
+            hash_prefix=request.hash_prefix,
+            sort=request.sort,
         )
-        page = rows[request.offset : request.offset + min(request.limit or 50, LIST_LIMIT)]
-        return pb.BlocksReply(blocks=[self._block_info(row) for row in page], total=len(rows))
+        page = await self._operator.blocks(wanted, offset=request.offset, limit=min(request.limit or 50, LIST_LIMIT))
+        return pb.BlocksReply(blocks=[self._block_info(row) for row in page.rows], total=page.total)
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectReply:
-        core, block = self._cache.core, self._operator.find(request.hash)
+        core, block = self._cache.core, await self._operator.find(request.hash)
         row, meta = core.describe(np.array([block]))[0], core.metas(np.array([block]))[0]
         children = core.describe(core.children(block))["hash"]
         return pb.InspectReply(
@@ -142,7 +140,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return pb.SessionsReply(sessions=[_session_info(row, held[row.id]) for row in self._about.sessions()])
 
     async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:
-        core, registry = self._cache.core, self._cache.registry
+        registry, counts = self._cache.registry, await self._operator.counts()
         return pb.NamespacesReply(
             namespaces=[
                 pb.NamespaceInfo(
@@ -151,7 +149,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     epoch=n.epoch,
                     model=n.spec.model,
                     text=namespace_record(n).decode(),
-                    blocks=sum(len(core.blocks(namespace=i)) for i in n.ids),
+                    blocks=sum(counts[i] for i in n.ids),
                     current=registry.is_current(n),
                 )
                 for n in registry.all()
@@ -159,14 +157,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     async def Evict(self, request: pb.EvictRequest, context: Any) -> pb.EvictReply:
-        gone = self._operator.evict(request.hashes, request.tier)
+        gone = await self._operator.evict(request.hashes, request.tier)
         return pb.EvictReply(blocks=gone.blocks, bytes=gone.bytes, pinned=gone.pinned)
 
     async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:
-        return pb.PinReply(blocks=self._operator.pin(request.hashes))
+        return pb.PinReply(blocks=await self._operator.pin(request.hashes))
 
     async def Unpin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:
-        return pb.PinReply(blocks=self._operator.unpin(request.hashes))
+        return pb.PinReply(blocks=await self._operator.unpin(request.hashes))
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
         left = await self._operator.drain(timeout_s=_timeout_s(request.deadline_s))
@@ -179,8 +177,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return pb.FlushReply(blocks=flushed.blocks, bytes=flushed.bytes, left=flushed.left)
 
     async def BumpEpoch(self, request: pb.BumpEpochRequest, context: Any) -> pb.BumpEpochReply:
-        fresh, blocks = self._operator.bump_epoch(model=request.model, namespace_id=request.namespace)
-        await self._about.keep_namespaces(*fresh)
+        fresh, blocks = await self._operator.bump_epoch(
+            model=request.model, namespace_id=request.namespace, keep=self._about.keep_namespaces
+        )
         return pb.BumpEpochReply(namespaces=len(fresh), blocks=blocks)
 
     async def Quiesce(self, request: pb.QuiesceRequest, context: Any) -> pb.QuiesceReply:

@@ -12,7 +12,6 @@ import pytest
 from tests.unit.cache.world import CONFIG, SOON_S, TOKENS, World, opened
 from tierd import failpoint
 from tierd.cache import holdings
-from tierd.cache.operator import Operator
 from tierd.cache.publication import CommitQuery
 from tierd.core.model import HANDLE, TRANSFER, BlockStatus, Durability, Fault, TierKind
 from tierd.errors import Overloaded, SessionLost, TierFailed
@@ -289,7 +288,7 @@ async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at(monkeypatch: py
         task = asyncio.create_task(world.acquire(chain(1, 4)))
         await _turns(1)  # it is settled, and its pages are being hashed
         assert world.cache.core.stats().leases == 1
-        Operator(world.cache).bump_epoch(model="m", namespace_id=0)
+        await world.end_epoch()
         async with asyncio.timeout(SOON_S):
             lease = await task
         assert (lease.lease, lease.served.tokens) == (0, 0)

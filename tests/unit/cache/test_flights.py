@@ -12,7 +12,6 @@ import pytest
 
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, opened
 from tierd.cache.events import Event, EventKind
-from tierd.cache.operator import Operator
 from tierd.core.model import BlockStatus, PageState, SegmentAssignment, TierKind
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
@@ -139,7 +138,7 @@ async def test_no_watcher_hears_of_what_did_not_stay() -> None:
         query = world.query(NAMES)
         async with _hung(world):
             world.cache.prefetch(world.session, [query], TierKind.HOST)
-            Operator(world.cache).bump_epoch(model="", namespace_id=world.namespace.id)
+            await world.end_epoch()
         assert await world.cache.flights.idle(timeout_s=SOON_S)
         world.cache.events.close()
         await watcher

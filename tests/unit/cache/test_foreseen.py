@@ -11,7 +11,6 @@ import pytest
 
 from tests.unit.cache.world import SOON_S, TOKENS, World, opened
 from tierd import failpoint
-from tierd.cache.operator import Operator
 from tierd.cache.publication import CommitQuery
 from tierd.core.model import BlockStatus, Durability, StructArray
 from tierd.core.plan import Committed
@@ -131,7 +130,7 @@ async def test_an_epoch_that_ends_meanwhile() -> None:
     async with opened() as world:
         told = Told(world)
         reservation, commit = await told.begun()
-        Operator(world.cache).bump_epoch(model="m", namespace_id=0)
+        await world.end_epoch()
         committed = await told.end(reservation, commit)
         assert committed.statuses.tolist() == [BlockStatus.FAILED] * 4
         assert told.answers == []

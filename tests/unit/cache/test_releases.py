@@ -91,7 +91,7 @@ async def test_an_eviction_finds_what_was_given_back(is_named: bool) -> None:
         kept = (await world.acquire(OTHERS)).lease
         await held(world, besides=1)
         named = [name.tobytes().hex() for name in (*NAMES, *OTHERS)] if is_named else []
-        gone = Operator(world.cache).evict(named, "host.0")
+        gone = await Operator(world.cache).evict(named, "host.0")
         assert (gone.blocks, gone.pinned) == (len(NAMES), len(OTHERS))
         world.cache.release(world.session, [kept])
 

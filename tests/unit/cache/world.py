@@ -13,6 +13,7 @@ import numpy as np
 
 from tierd.cache.cache import Cache
 from tierd.cache.lease import Lease
+from tierd.cache.operator import Operator
 from tierd.cache.publication import CommitQuery
 from tierd.config import read_config, resolve
 from tierd.core.block import Namespace, NamespaceSpec
@@ -81,6 +82,11 @@ class World:
 
     async def acquire(self, hashes: np.ndarray, *, kind: TierKind = TierKind.HOST) -> Lease:
         return await self.cache.acquire(self.session, [self.query(hashes)], kind=kind, timeout_s=SOON_S)
+
+    async def end_epoch(self) -> int:
+        """How many blocks became unreachable."""
+        bump = Operator(self.cache).bump_epoch
+        return (await bump(model="m", namespace_id=0, keep=self.daemon.keep_namespaces))[1]
 
     def page(self, extent: np.void) -> memoryview:
         """A block's bytes, writable."""

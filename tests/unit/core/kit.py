@@ -81,6 +81,12 @@ class Kit:
         self.flying.extend(plan.transfers)
         return plan
 
+    def forget(self, namespace: int = 1) -> Plan:
+        """Its epoch ends, and what it left is freed at once."""
+        self.took(self.core.forget_namespaces([namespace], now=self.tick()).plan)
+        (ids,) = self.core.pieces()
+        return self.took(self.core.free_forgotten(ids, namespaces=[namespace], now=self.tick()))
+
     def reserve(
         self,
         hashes: StructArray,

@@ -227,7 +227,7 @@ def test_a_commit_into_a_forgotten_namespace_fails() -> None:
     """An epoch bump while the daemon hashes makes the commit FAILED and frees its pages; later reserves are REJECTED."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     begun = kit.core.begin_commit(1, reservation=kit.reserve(a).reservation, blocks=None, now=1.0)
-    kit.took(kit.core.forget_namespaces([1], now=2.0))
+    kit.took(kit.core.forget_namespaces([1], now=2.0).plan)
     answer = kit.finish_commit(begun)
     assert answer.statuses.tolist() == [FAILED, FAILED]
     assert len(answer.plan.freed) == 2
@@ -432,7 +432,7 @@ def test_nothing_is_reserved_ahead_for_a_namespace_that_ended() -> None:
     """Nobody could commit it; what was reserved before is not stored and goes back."""
     kit = Kit(tier(HOST, 64))
     (before,) = kit.reserve_ahead(1, 2).reservations
-    kit.took(kit.core.forget_namespaces([1], now=kit.tick()))
+    kit.took(kit.core.forget_namespaces([1], now=kit.tick()).plan)
     assert kit.reserve_ahead(1, 2).reservations == []
     begun = kit.core.begin_commit(1, reservation=before, blocks=commit_blocks(chain("a", 2), range(2)), now=kit.tick())
     assert kit.finish_commit(begun).statuses.tolist() == [FAILED] * 2

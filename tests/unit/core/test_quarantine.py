@@ -68,7 +68,7 @@ def test_a_page_that_nobody_finds_any_more_is_withheld_too() -> None:
     kit.put(a)
     acquired = kit.acquire(group(a))
     served = kit.settle(acquired)
-    kit.took(kit.core.forget_namespaces([group(a).namespaces[0]], now=kit.tick()))
+    kit.forget()
     assert kit.settle(acquired).tokens == served.tokens == 32, "a lease outlives its epoch"
     plan = kit.took(kit.core.condemn(served.groups[0].extents[0][1:], now=kit.tick(), fault=Fault.READ))
     assert (plan.is_empty, withheld(kit)) == (True, [])

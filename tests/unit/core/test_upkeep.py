@@ -233,7 +233,7 @@ def test_an_epoch_bump_lets_leases_finish() -> None:
     kit.land()
     acquired = kit.acquire(group(a[:2]))
     served = kit.settle(acquired)
-    plan = kit.took(kit.core.forget_namespaces([1], now=kit.tick()))
+    plan = kit.forget()
     assert plan.freed["reason"].tolist() == [Reason.EPOCH_BUMPED] * 6
     assert plan.retired["generation"].tolist() == served.groups[0].extents["generation"][0].tolist()
     assert kit.tiers_of(a) == [-1] * 4
@@ -252,7 +252,7 @@ def test_an_epoch_bump_during_a_transfer() -> None:
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
-    kit.took(kit.core.forget_namespaces([1], now=kit.tick()))
+    kit.forget()
     freed = kit.land().freed
     assert freed["reason"].tolist() == [Reason.EPOCH_BUMPED] * 4
     assert [stats.used_bytes for stats in kit.core.tier_stats()] == [0, 0]
@@ -389,3 +389,40 @@ def test_a_daemon_of_ten_thousand_lives_stays_small() -> None:
     assert core._index.blocks.top <= 200
     assert core._index.tiers[0].top == 64
     assert core._index.blocks.table._slots.words.size <= 1024
+
+
+def test_what_is_forgotten_is_written_and_brought_nowhere() -> None:
+    """From the step in which an epoch ends on no transfer of its blocks is planned, by demotion or for somebody who knows their ids; a page that is wanted meanwhile is lost, not demoted."""
+    kit, a = Kit(tier(HOST, 8, high_watermark=0.2, low_watermark=0.1), tier(NVME, 16)), chain("a", 4)
+    kit.put(a)
+    ids = kit.ids(a)
+    kit.took(kit.core.persist(ids[:2], now=kit.tick()))
+    kit.land()
+    assert kit.core.forget_namespaces([1], now=kit.tick()).blocks == 4
+    assert kit.took(kit.core.demote(kit.tick())).is_empty
+    assert kit.took(kit.core.persist(ids, now=kit.tick())).is_empty
+    assert kit.took(kit.core.evict(ids, tier=None, now=kit.tick())).is_empty
+    assert kit.core.stats().blocks == len(kit.core.blocks()) == 0
+    kit.core.open_session(2, domain=1)
+    plan = kit.reserve(chain("b", 8), session=2, namespace=2).plan
+    assert set(plan.freed["reason"].tolist()) == {Reason.EVICTED}
+
+
+def test_an_id_that_has_another_block_is_not_freed_with_the_forgotten() -> None:
+    """Blocks of an ended epoch that room took, and whose ids others have got, are passed over when the rest is freed; so is what another namespace has forgotten."""
+    kit, old, other, new = Kit(tier(HOST, 8)), chain("a", 6), chain("c", 2), chain("b", 3)
+    kit.put(old)
+    kit.put(other, namespace=3)
+    before = set(kit.ids(old).tolist())
+    kit.took(kit.core.forget_namespaces([1], now=kit.tick()).plan)
+    kit.took(kit.core.forget_namespaces([3], now=kit.tick()).plan)
+    kit.put(new, namespace=2)
+    assert before & set(kit.ids(new, namespace=2).tolist()), "an id is used again"
+    (ids,) = kit.core.pieces()
+    freed = kit.took(kit.core.free_forgotten(ids, namespaces=[1], now=kit.tick())).freed
+    assert set(freed["namespace"].tolist()) <= {1}
+    assert len(kit.core.blocks(namespace=2)) == 3
+    assert kit.core.tier_stats()[0].pages_ready == 3 + 2
+    kit.took(kit.core.free_forgotten(ids, namespaces=[3], now=kit.tick()))
+    assert kit.core.tier_stats()[0].pages_ready == 3
+    assert kit.core._index.blocks.forgotten_count == 0

@@ -149,10 +149,10 @@ async def test_a_store_forgets_what_the_books_know_newer() -> None:
             await put_as(world, ahead, 1, Durability.DURABLE)
             await put_as(world, beside, 1, Durability.DURABLE)
             await put_as(world, anew, 1, Durability.DURABLE)  # fills the second segment
-            operator.evict([name.tobytes().hex() for name in ahead], "")
+            await operator.evict([name.tobytes().hex() for name in ahead], "")
             await put_as(world, after, 1, Durability.DURABLE)  # a third one, at the place of the first
             shutil.copytree(nvme, kept)
-            operator.evict([name.tobytes().hex() for name in anew], "")
+            await operator.evict([name.tobytes().hex() for name in anew], "")
             await put_as(world, anew, 2, Durability.MEMORY)
         shutil.rmtree(nvme)
         shutil.move(kept, nvme)

@@ -39,6 +39,8 @@ T = TypeVar("T")
 SLACK_S = 0.5
 """A call may end so much after its deadline: what a cancelled handler needs, in turns and not in waiting."""
 SHUTDOWN_S = 2.0
+PIECE_BLOCKS = 16
+"""Of a few hundred: much happens between two pieces."""
 STORE = Path("/store")
 
 
@@ -140,6 +142,7 @@ class SimDaemon:
         )
         self.assembly = put_together(config, opened, instance=survivors.instance)
         cache = self.assembly.cache
+        cache.core.piece_blocks = PIECE_BLOCKS
         _count_flying(cache.parts.mover, self.watch)
         self.operator = Operator(cache)
         self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)

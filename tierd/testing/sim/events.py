@@ -177,19 +177,19 @@ class Happenings:
             self._start(client.do("get", random.Random(seed)), client)
 
     async def _do_empty(self, operator: Operator, rng: random.Random) -> None:
-        operator.evict([], "host.0")
+        await operator.evict([], "host.0")
 
     async def _do_evict(self, operator: Operator, rng: random.Random) -> None:
         if rng.random() < 0.5:
-            operator.evict([], "host.0")  # everything: the next gets come from afar
+            await operator.evict([], "host.0")  # everything: the next gets come from afar
         else:
-            operator.evict(self._some(rng), rng.choice(("", "host.0", "nvme.0")))
+            await operator.evict(self._some(rng), rng.choice(("", "host.0", "nvme.0")))
 
     async def _do_pin(self, operator: Operator, rng: random.Random) -> None:
-        operator.pin(self._some(rng))
+        await operator.pin(self._some(rng))
 
     async def _do_unpin(self, operator: Operator, rng: random.Random) -> None:
-        operator.unpin(self._some(rng))
+        await operator.unpin(self._some(rng))
 
     async def _do_flush(self, operator: Operator, rng: random.Random) -> None:
         assembly, before = self._world.serving().assembly, self._stored()
@@ -200,8 +200,8 @@ class Happenings:
         assembly = self._world.serving().assembly
         model = rng.choice(("m0", "m1"))
         old = [i for n in assembly.cache.registry.current(model=model) for i in n.ids]
-        fresh, _ = operator.bump_epoch(model=model, namespace_id=0)
-        await assembly.keep_namespaces(*fresh)
+        self._world.oracle.epoch_ends(old)
+        await operator.bump_epoch(model=model, namespace_id=0, keep=assembly.keep_namespaces)
         self._world.oracle.epoch_ended(old)
 
     def _stored(self) -> dict[Key, int]:

@@ -51,7 +51,8 @@ class Oracle:
         self._begun: set[Key] = set()
         self._asked: dict[Key, float] = {}  # first in this life
         self._spoilt: dict[int, _Spoilt] = {}
-        self._ended: dict[int, float] = {}  # namespaces whose epoch is over, and since when
+        self._ending: set[int] = set()  # namespaces
+        self._ended: dict[int, float] = {}  # those whose epoch is over, and since when
 
     # -- what clients tell
 
@@ -75,18 +76,23 @@ class Oracle:
     def acknowledged(self, key: Key) -> None:
         """A client was told that the block is durable."""
         self.counts["durable acknowledged"] += 1
-        self.durable.add(key)
+        if key[0] not in self._ending:
+            self.durable.add(key)
 
     def spoils(self, generation: int, key: Key) -> None:
         """Somebody changes bytes of a committed page: no copy made from it from now on can be relied on to be good."""
         self.durable.discard(key)
         self._spoilt[generation] = _Spoilt(key, self._now(), math.inf if key in self._asked else 0.0)
 
+    def epoch_ends(self, namespaces: list[int]) -> None:
+        """A bump begins: whatever becomes of it, nothing of them need come back."""
+        self._ending.update(namespaces)
+        self.durable = {key for key in self.durable if key[0] not in self._ending}
+
     def epoch_ended(self, namespaces: list[int]) -> None:
         """The bump was acknowledged."""
         for namespace in namespaces:
             self._ended.setdefault(namespace, self._now())
-        self.durable = {key for key in self.durable if key[0] not in self._ended}
 
     def daemon_restarted(self) -> None:
         """A new life has verified nothing yet."""
