@@ -35,6 +35,8 @@ Words = NDArray[np.uint64]
 
 ID_LIMIT = (1 << 31) - 1
 """Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
+STRIDE = 1 << 16
+"""Rows of a few columns that the processor's caches hold."""
 NAME = np.dtype([("namespace", "<u4"), ("hash", "u1", (HASH_BYTES,))])
 """What META says of a block's name."""
 _WORD = np.dtype("<u8")
@@ -232,14 +234,18 @@ class Blocks:
 
     def forget(self, namespaces: Ids) -> int:
         """Nothing of these namespaces is found again, nor added; how many blocks with pages that were. `unname` them when there is time for it."""
-        named, forgotten, places = self.named[: self._rows], self.forgotten[: self._rows], self.places[: self._rows]
         is_theirs = np.zeros(int(namespaces.max(initial=0)) + 2, bool)
         is_theirs[namespaces] = True
-        those = named & is_theirs.take(self.namespace[: self._rows], mode="clip")  # the last is nobody's
-        named ^= those
-        forgotten |= those
-        self.forgotten_count += int(np.count_nonzero(those))
-        return int(np.count_nonzero(those & (places > 0)))
+        count = 0
+        for at in range(0, self._rows, STRIDE):
+            rows = slice(at, min(at + STRIDE, self._rows))
+            those = self.named[rows] & is_theirs.take(self.namespace[rows], mode="clip")  # the last is nobody's
+            if some(those):
+                self.named[rows] ^= those
+                self.forgotten[rows] |= those
+                self.forgotten_count += int(np.count_nonzero(those))
+                count += int(np.count_nonzero(those & (self.places[rows] > 0)))
+        return count
 
     def unname(self, ids: Ids) -> None:
         """Distinct ids, named or forgotten, are never found again, and no longer in the table."""
