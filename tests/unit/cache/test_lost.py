@@ -65,7 +65,7 @@ async def mend(world: World) -> str:
 
 async def found_without_memory(world: World) -> int:
     """How many blocks a get gives when host memory is empty."""
-    Operator(world.cache).evict([], "host.0")
+    await Operator(world.cache).evict([], "host.0")
     return len((await world.acquire(BLOCKS)).served.extents)
 
 
@@ -188,7 +188,7 @@ async def test_what_no_new_file_could_take_is_lost(world: World, monkeypatch: py
 
 async def test_reads_of_what_was_lost_count_for_no_fault(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A get that asks for lost blocks before anybody looked is a miss; nothing is corrupt, and no page is bad."""
-    Operator(world.cache).evict([], "host.0")
+    await Operator(world.cache).evict([], "host.0")
     await lose(world, monkeypatch)
     assert (await world.acquire(BLOCKS)).served.tokens == 0
     assert world.cache.flights.corrupt[1] == 0
