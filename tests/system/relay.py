@@ -30,6 +30,7 @@ class Relay:
         self._forward = forward
         self._change = change
         self._sockets: list[socket.socket] = []
+        self._cut: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listener = _socket(listen)
         self._listener.bind(listen)
@@ -40,6 +41,15 @@ class Relay:
     def port(self) -> int:
         """Of a relay over TCP."""
         return int(self._listener.getsockname()[1])
+
+    def turn(self, forward: str | tuple[str, int]) -> None:
+        """From now on it connects there; what is connected is cut off."""
+        self._forward, connected = forward, self._sockets
+        self._sockets = []
+        for each in connected:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._cut += connected
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +62,7 @@ class Relay:
                 each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(10)
-        for each in (self._listener, *self._sockets):
+        for each in (self._listener, *self._sockets, *self._cut):
             each.close()
 
     def _accept(self) -> None:

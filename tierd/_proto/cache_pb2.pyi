@@ -106,7 +106,7 @@ class OpenNamespaceReply(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., digest: _Optional[bytes] = ..., epoch: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens")
+    __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens", "digest")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class Group(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEED_FIELD_NUMBER: _ClassVar[int]
     NEED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
     hashes: bytes
@@ -121,7 +122,8 @@ class Group(_message.Message):
     tokens: int
     need: Need
     need_tokens: int
-    def __init__(self, namespace: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., tokens_per_block: _Optional[int] = ..., tokens: _Optional[int] = ..., need: _Optional[_Union[Need, str]] = ..., need_tokens: _Optional[int] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, namespace: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., tokens_per_block: _Optional[int] = ..., tokens: _Optional[int] = ..., need: _Optional[_Union[Need, str]] = ..., need_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("groups",)
@@ -186,7 +188,7 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PutGroup(_message.Message):
-    __slots__ = ("namespace", "rank", "parent", "position", "blocks", "engine_hashes", "engine_per_block", "engine_parent", "token_ids", "priorities", "retention_s")
+    __slots__ = ("namespace", "rank", "parent", "position", "blocks", "engine_hashes", "engine_per_block", "engine_parent", "token_ids", "priorities", "retention_s", "digest")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +200,7 @@ class PutGroup(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITIES_FIELD_NUMBER: _ClassVar[int]
     RETENTION_S_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     rank: int
     parent: bytes
@@ -209,7 +212,8 @@ class PutGroup(_message.Message):
     token_ids: bytes
     priorities: _containers.RepeatedScalarFieldContainer[int]
     retention_s: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., priorities: _Optional[_Iterable[int]] = ..., retention_s: _Optional[_Iterable[int]] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, namespace: _Optional[int] = ..., rank: _Optional[int] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., blocks: _Optional[bytes] = ..., engine_hashes: _Optional[bytes] = ..., engine_per_block: _Optional[int] = ..., engine_parent: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., priorities: _Optional[_Iterable[int]] = ..., retention_s: _Optional[_Iterable[int]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("groups", "tier", "durability", "nth", "ahead")

@@ -175,9 +175,9 @@ class Cache:
             )
         return self.registry.open(spec, tenant=self.tenant_of(session))[0]
 
-    def namespace_for(self, session: int, namespace_id: int) -> Namespace:
-        """The namespace, if the session may use it now. Raises NotFound, NotPermitted, StaleHandle."""
-        namespace = self.registry.get(namespace_id)
+    def namespace_for(self, session: int, namespace_id: int, digest: bytes = b"") -> Namespace:
+        """The namespace, if the session may use it now. Raises NotPermitted, StaleHandle, and as the registry."""
+        namespace = self.registry.named(namespace_id, digest) if digest else self.registry.get(namespace_id)
         if namespace.tenant != self.tenant_of(session):
             raise NotPermitted(f"namespace {namespace_id}: belongs to another tenant; open your own with OpenNamespace")
         if not self.registry.is_current(namespace):

@@ -204,6 +204,7 @@ def _group_message(group: Group) -> pb.Group:
         tokens=group.namespace.tokens_in(len(hashes), tokens=group.tokens),
         need=group.need.value,  # type: ignore[arg-type]
         need_tokens=group.need_tokens,
+        digest=group.namespace.digest,
     )
 
 
@@ -230,6 +231,7 @@ def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
         parent=group.parent,
         position=group.position,
         blocks=blocks.tobytes(),
+        digest=group.namespace.digest,
     )
     if group.priority is not None or group.retention_s is not None:
         _say(message, group)

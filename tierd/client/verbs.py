@@ -16,16 +16,16 @@ import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, protocol, remote, writing
+from tierd.client.calls import called, left_s
 from tierd.client.complaints import Complaints
 from tierd.client.connection import Connector, Link, Meanwhile
-from tierd.client.credits import pause_s
 from tierd.client.early import EarlyCopy
 from tierd.client.lease import Lease
 from tierd.client.lines import LineLost
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
-from tierd.client.steps import Call, Do, Pause, Steps
+from tierd.client.steps import Call, Do, Steps
 from tierd.client.target import RemoteTarget
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
 from tierd.core.block import NamespaceSpec
@@ -33,7 +33,6 @@ from tierd.core.model import HANDLE, BlockStatus, StructArray
 from tierd.errors import (
     DeadlineExceeded,
     InvalidArgument,
-    Overloaded,
     SessionLost,
     StaleHandle,
     TierdError,
@@ -203,7 +202,10 @@ class Verbs:
         if not len(group.hashes):
             return GetResult()
         if isinstance(self.connector.target, RemoteTarget):
-            return (yield from remote.get((yield from self._link(deadline)), group, out, deadline))
+            _, got = yield from self._over(
+                lambda link: remote.get(link, group, out, deadline), [group.namespace], deadline
+            )
+            return got
         early = (yield from self._early(group, out, deadline)) if out is not None else None
         if early is not None and early.may_be_alone and (done := (yield Do(early.alone))) is not None:
             return done  # type: ignore[no-any-return]
@@ -265,9 +267,14 @@ class Verbs:
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
             return PutResult(protocol.all_statuses(0, BlockStatus.READY))
-        link = yield from self._link(deadline)
         if isinstance(self.connector.target, RemoteTarget):
-            return (yield from remote.put(link, group, sources, durable=durable, deadline=deadline))
+            _, done = yield from self._over(
+                lambda link: remote.put(link, group, sources, durable=durable, deadline=deadline),
+                [group.namespace],
+                deadline,
+            )
+            return done
+        link = yield from self._link(deadline)
         return (yield from writing.put(self, link, writing.Write(group, sources, deadline, durable)))
 
     def committed(
@@ -312,7 +319,7 @@ class Verbs:
         numbers = yield Do(lambda: spares.reservations(deadline=deadline))
         try:
             if numbers:
-                yield Do(lambda: session.abort(numbers, timeout_s=_left(deadline)))
+                yield Do(lambda: session.abort(numbers, timeout_s=left_s(deadline)))
         except BaseException:
             session.let_go(reservations=numbers)
             raise
@@ -326,7 +333,7 @@ class Verbs:
         session = link.session
         if session is not None and session.unmapped(handles):
             try:
-                yield Do(lambda: session.map(handles, timeout_s=_left(deadline)))
+                yield Do(lambda: session.map(handles, timeout_s=left_s(deadline)))
             except SessionLost:
                 link.is_broken = True
                 raise
@@ -335,26 +342,34 @@ class Verbs:
 
     def _ask(
         self,
-        make: Callable[[], tuple[str, Any]] | None,
+        make: Callable[[], tuple[str, Any]],
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
         *,
         meanwhile: Meanwhile | None = None,
     ) -> Steps[tuple[Link, Any]]:
-        """One call over the current link, its namespaces opened there; once more over a new link if the daemon has gone.
+        """One call. make: method and message, from namespaces that are open."""
 
-        make: method and message, from namespaces that are open; None: only open them.
-        """
+        def call(link: Link) -> Steps[Any]:
+            method, request = make()
+            return called(link, method, request, deadline, meanwhile=meanwhile)
+
+        return self._over(call, namespaces, deadline)
+
+    def _over(
+        self,
+        steps: Callable[[Link], Steps[T]],
+        namespaces: Sequence[OpenedNamespace],
+        deadline: float,
+    ) -> Steps[tuple[Link, T]]:
+        """What is done over the current link, its namespaces opened there; once more over a new link if the daemon has gone."""
         is_first = True
         while True:
             link = yield from self._link(deadline)
             try:
                 for namespace in namespaces:
                     yield from self._open(namespace, link, deadline)
-                if make is None:
-                    return link, None
-                method, request = make()
-                return link, (yield from _called(link, method, request, deadline, meanwhile=meanwhile))
+                return link, (yield from steps(link))
             except SessionLost:
                 link.is_broken = True
                 if not is_first:
@@ -365,7 +380,7 @@ class Verbs:
             is_first = False
 
     def _opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Steps[None]:
-        yield from self._ask(None, namespaces, deadline)
+        yield from self._over(_nothing, namespaces, deadline)
 
     def _named(self, namespace: OpenedNamespace, deadline: float) -> Steps[None]:
         """A namespace that can hash. The call that follows opens it again where a new daemon is to know it."""
@@ -378,7 +393,7 @@ class Verbs:
         """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
         hold.check()
         try:
-            return (yield from _called(hold.link, method, request, deadline, meanwhile=meanwhile))
+            return (yield from called(hold.link, method, request, deadline, meanwhile=meanwhile))
         except (SessionLost, Unavailable) as error:
             if not isinstance(error, SessionLost) and hold.link.is_usable:
                 raise
@@ -389,7 +404,7 @@ class Verbs:
         link = self.connector.current()
         if link is None:
             seen = self.connector.link
-            link = yield Do(lambda: self.connector.connect(instead_of=seen, timeout_s=_left(deadline)))
+            link = yield Do(lambda: self.connector.connect(instead_of=seen, timeout_s=left_s(deadline)))
         elif self.connector.forgettable:
             yield Do(self.connector.forget)
         if link.spares is not None and link.spares.is_stale:
@@ -415,7 +430,7 @@ class Verbs:
 
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
         if not self.knows(namespace, link):
-            reply = yield from _called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
+            reply = yield from called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
             protocol.take_namespace(namespace, reply, link=link.number)
             link.codec = protocol.agreed_codec(self.connector.codec, reply)
             namespace.owner = self
@@ -454,28 +469,9 @@ class Verbs:
         return self.pages(None, handles)
 
 
-def _called(
-    link: Link, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
-) -> Steps[Any]:
-    """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few times."""
-    tries = 1
-    while True:
-        try:
-            return (yield Call(link, method, request, _left(deadline), meanwhile))
-        except Overloaded as error:
-            pause = pause_s(error, tries=tries, left_s=deadline - time.monotonic())
-            if pause is None:
-                raise
-        tries += 1
-        yield Pause(pause)
-
-
-def _left(deadline: float) -> float:
-    """Seconds. Raises DeadlineExceeded."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("call: its deadline has passed; allow more with timeout_s, or take it as a miss")
-    return left
+def _nothing(_link: Link) -> Steps[None]:
+    """No step."""
+    yield from ()
 
 
 def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:

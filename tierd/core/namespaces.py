@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec, bumped, namespace_digest
 from tierd.core.sets import kinds
-from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
+from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded, SessionLost
 
 TENANT_LIMIT = 4096
 """Namespaces of one tenant, ranks counted, past epochs included."""
@@ -69,6 +69,13 @@ class NamespaceRegistry:
         namespace = self._by_id.get(namespace_id)
         if namespace is None:
             raise NotFound(f"namespace {namespace_id}: not known to this daemon; open it with OpenNamespace")
+        return namespace
+
+    def named(self, namespace_id: int, digest: bytes) -> Namespace:
+        """The namespace with this id of rank 0 and this digest, for who may have the id from another registry: digests are the same in all. Raises SessionLost."""
+        namespace = self._by_id.get(namespace_id)
+        if namespace is None or namespace.id != namespace_id or namespace.digest != digest:
+            raise SessionLost(f"namespace {namespace_id}: means another one here, or none; open it with OpenNamespace")
         return namespace
 
     def layers_of(self, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:

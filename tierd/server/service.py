@@ -203,12 +203,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     def _put_queries(self, groups: Any) -> list[PutQuery]:
         found = wire.put_queries(groups, namespace_of=self._namespace_of, batch_limit=self._batch_limit)
         if self.note_names:
-            for names in [names_of(group, self._namespace_of(group.namespace)) for group in groups]:
+            for names in [names_of(group, self._namespace_of(group.namespace, group.digest)) for group in groups]:
                 self.note_names(names)
         return found
 
-    def _namespace_of(self, namespace_id: int) -> Namespace:
-        return self._cache.namespace_for(CALLER.get().session, namespace_id)
+    def _namespace_of(self, namespace_id: int, digest: bytes) -> Namespace:
+        return self._cache.namespace_for(CALLER.get().session, namespace_id, digest)
 
     def _wanted(self, value: int, nth: int) -> Wanted:
         """Any tier of a kind, or the nth from 1."""

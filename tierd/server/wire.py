@@ -31,8 +31,8 @@ from tierd.core.plan import Bytes, Committed, GroupQuery, Lengths, PutQuery, Ser
 from tierd.core.sets import every, some
 from tierd.errors import InvalidArgument
 
-NamespaceOf = Callable[[int], Namespace]
-"""Gives the namespace of rank 0 with this id, if the caller may use it."""
+NamespaceOf = Callable[[int, bytes], Namespace]
+"""Gives the namespace of rank 0 with this id, if the caller may use it, and if it is the one with this digest, where there is one."""
 
 _NEEDS = frozenset(map(int, Need))
 GROUP_LIMIT = 64
@@ -74,7 +74,7 @@ def queries(groups: Sequence[pb.Group], *, namespace_of: NamespaceOf, batch_limi
     """The groups of a Lookup, Acquire or Prefetch."""
     if not 1 <= len(groups) <= GROUP_LIMIT:
         raise InvalidArgument(f"groups: {len(groups)} is outside 1 to {GROUP_LIMIT}; a plain model has one")
-    found = [_query(group, namespace_of(group.namespace)) for group in groups]
+    found = [_query(group, namespace_of(group.namespace, group.digest)) for group in groups]
     _check_batch(sum(len(q.hashes) * len(q.namespaces) for q in found), batch_limit)
     return found
 
@@ -110,7 +110,7 @@ def put_queries(groups: Sequence[pb.PutGroup], *, namespace_of: NamespaceOf, bat
     """The groups of a Reserve or a Put."""
     if not 1 <= len(groups) <= GROUP_LIMIT:
         raise InvalidArgument(f"groups: {len(groups)} is outside 1 to {GROUP_LIMIT}; a plain model has one")
-    found = [_put_query(group, namespace_of(group.namespace)) for group in groups]
+    found = [_put_query(group, namespace_of(group.namespace, group.digest)) for group in groups]
     _check_batch(sum(len(q.blocks) for q in found), batch_limit)
     return found
 

@@ -9,7 +9,7 @@ import pytest
 from tierd.core import block, namespaces
 from tierd.core.block import TEXT_LIMIT, NamespaceSpec
 from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
-from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded
+from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded, SessionLost
 
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096, rank_count=2)
 
@@ -28,6 +28,17 @@ def test_ranks_take_consecutive_ids() -> None:
     other, _ = registry.open(NamespaceSpec(model="n", tokens_per_block=16, block_bytes=1), tenant="a")
     assert list(first.ids) == [1, 2] and other.id == 3
     assert registry.get(2) is first
+
+
+def test_an_id_with_its_digest() -> None:
+    """An id is that of a namespace where the digest is its own and the id is of its first rank: in another registry it may be another rank's, or nobody's."""
+    registry = NamespaceRegistry()
+    first, _ = registry.open(SPEC, tenant="a")
+    other, _ = registry.open(SPEC, tenant="b")
+    assert registry.named(first.id, first.digest) is first and registry.named(other.id, other.digest) is other
+    for number, digest in ((1, other.digest), (2, first.digest), (99, other.digest), (1, b"x")):
+        with pytest.raises(SessionLost):
+            registry.named(number, digest)
 
 
 @pytest.mark.parametrize("field", ["model", "weights_digest", "adapter", "group", "salt"])

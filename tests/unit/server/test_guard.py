@@ -140,6 +140,40 @@ async def test_another_tenants_namespace() -> None:
         assert await error_of(cache.Lookup(pb.LookupRequest(groups=[group()]), metadata=guest)) == "NotPermitted"
 
 
+@pytest.mark.parametrize("remote", [False, True])
+async def test_a_number_that_means_another_namespace(remote: bool) -> None:
+    """A call that says what its namespace is, of a daemon where the number is another one's, a tenant's or nobody's, is SessionLost, and nothing is stored; with the right digest it is served."""
+    async with rigged() as rig, rig.stubs(remote=remote) as (cache, _):
+        metadata = (("authorization", f"Bearer {SECRET}"),) if remote else await rig.session()
+        spaces = [
+            await cache.OpenNamespace(
+                pb.OpenNamespaceRequest(model=name, tokens_per_block=16, block_bytes=BLOCK_BYTES), metadata=metadata
+            )
+            for name in ("one", "two")
+        ]
+
+        async def errors(number: int, digest: bytes) -> set[str]:
+            asked = pb.Group(namespace=number, hashes=MANY[:1].tobytes(), digest=digest)
+            start = pb.PutGroup(
+                namespace=number, blocks=rig.world.put_query(chain(2, 1)).blocks.tobytes(), digest=digest
+            )
+            return {
+                await error_of(cache.Lookup(pb.LookupRequest(groups=[asked]), metadata=metadata)),
+                await error_of(cache.Prefetch(pb.PrefetchRequest(groups=[asked]), metadata=metadata)),
+                await error_of(cache.Get(pb.GetRequest(group=asked), metadata=metadata).read()),
+                await error_of(
+                    cache.Put(iter([pb.PutChunk(group=start, checksum=record_checksum(b""))]), metadata=metadata)
+                ),
+            }
+
+        one, two = ((space.namespace, space.digest) for space in spaces)
+        assert one[0] > 1, "1 is another tenant's, or another model's"
+        for number in (1, one[0], 99):
+            assert await errors(number, two[1]) == {"SessionLost"}
+        assert "SessionLost" not in await errors(*two)
+        await rig.quiet()
+
+
 async def test_handles_stay_on_this_machine() -> None:
     """Over TCP nothing can be held: what a lost client held there would stay for ever."""
     async with rigged() as rig, rig.stubs(remote=True) as (cache, _):

@@ -24,7 +24,7 @@ def namespace() -> Namespace:
 
 def _query(namespace: Namespace, **fields: object) -> object:
     group = pb.Group(**({"namespace": namespace.id, "hashes": HASHES} | fields))
-    return wire.queries([group], namespace_of=lambda _: namespace, batch_limit=8)
+    return wire.queries([group], namespace_of=lambda *_: namespace, batch_limit=8)
 
 
 def _blocks(count: int, *, tokens: int = 16, length: int = 4096, named: bool = True) -> np.ndarray:
@@ -36,7 +36,7 @@ def _blocks(count: int, *, tokens: int = 16, length: int = 4096, named: bool = T
 
 def _put(namespace: Namespace, blocks: np.ndarray, **fields: object) -> object:
     group = pb.PutGroup(**({"namespace": namespace.id, "blocks": blocks.tobytes()} | fields))
-    return wire.put_queries([group], namespace_of=lambda _: namespace, batch_limit=8)
+    return wire.put_queries([group], namespace_of=lambda *_: namespace, batch_limit=8)
 
 
 def test_group_becomes_query(namespace: Namespace) -> None:
@@ -75,7 +75,7 @@ def test_no_group_and_too_many_are_refused(namespace: Namespace) -> None:
     """A call has 1 to GROUP_LIMIT groups."""
     for groups in ([], [pb.Group(namespace=namespace.id)] * (wire.GROUP_LIMIT + 1)):
         with pytest.raises(InvalidArgument, match="^groups"):
-            wire.queries(groups, namespace_of=lambda _: namespace, batch_limit=8)
+            wire.queries(groups, namespace_of=lambda *_: namespace, batch_limit=8)
 
 
 def test_put_group_becomes_query(namespace: Namespace) -> None:
