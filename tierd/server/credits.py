@@ -119,12 +119,13 @@ class Credits:
     def _check(self, method: str, session: int, *, is_shared: bool) -> None:
         if method in ENDLESS:
             if self._endless[session] >= ENDLESS_LIMIT:
-                raise self._refusal(session, f"streams: {ENDLESS_LIMIT} of this session are open; let some of them end")
+                why = f"streams: {ENDLESS_LIMIT} of this session are open; let some of them end"
+                raise self._refusal(session, why, is_shared=is_shared)
             return
         share = self._half if is_shared else self.share
         if self._running[session] >= share:
             why = f"calls: {share} of this session in progress (server.session_credits); let some of them end"
-            raise Overloaded(why, retry_after_s=RETRY_AFTER_S) if is_shared else self._refusal(session, why)
+            raise self._refusal(session, why, is_shared=is_shared)
         if not method.startswith(ADMIN) and self.running >= self._queue_limit:
             why = f"calls: {self._queue_limit} in progress (server.queue_limit); try again later"
             raise Overloaded(why, retry_after_s=RETRY_AFTER_S)
@@ -132,8 +133,10 @@ class Credits:
             why = f"calls: {self.slow_limit} slow ones in progress, of server.queue_limit {self._queue_limit}; try again later"
             raise Overloaded(why, retry_after_s=RETRY_AFTER_S)
 
-    def _refusal(self, session: int, why: str) -> Overloaded:
-        """Of a session that takes more than its own; the last one ends it."""
+    def _refusal(self, session: int, why: str, *, is_shared: bool) -> Overloaded:
+        """Of a session that takes more than its own; the last one ends it, but for one of many clients, which cannot end."""
+        if is_shared:
+            return Overloaded(why, retry_after_s=RETRY_AFTER_S)
         excess, now = self._excess.setdefault(session, Excess(at=self._now())), self._now()
         forgiven = (now - excess.at) * FORGIVEN_PER_S * self.share
         excess.level, excess.at = max(0.0, excess.level - forgiven) + 1, now

@@ -99,6 +99,22 @@ def test_watchers_of_a_session_are_bounded() -> None:
         assert refusal(room) is None
 
 
+@pytest.mark.parametrize(("method", "count"), [(WATCH, ENDLESS_LIMIT), (ACQUIRE, 8)])
+def test_a_session_of_many_clients_is_never_cut_off(method: str, count: int) -> None:
+    """Clients that share a session are refused beyond its watches and its calls, each time with the same hint, however often; the session does not end, and nobody is told that it does."""
+    desk = Desk()
+    room = desk.credits()
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(room.place(method, 1, is_shared=True))
+        told = set()
+        for _ in range(4 * PATIENCE * count):
+            with pytest.raises(Overloaded) as refused:
+                room.place(method, 1, is_shared=True)
+            told.add((str(refused.value), refused.value.retry_after_s))
+    assert desk.ended == [] and len(told) == 1 and "cut off" not in str(told)
+
+
 def test_who_goes_on_is_told_to_wait_longer_and_then_cut_off() -> None:
     """Hints grow with the refusals, and after so many the session ends, once, with a reason."""
     desk = Desk()
