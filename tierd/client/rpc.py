@@ -62,8 +62,11 @@ class SyncTransport:
         with translated(self.link), forks.calling():
             call = getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
             with stopping.ended_by(call.cancel):
-                for reply in call:
-                    take(reply)
+                try:
+                    for reply in call:
+                        take(reply)
+                finally:
+                    call.cancel()  # where take has raised: the daemon would hold what is left to send
 
     def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
         """An iterator of requests, one reply."""

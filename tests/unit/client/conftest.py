@@ -266,12 +266,18 @@ class FakeDaemon(cache_pb2_grpc.CacheServicer):
     async def Get(self, request: Any, context: Any) -> Any:  # noqa: N802
         await self._enter("Get", context)
         count = len(request.group.hashes) // 32
-        yield pb.GetChunk(tokens=16 * count)
-        for i in range(count):
-            for offset in (0, CLASS_BYTES // 2):
-                data = bytes([i + 1]) * (CLASS_BYTES // 2)
-                checksum = xxhash.xxh3_64_intdigest(data) ^ (i == 3)
-                yield pb.GetChunk(index=i, offset=offset, data=data, length=CLASS_BYTES, checksum=checksum, status=1)
+        try:
+            yield pb.GetChunk(tokens=16 * count)
+            for i in range(count):
+                for offset in (0, CLASS_BYTES // 2):
+                    data = bytes([(i + 1) % 256]) * (CLASS_BYTES // 2)
+                    checksum = xxhash.xxh3_64_intdigest(data) ^ (i == 3)
+                    yield pb.GetChunk(
+                        index=i, offset=offset, data=data, length=CLASS_BYTES, checksum=checksum, status=1
+                    )
+            self._note("Get whole")
+        finally:
+            self._note("Get ended")
 
     async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
         await self._enter("Watch", context)

@@ -52,6 +52,17 @@ def test_remote_get_ends_at_a_wrong_byte(daemon, tmp_path, form):
     assert [bytes(part) for part in parts[:3]] == [bytes([i + 1]) * CLASS_BYTES for i in range(3)]
 
 
+def test_what_the_caller_cannot_take_ends_the_call(daemon, tmp_path):
+    """A get into an `out` that is too short is refused, and its call has ended at the daemon when the caller hears of it, though he keeps the error."""
+    with remote(daemon, tmp_path) as client:
+        ns = client.open_namespace(SPEC)
+        with pytest.raises(InvalidArgument) as kept:
+            client.get(ns, list(range(16 * 4096)), out=bytearray(CLASS_BYTES))
+        daemon.until(lambda: daemon.calls["Get ended"] == 1)
+        assert daemon.calls["Get whole"] == 0
+    assert kept.value
+
+
 def test_remote_has_no_handles(daemon, tmp_path):
     """Verbs that need shared memory are refused with the remedy."""
     with remote(daemon, tmp_path) as client, pytest.raises(Unsupported, match="put and get"):
