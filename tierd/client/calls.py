@@ -7,20 +7,26 @@ where the daemon has not begun it, and within its deadline.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tierd.client.connection import Link, Meanwhile
 from tierd.client.credits import pause_s
-from tierd.client.steps import Call, Pause, Steps
+from tierd.client.steps import Call, Pause, Pull, Push, Steps
 from tierd.errors import DeadlineExceeded, Overloaded
 
 
 def called(link: Link, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None) -> Steps[Any]:
-    """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few times."""
+    """One request, one reply."""
+    return insisted(lambda: Call(link, method, request, left_s(deadline), meanwhile), deadline)
+
+
+def insisted(make: Callable[[], Call | Pull | Push], deadline: float) -> Steps[Any]:
+    """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few times. make: the call, anew each time."""
     tries = 1
     while True:
         try:
-            return (yield Call(link, method, request, left_s(deadline), meanwhile))
+            return (yield make())
         except Overloaded as error:
             pause = pause_s(error, tries=tries, left_s=deadline - time.monotonic())
             if pause is None:

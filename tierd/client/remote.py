@@ -6,7 +6,6 @@ chunks did not all hold is no block.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import buffers, protocol
+from tierd.client.calls import insisted, left_s
 from tierd.client.connection import Link
 from tierd.client.steps import Pull, Push, Steps
 from tierd.client.values import GetResult, Group, PutGroup, PutResult
@@ -25,8 +25,13 @@ def put(
     link: Link, group: PutGroup, sources: Sequence[buffers.Bytes], *, durable: bool, deadline: float
 ) -> Steps[PutResult]:
     """Sends blocks."""
-    chunks = protocol.put_chunks(protocol.put_group_message(group), sources, durable=durable, codec=link.codec)
-    reply = yield Push(link, "Put", chunks, deadline - time.monotonic())
+    message, codec = protocol.put_group_message(group), link.codec
+
+    def push() -> Push:
+        chunks = protocol.put_chunks(message, sources, durable=durable, codec=codec)
+        return Push(link, "Put", chunks, left_s(deadline))
+
+    reply = yield from insisted(push, deadline)
     return PutResult(protocol.statuses_of(reply.statuses, count=len(sources)))
 
 
@@ -39,7 +44,7 @@ def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[GetResult]
         )
     assembly = protocol.Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes), codec=link.codec)
     request = protocol.get_request(group, codec=link.codec)
-    yield Pull(link, "Get", request, deadline - time.monotonic(), assembly.take)
+    yield from insisted(lambda: Pull(link, "Get", request, left_s(deadline), assembly.take), deadline)
     blocks = len(assembly.whole)
     covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)
     for array in assembly.whole if out is None else ():

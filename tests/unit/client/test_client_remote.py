@@ -15,6 +15,7 @@ from tierd.client import AsyncClient, Client, Group, NamespaceSpec, Need
 from tierd.client.connection import Link
 from tierd.errors import (
     InvalidArgument,
+    Overloaded,
     Unavailable,
     Unsupported,
 )
@@ -61,6 +62,24 @@ def test_what_the_caller_cannot_take_ends_the_call(daemon, tmp_path):
         daemon.until(lambda: daemon.calls["Get ended"] == 1)
         assert daemon.calls["Get whole"] == 0
     assert kept.value
+
+
+@pytest.mark.parametrize("method", ["Put", "Get"])
+def test_refused_stream_is_made_again(daemon, tmp_path, method):
+    """A put and a get over TCP that are refused with a hint are made again, whole, and succeed unnoticed."""
+
+    def note():
+        if daemon.calls[method] == 3:
+            daemon.faults.clear()
+
+    daemon.faults[method] = Overloaded("thing: full; later", retry_after_s=0.01)
+    daemon.before[method] = note
+    with remote(daemon, tmp_path) as client:
+        ns = client.open_namespace(SPEC)
+        assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y"]).stored == 3
+        got = client.get(ns, list(range(16 * 6)), out=(out := bytearray(8 * CLASS_BYTES)))
+        assert (got.blocks, out[2 * CLASS_BYTES]) == (3, 3)
+    assert daemon.calls[method] == 3
 
 
 def test_remote_has_no_handles(daemon, tmp_path):
