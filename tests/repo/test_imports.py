@@ -18,6 +18,7 @@ PARTS: dict[str, set[str]] = {
     "units": set(),
     "places": set(),
     "clock": set(),
+    "bearer": {"errors"},
     "chunks": set(),
     "wire_codecs": {"chunks", "errors"},
     "children": set(),
@@ -40,10 +41,10 @@ PARTS: dict[str, set[str]] = {
     "mover": {"core", "hashing", "tiers", "codecs"} | EDGE,
     "cache": {"core", "policies", "hashing", "mover", "tiers", "metrics", "logs"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
-    "server": {"core", "cache", "events", "tiers", "_proto", "chunks", "wire_codecs", "huge_pages"}
+    "server": {"core", "cache", "events", "tiers", "_proto", "bearer", "chunks", "wire_codecs", "huge_pages"}
     | {"metrics", "logs", "notify"}
     | EDGE,
-    "client": {"core", "_proto", "chunks", "wire_codecs", "huge_pages", "streaming"} | EDGE,
+    "client": {"core", "_proto", "bearer", "chunks", "wire_codecs", "huge_pages", "streaming"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
@@ -91,6 +92,7 @@ FOREIGN: dict[str, set[str]] = {
     "places": set(),
     "units": set(),
     "clock": set(),
+    "bearer": set(),
     "chunks": set(),
     "wire_codecs": {"numpy", "lz4"},
     "huge_pages": set(),

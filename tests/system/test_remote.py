@@ -19,7 +19,7 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2, cache_pb2
 from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.core.model import BlockStatus
-from tierd.errors import ERROR_KEY, CorruptRecord, TierdError
+from tierd.errors import ERROR_KEY, CorruptRecord, TierdError, Unavailable
 from tierd.testing import chain, content_of, is_content
 
 COUNT = 4
@@ -186,6 +186,19 @@ def test_wrong_credential_file(remote: Remote, tmp_path: Path) -> None:
         client.open_namespace(BIG)
     with Client(**place, best_effort=True) as client:
         assert not client.get(client.open_namespace(BIG), chain(1, 1))
+
+
+@pytest.mark.parametrize(
+    "secret", [b"\xff\xfe" * 20, "p\xe4ssword-of-some-length".encode(), b"two lines\nof some length\n"]
+)
+def test_credential_that_no_client_can_send(tmp_path: Path, secret: bytes) -> None:
+    """A daemon whose credential file is not one line of ASCII does not start, and says which file that is."""
+    config = remote_config(tmp_path, free_port())
+    (tmp_path / "secret").write_bytes(secret)
+    with pytest.raises(Unavailable) as told:
+        Daemon(config).start()
+    assert f"server.tcp_credential_file: {tmp_path}/secret" in str(told.value)
+    assert "Traceback" not in str(told.value)
 
 
 # -- damage

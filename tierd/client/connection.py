@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from tierd.bearer import read_bearer
 from tierd.client import forks
 from tierd.client.credits import Credits
 from tierd.client.early import Known
@@ -249,10 +250,10 @@ class Connector:
 
     def _open(self, *, timeout_s: float) -> Link:
         self._numbers += 1
-        credential = _read_credential(self._options.credential_file)
-        if isinstance(self.target, RemoteTarget):
-            return self._open_remote(self.target, credential, timeout_s=timeout_s)
         options = self._options
+        if isinstance(self.target, RemoteTarget):
+            return self._open_remote(self.target, options.credential_file, timeout_s=timeout_s)
+        credential = _read_credential(options.credential_file)
         session = connect_session(
             self.target, name=options.name, engine=options.engine, credential=credential, timeout_s=timeout_s
         )
@@ -261,7 +262,8 @@ class Connector:
         link.on_idle = self._idle
         return link
 
-    def _open_remote(self, target: RemoteTarget, credential: str | None, *, timeout_s: float) -> Link:
+    def _open_remote(self, target: RemoteTarget, credential_file: str, *, timeout_s: float) -> Link:
+        credential = read_bearer(credential_file, setting="credential_file") if credential_file else ""
         # gRPC tells late that nobody listens; a plain connection tells at once.
         try:
             socket.create_connection((target.host, target.port), timeout=max(timeout_s, 0.001)).close()

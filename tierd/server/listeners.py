@@ -20,6 +20,7 @@ import structlog
 
 import tierd
 from tierd import metrics, places
+from tierd.bearer import read_bearer
 from tierd.config import split_address
 from tierd.core.model import NOBODY
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
@@ -214,7 +215,7 @@ class Listeners:
     def _open_remote(self) -> str:
         """The session behind TCP, and the credential that its callers must bring."""
         path = self._daemon.config.server.tcp_credential_file
-        credential = Path(path).read_text(encoding="utf-8").strip()
+        credential = read_bearer(path, setting="server.tcp_credential_file")
         if len(credential) < 16:
             raise ConfigError(
                 f"server.tcp_credential_file: {path} holds {len(credential)} characters, 16 are the least"

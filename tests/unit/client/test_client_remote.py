@@ -14,11 +14,14 @@ from tests.unit.client.conftest import BEARER, CLASS_BYTES, SPEC, TOKENS
 from tierd.client import AsyncClient, Client, Group, NamespaceSpec, Need
 from tierd.client.connection import Link
 from tierd.errors import (
+    ConfigError,
     InvalidArgument,
     Overloaded,
     Unavailable,
     Unsupported,
 )
+
+UNSENDABLE = [b"\xff\xfe" * 20, "p\xe4ssword-of-some-length".encode(), b"two lines\nof some length\n", bytes(20)]
 
 
 def remote(daemon, tmp_path, *, asking="", **options):
@@ -126,6 +129,19 @@ def test_codec_without_its_package(monkeypatch, kind):
     with pytest.raises(Unsupported, match=r"pip install 'tierd\[lz4\]'"):
         kind("127.0.0.1:1?codec=lz4")
     kind("127.0.0.1:1")
+
+
+@pytest.mark.parametrize("secret", UNSENDABLE)
+def test_credential_that_no_call_can_carry(daemon, tmp_path, secret):
+    """A credential file over TCP that is not one line of ASCII is refused by name before anything is sent; best effort makes of it a miss."""
+    path = tmp_path / "secret"
+    path.write_bytes(secret)
+    place = {"target": f"127.0.0.1:{daemon.port}", "credential_file": str(path)}
+    with Client(**place) as client, pytest.raises(ConfigError, match="^credential_file: .*secret"):
+        client.open_namespace(SPEC)
+    with Client(**place, best_effort=True) as careless:
+        assert not careless.get(careless.open_namespace(SPEC), TOKENS)
+    assert not daemon.calls["OpenNamespace"]
 
 
 def test_no_remote_daemon(daemon, tmp_path):
