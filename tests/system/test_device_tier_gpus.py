@@ -9,12 +9,21 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from tests.compilers import skip_without
 from tests.system.blocks import connected
-from tests.system.device_driver import use_gpus
+from tests.system.device_driver import use_fatbins, use_gpus
 from tests.system.device_worker import CONFIG, DEVICE, await_put, gpu_process, serve
-from tests.system.elsewhere import Elsewhere
+from tests.system.elsewhere import Elsewhere, Talk
+from tests.system.lone_worker import OPTIONS, PROMPT, random_model
 from tests.system.warm import Daemon
-from tierd.errors import Unavailable
+from tierd.client import Client
+from tierd.errors import ConfigError, Unavailable
+from tierd.worker.backend import Backend
+from tierd.worker.engine import Engine
+from tierd.worker.pages import page_shape
+from tierd.worker.report import Request
+from tierd.worker.tierd_pages import TierdOptions, TierdPages
+from tools.kernels import MissingTool
 
 TWO = DEVICE.replace("capacity", "ordinal = 1\ncapacity", 1) + CONFIG
 """The first tier is that of the second GPU: what is counted as what shows."""
@@ -110,3 +119,54 @@ def test_errors_name_the_gpu() -> None:
     daemon = Daemon(TWO.replace("ordinal = 1", "ordinal = 99"))
     with pytest.raises(Unavailable, match="cuda:99.*no GPU of this number"), daemon:
         pass
+
+
+def attending(talk: Talk, target: str, *, gpu: int, tier: str) -> None:
+    """A worker on this GPU that answers the same prompt as often as it is told."""
+    model = random_model(Backend("numpy", "float32", f"cuda:{gpu}"))
+    with Client(target) as client:
+        shape, options = page_shape(model, kv_dtype="float16"), TierdOptions(tier=tier, reserve_pages=4)
+        source = TierdPages(client, model, name="random", options=options, shape=shape)
+        engine = Engine(model, source, options=OPTIONS)
+        while talk.hear() == "answer":
+            report = engine.generate([Request(PROMPT, 8)])[0]
+            talk.say([report.tokens, report.reused_tokens, dict(source.faults)])
+        engine.close()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPUs, of which emulated ones know nothing."""
+    try:
+        use_fatbins(monkeypatch)
+    except MissingTool as error:
+        skip_without(error, "g++", "nvcc")
+    monkeypatch.delenv("TIERD_KERNELS", raising=False)
+
+
+def test_two_workers_on_two_gpus_answer_one_prompt(kernels: None, daemon: Daemon) -> None:
+    """What another worker has committed on another GPU is brought to one's own, where a block is found in the midst of an answer too."""
+    with (
+        Elsewhere(attending, daemon.target, gpu=1, tier=FIRST) as first,
+        Elsewhere(attending, daemon.target, gpu=0, tier=SECOND) as second,
+    ):
+        tokens, reused, faults = first.ask("answer")
+        assert (reused, faults) == (0, {})
+        for _ in range(2):
+            again, reused, faults = second.ask("answer")
+            assert again == tokens and reused > 0 and faults == {}
+
+
+def refused(talk: Talk, target: str) -> None:
+    """A worker that does not say in which GPU's memory its pages are to lie; what it is told."""
+    model = random_model(Backend("numpy", "float32", "cuda:0"))
+    with Client(target) as client, pytest.raises(ConfigError) as raised:
+        TierdPages(client, model, name="random", shape=page_shape(model, kv_dtype="float16"))
+    talk.hear()
+    talk.say(str(raised.value))
+
+
+def test_a_worker_must_say_which_gpus_memory(kernels: None, daemon: Daemon) -> None:
+    """Where the daemon has memory of several GPUs, a worker that names no tier is told so, and does not just find nothing."""
+    with Elsewhere(refused, daemon.target) as worker:
+        assert "(device.0, device.1); say which" in worker.ask()

@@ -14,7 +14,7 @@ from tests.system.sdk import held
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, Reservation
-from tierd.errors import DeadlineExceeded, Overloaded
+from tierd.errors import ConfigError, DeadlineExceeded, Overloaded
 from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.engine import Engine, EngineOptions
@@ -259,6 +259,33 @@ def test_after_a_commit_that_failed_nothing_relies_on_the_page(
         assert [report.tokens for report in reports] == plain(model, request)
         assert worker.source.faults["DeadlineExceeded"] > 0
         assert (reports[0].recomputed_tokens == 0) == keeps_copies
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, ConfigError])
+@pytest.mark.parametrize("is_answered", [False, True], ids=["before it is sent", "after its answer"])
+def test_whatever_ends_a_commit_its_pages_are_not_written_to(
+    roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], *, is_answered: bool
+) -> None:
+    """An interrupt, or any error, in a commit leaves no page to the next request that may be somebody's block by then."""
+    commit = Reservation.commit
+
+    def ended(self: Reservation, *args: Any, **options: Any) -> None:
+        if is_answered:
+            commit(self, *args, **options)
+        raise error("now")
+
+    first, second = Request(prompt(100), 8), Request(prompt(100), 8)
+    with Worker(roomy, model, reserve_pages=4) as worker, Worker(roomy, model) as other:
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(Reservation, "commit", ended)
+            worker.serve(first)
+        leased = other.source.acquire(first.tokens)
+        assert (leased.tokens > 0) == is_answered
+        before = [page.array.copy() for page in leased.pages]
+        assert worker.serve(second)[0].tokens == plain(model, second)[0]
+        assert all(np.array_equal(old, page.array) for old, page in zip(before, leased.pages, strict=True))
+        other.source.release(leased.pages)
+        assert other.serve(first)[0].tokens == plain(model, first)[0]
 
 
 def test_pages_that_may_still_be_read_go_to_nobody(

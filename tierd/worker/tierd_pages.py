@@ -96,6 +96,10 @@ class TierdPages:
             raise ConfigError(
                 f"worker: attends on {self._shape.backend.device}, the daemon has no memory of a GPU; give it a [[device]] of kind cuda, or choose device='cpu'"
             )
+        if self._shape.backend.is_on_gpu and len(client.gpu_tiers) > 1 and not self._options.tier:
+            raise ConfigError(
+                f"worker: attends on {self._shape.backend.device}, the daemon has memory of several GPUs ({', '.join(client.gpu_tiers)}); say which with TierdOptions(tier=...)"
+            )
         self._spare: list[Page] = []
         self._memory = LocalPages(self._shape)
         self._owed = 0
@@ -235,23 +239,30 @@ class TierdPages:
         that failed nobody knows how far it came.
         """
         kept = self._copies(pages) if self._options.keeps_copies else []
-        held = self._guarded(lambda: self._publish(reservation, pages, tokens, after), Held).pages
-        if len(held) == len(pages):
-            self._memory.release(kept)
-        else:
+        held: list[Page] = []
+        try:
+            held = self._guarded(lambda: self._publish(reservation, pages, tokens, after), Held).pages
+        finally:  # whatever ends it, an interrupt too: pages that may be somebody's block must not be written to again
+            if len(held) == len(pages):
+                _move(pages, held)
+                self._memory.release(kept)
+            else:
+                self._lose(pages, kept)
+
+    def _lose(self, pages: list[Page], kept: list[Page]) -> None:
+        try:
             with suppress(DeadlineExceeded):
                 self._finish(pages)
-            held = kept or [Page(None) for _ in pages]
+        finally:
+            _move(pages, kept or [Page(None) for _ in pages])
             self._owed += len(pages) - len(kept)
             self._spare.clear()
-        for page, now in zip(pages, held, strict=True):
-            page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
 
     def _finish(self, pages: Sequence[Page]) -> None:
-        """Waits for what may still touch the pages. Raises DeadlineExceeded: nobody else gets them then, whoever lets go of them here."""
+        """Waits for what may still touch the pages. Raises DeadlineExceeded: nobody else gets them then, nor when the wait is interrupted, whoever lets go of them here."""
         try:
             self._shape.backend.finish()
-        except DeadlineExceeded:
+        except BaseException:
             _WITHHELD.extend((page.array, page.origin) for page in pages)
             raise
 
@@ -286,8 +297,11 @@ class TierdPages:
         )
 
     def _is_near(self, lease: Lease) -> bool:
-        tiers, gpus = self._client.tiers, self._client.gpu_tiers
-        return {tiers[i] in gpus for i in lease.handles["tier"].tolist()} == {self._shape.backend.is_on_gpu}
+        """Whether it lies where this worker attends; of several GPUs, on its own."""
+        tiers = {self._client.tiers[i] for i in lease.handles["tier"].tolist()}
+        if self.tier in self._client.tiers:
+            return tiers == {self.tier}
+        return {tier in self._client.gpu_tiers for tier in tiers} == {self._shape.backend.is_on_gpu}
 
     def _commit_tail(self, page: Page, tokens: Sequence[int], after: Page | None) -> bool:
         parent, position = (after.hash, after.position + 1) if after else (ROOT, 0)
@@ -312,6 +326,12 @@ class TierdPages:
             self.faults[type(fault).__name__] += 1
             _log.debug("tierd gave nothing: %s", fault)
             return nothing()
+
+
+def _move(pages: Sequence[Page], to: Sequence[Page]) -> None:
+    """In place, so that all who have the pages see it."""
+    for page, now in zip(pages, to, strict=True):
+        page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
 
 
 def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpec:
