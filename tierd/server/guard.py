@@ -12,7 +12,6 @@ import hmac
 import math
 import secrets
 import time
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -79,27 +78,13 @@ class Arrival:
     metadata: dict[str, str]
     place: Place | None = None
     refusal: TierdError | None = None
-    timer: asyncio.TimerHandle | None = None
 
-    def awaited(self, timeout_s: float) -> Arrival:
-        """Its message has so long to come; after that the place is somebody else's."""
-        assert self.place is not None
-        # Not the place itself: one that nobody knows of any more is left at once.
-        self.timer = asyncio.get_running_loop().call_later(timeout_s, _leave, weakref.ref(self.place))
-        return self
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """While the call is handled. Raises its refusal, DeadlineExceeded."""
+    def taken(self) -> Place:
+        """The place, to be held while the call is handled. Raises its refusal."""
         if self.refusal is not None:
             raise self.refusal
         assert self.place is not None
-        assert self.timer is not None
-        self.timer.cancel()
-        with self.place:
-            if not self.place.is_taken:
-                raise DeadlineExceeded("call: its message came too late; send it with the call")
-            yield
+        return self.place
 
 
 @dataclass
@@ -114,6 +99,9 @@ CALLER: ContextVar[Caller] = ContextVar("caller")
 
 Parse = Callable[[Any], Any]
 """Bytes to a message. Raises DecodeError."""
+
+Inner = Callable[[Any, Any], Awaitable[Any]]
+"""What is done of a call under the guard: its stream and context, to the reply."""
 
 Authenticate = Callable[[str], tuple[int, str, bool]]
 """Token to (session, tenant, is_admin). Raises SessionLost."""
@@ -154,19 +142,17 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             return handler
         arrival = self._arrived(details)
         parse = handler.request_deserializer
+        # Each as if its request were a stream: so the guard reads the message, in its time, and that of a refused call nobody. And the bytes are
+        # parsed in here: grpc itself would answer a malformed message with UNKNOWN and a traceback.
         if arrival.refusal is not None:
-            # As if it were a stream: so its message is not waited for, nor read.
-            make, call = grpc.stream_unary_rpc_method_handler, self._unary(_nothing, parse, arrival)
+            make, call = grpc.stream_unary_rpc_method_handler, self._unary(_nothing, arrival)
         elif handler.response_streaming:
-            make = grpc.unary_stream_rpc_method_handler
+            make = grpc.stream_stream_rpc_method_handler
             call = self._stream(handler.unary_stream, parse, arrival)
-        elif handler.request_streaming:
-            make = grpc.stream_unary_rpc_method_handler
-            call = self._unary(handler.stream_unary, lambda raw: _each_parsed(parse, raw), arrival)
         else:
-            make = grpc.unary_unary_rpc_method_handler
-            call = self._unary(handler.unary_unary, lambda raw: parsed(parse, raw), arrival)
-        # The bytes are parsed in here: grpc itself would answer a malformed message with UNKNOWN and a traceback.
+            make = grpc.stream_unary_rpc_method_handler
+            inner = self._streamed if handler.request_streaming else self._single
+            call = self._unary(inner(handler, parse), arrival)
         return make(call, None, handler.response_serializer)
 
     def _arrived(self, details: Any) -> Arrival:
@@ -176,28 +162,35 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             session = self._identify(metadata)[0]
             is_shared = self._remote is not None and session == self._remote[0]
             place = self._credits.place(details.method, session, is_shared=is_shared)
-            return Arrival(details.method, metadata, place).awaited(self.call_timeout_s)
+            return Arrival(details.method, metadata, place)
         except TierdError as error:
             return Arrival(details.method, metadata, refusal=error)
 
-    def _unary(self, inner: Callable[..., Awaitable[Any]], parse: Parse, arrival: Arrival) -> Any:
+    def _single(self, handler: Any, parse: Parse) -> Inner:
+        async def inner(_raw: Any, context: Any) -> Any:
+            return await handler.unary_unary(await received(parse, context, within_s=self.call_timeout_s), context)
+
+        return inner
+
+    def _streamed(self, handler: Any, parse: Parse) -> Inner:
+        return lambda raw, context: handler.stream_unary(_each_parsed(parse, raw), context)
+
+    def _unary(self, inner: Inner, arrival: Arrival) -> Any:
         async def call(raw: Any, context: Any) -> Any:
             async with self._guarded(arrival, context) as caller, asyncio.timeout_at(caller.deadline):
-                return await inner(parse(raw), context)
+                return await inner(raw, context)
 
         return call
 
     def _stream(self, inner: Callable[..., AsyncGenerator[Any, None]], parse: Parse, arrival: Arrival) -> Any:
         # Written rather than yielded: so a cancelled call ends here, in its own task, and not when a generator is collected.
-        async def call(raw: Any, context: Any) -> None:
-            async with (
-                self._guarded(arrival, context) as caller,
-                asyncio.timeout_at(caller.deadline),
-                contextlib.aclosing(inner(parsed(parse, raw), context)) as replies,
-            ):
-                async for reply in replies:
-                    with unless_over():
-                        await context.write(reply)
+        async def call(_raw: Any, context: Any) -> None:
+            async with self._guarded(arrival, context) as caller, asyncio.timeout_at(caller.deadline):
+                message = await received(parse, context, within_s=self.call_timeout_s)
+                async with contextlib.aclosing(inner(message, context)) as replies:
+                    async for reply in replies:
+                        with unless_over():
+                            await context.write(reply)
 
         return call
 
@@ -230,7 +223,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                     yield caller
             except (TierdError, TimeoutError) as error:
                 outcome.name = type(error).__name__
-                await _abort(context, error)
+                await abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 outcome.name = "Cancelled"
                 raise
@@ -292,12 +285,6 @@ async def _nothing(_message: Any, _context: Any) -> None:
     """The handler of a call that is refused: never reached."""
 
 
-def _leave(place: weakref.ref[Place]) -> None:
-    found = place()
-    if found is not None:
-        found.leave()
-
-
 def parsed(parse: Parse, raw: bytes) -> Any:
     """The message of these bytes. Raises InvalidArgument."""
     try:
@@ -306,6 +293,15 @@ def parsed(parse: Parse, raw: bytes) -> Any:
         raise InvalidArgument(
             f"message: {len(raw)} bytes that are not the request's ({error}); use the stubs"
         ) from error
+
+
+async def received(parse: Parse, context: Any, *, within_s: float) -> Any:
+    """The one message of a call. Raises InvalidArgument, TimeoutError."""
+    async with asyncio.timeout(within_s):
+        raw = await context.read()
+    if not isinstance(raw, bytes):  # the end of what it sends
+        raise InvalidArgument("call: it ended without its message; use the stubs")
+    return parsed(parse, raw)
 
 
 async def _each_parsed(parse: Parse, stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
@@ -320,7 +316,8 @@ def said_of(error: TierdError | TimeoutError) -> TierdError:
     return DeadlineExceeded("call: its deadline passed; allow more time, or take it as a miss")
 
 
-async def _abort(context: Any, raised: TierdError | TimeoutError) -> None:
+async def abort(context: Any, raised: TierdError | TimeoutError) -> None:
+    """Ends the call with the error, by name."""
     error = said_of(raised)
     trailing = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, Overloaded) and error.retry_after_s:

@@ -140,7 +140,7 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     deadline = time.monotonic() + daemon.config.server.shutdown_deadline
     daemon.state, daemon.cache.is_draining = "draining", True
     log.info("stopping", leases=daemon.cache.core.stats().leases, transfers=daemon.cache.flights.count)
-    await listeners.refuse_new()
+    listeners.refuse_new()
     daemon.cache.releases.make()
     daemon.cache.events.close()  # watchers would keep their calls open until the deadline
     await _in_time(daemon.scrub.stop(), deadline)

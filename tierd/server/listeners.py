@@ -155,10 +155,10 @@ class Listeners:
         """From now on what clients call their blocks goes there."""
         self._service.note_names = note
 
-    async def refuse_new(self) -> None:
+    def refuse_new(self) -> None:
         """No new sessions; health checks are told."""
         self._socket.refuse_new()
-        await self._rpc.set_serving(serving=False)
+        self._rpc.health.tell(serving=False)
 
     async def finish_calls(self, *, timeout_s: float) -> None:
         """Lets calls in progress finish, of which the recording is told; whatever is left then is cancelled."""

@@ -7,22 +7,24 @@ in chunks.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from tierd._proto import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
 from tierd.config import ServerConfig
 from tierd.errors import ConfigError
 from tierd.server import streams
 from tierd.server.admin import AdminService
 from tierd.server.guard import OVER, Guard
 from tierd.server.service import CacheService
+from tierd.server.unnamed import Health, Unnamed
 
 SERVICES = ("tierd.v1.Cache", "tierd.v1.Admin")
 OPTIONS = (
@@ -39,7 +41,9 @@ connection can leave more than this unread."""
 CONNECTIONS_FACTOR = 4
 """Connections, as a multiple of the sessions that may be open."""
 BACKLOG = 16
-"""Calls in the server, as a multiple of the queue: so that the guard is what answers."""
+"""Calls in each server, as a multiple of the queue: so that the guard is what answers."""
+SPARE = 1024
+"""Calls in each server beside those: endless ones, refused ones, replies that nobody has read."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -49,27 +53,32 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 class Rpc:
-    """One or two gRPC servers over the same services."""
+    """Two gRPC servers over the same services: what takes all the room of the one leaves the other's."""
 
     def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, limits: ServerConfig) -> None:
         logging.getLogger(GRPC_LOG).addFilter(is_news)
         self.guard = guard
-        self.health = HealthServicer()
+        self.health = Health(SERVICES)
+        self._cache, self._admin, self._limits = cache, admin, limits
+        self._servers: list[grpc.aio.Server] = []
+
+    def _build(self) -> grpc.aio.Server:
+        limits = self._limits
         options = (
             *OPTIONS,
             ("grpc.max_concurrent_streams", STREAMS_FACTOR * limits.session_credits),
             ("grpc.max_allowed_incoming_connections", CONNECTIONS_FACTOR * limits.session_limit),
         )
-        most = limits.queue_limit * BACKLOG + 1024
-        self._server = grpc.aio.server(interceptors=[guard], options=options, maximum_concurrent_rpcs=most)
-        cache_pb2_grpc.add_CacheServicer_to_server(cache, streams.Recoded(self._server, cache))
-        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        names = [
-            module.DESCRIPTOR.services_by_name[n].full_name
-            for module, n in ((cache_pb2, "Cache"), (admin_pb2, "Admin"))
-        ]
-        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, HEALTH_NAME], self._server)
+        most = limits.queue_limit * BACKLOG + SPARE
+        server = grpc.aio.server(interceptors=[self.guard], options=options, maximum_concurrent_rpcs=most)
+        cache_pb2_grpc.add_CacheServicer_to_server(self._cache, streams.Recoded(server, self._cache))
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+        unnamed = Unnamed(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, unnamed)
+        told = ReflectionServicer([*SERVICES, reflection.SERVICE_NAME, HEALTH_NAME])
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(told, unnamed)
+        self._servers.append(server)
+        return server
 
     def listen_unix(self, path: Path) -> None:
         """Binds the unix socket, 0660. Raises ConfigError."""
@@ -83,21 +92,16 @@ class Rpc:
 
     async def start(self) -> None:
         """Begins to serve."""
-        await self._server.start()
-        await self.set_serving(serving=True)
-
-    async def set_serving(self, *, serving: bool) -> None:
-        """What health checks are told."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *SERVICES):
-            await self.health.set(name, status)
+        for server in self._servers:
+            await server.start()
+        self.health.tell(serving=True)
 
     async def stop(self, *, grace_s: float) -> None:
         """Refuses new calls, lets those in progress finish within the grace, cancels the rest."""
-        await self._server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     def _bind(self, address: str) -> int:
         try:
-            return int(self._server.add_insecure_port(address))
+            return int(self._build().add_insecure_port(address))
         except RuntimeError as error:
             raise ConfigError(f"listen {address}: {error}; is another program using it?") from error
