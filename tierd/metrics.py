@@ -8,9 +8,11 @@ such as "host.0", links such as "nvme.0>host.0", names of enum members, method a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -187,6 +189,20 @@ class Metrics:
         return Histogram(name, row.meaning, row.labels, buckets=SECONDS_BUCKETS, registry=self.registry)
 
 
+class Reader(WSGIRequestHandler):
+    """One who reads metrics: each has a thread, and for as long only as the request comes."""
+
+    timeout = 5.0
+
+    def handle(self) -> None:
+        """Serves the request; one that does not come in time ends with its connection."""
+        with contextlib.suppress(TimeoutError):
+            super().handle()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: a request is no news."""
+
+
 class Listener:
     """Serves /metrics in a thread of its own from its making until `close`. Raises OSError if the address is taken.
 
@@ -195,6 +211,7 @@ class Listener:
 
     def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
         self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
+        self._server.RequestHandlerClass = Reader
         self.port: int = self._server.server_port
 
     def close(self) -> None:

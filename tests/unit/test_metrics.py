@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import urllib.error
 import urllib.request
 
@@ -9,7 +10,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from tierd.metrics import METRICS, Listener, Metrics
+from tierd.metrics import METRICS, Listener, Metrics, Reader
 
 UNITS = {"counter": ("_total",), "histogram": ("_seconds",)}
 KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
@@ -73,3 +74,12 @@ def test_listen_serves_until_it_is_closed() -> None:
     serving.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=10)
+
+
+def test_who_asks_for_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection to /metrics on which no request comes is closed, and its thread ends."""
+    monkeypatch.setattr(Reader, "timeout", 0.1)
+    serving = Listener(Metrics(), host="127.0.0.1", port=0)
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=15) as silent:
+        assert silent.recv(1) == b""
+    serving.close()

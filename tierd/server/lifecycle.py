@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -56,6 +57,12 @@ def check_platform() -> None:
         )
 
 
+def allow_descriptors() -> None:
+    """As many as the system lets this process have: a shell's usual 1,024 are fewer than the connections that gRPC may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 async def serve(config: Config, *, release: bool = False) -> int:
     """Runs a daemon until SIGTERM or SIGINT; the exit status. release: free the arena at the end.
 
@@ -64,6 +71,7 @@ async def serve(config: Config, *, release: bool = False) -> int:
     check_platform()
     os.umask(0o077)
     heap.keep_freed()
+    allow_descriptors()
     log.info("event loop", goes_first=precedence.go_first())
     # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

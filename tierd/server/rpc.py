@@ -47,8 +47,11 @@ SPARE = 1024
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of grpc's own is worth one of ours: not where the reply of a call met the end of that call, which its client has given up."""
+    """Whether a line of grpc's own is worth one of ours: not where the reply of a call met the end of that call, which its client has given up, nor
+    where a header, of whoever it is, is no text."""
     error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, UnicodeDecodeError):  # a header that somebody sent
+        return False
     return not (isinstance(error, grpc.aio.InternalError) and any(said in str(error) for said in OVER))
 
 

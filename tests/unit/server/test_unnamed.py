@@ -15,6 +15,7 @@ from tests.unit.server.test_guard import SECRET, Rig, error_of, rigged, until
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.server import rpc, unnamed
+from tierd.server.rpc import GRPC_LOG
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -108,3 +109,14 @@ async def test_replies_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> Non
             await until(lambda: ended["OpenNamespace ok"] > i)  # noqa: B023  # read before the next turn
         assert await error_of(admin.Status(apb.StatusRequest(), metadata=await rig.session())) == ""
         writer.close()
+
+
+async def test_a_header_that_is_no_text_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A header of bytes that are not UTF-8, which needs no credential, writes no traceback."""
+    async with rigged() as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(beginning() + call(1, CHECK).replace(SECRET.encode(), SECRET[1:].encode() + b"\xff"))
+        async with asyncio.timeout(SOON_S):
+            await reader.readuntil(b"application/grpc")
+        writer.close()
+    assert [record for record in caplog.records if record.name == GRPC_LOG] == []
