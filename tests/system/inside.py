@@ -109,16 +109,12 @@ class Inside:
         context = Context(timeout_s, metadata=tuple(metadata.items()), asks=list(raw))
         details = SimpleNamespace(method=method, invocation_metadata=context.metadata)
         handler = await self.listeners._rpc.guard.intercept_service(self._handler, details)
-        if handler.request_streaming and handler.response_streaming:
-            await handler.stream_stream(None, context)
-        elif handler.response_streaming:
+        if handler.response_streaming:
             with contextlib.suppress(TimeoutError):  # the reader of a stream without an end has gone
                 async with asyncio.timeout(timeout_s):
-                    await handler.unary_stream(raw[0], context)
-        elif handler.request_streaming:
-            context.replies.append(await handler.stream_unary(_each(raw), context))
+                    await handler.stream_stream(None, context)
         else:
-            context.replies.append(await handler.unary_unary(raw[0], context))
+            context.replies.append(await handler.stream_unary(_each(raw), context))
         return [handler.response_serializer(reply) for reply in context.replies]
 
     async def _handler(self, details: Any) -> Any:
@@ -157,10 +153,9 @@ async def inside(config: str = CONFIG) -> AsyncIterator[Inside]:
         for name, path in places.items():
             config = config.replace("{" + name + "}", path)
         async with assemble(resolve(read_config(config), environ={})) as daemon:
-            with mock.patch.object(grpc.aio, "server", server):
-                listeners = Listeners(daemon)
-            async with listeners:
-                await listeners.open()
+            async with Listeners(daemon) as listeners:
+                with mock.patch.object(grpc.aio, "server", server):
+                    await listeners.open()
                 daemon.cache.background.start()
                 await daemon.load()
                 daemon.state = "serving"
