@@ -187,9 +187,22 @@ class Room:
                 return no_ids()
             if self._empty_coldest(tier, victims, key, draft):
                 return no_ids()
-            if leaves >= self._index.going[tier]:
+            if leaves >= self._index.going[tier] or (leaves == 1 and not self._may_find(tier, key)):
                 return None
             reach = leaves = 2 * reach
+
+    def _may_find(self, tier: int, key: Key) -> bool:
+        """Whether it is worth while to look at more than the coldest: something in the key's segments may go, or all of another segment. Each page is looked at once."""
+        pages_of, held = self._index.tiers[tier], self._index.held[tier]
+        pages = true_rows(~among(pages_of.state[: pages_of.top], (PageState.FREE, PageState.QUARANTINED)))
+        blocks, places = pages_of.block[pages], pages_of.place[pages]
+        stays = (blocks < 0) | (pages_of.doom[pages] > 0) | held[blocks]
+        going, staying = (np.bincount(places[rows], minlength=len(pages_of.segments)) > 0 for rows in (~stays, stays))
+        has_ids = self._has_ids(tier, key)
+        return any(
+            pages_of.key_of(place) == key or (has_ids and not staying[place] and not pages_of.is_mostly_bad(place))
+            for place in true_rows(going).tolist()
+        )
 
     def _exchange(self, tier: int, victims: Ids, draft: Draft) -> Ids:
         """Drops victims that lie in segments of one key, which has no free page. Their pages, reserved for the key; none where it has to take what there is then."""

@@ -109,6 +109,31 @@ def test_a_segment_in_which_something_is_held_is_passed_over() -> None:
     assert answer.plan.is_empty
 
 
+@pytest.mark.parametrize("pages", [256, 4096])
+def test_no_room_is_told_after_a_look_at_the_coldest(pages: int) -> None:
+    """Where something is held in every segment, somebody of another class hears so after policies have named as many victims as one segment holds, however large the tier."""
+    kit = Kit(tier(HOST, pages, segment=64))
+    for number in range(pages // 64):
+        kit.put(chain(f"{number}", 64))
+        kit.acquire(group(chain(f"{number}", 1)))
+    named, policy = list[int](), kit.core._index.policies[0]
+    victims = policy.victims
+    policy.victims = lambda count, held: named.append(count) or victims(count, held)  # type: ignore[method-assign]
+    assert kit.reserve(chain("big", 1), length=2 * PAGE).statuses[0].tolist() == [NO_ROOM]
+    assert sum(named) < 256
+
+
+def test_a_segment_without_anything_held_is_found_however_hot_it_is() -> None:
+    """Though all that is cold lies in segments in which something is held, the one segment where nothing is gives room."""
+    kit = Kit(tier(HOST, 4096, segment=64))
+    for number in range(64):
+        kit.put(chain(f"{number}", 64))
+        if number < 63:
+            kit.acquire(group(chain(f"{number}", 1)))
+    assert kit.reserve(chain("big", 1), length=2 * PAGE).statuses[0].tolist() == [RESERVED]
+    assert kit.tiers_of(chain("63", 64)) == [-1] * 64
+
+
 def test_operators_pins_are_respected() -> None:
     """A pinned block is neither dropped for room, nor demoted, nor evicted by hand, until it is unpinned."""
     kit, a = Kit(tier(HOST, 4)), chain("a", 4)
