@@ -1,6 +1,6 @@
 """Whole files: read, written, and replaced so that they are durable.
 
-Purpose: `read_file`, `read_into`, `write_fully`, `replace_file`. Non-purpose: what the files mean; single operations (`files`). Invariants: a sync is never
+Purpose: `read_file`, `opened`, `read_into`, `write_fully`, `replace_file`. Non-purpose: what the files mean; single operations (`files`). Invariants: a sync is never
 tried twice; a file under its final name is whole and durable.
 """
 
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
 
 from tierd.failpoint import failpoint
 from tierd.tiers.checksum import Buffer
 from tierd.tiers.files import OS, Files
+
+WINDOW_BYTES = 4 << 20
+"""Of a long file, in memory at one time; more where more is asked for at once."""
 
 
 def read_file(path: Path, *, disk: Files = OS) -> bytearray:
@@ -23,6 +29,37 @@ def read_file(path: Path, *, disk: Files = OS) -> bytearray:
         data = bytearray(disk.size(path))
         count = read_into(fd, data, offset=0, disk=disk)
         return data if count == len(data) else data[:count]
+    finally:
+        disk.close(fd)
+
+
+class Window:
+    """Some of an open file in memory, read as it is asked for. bytes: the file's length. Made by `opened`."""
+
+    def __init__(self, fd: int, length: int, disk: Files) -> None:
+        self.bytes = length
+        self._fd, self._disk = fd, disk
+        self._memory = np.empty(0, np.uint8)
+        self._begin, self._here = 0, memoryview(b"")
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """So many bytes from offset on, fewer at the end of the file. They hold until the next call. Raises OSError."""
+        length = max(0, min(length, self.bytes - offset))
+        if not self._begin <= offset <= offset + length <= self._begin + len(self._here):
+            if len(self._memory) < length:
+                self._memory = np.empty(max(length, min(self.bytes, WINDOW_BYTES)), np.uint8)
+            here = self._memory[: self.bytes - offset]
+            count = read_into(self._fd, here, offset=offset, disk=self._disk)
+            self._begin, self._here = offset, here[:count].data
+        return self._here[offset - self._begin :][:length]
+
+
+@contextmanager
+def opened(path: Path, *, disk: Files = OS) -> Iterator[Window]:
+    """The file, to be read a window at a time. Raises OSError."""
+    fd = disk.open(path, os.O_RDONLY)
+    try:
+        yield Window(fd, disk.size(path), disk)
     finally:
         disk.close(fd)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -85,6 +85,8 @@ class Marks:
 
 
 Record = SegmentBegun | BlocksStored | BlocksRemoved | NamespaceKept | Marks
+Reading = Callable[[int, int], memoryview]
+"""Bytes of a file: from an offset on, so many, fewer at its end."""
 
 
 def encode_record(record: Record) -> bytes:
@@ -219,12 +221,28 @@ def _pieces(record: Record) -> Iterator[Record]:
         yield BlocksRemoved(record.rows[start : start + REMOVED_LIMIT])
 
 
-@dataclass(frozen=True, slots=True)
 class JournalText:
-    """What a journal file says. cut_bytes: the torn or damaged tail that was passed over."""
+    """What a journal file says: its records, in order, up to the first that is not whole. Iterating raises VersionMismatch for a newer format, OSError.
 
-    records: list[Record]
-    cut_bytes: int
+    cut_bytes: when all are read, the torn or damaged tail that was passed over.
+    """
+
+    def __init__(self, path: Path, origin: tuple[bytes, int], disk: Files) -> None:
+        self.cut_bytes = 0
+        self._path, self._origin, self._disk = path, origin, disk
+
+    def __iter__(self) -> Iterator[Record]:
+        with durable.opened(self._path, disk=self._disk) as window:
+            end = 0
+            if _header_holds(window.read(0, _HEADER.size), self._origin):
+                end = _HEADER.size
+                for payload in _payloads(window.read, self._origin):
+                    record = decode_record(payload)
+                    if record is None:
+                        break
+                    end += _FRAME.size + len(payload)
+                    yield record
+            self.cut_bytes = window.bytes - end
 
 
 def journal_path(directory: Path, number: int) -> Path:
@@ -233,18 +251,8 @@ def journal_path(directory: Path, number: int) -> Path:
 
 
 def read_journal(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> JournalText:
-    """The records of a journal, up to the first that is not whole. Raises VersionMismatch for a newer format, OSError."""
-    data = durable.read_file(journal_path(directory, number), disk=disk)
-    if not _header_holds(data, store=store, number=number):
-        return JournalText([], len(data))
-    records, end = [], _HEADER.size
-    for payload in _payloads(data, (store, number)):
-        record = decode_record(payload)
-        if record is None:
-            break
-        records.append(record)
-        end += _FRAME.size + len(payload)
-    return JournalText(records, len(data) - end)
+    """The records of a journal, which are read as they are asked for."""
+    return JournalText(journal_path(directory, number), (store, number), disk)
 
 
 def is_torn(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> bool:
@@ -254,10 +262,15 @@ def is_torn(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> 
     """
     data, origin = durable.read_file(journal_path(directory, number), disk=disk), (store, number)
     end = 0
-    if _header_holds(data, store=store, number=number):
-        end = _HEADER.size + sum(_FRAME.size + len(payload) for payload in _payloads(data, origin))
+    if _header_holds(memoryview(data)[: _HEADER.size], origin):
+        end = _HEADER.size + sum(_FRAME.size + len(payload) for payload in _payloads(_slices(data), origin))
     is_unfinished = _ends_early(data, end) or _has_unwritten(data, end)
     return is_unfinished and not _has_frame(data, origin, after=end)
+
+
+def _slices(data: bytearray) -> Reading:
+    view = memoryview(data)
+    return lambda offset, length: view[offset : offset + length]
 
 
 def _ends_early(data: bytearray, start: int) -> bool:
@@ -282,31 +295,30 @@ def _has_frame(data: bytearray, origin: tuple[bytes, int], *, after: int) -> boo
     lengths = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(tail, 8)).view("<u8").reshape(-1)
     fits = (lengths > 0) & (lengths + np.uint64(_FRAME.size) <= np.arange(len(tail), 7, -1, dtype=np.uint64))
     starts = (np.flatnonzero(fits & (lengths <= FRAME_LIMIT_BYTES)) + after + 1).tolist()
-    return any(next(_payloads(data, origin, offset=start), None) is not None for start in starts)
+    return any(next(_payloads(_slices(data), origin, offset=start), None) is not None for start in starts)
 
 
-def _header_holds(data: bytearray, *, store: bytes, number: int) -> bool:
+def _header_holds(data: memoryview, origin: tuple[bytes, int]) -> bool:
     if len(data) < _HEADER.size:
         return False
-    magic, version, _, found_store, found_number, checksum = _HEADER.unpack_from(data)
+    magic, version, _, found_store, found_number, checksum = _HEADER.unpack(data)
     if magic != JOURNAL_MAGIC or checksum != record_checksum(data[: _HEADER.size - 8]):
         return False
-    versions.JOURNAL.check(version, name=f"journal {number}")
-    return bool(found_store == store and found_number == number)
+    versions.JOURNAL.check(version, name=f"journal {origin[1]}")
+    return (found_store, found_number) == origin
 
 
-def _payloads(data: bytearray, origin: tuple[bytes, int], offset: int = _HEADER.size) -> Iterator[memoryview]:
-    view = memoryview(data)
-    while offset + _FRAME.size <= len(data):
-        length, checksum = _FRAME.unpack_from(data, offset)
-        start = offset + _FRAME.size
-        payload = view[start : start + length]
-        if length > FRAME_LIMIT_BYTES or len(payload) < length:
+def _payloads(read: Reading, origin: tuple[bytes, int], offset: int = _HEADER.size) -> Iterator[bytes | memoryview]:
+    """Of the whole frames from offset on. Each holds until the next is asked for."""
+    while len(head := read(offset, _FRAME.size)) == _FRAME.size:
+        length, checksum = _FRAME.unpack(head)
+        payload = read(offset + _FRAME.size, length) if length <= FRAME_LIMIT_BYTES else b""
+        if len(payload) < length:
             return
         if checksum != _frame_sum((*origin, offset), payload):
             return
         yield payload
-        offset = start + length
+        offset += _FRAME.size + length
 
 
 def _frame_sum(origin: tuple[bytes, int, int], payload: bytes | memoryview) -> int:

@@ -30,6 +30,8 @@ from tierd.tiers.store_files import GENERATION_LEAP, SEGMENT_LEAP, OpenStore, re
 
 JOURNAL_LIMIT_BYTES = 8 << 20
 """A journal longer than this, and than the snapshot before it, is folded into a new snapshot."""
+LONG_JOURNAL_BYTES = 256 << 20
+"""So is one as long as this, however long the snapshot: what it tells is in memory while it is folded, and while a start after a crash reads it."""
 PENDING_LIMIT = 256
 """So many records not yet in the journal set a flight off at once."""
 LAG_S = 1.0
@@ -70,10 +72,12 @@ class Ledger:
     """The journal of an open store, and when it is written.
 
     failure: empty, or why nothing becomes durable now. abandoned: places whose slot file's sync has failed, and how often it could not be renewed.
+    is_loading: what the former life left is still being read, so that no file of it may go.
     """
 
     def __init__(self, opened: OpenStore, keeper: Keeper, calls: Calls) -> None:
         self.failure = ""
+        self.is_loading = False
         self.abandoned: dict[int, int] = {}
         self._keeper, self._calls = keeper, calls
         self._must_fold = False  # a journal whose sync has failed is still among those that tell of durable blocks
@@ -89,7 +93,8 @@ class Ledger:
         self._next_flight: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._compaction: asyncio.Task[None] | None = None
-        self._compact_at = max(JOURNAL_LIMIT_BYTES, opened.snapshot_bytes)
+        self._is_given_up = False  # no snapshot is wanted any more
+        self._note_snapshot(opened.snapshot_bytes)
 
     def add(self, record: Record, *, place: int | None = None) -> None:
         """Appends a record, in memory. place: where the slots that it tells of were written already."""
@@ -127,16 +132,21 @@ class Ledger:
         except OSError as error:
             raise TierFailed(f"{self._opened.name}: {error}; check the disk") from error
 
-    async def close(self) -> None:
-        """A last sync and a snapshot, if they can be; then no thread works any more."""
+    async def close(self, *, fold_until: float) -> None:
+        """A last sync, and a snapshot where the next start would write one; then no thread works any more.
+
+        fold_until: time of the loop at which a snapshot that is not there yet is given up. The journals tell the same.
+        """
         with suppress(TierFailed):  # who needed something durable has asked before
             await self.sync()
         self._cancel_timer()
+        giving_up = asyncio.get_running_loop().call_at(fold_until, self._give_up)
         async with self._flying:
             await self._compacted()
-            if self._has_news and not self.failure:
+            if self._has_news and not self.failure and self._is_much_news():
                 await self._begin_compaction()
             await self._compacted()
+        giving_up.cancel()
         self._is_closed = True
         self._cancel_timer()
         self._threads.shutdown(wait=False)  # none works any more
@@ -329,13 +339,27 @@ class Ledger:
 
     async def _compact_if_due(self) -> None:
         is_compacting = self._compaction is not None and not self._compaction.done()
-        if self._opened.journal.bytes >= self._compact_at and not is_compacting:
+        if self._opened.journal.bytes >= self._compact_at and not is_compacting and not self.is_loading:
             await self._begin_compaction()
 
     async def _compacted(self) -> None:
         """Waits until no compaction is under way, and cuts none short."""
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
+
+    def _is_much_news(self) -> bool:
+        """Whether a start would rather write a new snapshot than tell it again, or a snapshot is written in no time."""
+        return (
+            self._snapshot_bytes <= JOURNAL_LIMIT_BYTES
+            or self._opened.journal.bytes * recovery.RETOLD_SHARE > self._snapshot_bytes
+        )
+
+    def _give_up(self) -> None:
+        self._is_given_up = True
+
+    def _note_snapshot(self, length: int) -> None:
+        self._snapshot_bytes = length
+        self._compact_at = max(JOURNAL_LIMIT_BYTES, min(length, LONG_JOURNAL_BYTES))
 
     async def _begin_compaction(self) -> None:
         """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
@@ -358,13 +382,19 @@ class Ledger:
     async def _compact(self, number: int) -> None:
         try:
             length = await self._in_thread(self._fold, number)
-            self._compact_at = max(JOURNAL_LIMIT_BYTES, length)
+            self._note_snapshot(length)
         except Exception as error:  # noqa: BLE001 - as above
             self._put_off(error)
 
     def _fold(self, number: int) -> int:
         opened = self._opened
-        return recovery.compact(opened.directory, store=opened.store, number=number, disk=opened.disk)
+        return recovery.compact(
+            opened.directory,
+            store=opened.store,
+            number=number,
+            disk=opened.disk,
+            is_given_up=lambda: self._is_given_up,
+        )
 
     def _put_off(self, error: Exception) -> None:
         """The journals stay and are longer to read at the next start; tried again when they have doubled."""

@@ -53,6 +53,8 @@ from tierd.tiers.zeroing import Zeroing
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
 
+FOLD_SHARE = 0.5
+"""Of the time for `close` that a snapshot may take."""
 STUCK_CLOSE_S = 1.0
 """For so long does `close` wait for a disk that hangs already."""
 HEADERS_KEPT = 1024
@@ -139,6 +141,7 @@ class NvmeStore:
         self._is_open = True
         index, self._opened.index = self._opened.index, StoredIndex()  # the core keeps it from here on
         found = self._adopt(index)
+        self._ledger.is_loading = found.more_at_most > 0
         self._zeroing = Zeroing(
             self._opened, self._calls, is_free=lambda place: place not in self._segment_at, wrote=self._count_written
         )
@@ -159,17 +162,18 @@ class NvmeStore:
             return
         self._is_open = False
         limit_s = STUCK_CLOSE_S if self._calls.age_s() > STUCK_CLOSE_S else self.patience.close_s
+        fold_until = asyncio.get_running_loop().time() + FOLD_SHARE * limit_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._end(release=release)
+                await self._end(release=release, fold_until=fold_until)
         except TimeoutError:
             self.is_stuck = True
 
-    async def _end(self, *, release: bool) -> None:
+    async def _end(self, *, release: bool, fold_until: float) -> None:
         await self._zeroing.stop()
         await self._lanes.idle()
         failpoint("nvme.close.before_sync")
-        await self._ledger.close()
+        await self._ledger.close(fold_until=fold_until)
         await asyncio.to_thread(self._opened.close, release=release)
         self._lanes.close()
 
@@ -270,6 +274,7 @@ class NvmeStore:
             for sift in unsifted(index):
                 failpoint("nvme.load.before_piece")
                 yield partial(self._note, sift)
+            self._ledger.is_loading = False
         except OSError as error:
             raise TierFailed(
                 f"{self.spec.name}: {self.place}: {error.strerror or error}; see the system's log of that disk"

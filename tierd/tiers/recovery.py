@@ -7,18 +7,21 @@ so a crash at any point leaves at least one complete set; damaged files are rena
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 from tierd.core.meta import META
+from tierd.core.model import StructArray
 from tierd.errors import CorruptRecord
 from tierd.failpoint import failpoint
 from tierd.tiers.files import OS, Files
-from tierd.tiers.journal import Journal, Marks, Record, read_journal
+from tierd.tiers.journal import Journal, JournalText, Marks, Record, read_journal
 from tierd.tiers.snapshot import open_snapshot, snapshot_path, write_snapshot
-from tierd.tiers.stored_index import StoredIndex, gathered, replay, told_since
+from tierd.tiers.stored_index import Filed, StoredIndex, gathered, replay, told_since
 
 _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
 RETOLD_SHARE = 2
@@ -69,18 +72,29 @@ def open_index(directory: Path, *, store: bytes, below: int | None = None, disk:
     names, notices = disk.list(directory), list[str]()
     snapshots, journals = (_numbers(names, kind, below) for kind in ("snapshot", "journal"))
     base, snapshot = _newest_snapshot(directory, snapshots, store=store, notices=notices, disk=disk)
-    index, count = snapshot, 0
     following = [n for n in journals if base is None or n >= base]
-    for number in following:
-        text = read_journal(directory, store=store, number=number, disk=disk)
-        index = replay(index, text.records)
-        count += sum(not isinstance(record, Marks) for record in text.records)
-        if text.cut_bytes:
-            notices.append(
-                f"journal {number}: a tail of {text.cut_bytes} bytes was torn and is cut; what it told is a miss"
-            )
+    told = _Told([(n, read_journal(directory, store=store, number=n, disk=disk)) for n in following])
+    index = replay(snapshot, told)
     next_number = max([0, *snapshots, *journals]) + 1
-    return Loaded(index, base, next_number, snapshot, len(following), count, notices)
+    return Loaded(index, base, next_number, snapshot, len(following), told.changes, notices + told.notices)
+
+
+class _Told:
+    """The records of journals, one after the other. changes: how many told more than marks; notices: what was torn."""
+
+    def __init__(self, journals: list[tuple[int, JournalText]]) -> None:
+        self.changes, self.notices = 0, list[str]()
+        self._journals = journals
+
+    def __iter__(self) -> Iterator[Record]:
+        for number, text in self._journals:
+            for record in text:
+                self.changes += not isinstance(record, Marks)
+                yield record
+            if text.cut_bytes:
+                self.notices.append(
+                    f"journal {number}: a tail of {text.cut_bytes} bytes was torn and is cut; what it told is a miss"
+                )
 
 
 def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record], disk: Files = OS) -> Settled:
@@ -117,17 +131,39 @@ def _keeps_snapshot(directory: Path, loaded: Loaded, disk: Files) -> bool:
     return not loaded.changes or (loaded.index.filed is not None and is_little)
 
 
-def compact(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> int:
-    """Folds every file below number into snapshot number. Gives its length in bytes. Raises OSError.
+def compact(
+    directory: Path, *, store: bytes, number: int, disk: Files = OS, is_given_up: Callable[[], bool] = lambda: False
+) -> int:
+    """Folds every file below number into snapshot number. Gives its length in bytes. Raises OSError, also once it is given up; all is then as it was.
 
     For a living store, whose journals below number are complete and no longer written.
     """
-    loaded = open_index(directory, store=store, below=number, disk=disk)
+    index = open_index(directory, store=store, below=number, disk=disk).index
+    if index.filed:
+        index = replace(index, filed=_Wanted(index.filed, is_given_up))
     failpoint("nvme.compact.before_snapshot")
-    length = write_snapshot(directory, loaded.index, store=store, number=number, disk=disk)
+    length = write_snapshot(directory, index, store=store, number=number, disk=disk)
     failpoint("nvme.compact.before_removal")
     _remove_below(number, keep=snapshot_path(directory, number), disk=disk)
     return length
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Rows that lie in a file, for as long as somebody wants them."""
+
+    rows: Filed
+    is_given_up: Callable[[], bool]
+
+    @property
+    def count(self) -> int:
+        return self.rows.count
+
+    def stretches(self) -> Iterator[StructArray]:
+        for metas in self.rows.stretches():
+            if self.is_given_up():
+                raise OSError(errno.ECANCELED, "no snapshot is wanted any more")
+            yield metas
 
 
 def _newest_snapshot(

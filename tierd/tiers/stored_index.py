@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from tierd.core.meta import META, is_meta
 from tierd.core.model import EXTENT, PAGE_ALIGN_BYTES, UNVERIFIED, SegmentAssignment, StructArray
-from tierd.core.sets import every
+from tierd.core.sets import distinct, every
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
 
 Keys = NDArray[np.uint64]
 GENERATION_LIMIT = np.uint64(1 << 63)
 """No page has had so many uses: a record that says so is none."""
 STRETCH_ROWS = 1 << 13
+PIECE_ROWS = 1 << 14
+"""Of what journals tell, put together at a time: 4 MiB of META, which is a mapping of its own and goes back to the kernel when it is freed."""
 _RAW = np.dtype(f"V{META.itemsize}")
 _OFFSET = np.uint64(0xFFFF_FFFF)
 """Of a key: the pages before the slot."""
@@ -137,7 +139,7 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
     metas = _only(metas, metas["generation"] < GENERATION_LIMIT)
     top = int(metas["generation"].max()) + 1 if len(metas) else 1
     marks = _higher(marks, Marks(1, top))
-    told = np.union1d(index.told, keys) if index.filed else index.told
+    told = distinct(np.concatenate((index.told, keys))) if index.filed else index.told
     after = StoredIndex(segments, metas, list(namespaces), marks.next_segment, marks.next_generation, index.filed, told)
     return _consistent(after)
 
@@ -235,6 +237,12 @@ def _among(keys: Keys, pool: Keys) -> NDArray[np.bool_]:
     return np.asarray(pool[at] == keys)
 
 
+def _joined(parts: list[NDArray[np.void]]) -> NDArray[np.void]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)]).view(_RAW)
+
+
 def _only(metas: StructArray, good: NDArray[np.bool_]) -> StructArray:
     return metas if every(good) else _raw(metas)[good].view(META)
 
@@ -244,33 +252,69 @@ def _raw(metas: StructArray) -> NDArray[np.void]:
     return np.ascontiguousarray(metas).view(_RAW)
 
 
+class _Piece(NamedTuple):
+    """metas: _RAW [m]. keys [n]: slots, in the order in which they were told of. rows int64 [n]: which of the metas lies there; -1: none."""
+
+    metas: NDArray[np.void]
+    keys: Keys
+    rows: NDArray[np.int64]
+
+
 class _Changes:
-    """Stored and removed rows in order; the last about a slot decides. Columns are made at the end: a hundred thousand records may tell of a block each."""
+    """Stored and removed rows in order; the last about a slot decides. Columns are made of some thousand at a time, since a record may tell of one block.
+
+    All that was told is never one array: what numpy copies while it joins records keeps every other thread waiting.
+    """
 
     def __init__(self, metas: StructArray) -> None:
-        self._stored = [_raw(metas)]
-        self._removed = list[StructArray]()
-        self._order = [(True, len(metas))]
+        self._pieces = list[_Piece]()
+        self._begin()
+        self.store(metas)
 
     def store(self, metas: StructArray) -> None:
         self._stored.append(_raw(metas))
-        self._order.append((True, len(metas)))
+        self._note(len(metas), is_stored=True)
 
     def remove(self, rows: StructArray) -> None:
         self._removed.append(rows)
-        self._order.append((False, len(rows)))
+        self._note(len(rows), is_stored=False)
 
     def result(self) -> tuple[StructArray, Keys]:
-        """The rows that hold, and the slots of which something was told, in no order."""
-        metas = np.concatenate(self._stored).view(META)
-        if len(self._order) == 1:
-            return metas, _keys(metas)
+        """The rows that hold, and the slots of which something was told, both ascending by slot. To be asked for once."""
+        if self._order:
+            self._finish()
+        keys, rows = (np.concatenate(parts) for parts in zip(*(piece[1:] for piece in self._pieces), strict=True))
+        end = len(keys)
+        told, from_end = np.unique(keys[::-1], return_index=True)
+        last = end - 1 - from_end
+        last = last[rows[last] >= 0]
+        metas, order = np.empty(len(last), _RAW), np.argsort(last)
+        while self._pieces:  # the latest first, whose memory was the last to be taken
+            piece = self._pieces.pop()
+            begin = end - len(piece.keys)
+            at = order[slice(*np.searchsorted(last, (begin, end), sorter=order))]
+            metas[at] = piece.metas[rows[last[at]]]
+            end = begin
+        return metas.view(META), told
+
+    def _begin(self) -> None:
+        self._stored, self._removed = list[NDArray[np.void]](), list[StructArray]()
+        self._order, self._count = list[tuple[bool, int]](), 0
+
+    def _note(self, count: int, *, is_stored: bool) -> None:
+        self._order.append((is_stored, count))
+        self._count += count
+        if self._count >= PIECE_ROWS:
+            self._finish()
+
+    def _finish(self) -> None:
+        """What was told since the last piece becomes one."""
+        metas = _joined(self._stored)
         kinds, counts = zip(*self._order, strict=True)
         are_stored = np.repeat(kinds, counts)
         keys, rows = np.empty(len(are_stored), np.uint64), np.full(len(are_stored), -1)
-        keys[are_stored], rows[are_stored] = _keys(metas), np.arange(len(metas))
+        keys[are_stored], rows[are_stored] = _keys(metas.view(META)), np.arange(len(metas))
         if self._removed:
             keys[~are_stored] = _keys(np.concatenate(self._removed))
-        _, from_end = np.unique(keys[::-1], return_index=True)
-        kept = rows[::-1][from_end]
-        return _raw(metas)[kept[kept >= 0]].view(META), keys
+        self._pieces.append(_Piece(metas, keys, rows))
+        self._begin()

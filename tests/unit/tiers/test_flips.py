@@ -129,7 +129,7 @@ def _journal(directory: Path) -> Flipping:
 
     def pieces(data: bytes) -> list[object]:
         path.write_bytes(data)
-        return [*map(journal.encode_record, journal.read_journal(path.parent, store=STORE, number=4).records)]
+        return [*map(journal.encode_record, journal.read_journal(path.parent, store=STORE, number=4))]
 
     return Flipping(given, pieces, lambda _at: True)
 

@@ -75,6 +75,12 @@ def plain(records: list[Record]) -> list[bytes]:
     return [encode_record(record) for record in records]
 
 
+def read(path: Path) -> tuple[list[bytes], int]:
+    """The records of the journal, encoded, and how long a tail was passed over."""
+    text = read_journal(path, store=STORE, number=4)
+    return plain([*text]), text.cut_bytes
+
+
 def held(index: StoredIndex) -> dict[tuple[int, int], int]:
     return {(int(m["segment"]), int(m["offset"]) // CLASS): int(m["hash"][0]) for m in index.metas}
 
@@ -85,10 +91,28 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
     for record in RECORDS[2:]:
         journal.append([record])
     journal.close()
-    text = read_journal(tmp_path, store=STORE, number=4)
-    assert plain(text.records) == plain(RECORDS)
-    assert text.cut_bytes == 0
+    assert read(tmp_path) == (plain(RECORDS), 0)
     assert journal.bytes == journal_path(tmp_path, 4).stat().st_size
+
+
+def test_a_window_of_any_size_shows_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the memory that a journal is read with ends, before, in or behind a record, a header or a tail of junk, the same records are read and the same tail is cut."""
+    path = write(tmp_path, RECORDS * 2)
+    path.write_bytes(path.read_bytes() + b"junk" * 30)
+    for window in [*range(1, 700, 3), 1 << 20]:
+        monkeypatch.setattr(durable, "WINDOW_BYTES", window)
+        assert read(tmp_path) == (plain(RECORDS * 2), 120), window
+
+
+def test_a_long_journal_is_never_in_memory_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a journal many times as long as the window no more than that is asked of the disk at one time, and each part about once."""
+    path = write(tmp_path, RECORDS * 200)
+    asked, preadv = list[int](), os.preadv
+    monkeypatch.setattr(durable, "WINDOW_BYTES", 1 << 14)
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: asked.append(sum(map(len, parts))) or preadv(fd, parts, at))
+    assert len(read(tmp_path)[0]) == 200 * len(RECORDS)
+    assert max(asked) <= 1 << 14
+    assert sum(asked) <= 1.1 * path.stat().st_size
 
 
 def test_removals_of_any_number_are_read_back(tmp_path: Path) -> None:
@@ -98,7 +122,7 @@ def test_removals_of_any_number_are_read_back(tmp_path: Path) -> None:
     written = Journal.create(tmp_path, store=STORE, number=7)
     written.append([BlocksRemoved(rows), NamespaceKept(b"after")])
     written.close()
-    *parts, last = read_journal(tmp_path, store=STORE, number=7).records
+    *parts, last = read_journal(tmp_path, store=STORE, number=7)
     assert last == NamespaceKept(b"after")
     assert all(isinstance(record, BlocksRemoved) for record in parts)
     found = np.concatenate([record.rows for record in parts])  # type: ignore[union-attr]
@@ -114,11 +138,11 @@ def test_tail_torn_anywhere_is_cut(tmp_path: Path) -> None:
         ends.append(ends[-1] + 16 + len(payload))
     for length in range(len(data)):
         path.write_bytes(data[:length])
-        text = read_journal(tmp_path, store=STORE, number=4)
-        assert plain(text.records) == plain(RECORDS)[: len(text.records)]
-        assert len(text.records) < len(RECORDS)
-        assert (text.cut_bytes == 0) == (length in (0, *ends))
-        seen.add(len(text.records))
+        records, cut_bytes = read(tmp_path)
+        assert records == plain(RECORDS)[: len(records)]
+        assert len(records) < len(RECORDS)
+        assert (cut_bytes == 0) == (length in (0, *ends))
+        seen.add(len(records))
     assert seen == set(range(len(RECORDS)))
 
 
@@ -128,8 +152,8 @@ def test_every_flipped_bit_ends_the_reading_before_it(tmp_path: Path) -> None:
     data = path.read_bytes()
     for at in range(0, len(data), 3):
         path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
-        records = read_journal(tmp_path, store=STORE, number=4).records
-        assert plain(records) == plain(RECORDS)[: len(records)]
+        records, _ = read(tmp_path)
+        assert records == plain(RECORDS)[: len(records)]
         assert len(records) < len(RECORDS)
 
 
@@ -139,7 +163,7 @@ def test_journal_of_another_store_or_number_tells_nothing(tmp_path: Path, origin
     path = write(tmp_path, RECORDS)
     path.rename(journal_path(tmp_path, int(str(origin["number"]))))
     text = read_journal(tmp_path, **origin)  # type: ignore[arg-type]
-    assert text.records == []
+    assert [*text] == []
     assert text.cut_bytes > 0
 
 
@@ -149,7 +173,7 @@ def test_frame_moved_within_the_file_is_not_believed(tmp_path: Path) -> None:
     data = path.read_bytes()
     frame = (len(data) - 48) // 2
     path.write_bytes(data[:48] + data[48 + frame :])
-    assert read_journal(tmp_path, store=STORE, number=4).records == []
+    assert read(tmp_path)[0] == []
 
 
 def test_newer_format_is_refused_and_kept(tmp_path: Path) -> None:
@@ -160,7 +184,7 @@ def test_newer_format_is_refused_and_kept(tmp_path: Path) -> None:
     data = bytes(head) + record_checksum(head).to_bytes(8, "little")
     path.write_bytes(data)
     with pytest.raises(VersionMismatch, match="newer"):
-        read_journal(tmp_path, store=STORE, number=4)
+        read(tmp_path)
     assert path.read_bytes() == data
 
 
@@ -181,8 +205,8 @@ def test_what_a_crash_leaves_of_the_last_record_is_torn(tmp_path: Path) -> None:
     for kept in itertools.product((True, False), repeat=len(pieces)):
         left = b"".join(data[a:b] if is_kept else bytes(b - a) for (a, b), is_kept in zip(pieces, kept, strict=True))
         path.write_bytes(data[:ahead] + left)
-        text = read_journal(tmp_path, store=STORE, number=4)
-        assert (len(text.records), text.cut_bytes > 0) == ((4, False) if all(kept) else (3, True))
+        records, cut_bytes = read(tmp_path)
+        assert (len(records), cut_bytes > 0) == ((4, False) if all(kept) else (3, True))
         assert all(kept) or is_torn(tmp_path, store=STORE, number=4), kept
     for length in (0, 20, 512, len(data)):
         path.write_bytes(bytes(length))
@@ -217,8 +241,7 @@ def test_append_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
     assert not journal.is_abandoned
     journal.append(RECORDS[1:])
     journal.close()
-    text = read_journal(tmp_path, store=STORE, number=4)
-    assert (plain(text.records), text.cut_bytes) == (plain(RECORDS), 0)
+    assert read(tmp_path) == (plain(RECORDS), 0)
 
 
 def test_failed_sync_abandons_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,14 +32,16 @@ from tests.unit.tiers.store_world import (
     tables_of,
     told,
 )
+from tierd.core.model import StructArray
 from tierd.core.plan import Plan
 from tierd.errors import ConfigError, TierFailed, VersionMismatch
 from tierd.tiers import durable, ledger, slots
 from tierd.tiers.files import Files, OsFiles
 from tierd.tiers.journal import Journal, Record
 from tierd.tiers.mapping import address_of
+from tierd.tiers.nvme import Patience
 from tierd.tiers.recovery import open_index
-from tierd.tiers.snapshot import read_snapshot
+from tierd.tiers.snapshot import FiledRows, read_snapshot
 from tierd.tiers.stored_index import count_of
 
 # -- syncs
@@ -151,6 +155,114 @@ async def test_closing_folds_what_a_start_after_a_crash_told_again(tmp_path: Pat
     await world.store.close(release=False)
     left = open_index(tmp_path / "store", store=store)
     assert (left.changes, count_of(left.index)) == (0, 6)
+
+
+def snapshots(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "store").glob("snapshot-*.bin"))
+
+
+async def crashed(tmp_path: Path) -> int:
+    """Leaves a store with blocks 1 to 8 in a snapshot and 9 in a journal alone; how long the snapshot is."""
+    world = World.at(tmp_path / "store")
+    await world.open()
+    for number in (1, 2, 3):
+        await world.begin(number, place=number - 1)
+    for number in (1, 2):
+        await world.write(range(4 * number - 3, 4 * number + 1), segment=number, slots=range(4))
+    await world.store.close(release=False)
+    world = await next_life(tmp_path)
+    await world.write([9], segment=3, slots=[0])
+    await world.store.sync()
+    die(world)
+    (snapshot,) = (tmp_path / "store").glob("snapshot-*.bin")
+    return snapshot.stat().st_size
+
+
+async def test_a_long_journal_is_folded_however_long_the_snapshot_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal that has come to its limit gives way to a snapshot, though the one before it is longer."""
+    length = await crashed(tmp_path)
+    before = snapshots(tmp_path)
+    monkeypatch.setattr(ledger, "JOURNAL_LIMIT_BYTES", length // 4)
+    monkeypatch.setattr(ledger, "LONG_JOURNAL_BYTES", length // 2)
+    world = await next_life(tmp_path)
+    await world.store.sync()
+    assert world.store._ledger._compaction is None
+    await world.write(range(10, 14), segment=3, slots=range(1, 5))
+    await world.store.sync()
+    assert world.store._ledger._compaction is not None
+    await world.store._ledger._compaction
+    assert snapshots(tmp_path) > before
+    await world.store.close(release=False)
+
+
+async def test_nothing_is_folded_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that is long from the beginning is folded once the last block of the former life was handed on, not before."""
+    await crashed(tmp_path)
+    before = snapshots(tmp_path)
+    monkeypatch.setattr(ledger, "JOURNAL_LIMIT_BYTES", 1)
+    monkeypatch.setattr(ledger, "LONG_JOURNAL_BYTES", 1)
+    world = World.at(tmp_path / "store")
+    found = await world.store.open()
+    await world.store.keep_namespace(b"one")
+    await world.store.sync()
+    assert world.store._ledger._compaction is None
+    assert len(found.gathered().metas) == 9
+    await world.store.keep_namespace(b"two")
+    await world.store.sync()
+    assert world.store._ledger._compaction is not None
+    await world.store._ledger._compaction
+    assert snapshots(tmp_path) > before
+    await world.store.close(release=False)
+
+
+@pytest.mark.parametrize(("more", "is_folded"), [(1, False), (6, True)])
+async def test_closing_folds_what_a_start_would_not_tell_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, is_folded: bool
+) -> None:
+    """Beside a long snapshot a short journal stays as it is, and the next life finds the same as after a snapshot."""
+    await crashed(tmp_path)
+    before = snapshots(tmp_path)
+    world = await next_life(tmp_path)
+    monkeypatch.setattr(ledger, "JOURNAL_LIMIT_BYTES", 0)
+    await world.write(range(10, 10 + more), segment=3, slots=range(1, 1 + more))
+    await world.store.close(release=False)
+    assert (snapshots(tmp_path) > before) == is_folded
+    other = await next_life(tmp_path)
+    assert set(other.held) == set(range(1, 10 + more))
+    assert await other.read([1, 9, 9 + more]) == [content(key) for key in (1, 9, 9 + more)]
+    await other.store.close(release=False)
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+async def test_a_snapshot_that_takes_too_long_is_given_up_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_under_way: bool
+) -> None:
+    """A store that is closed beside a fold without an end, or would begin one, is closed in time and no disk counts as hanging; all is there in the next life."""
+    await crashed(tmp_path)
+    before = snapshots(tmp_path)
+    world = await next_life(tmp_path)
+    world.store.patience = Patience(close_s=1.0)
+    await world.write([10], segment=3, slots=[1])
+    stretches = FiledRows.stretches
+
+    def endless(rows: FiledRows) -> Iterator[StructArray]:
+        for metas in itertools.cycle([*stretches(rows)]):
+            yield metas[:0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FiledRows, "stretches", endless)
+        if is_under_way:
+            world.store._ledger._compact_at = 1
+            await world.store.sync()
+            assert world.store._ledger._compaction is not None
+        await world.store.close(release=False)
+    assert not world.store.is_stuck
+    assert snapshots(tmp_path) == before
+    other = await next_life(tmp_path)
+    assert set(other.held) == set(range(1, 11))
+    await other.store.close(release=False)
 
 
 async def test_compaction_that_fails_changes_nothing(

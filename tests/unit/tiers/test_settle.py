@@ -182,7 +182,7 @@ def test_what_is_told_again_fits_its_frames(tmp_path: Path) -> None:
     first = [SegmentBegun(0, 1, 9, CLASS, 4 * rows), BlocksStored(metas), BlocksStored(metas)]
     Journal.create(tmp_path, store=STORE, number=1, first=first).close()
     assert started(tmp_path).has_news
-    told = read_journal(tmp_path, store=STORE, number=2).records
+    told = [*read_journal(tmp_path, store=STORE, number=2)]
     sizes = [len(record.metas) for record in told if isinstance(record, BlocksStored)]
     assert sum(sizes) == rows
     assert max(sizes) <= 1 << 13

@@ -302,6 +302,47 @@ def test_rows_that_stay_in_their_file_are_those_that_still_hold(
         assert count_of(found) == len(expected.metas)
 
 
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_journal_is_folded_in_twice_its_length(tmp_path: Path, rows: int) -> None:
+    """To fold a journal takes little more than twice the memory that it is longer by, whether its records tell of a block each or of many, in whatever order."""
+    peaks, lengths = list[int](), list[int]()
+    for number, blocks in ((1, 12_000), (2, 48_000)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        index = index_of(blocks)
+        write_snapshot(directory, replace(index, metas=index.metas[:10]), store=STORE, number=1)
+        told = index.metas.view(f"V{META.itemsize}")[np.random.default_rng(1).permutation(blocks)].view(META)
+        journal = Journal.create(directory, store=STORE, number=1, first=[Marks(5, 5)])
+        journal.append(BlocksStored(told[at : at + rows]) for at in range(0, blocks, rows))
+        journal.close()
+        lengths.append(journal.bytes)
+        del index, told
+        gc.collect()
+        tracemalloc.start()
+        try:
+            compact(directory, store=STORE, number=2)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert count_of(open_index(directory, store=STORE).index) == blocks
+    assert peaks[1] - peaks[0] < 2.4 * (lengths[1] - lengths[0])
+
+
+def test_a_fold_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
+    """Given up at whatever stretch, a fold leaves the files as they were; the next one makes of them what it would have."""
+    write_snapshot(tmp_path, index_of(3 * PIECE_ROWS), store=STORE, number=1)
+    Journal.create(tmp_path, store=STORE, number=1, first=[Marks(5, 5), NamespaceKept(b"three")]).close()
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    for after in range(4):
+        asked = iter([False] * after)
+        with pytest.raises(OSError, match="wanted"):
+            compact(tmp_path, store=STORE, number=2, is_given_up=lambda asked=asked: next(asked, True))
+        assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+    compact(tmp_path, store=STORE, number=2)
+    index = load_index(tmp_path, store=STORE).index
+    assert (len(index.metas), index.namespaces[-1]) == (3 * PIECE_ROWS, b"three")
+
+
 def test_only_a_stretch_of_an_index_is_in_memory(tmp_path: Path) -> None:
     """Going through ten times as many blocks takes no more memory, nor does folding them with a journal into a new snapshot."""
     peaks = list[int]()
