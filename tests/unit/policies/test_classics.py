@@ -240,3 +240,15 @@ def test_a_sketch_counts_and_forgets():
     for _ in range(SAMPLE_PER_COUNTER):
         sketch.add(np.zeros(1024, dtype=np.uint64))
     assert sketch.counts(keys[1:]).max() < 3
+
+
+def test_a_sketch_that_widens_keeps_its_counts():
+    """When more blocks come every name's count is what it was; and what was halved in this pass is not halved again."""
+    sketch, keys = Sketch(), np.random.default_rng(1).integers(0, 1 << 63, 40, dtype=np.uint64)
+    for _ in range(3):
+        sketch.add(keys)
+    before, halved = sketch.counts(keys), sketch._halved / sketch._width
+    assert before.max() == 3 and halved > 0
+    sketch.widen(1 << 10)
+    assert sketch.counts(keys).tolist() == before.tolist()
+    assert sketch._halved / sketch._width == halved

@@ -4,7 +4,7 @@ G. Cormode, S. Muthukrishnan, "An Improved Data Stream Summary: the Count-Min Sk
 15 at most that are halved as time goes by: G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 2017, section 3.
 
 Differences. The paper halves all counters after so many uses; here some are halved with each use, each counter once in as many, so that no use pays
-for the whole. The table doubles when more blocks come, and both halves begin with what was counted.
+for the whole. The table doubles when more blocks come: names of one counter are told apart by one bit more, and both counters begin with what was counted.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Sketch:
     def widen(self, blocks: int) -> None:
         """Makes room for so many blocks: a counter of each row for each."""
         while self._width < blocks:
-            self._counts = np.tile(self._counts.reshape(ROWS, -1), (1, 2)).ravel()
+            self._counts = np.repeat(self._counts, 2)  # places are the top bits of a product
             self._width *= 2
+            self._halved *= 2
 
     def add(self, keys: Keys) -> None:
         """Each of the names was seen once."""
