@@ -338,7 +338,12 @@ def connect_session(
     """Opens a session. Raises Unavailable, Overloaded, NotPermitted, VersionMismatch, DeadlineExceeded, Unsupported."""
     if sys.platform != "linux":
         raise Unsupported(f"tierd: {sys.platform} has no session sockets; give a daemon on Linux as host:port")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise Overloaded(
+            f"session socket: none can be made ({error}): this process has as many descriptors open as it may; close some, or raise its limit (ulimit -n)"
+        ) from error
     hello = {
         "op": "hello",
         "proto": PROTO_VERSION,

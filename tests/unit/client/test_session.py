@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -222,6 +223,17 @@ def test_no_session_sockets_elsewhere(monkeypatch):
     """On another system than Linux a local daemon is Unsupported, with the way to reach one."""
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(Unsupported, match="host:port"):
+        connect_session(LocalTarget("/nowhere"), name="t", engine={}, credential=None, timeout_s=1)
+
+
+def test_a_process_without_descriptors_is_told_so(monkeypatch):
+    """Who can make no socket, at the first call or where the daemon was started again, gets one of our errors with the remedy: best effort takes it as a miss."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("tierd.client.session.socket.socket", full)
+    with pytest.raises(Overloaded, match="ulimit -n"):
         connect_session(LocalTarget("/nowhere"), name="t", engine={}, credential=None, timeout_s=1)
 
 
