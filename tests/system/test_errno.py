@@ -150,6 +150,9 @@ def test_descriptors_run_out(tmp_path: Path) -> None:
     with troubled(tmp_path, config(direct="off")) as world:
         client, namespace = world.client, world.namespace
         assert client.put(namespace, chain(1, 8), durable=True) == 8
+        assert (
+            client.read(namespace, chain(1, 8)) == 8
+        )  # to map a segment takes descriptors, of which by chance there may be none
         before = _descriptors(world.daemon.pid)
         resource.prlimit(world.daemon.pid, resource.RLIMIT_NOFILE, (before + 24, before + 24))
         command = [sys.executable, "-c", CROWD, world.daemon.target]
