@@ -78,6 +78,7 @@ def test_listen_serves_until_it_is_closed() -> None:
 
 def test_who_asks_for_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection to /metrics on which no request comes is closed, and its thread ends."""
+    assert Reader.timeout, "none is waited for without an end"
     monkeypatch.setattr(Reader, "timeout", 0.1)
     serving = Listener(Metrics(), host="127.0.0.1", port=0)
     with socket.create_connection(("127.0.0.1", serving.port), timeout=15) as silent:

@@ -84,9 +84,8 @@ class Feed:
         await self._cache.persistence.loaded.wait()
         after = self._cache.events.last
         await self._hand([], is_anew=True)
-        for (
-            ids
-        ) in self._cache.core.pieces():  # what happens meanwhile is told after them, so that all is right at the end
+        # What happens meanwhile is told after them, so that all is right at the end.
+        for ids in self._cache.core.pieces():
             await self._hand(list(self._held(ids)))
         async with contextlib.aclosing(self._cache.events.follow(after)) as batches:
             async for batch in batches:
