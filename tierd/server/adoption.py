@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 ADOPTED_BLOCKS = 1 << 13
 """Taken into the books at once: their META are 2 MiB."""
+PAGES = 1 << 17
+"""Of segments that are taken into the books at once: a millisecond's work."""
 
 
 class Adoption:
@@ -40,18 +42,22 @@ class Adoption:
         return f"loading, {100 * self._seen // max(1, self._expected)} %"
 
     def begin(self, *, now: float) -> None:
-        """The segments, and the blocks that are in memory."""
+        """What is in memory; of a tier with blocks that are still to be read nothing yet, which takes a tenth of a second for the segments of ten million."""
         self._core.expect(self._expected)
         if self._found.more_at_most:
             self._core.begin_loading(self.position)
+            return
         for segments, extents, metas in pieces_of(self._found):
             self._take(segments, extents, metas, now)
 
     async def finish(self, now: Callable[[], float]) -> StructArray:
-        """The blocks that are still to be read, each piece while the one before is taken in; between two of them the loop turns.
+        """The segments, then the blocks that are still to be read, each piece while the one before is taken in; between two of them the loop turns.
 
         EXTENT [n] of those that are older than what the books have of their names. Raises TierFailed.
         """
+        for segments in _by_pages(self._found.segments):
+            self._take(segments, self._found.extents[:0], self._found.metas[:0], now())
+            await asyncio.sleep(0)
         more = iter(self._found.more)
         reading = asyncio.create_task(asyncio.to_thread(next, more, None))
         try:
@@ -81,6 +87,13 @@ def _of(namespaces: list[int], extents: StructArray, metas: StructArray) -> tupl
     """The blocks of these namespaces."""
     mine = among(metas["namespace"], namespaces)
     return (extents, metas) if every(mine) else (extents[mine], metas[mine])
+
+
+def _by_pages(segments: list[SegmentAssignment]) -> Iterator[list[SegmentAssignment]]:
+    """The segments, in pieces of about PAGES; one at least."""
+    step = max(1, PAGES // max((segment.pages for segment in segments), default=1))
+    for begun in range(0, len(segments), step):
+        yield segments[begun : begun + step]
 
 
 def _is_older(core: Core, meta: np.void) -> bool:

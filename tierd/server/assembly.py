@@ -152,6 +152,8 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.callback(instance.close)
         daemon: Assembly | None = None
         tiers = build_tiers(config, instance=instance.id)
+        clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
+        learning = asyncio.create_task(_learner(clock, Path(config.server.state_dir)))  # beside the tiers' files
         await _patiently(asyncio.to_thread(check_versions, *map(_directory, tiers)), "the versions of what is stored")
         recovered: list[Recovered] = []
         for tier in tiers:
@@ -162,9 +164,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
         failpoint("assembly.before_parts")
-        clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
-        learner = None if clock.is_replay else read_learner(Path(config.server.state_dir))
-        opened = Opened(tiers, recovered, holds=holds, former=former, clock=clock, learner=learner)
+        opened = Opened(tiers, recovered, holds=holds, former=former, clock=clock, learner=await learning)
         daemon = put_together(config, opened, instance=instance)
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
@@ -175,6 +175,11 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.push_async_callback(daemon.naming.acquire)  # namespaces are being written no more
         stack.callback(daemon.cache.releases.make)  # else the session table would tell the next life of them
         yield daemon
+
+
+async def _learner(clock: Clock, state_dir: Path) -> Learner | None:
+    """What a former life learnt of reuse; on a replay clock nothing."""
+    return None if clock.is_replay else await asyncio.to_thread(read_learner, state_dir)
 
 
 async def _patiently(opening: Coroutine[Any, Any, _T], what: str) -> _T:

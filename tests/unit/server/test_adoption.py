@@ -102,6 +102,22 @@ async def test_blocks_that_go_while_the_others_come_take_none_with_them() -> Non
     assert new.tiers_of(names[1:4]) == [1, 1, 1]
 
 
+async def test_the_segments_of_a_store_that_is_read_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a daemon serves the books know nothing of the segments of a store whose blocks are still to be read; then they take in as many pages at once as they may, and the loop turns between."""
+    monkeypatch.setattr(adoption, "PAGES", 16)
+    kit = Kit(tier(NVME, 64))
+    segments = [SegmentAssignment(0, n, n + 1, 1, 4096, 8, 0, None, False) for n in range(5)]
+    found = Recovered(segments, np.zeros(0, EXTENT), new_meta(0), more_at_most=1)
+    loading = adoption.Adoption(kit.core, 0, found, registry=NamespaceRegistry())
+    loading.begin(now=0.0)
+    task, seen = asyncio.create_task(loading.finish(lambda: 0.0)), list[int]()
+    while not task.done():
+        seen.append(len(kit.core.segments(0)))
+        await asyncio.sleep(0)
+    assert list(dict.fromkeys(seen)) == [0, 2, 4, 5]
+    assert kit.core.segments(0) == segments
+
+
 async def test_who_gives_loading_up_waits_for_the_thread_that_reads() -> None:
     """Loading that is cancelled ends when nobody reads the index any more: its files may be closed and removed then."""
     begun, goes_on, has_ended = threading.Event(), threading.Event(), threading.Event()
