@@ -488,7 +488,7 @@ class Cache:
 
     def _hold(self, who: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
         """Writes into the holds file which session has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
-        if self._holdings.is_full(who, more=len(pages)):
+        if self._holdings.is_full(who, more=len(pages), pages=sum(map(len, pages.values()))):
             self.releases.make(asker=who)  # of what it has given back already; its end may be heard there
         if who not in self._tenants:
             raise SessionLost(f"session {who}: it ended during the call; open a session again")

@@ -19,6 +19,8 @@ from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable, Rows
 
 HOLDS_LIMIT = 16_384
 """Leases and reservations of one session at one time."""
+HELD_PAGES_LIMIT = 1 << 22
+"""Of their pages, as often as they name them: some 100 bytes of the daemon's memory each. 512 leases of 131,072 tokens have as many."""
 Key = tuple[int, HoldKind, int]
 """Session, kind, number of the lease or reservation."""
 
@@ -30,6 +32,7 @@ class Holdings:
         self._table = table
         self._rows: dict[Key, tuple[Ids, Rows]] = {}  # positions in the lease or reservation, and their rows
         self._held: Counter[int] = Counter()  # of them, by session
+        self._pages: Counter[int] = Counter()  # in them, by session
 
     def begin(self, holder: Holder) -> None:
         """A process that is about to hold something. Raises Overloaded, InvalidArgument."""
@@ -39,7 +42,7 @@ class Holdings:
         """The session's process is gone."""
         self._table.drop_holder(session)
         self._rows = {key: rows for key, rows in self._rows.items() if key[0] != session}
-        del self._held[session]
+        del self._held[session], self._pages[session]
 
     def numbers(self, session: int, kind: HoldKind) -> list[int]:
         """Of the session's leases or reservations."""
@@ -50,20 +53,26 @@ class Holdings:
         self._table.erase(former.leased_rows[~leased])
         self._table.erase(former.reserved_rows[~reserved])
 
-    def is_full(self, session: int, *, more: int = 1) -> bool:
-        """Whether so many more are too much for it."""
-        return self._held[session] + more > HOLDS_LIMIT
+    def is_full(self, session: int, *, more: int = 1, pages: int = 0) -> bool:
+        """Whether so many more, of so many pages, are too much for it. A single one never is, whatever its pages: others must not keep a long prompt from being served at all."""
+        held = self._held[session]
+        return held + more > HOLDS_LIMIT or (held > 0 and self._pages[session] + pages > HELD_PAGES_LIMIT)
 
     def add(self, session: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
         """Records EXTENT [n] of leases or reservations, by number, before handles leave: all or none. at: their positions, where not 0 to n - 1. Raises TierFailed,
         Overloaded."""
-        if self.is_full(session, more=len(pages)):
-            raise Overloaded(f"session: it holds {HOLDS_LIMIT} leases and reservations, the most; release some of them")
+        count = sum(map(len, pages.values()))
+        if self.is_full(session, more=len(pages), pages=count):
+            raise Overloaded(
+                f"session: it holds {self._held[session]} leases and reservations of {self._pages[session]} pages in all, and may hold"
+                f" {HOLDS_LIMIT} of {HELD_PAGES_LIMIT}; release some of them"
+            )
         rows, end = self._table.append(session, joined(list(pages.values())), kind=kind), 0
         for number, its in pages.items():
             begin, end = end, end + len(its)
             self._rows[session, kind, number] = (np.arange(len(its)) if at is None else at, rows[begin:end])
         self._held[session] += len(pages)
+        self._pages[session] += count
 
     def drop(self, key: Key, *, only: Ids | None = None) -> None:
         """Forgets all of it, or these positions. What is not there is no fault."""
@@ -73,6 +82,7 @@ class Holdings:
         self._held[key[0]] -= 1
         gone = np.ones(len(where), dtype=np.bool_) if only is None else np.isin(where, only)
         self._table.erase(rows[gone])
+        self._pages[key[0]] -= int(np.count_nonzero(gone))
         if not gone.all():
             self._held[key[0]] += 1
             self._rows[key] = (where[~gone], rows[~gone])
@@ -82,8 +92,10 @@ class Holdings:
         found = [self._rows.pop((session, HoldKind.LEASE, lease), None) for lease in dict.fromkeys(leases)]
         rows = [each[1] for each in found if each is not None]
         if rows:
+            erased = rows[0] if len(rows) == 1 else np.concatenate(rows)
             self._held[session] -= len(rows)
-            self._table.erase(rows[0] if len(rows) == 1 else np.concatenate(rows))
+            self._pages[session] -= len(erased)
+            self._table.erase(erased)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._rows

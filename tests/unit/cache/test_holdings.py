@@ -47,3 +47,22 @@ def test_all_or_none_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert table.count == 2
     held.add(1 << 20, HoldKind.LEASE, {5: pages(1, first=5)})
     assert held.is_full(1 << 20)
+
+
+def test_pages_of_what_is_held_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts' leases count by their pages, until they are let go of in any way; a single one is never too long."""
+    monkeypatch.setattr(holdings, "HELD_PAGES_LIMIT", 8)
+    table = HoldTable(tmp_path / "holds")
+    table.open()
+    held, session = Holdings(table), 1 << 20
+    held.add(session, HoldKind.LEASE, {1: pages(20, first=1)})
+    with pytest.raises(Overloaded, match="of 20 pages"):
+        held.add(session, HoldKind.LEASE, {2: pages(1, first=21)})
+    held.drop_leases(session, [1])
+    held.add(session, HoldKind.RESERVATION, {3: pages(6, first=1)})
+    assert held.is_full(session, pages=3) and not held.is_full(session, pages=2)
+    held.drop((session, HoldKind.RESERVATION, 3), only=np.arange(4))
+    assert held.is_full(session, pages=7) and not held.is_full(session, pages=6)
+    held.drop((session, HoldKind.RESERVATION, 3))
+    assert not held.is_full(session, pages=9)
+    assert table.count == 0
