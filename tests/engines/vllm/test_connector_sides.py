@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,55 @@ def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
     ended = sides.worker.take_loads()
     assert ended.requests == {"again"} and not ended.failed and not ended.blocks
     assert all(torch.equal(sides.caches[name], kept[name]) for name in NAMES)
+    sides.close()
+
+
+class Late:
+    """An event of a device that comes to it when it is told to, and not before. waiters: how many threads wait for it."""
+
+    def __init__(self) -> None:
+        self._reached, self.waiters = threading.Event(), 0
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        self.waiters += 1
+        assert self._reached.wait(60)
+
+
+def test_the_device_has_read_a_block_before_it_is_loaded_or_saved(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device neither a save reads blocks nor a load writes to them before the device is through with all that it was given when they were ordered."""
+    sides, events = Sides(daemon, kv_config(FULL), retained_share=1.0), [Late(), Late()]
+    asked = request("r", 3)
+    orders = sides.compute(asked, 3)
+    assert sides.worker._memory is not None
+    sides.worker._memory.is_on_device = True
+    given = iter(events)
+    monkeypatch.setattr("tierd.integrations.vllm.worker._now", lambda: next(given))
+    saved, loaded = events
+    ids = list(orders.saves[0].ids)
+    kept = {name: tensor.clone() for name, tensor in sides.caches.items()}
+    sides.worker.begin_saves(orders)
+    await_true(lambda: saved.waiters == 1, "a save that waits")
+    assert sides.worker.take_saves() is None
+    saved.reach()
+    sides.scheduler.reported(outcome(sides.worker))
+    again = request("again", 3)
+    assert sides.match(again) == 3 * TOKENS
+    sides.scheduler.allocated(again, (ids,), 3 * TOKENS)
+    orders = sides.scheduler.orders(step({}))
+    for name in NAMES:
+        sides.caches[name][ids] = -1  # what a step that is under way still reads
+    sides.worker.begin_loads(orders)
+    await_true(lambda: loaded.waiters == 1, "a load that waits")
+    assert all((sides.caches[name][ids] == -1).all() for name in NAMES)
+    loaded.reach()
+    assert sides.worker._loading.drain(timeout_s=60)
+    assert sides.worker.take_loads().requests == {"again"}
+    assert all(torch.equal(sides.caches[name][ids], kept[name][ids]) for name in NAMES)
     sides.close()
 
 

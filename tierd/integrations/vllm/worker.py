@@ -72,15 +72,16 @@ class WorkerSide:
         self._memory = KVMemory(caches, self._kv)
 
     def begin_loads(self, orders: Orders) -> None:
-        """The step's loads, in threads."""
+        """The step's loads, in threads, into blocks that steps which the device has not come to the end of may still read for who had them before."""
         self._is_idle = orders.is_idle
+        ready = self._so_far() if orders.loads else None
         for load in orders.loads:
-            if not self._loading.submit(load, partial(self._load, orders.spaces, load)):
+            if not self._loading.submit(load, partial(self._load, orders.spaces, load, ready)):
                 self._refused.append(load)
 
     def begin_saves(self, orders: Orders) -> None:
         """The step's KV is written, or will be once the device has come so far."""
-        ready = _when_written() if orders.saves and self._memory and self._memory.is_on_device else None
+        ready = self._so_far() if orders.saves else None
         for save in orders.saves:
             work = partial(self._save, orders.spaces[save.group], save, ready)
             if not self._is_writer or not self._saving.submit(save.number, work):
@@ -117,8 +118,10 @@ class WorkerSide:
 
     # -- in threads
 
-    def _load(self, spaces: Sequence[Space], load: Load) -> list[int]:
+    def _load(self, spaces: Sequence[Space], load: Load, ready: Any) -> list[int]:
         """vLLM's ids of wanted blocks that could not be filled."""
+        if ready is not None:
+            ready.synchronize()
         groups = [
             space.group(self._space(space), part.names, ranks=(self._rank,))
             for space, part in zip(spaces, load.groups, strict=True)
@@ -153,6 +156,10 @@ class WorkerSide:
             raise TierdError("vllm: no KV memory is registered; this worker was shut down")
         return self._memory.pieces(group, block)
 
+    def _so_far(self) -> Any:
+        """An event after all that the device has been given so far; None where KV memory is not a device's."""
+        return _now() if self._memory and self._memory.is_on_device else None
+
     # -- reports
 
     def _rest(self) -> None:
@@ -184,8 +191,8 @@ def _all_of(load: Load) -> list[int]:
     return [block for part in load.groups for block in part.ids if block != NULL_BLOCK]
 
 
-def _when_written() -> Any:
-    """An event of the device's current stream, after all that the step has begun."""
+def _now() -> Any:
+    """An event of the device's current stream, on which the engine computes, after all that was begun."""
     import torch  # noqa: PLC0415
 
     event = torch.cuda.Event()
