@@ -9,6 +9,7 @@ A tier has two measures, each with a high and a low mark:
 - per key (domain, class, writer), because a clean page helps nobody whose key is another: pages in use against what the key could use, which is its
   segments and the vacant places.
 What is in use above the low mark is to be clean, coldest first, unless the store's admission declines it. Writing begins when something above the high mark is not, and goes on to the low one.
+Of each measure the MOST_REACH coldest are looked at; of what a larger tier has beyond them, as a whole, `unsaved.py` tells.
 A full far tier drops its coldest; what no far tier could hold is left to room.py.
 
 A tier with headroom is cleared too: what is coldest leaves, until the headroom is free for the next request. So what a request brought may
@@ -22,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierd.core.admission import Verdict
 from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.model import Reason
@@ -31,6 +31,7 @@ from tierd.core.planner import Planner, Where
 from tierd.core.room import MOST_REACH
 from tierd.core.segment import Key, Usage
 from tierd.core.sets import kinds, true_rows
+from tierd.core.unsaved import Unsaved
 
 WHOLE = Key(-1, -1, -1)
 """The measure of a tier as a whole."""
@@ -71,6 +72,7 @@ class Demotion:
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._index, self._room = planner, planner.index, planner.room
+        self._unsaved = Unsaved(planner.index)
         self._draining: list[set[Key]] = [set() for _ in planner.index.tiers]
 
     def run(self, limit: int, draft: Draft) -> None:
@@ -78,7 +80,7 @@ class Demotion:
         self._index.pass_time(draft.now)
         allowance = Allowance(limit, PLAN_BYTES)
         for tier in self._index.serving():
-            if self._farther(tier):
+            if self._unsaved.farther(tier):
                 self._drain(tier, allowance, draft)
             self._clear(tier, draft)
 
@@ -91,7 +93,7 @@ class Demotion:
         victims = self._room.coldest(tier, self._count(tier, over))
         sizes = np.cumsum(self._sizes(tier, victims))
         victims = victims[: int(np.searchsorted(sizes, over)) + 1]
-        safe = ~self._is_dirty(tier, victims) | (self._next_tiers(tier, victims) < 0)
+        safe = ~self._unsaved.is_dirty(tier, victims) | (self._next_tiers(tier, victims) < 0)
         self._room.drop(tier, self._room.tails_first(tier, victims[safe]), draft)
 
     def _drain(self, tier: int, allowance: Allowance, draft: Draft) -> None:
@@ -118,19 +120,12 @@ class Demotion:
         if not excess:
             return no_ids()
         victims = self._room.coldest(tier, self._reach(tier, excess))
-        sizes, dirty = self._sizes(tier, victims), self._is_dirty(tier, victims)
+        sizes, dirty = self._sizes(tier, victims), self._unsaved.is_dirty(tier, victims)
         wanted = np.zeros(len(victims), bool)
         for key, over in excess.items():
             rows = np.arange(len(victims)) if key == WHOLE else true_rows(self._room.is_right(tier, victims, key))
             wanted[rows] |= self._is_due(tier, key, over, sizes=sizes[rows], dirty=dirty[rows])
-        return victims[wanted]
-
-    def _is_dirty(self, tier: int, victims: Ids) -> Bools:
-        """Which no farther tier holds, or is getting, or has declined since their last use; not what is forgotten, since nobody misses it."""
-        dirty = (self._planner.attached(victims, self._farther(tier)).pages < 0) & self._index.blocks.named[victims]
-        verdicts = self._index.blocks.declined[victims]
-        dirty &= (verdicts == Verdict.WRITE) if self._is_worn(tier) else (verdicts != Verdict.DISPLACED)
-        return np.asarray(dirty, bool)
+        return victims[wanted] if wanted.any() else self._unsaved.coldest(tier, self._rest_bytes(tier))
 
     def _is_due(self, tier: int, key: Key, over: Excess, *, sizes: Ids, dirty: Bools) -> Bools:
         """Of a measure's coldest, those to be written: all the dirty ones above the low mark, if one is above the high mark or writing has begun."""
@@ -200,18 +195,9 @@ class Demotion:
                 sent.append(blocks[done])
         return np.concatenate(sent)
 
-    def _farther(self, tier: int) -> list[int]:
-        kind = self._index.tiers[tier].spec.kind
-        return [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
-
-    def _is_worn(self, tier: int) -> bool:
-        """Whether what leaves the tier goes to one that wears."""
-        next_kind = [t for t in self._farther(tier) if self._index.tiers[t].writable][:1]
-        return bool(next_kind) and next_kind[0] in self._index.admissions
-
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
         """Where each block would be demoted to: a tier of the next farther kind that takes new blocks; -1 where none can hold it."""
-        farther = [t for t in self._farther(tier) if self._index.tiers[t].writable]
+        farther = [t for t in self._unsaved.farther(tier) if self._index.tiers[t].writable]
         if not farther:
             return np.full(len(blocks), -1, np.int64)
         to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))

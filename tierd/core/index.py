@@ -69,6 +69,8 @@ class Index:
         self._in_service: dict[tuple[Wanted, ...], list[int]] = {}
         self.direct: list[frozenset[int]] = [frozenset() for _ in tiers]
         """Per tier: stores that it is read into from without a stay in host memory."""
+        self.came = [0 for _ in tiers]
+        """Per tier: blocks that ever got a page in it."""
         self.going = [0 for _ in tiers]
         self.tips = [0 for _ in tiers]
         self.generation = start.generation
@@ -189,6 +191,7 @@ class Index:
         pages_of.block[span(pages)] = blocks
         table[at] = pages
         self.blocks.places[at] += 1
+        self.came[tier] += len(blocks)
         self._note_kept(tier, blocks)
         self._enter(tier, blocks, now)
 

@@ -73,6 +73,7 @@ def machine() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "built": " ".join(platform.python_build()[1].split()),  # which of several Pythons of one version
         "load": round(os.getloadavg()[0], 2),
         "at": round(time.time()),
     }
@@ -108,7 +109,10 @@ def write(rows: Sequence[Row], path: Path, *, picture: Callable[[Path], None], *
 def title() -> str:
     """The machine in a line."""
     told = machine()
-    return f"{told['cores']} x {told['processor']}, {told['memory_gib']:g} GiB, Linux {told['kernel']}, load {told['load']}"
+    return (
+        f"{told['cores']} x {told['processor']}, {told['memory_gib']:g} GiB, Linux {told['kernel']}, Python {told['python']} of"
+        f" {told['built']}, load {told['load']}"
+    )
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from tests.depth import report
 from tests.engines.vllm.engine import Answer, Engine
 from tests.engines.vllm.tiered import (
     CHUNK_TOKENS,
+    TOUCH,
     TRUSTING,
     VERIFIED,
     cold_restart,
@@ -33,8 +34,6 @@ from tierd.tiers.slots import HEADER_BYTES
 pytestmark = pytest.mark.timeout(900)
 LENGTH, WHOLE = 400, 384
 CHUNKS = WHOLE // CHUNK_TOKENS
-TOUCH = 1e-6
-"""Log-probabilities that are nearer than that are the same."""
 
 
 @pytest.fixture(scope="module")

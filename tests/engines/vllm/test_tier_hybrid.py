@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-engines run
 
 from tests.depth import report
 from tests.engines.vllm.engine import Engine
-from tests.engines.vllm.tiered import VERIFIED, connector, far_from, flushed, prompt
+from tests.engines.vllm.tiered import TOUCH, VERIFIED, connector, far_from, flushed, prompt
 from tierd.testing import Daemon
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,5 +28,5 @@ def test_groups_come_back(engine: Callable[..., Engine], make_model: Callable[..
         second = hybrid.generate([prompt(1, LENGTH)], max_tokens=16)[0]
         groups = len({int(meta["namespace"]) for _, meta in flushed(daemon)})
     assert groups > 1 and first.cached == 0 and second.cached == WHOLE
-    assert first.tokens == second.tokens and far_from(first.logprobs, second.logprobs) < 1e-6
+    assert first.tokens == second.tokens and far_from(first.logprobs, second.logprobs) <= TOUCH
     report("vLLM tier, hybrid model", groups=groups, computed_s=first.seconds, restored_s=second.seconds)

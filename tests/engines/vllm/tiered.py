@@ -18,6 +18,8 @@ from tierd.tiers.recovery import load_index
 from tierd.tiers.store_files import slots_path
 
 CHUNK_TOKENS = 64
+TOUCH = 1e-4
+"""Log-probabilities that are nearer than that are the same: a prompt that is computed in two pieces is summed in another order, which made 1.3e-5 on a processor without AVX-512."""
 VERIFIED = """\
 [server]
 shutdown_deadline = "5 s"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core import demotion
-from tierd.core.model import BlockStatus, Reason
+from tierd.core.model import BlockStatus, Reason, StructArray
 from tierd.errors import NotFound
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
@@ -27,6 +27,54 @@ def test_demotion_runs_from_high_to_low() -> None:
     assert kit.tiers_of(chain("a", 11)) == [0] * 11
     kit.took(kit.core.evict(kit.ids(chain("a", 11)), tier=0, now=kit.tick()))
     assert kit.tiers_of(chain("a", 11)) == [-1] * 7 + [1] * 4
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Kit:
+    """A kit whose host tier, of 64 pages, has many more than are looked at each time; what is above half of it is to be clean once it is above 0.6."""
+    for module in ("demotion", "room", "unsaved"):
+        monkeypatch.setattr(f"tierd.core.{module}.MOST_REACH", 4)
+    return Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), tier(NVME, 96))
+
+
+def saved(kit: Kit, hashes: StructArray) -> list[bool]:
+    """Which of a chain's blocks the store has too, once nothing more is to be demoted."""
+    while not kit.demote(limit=3).is_empty:
+        kit.land()
+    return (kit.core._index.page[1][kit.ids(hashes)] >= 0).tolist()
+
+
+def test_a_large_tier_keeps_its_watermarks_too(large: Kit) -> None:
+    """In a tier of more blocks than demotion looks at each time the coldest are clean down to the low mark, however many that are, and no others; and again when as many have come as leave."""
+    a, b, c = (chain(name, 20) for name in "abc")
+    for hashes in (a, b, c):
+        large.put(hashes)
+    assert [sum(saved(large, hashes)) for hashes in (a, b, c)] == [20, 8, 0]
+    assert saved(large, b) == [False] * 12 + [True] * 8  # a chain's last block is its coldest
+    d = chain("d", 30)
+    large.put(d)
+    assert [int(np.sum(large.core._index.page[0][large.ids(each)] >= 0)) for each in (a, b, c, d)] == [0, 14, 20, 30]
+    assert [sum(saved(large, hashes)) for hashes in (a, b, c, d)] == [20, 20, 18, 0]
+
+
+def test_a_large_tier_is_not_looked_through_for_nothing(large: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a large tier is clean enough the policy is asked for its coldest few alone, until so many have come that it may not be any more."""
+    for name in range(6):
+        large.put(chain(f"{name}", 10))
+    saved(large, chain("0", 10))
+    searched = list[int]()
+    search = large.core._demotion._unsaved._search
+    monkeypatch.setattr(
+        large.core._demotion._unsaved, "_search", lambda tier, count: searched.append(count) or search(tier, count)
+    )
+    for name in range(3):
+        large.put(chain(f"more {name}", 1))
+        saved(large, chain("0", 1))
+    assert not searched
+    for name in range(8):
+        large.put(chain(f"still more {name}", 2))
+        saved(large, chain("0", 1))
+    assert searched
 
 
 def test_room_is_made_of_what_is_clean() -> None:
