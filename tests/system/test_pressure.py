@@ -13,6 +13,8 @@ from tests.system.raw import RawClient
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.client import Client, NamespaceSpec
 from tierd.core.model import HANDLE
 from tierd.testing import chain, content_of, is_content
 
@@ -29,6 +31,19 @@ eviction = "lru"
 capacity = "128 MiB"
 segment = "8 MiB"
 """
+BURST = """\
+[server]
+clock = "replay"
+[[host]]
+capacity = "32 MiB"
+segment = "2 MiB"
+high_watermark = 0.3
+low_watermark = 0.25
+[[nvme]]
+capacity = "128 MiB"
+segment = "8 MiB"
+"""
+"""On a replay clock blocks are demoted in a Quiesce alone."""
 
 
 @pytest.fixture
@@ -169,3 +184,16 @@ def _hold_and_put(client: RawClient, namespace: int, number: int, wanted: int, l
         client.page(handle, writable=True)[:] = content_of(name, length).tobytes()
     client.call(client.cache.Commit, pb.CommitRequest(reservation=first))
     return int(granted.sum())
+
+
+def test_a_burst_beyond_what_is_looked_at_loses_nothing() -> None:
+    """What the watermarks want is on the store before it is needed, also where it is more blocks than demotion looks at each time: then as many come at once, and cost none."""
+    capacity, burst, each = 8192, 5120, 256
+    with Daemon(BURST) as running, Client(running.target) as client, connect(running.target) as operator:
+        space = client.open_namespace(NamespaceSpec(model="burst", tokens_per_block=16, block_bytes=4096))
+        groups = [chain(number, each) for number in range((capacity + burst) // each)]
+        for number, hashes in enumerate(groups):
+            if number == capacity // each:
+                operator.ask(apb.QuiesceRequest(deadline_s=DEADLINE_S))
+            assert client.put(space, hashes, [bytes(4096)] * each).stored == each
+        assert [client.lookup(space, hashes).tier_of[0].min() >= 0 for hashes in groups] == [True] * len(groups)
