@@ -70,7 +70,8 @@ class Index:
         self.direct: list[frozenset[int]] = [frozenset() for _ in tiers]
         """Per tier: stores that it is read into from without a stay in host memory."""
         self.came = [0 for _ in tiers]
-        """Per tier: blocks that ever got a page in it."""
+        self.left = [0 for _ in tiers]
+        """Per tier: blocks that ever got a page in it, and that lost it."""
         self.going = [0 for _ in tiers]
         self.tips = [0 for _ in tiers]
         self.generation = start.generation
@@ -304,6 +305,7 @@ class Index:
         self._leave(tier, blocks)
         self.page[tier][blocks] = NO_PAGE
         self._note_kept(tier, blocks)
+        self.left[tier] += len(blocks)
         return blocks
 
     def _tracked(self, tier: int, blocks: Ids) -> Bools:

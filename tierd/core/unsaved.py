@@ -2,7 +2,8 @@
 
 Purpose: the coldest of it, where there is more than the watermarks allow. Non-purpose: whether it deserves a write, and where to (demotion.py). How much there is
 of it is estimated from pages that are spread over the tier. A search for the coldest passes over what is saved, 10 ms for a tier of a million blocks and 80 for one of eight; so
-one serves many plans, a LOOKS-th of the tier, and the next is made when that is written, or so many blocks have come that the high mark may have been passed.
+one serves many plans, a LOOKS-th of the tier, and the next is made when that is written, or so many blocks have come, or left the farther tiers, that the high
+mark may have been passed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Unsaved:
         self._index = index
         self._found = [no_ids() for _ in index.tiers]  # coldest first
         self._is_draining = [False for _ in index.tiers]
-        self._look_at = [0 for _ in index.tiers]  # once so many blocks have come
+        self._look_at = [0 for _ in index.tiers]  # once so many blocks are new here, or gone farther away
         self._looks = 0
 
     def farther(self, tier: int) -> list[int]:
@@ -53,7 +54,7 @@ class Unsaved:
         if self._index.going[tier] <= MOST_REACH:
             return no_ids()
         found = self._next(tier)
-        if not len(found) and (self._is_draining[tier] or self._index.came[tier] >= self._look_at[tier]):
+        if not len(found) and (self._is_draining[tier] or self._changes(tier) >= self._look_at[tier]):
             self._look(tier, rest_bytes)
             found = self._next(tier)
         return found
@@ -77,7 +78,11 @@ class Unsaved:
         self._is_draining[tier] = len(self._found[tier]) > 0
         if not self._is_draining[tier]:
             room = int(max(0.0, high - unsaved_bytes) / each_bytes)
-            self._look_at[tier] = self._index.came[tier] + max(room, MOST_REACH)
+            self._look_at[tier] = self._changes(tier) + max(room, MOST_REACH)
+
+    def _changes(self, tier: int) -> int:
+        """Blocks that may have become unsaved so far."""
+        return self._index.came[tier] + sum(self._index.left[t] for t in self.farther(tier))
 
     def _estimate(self, tier: int) -> tuple[float, float]:
         """Bytes that are unsaved, and of a page on the average."""

@@ -57,6 +57,17 @@ def test_a_large_tier_keeps_its_watermarks_too(large: Kit) -> None:
     assert [sum(saved(large, hashes)) for hashes in (a, b, c, d)] == [20, 20, 18, 0]
 
 
+def test_what_a_store_loses_of_a_large_tier_is_written_again(large: Kit) -> None:
+    """Where a store has lost what a large tier had on it, the coldest are written there again down to the low mark, though nothing new has come."""
+    chains = [chain(name, 20) for name in "abc"]
+    for hashes in chains:
+        large.put(hashes)
+    assert [sum(saved(large, hashes)) for hashes in chains] == [20, 8, 0]
+    store = large.core._index.tiers[1]
+    large.took(large.core.lose(store.extents(np.flatnonzero(store.block[: store.top] >= 0)), now=large.tick()))
+    assert [sum(saved(large, hashes)) for hashes in chains] == [20, 8, 0]
+
+
 def test_a_large_tier_is_not_looked_through_for_nothing(large: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a large tier is clean enough the policy is asked for its coldest few alone, until so many have come that it may not be any more."""
     for name in range(6):
