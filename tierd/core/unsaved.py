@@ -51,7 +51,10 @@ class Unsaved:
 
     def coldest(self, tier: int, rest_bytes: int) -> Ids:
         """Up to MOST_REACH blocks to be written, if more is unsaved than the high mark of these bytes allows, or was and still is more than the low one does."""
-        if self._index.going[tier] <= MOST_REACH:
+        budgets = (self._index.tiers[t].spec.wear_bytes_per_s for t in self.farther(tier))
+        if self._index.going[tier] <= MOST_REACH or any(
+            budgets
+        ):  # a budget that is asked for all at once declines most of it until the next use
             return no_ids()
         found = self._next(tier)
         if not len(found) and (self._is_draining[tier] or self._changes(tier) >= self._look_at[tier]):

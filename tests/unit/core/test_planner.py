@@ -57,6 +57,16 @@ def test_a_large_tier_keeps_its_watermarks_too(large: Kit) -> None:
     assert [sum(saved(large, hashes)) for hashes in (a, b, c, d)] == [20, 20, 18, 0]
 
 
+def test_a_budget_of_wear_is_not_asked_for_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a store with a budget no more than the coldest few of a large tier are asked to be written: what is declined is so until its next use."""
+    for module in ("demotion", "room", "unsaved"):
+        monkeypatch.setattr(f"tierd.core.{module}.MOST_REACH", 4)
+    store = tier(NVME, 96, wear_bytes_per_s=1e9)
+    kit = Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), store)
+    kit.put(chain("a", 60))
+    assert sum(saved(kit, chain("a", 60))) <= 4
+
+
 def test_what_a_store_loses_of_a_large_tier_is_written_again(large: Kit) -> None:
     """Where a store has lost what a large tier had on it, the coldest are written there again down to the low mark, though nothing new has come."""
     chains = [chain(name, 20) for name in "abc"]
