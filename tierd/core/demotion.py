@@ -72,7 +72,7 @@ class Demotion:
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._index, self._room = planner, planner.index, planner.room
-        self._unsaved = Unsaved(planner.index)
+        self._unsaved = Unsaved(planner.index, self._has_place)
         self._draining: list[set[Key]] = [set() for _ in planner.index.tiers]
 
     def run(self, limit: int, draft: Draft) -> None:
@@ -80,7 +80,7 @@ class Demotion:
         self._index.pass_time(draft.now)
         allowance = Allowance(limit, PLAN_BYTES)
         for tier in self._index.serving():
-            if self._unsaved.farther(tier):
+            if self._index.farther(tier):
                 self._drain(tier, allowance, draft)
             self._clear(tier, draft)
 
@@ -93,7 +93,7 @@ class Demotion:
         victims = self._room.coldest(tier, self._count(tier, over))
         sizes = np.cumsum(self._sizes(tier, victims))
         victims = victims[: int(np.searchsorted(sizes, over)) + 1]
-        safe = ~self._unsaved.is_dirty(tier, victims) | (self._next_tiers(tier, victims) < 0)
+        safe = ~self._unsaved.is_dirty(tier, victims) | ~self._has_place(tier, victims)
         self._room.drop(tier, self._room.tails_first(tier, victims[safe]), draft)
 
     def _drain(self, tier: int, allowance: Allowance, draft: Draft) -> None:
@@ -121,6 +121,7 @@ class Demotion:
             return no_ids()
         victims = self._room.coldest(tier, self._reach(tier, excess))
         sizes, dirty = self._sizes(tier, victims), self._unsaved.is_dirty(tier, victims)
+        dirty[dirty] = self._has_place(tier, victims[dirty])
         wanted = np.zeros(len(victims), bool)
         for key, over in excess.items():
             rows = np.arange(len(victims)) if key == WHOLE else true_rows(self._room.is_right(tier, victims, key))
@@ -195,9 +196,13 @@ class Demotion:
                 sent.append(blocks[done])
         return np.concatenate(sent)
 
+    def _has_place(self, tier: int, blocks: Ids) -> Bools:
+        """Which blocks a farther tier could hold."""
+        return np.asarray(self._next_tiers(tier, blocks) >= 0, bool)
+
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
         """Where each block would be demoted to: a tier of the next farther kind that takes new blocks; -1 where none can hold it."""
-        farther = [t for t in self._unsaved.farther(tier) if self._index.tiers[t].writable]
+        farther = [t for t in self._index.farther(tier) if self._index.tiers[t].writable]
         if not farther:
             return np.full(len(blocks), -1, np.int64)
         to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))

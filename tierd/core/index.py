@@ -92,6 +92,11 @@ class Index:
             ]
         return found
 
+    def farther(self, tier: int) -> list[int]:
+        """Tiers in service of farther kinds, near to far."""
+        kind = self.tiers[tier].spec.kind
+        return [t for t in self.serving() if self.tiers[t].spec.kind > kind]
+
     def set_serving(self, tier: int, *, serving: bool) -> None:
         """In service, or not: see `Core.set_serving`."""
         self.tiers[tier].serving = serving

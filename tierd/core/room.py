@@ -106,7 +106,7 @@ class Room:
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
         """Which blocks can be found and read in a farther kind of tier."""
-        farther = self._farther(tier)
+        farther = self._index.farther(tier)
         if not farther:
             return np.zeros(len(blocks), bool)
         return np.asarray((self._index.nearest(blocks, farther) >= 0) & self._index.blocks.named[blocks], bool)
@@ -144,10 +144,6 @@ class Room:
     def is_beside(self, tier: int, victims: Ids, block: int) -> Bools:
         """Which of the victims lie in the same segment as the block."""
         return np.asarray(self._places(tier, victims) == self._places(tier, np.array([block]))[0], bool)
-
-    def _farther(self, tier: int) -> list[int]:
-        kind = self._index.tiers[tier].spec.kind
-        return [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
 
     def _upward(self, tier: int, tips: Ids, victims: Ids) -> Ids:
         """The tips; a single one with what is above it, as far as only that keeps one of the victims waiting, and no more than there are victims."""
@@ -226,7 +222,7 @@ class Room:
             index.blocks.declined[blocks[index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
         kept = self.is_farther(tier, blocks)
         if some(kept):
-            for farther in self._farther(tier):
+            for farther in self._index.farther(tier):
                 index.touch(farther, blocks[kept], draft.now)
         index.evictions[tier] += len(blocks)
         return kept

@@ -8,6 +8,8 @@ mark may have been passed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tierd.core.admission import Verdict
@@ -24,23 +26,19 @@ LOOKS = 64
 
 
 class Unsaved:
-    """See the module."""
+    """See the module. has_place: which blocks of a tier a farther one could hold."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    def __init__(self, index: Index, has_place: Callable[[int, Ids], Bools]) -> None:
+        self._index, self._has_place = index, has_place
         self._found = [no_ids() for _ in index.tiers]  # coldest first
         self._is_draining = [False for _ in index.tiers]
         self._look_at = [0 for _ in index.tiers]  # once so many blocks are new here, or gone farther away
+        self._seen: list[list[int]] = [[] for _ in index.tiers]  # farther tiers that were in service then
         self._looks = 0
-
-    def farther(self, tier: int) -> list[int]:
-        """The tiers in service to which its blocks may go."""
-        kind = self._index.tiers[tier].spec.kind
-        return [t for t in self._index.serving() if self._index.tiers[t].spec.kind > kind]
 
     def is_dirty(self, tier: int, at: Ids | slice) -> Bools:
         """Which blocks no farther tier holds, or is getting, or has declined since their last use; not what is forgotten, since nobody misses it."""
-        index, farther = self._index, self.farther(tier)
+        index, farther = self._index, self._index.farther(tier)
         dirty = index.blocks.named[at].copy()
         for other in farther:
             dirty &= index.page[other][at] == NO_PAGE
@@ -51,11 +49,13 @@ class Unsaved:
 
     def coldest(self, tier: int, rest_bytes: int) -> Ids:
         """Up to MOST_REACH blocks to be written, if more is unsaved than the high mark of these bytes allows, or was and still is more than the low one does."""
-        budgets = (self._index.tiers[t].spec.wear_bytes_per_s for t in self.farther(tier))
-        if self._index.going[tier] <= MOST_REACH or any(
-            budgets
-        ):  # a budget that is asked for all at once declines most of it until the next use
+        index, farther = self._index, self._index.farther(tier)
+        # A budget of wear that is asked for all at once declines most of it until the next use.
+        if index.going[tier] <= MOST_REACH or any(index.tiers[t].spec.wear_bytes_per_s for t in farther):
             return no_ids()
+        # What a store holds that has gone out of service is unsaved now; what one has brought back is no more.
+        if farther != self._seen[tier]:
+            self._seen[tier], self._found[tier], self._look_at[tier] = farther, no_ids(), 0
         found = self._next(tier)
         if not len(found) and (self._is_draining[tier] or self._changes(tier) >= self._look_at[tier]):
             self._look(tier, rest_bytes)
@@ -77,7 +77,9 @@ class Unsaved:
         spec, (unsaved_bytes, each_bytes) = self._index.tiers[tier].spec, self._estimate(tier)
         high, low = spec.high_watermark * rest_bytes, spec.low_watermark * rest_bytes
         if unsaved_bytes > (low if self._is_draining[tier] else high):
-            self._found[tier] = self._search(tier, 1 + int((unsaved_bytes - low) / each_bytes))
+            self._found[tier] = self._search(
+                tier, unsaved_bytes - low, count=1 + int((unsaved_bytes - low) / each_bytes)
+            )
         self._is_draining[tier] = len(self._found[tier]) > 0
         if not self._is_draining[tier]:
             room = int(max(0.0, high - unsaved_bytes) / each_bytes)
@@ -85,7 +87,9 @@ class Unsaved:
 
     def _changes(self, tier: int) -> int:
         """Blocks that may have become unsaved so far."""
-        return self._index.came[tier] + sum(self._index.left[t] for t in self.farther(tier))
+        kind = self._index.tiers[tier].spec.kind
+        left = sum(self._index.left[t.position] for t in self._index.tiers if t.spec.kind > kind)
+        return self._index.came[tier] + left
 
     def _estimate(self, tier: int) -> tuple[float, float]:
         """Bytes that are unsaved, and of a page on the average."""
@@ -102,8 +106,8 @@ class Unsaved:
         share = sizes[self.is_dirty(tier, blocks[is_there])].sum() / sizes.sum()
         return float(share * pages_of.staying_bytes), float(sizes.mean())
 
-    def _search(self, tier: int, count: int) -> Ids:
-        """The coldest that are unsaved and may leave."""
+    def _search(self, tier: int, over_bytes: float, *, count: int) -> Ids:
+        """The coldest that are unsaved, may leave and have a place to go: about `count` of them, and no more than lie in so many bytes, or one."""
         index = self._index
         every_id = slice(0, index.blocks.top)
         passed = index.held[tier][every_id] | ~self.is_dirty(tier, every_id)
@@ -111,4 +115,6 @@ class Unsaved:
         count = min(count, most, len(passed) - int(np.count_nonzero(passed)))
         victims = index.policies[tier].victims(count, passed) if count > 0 else no_ids()
         assert victims is not None, "the policy lost count of what it tracks"
-        return victims
+        victims = victims[self._has_place(tier, victims)]
+        sizes = index.tiers[tier].class_bytes(index.attached(tier, victims))
+        return victims[: int(np.searchsorted(np.cumsum(sizes), over_bytes)) + 1]

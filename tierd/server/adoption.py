@@ -45,6 +45,7 @@ class Adoption:
         """What is in memory; of a tier with blocks that are still to be read nothing yet, which takes a tenth of a second for the segments of ten million."""
         self._core.expect(self._expected)
         if self._found.more_at_most:
+            assert not len(self._found.metas), "a tier has its blocks in memory, or to be read"
             self._core.begin_loading(self.position)
             return
         for segments, extents, metas in pieces_of(self._found):

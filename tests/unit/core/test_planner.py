@@ -8,6 +8,7 @@ import pytest
 from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core import demotion
 from tierd.core.model import BlockStatus, Reason, StructArray
+from tierd.core.plan import Ids
 from tierd.errors import NotFound
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
@@ -30,10 +31,15 @@ def test_demotion_runs_from_high_to_low() -> None:
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Kit:
-    """A kit whose host tier, of 64 pages, has many more than are looked at each time; what is above half of it is to be clean once it is above 0.6."""
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks are looked at each time, so that a tier of dozens is a large one."""
     for module in ("demotion", "room", "unsaved"):
         monkeypatch.setattr(f"tierd.core.{module}.MOST_REACH", 4)
+
+
+@pytest.fixture
+def large(few: None) -> Kit:
+    """A kit whose host tier, of 64 pages, has many more than are looked at each time; what is above half of it is to be clean once it is above 0.6."""
     return Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), tier(NVME, 96))
 
 
@@ -57,10 +63,9 @@ def test_a_large_tier_keeps_its_watermarks_too(large: Kit) -> None:
     assert [sum(saved(large, hashes)) for hashes in (a, b, c, d)] == [20, 20, 18, 0]
 
 
-def test_a_budget_of_wear_is_not_asked_for_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("few")
+def test_a_budget_of_wear_is_not_asked_for_all_at_once() -> None:
     """Above a store with a budget no more than the coldest few of a large tier are asked to be written: what is declined is so until its next use."""
-    for module in ("demotion", "room", "unsaved"):
-        monkeypatch.setattr(f"tierd.core.{module}.MOST_REACH", 4)
     store = tier(NVME, 96, wear_bytes_per_s=1e9)
     kit = Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), store)
     kit.put(chain("a", 60))
@@ -78,16 +83,58 @@ def test_what_a_store_loses_of_a_large_tier_is_written_again(large: Kit) -> None
     assert [sum(saved(large, hashes)) for hashes in chains] == [20, 8, 0]
 
 
+@pytest.mark.usefixtures("few")
+def test_what_can_go_nowhere_keeps_nothing_from_being_written() -> None:
+    """A cold block that is too long for any place of the store stays unsaved; the others of a large tier are written all the same."""
+    kit = Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), tier(NVME, 96, segment=1))
+    kit.put(chain("long", 1), length=2 * PAGE)
+    a = chain("a", 48)
+    kit.put(a)
+    assert sum(saved(kit, a)) >= 17
+
+
+@pytest.mark.usefixtures("few")
+def test_a_store_that_goes_makes_a_large_tier_unsaved_again() -> None:
+    """What only a store that is out of service holds is written to another one, down to the low mark."""
+    kit = Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), tier(NVME, 64), tier(NVME, 64, index=1))
+    a = chain("a", 60)
+    kit.put(a)
+    saved(kit, a)
+    held = [kit.core._index.page[store] for store in (1, 2)]
+    before = [int((page[kit.ids(a)] >= 0).sum()) for page in held]
+    assert sum(before) == 28 and min(before) > 4
+    kit.core.set_serving(1, False)
+    saved(kit, a)
+    assert int((held[1][kit.ids(a)] >= 0).sum()) == 28
+
+
+@pytest.mark.usefixtures("few")
+def test_a_search_writes_no_more_than_the_low_mark_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is unsaved lies in larger pages than the rest, it is written down to the low mark, and not all of it."""
+    monkeypatch.setattr("tierd.core.unsaved.LOOKS", 1)
+    kit = Kit(tier(HOST, 128, segment=16, high_watermark=0.6, low_watermark=0.5), tier(NVME, 256, segment=32))
+    small, large = chain("small", 48), [chain(f"{name}", 1) for name in range(5)]
+    kit.put(small)
+    kit.took(kit.core.persist(kit.ids(small), now=kit.tick()))
+    kit.land()
+    for hashes in large:
+        kit.put(hashes, length=16 * PAGE)
+    assert [sum(saved(kit, hashes)) for hashes in large] == [1, 0, 0, 0, 0]
+
+
 def test_a_large_tier_is_not_looked_through_for_nothing(large: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a large tier is clean enough the policy is asked for its coldest few alone, until so many have come that it may not be any more."""
     for name in range(6):
         large.put(chain(f"{name}", 10))
     saved(large, chain("0", 10))
-    searched = list[int]()
-    search = large.core._demotion._unsaved._search
-    monkeypatch.setattr(
-        large.core._demotion._unsaved, "_search", lambda tier, count: searched.append(count) or search(tier, count)
-    )
+    unsaved, searched = large.core._demotion._unsaved, list[int]()
+    search = unsaved._search
+
+    def count_searches(tier: int, over_bytes: float, *, count: int) -> Ids:
+        searched.append(count)
+        return search(tier, over_bytes, count=count)
+
+    monkeypatch.setattr(unsaved, "_search", count_searches)
     for name in range(3):
         large.put(chain(f"more {name}", 1))
         saved(large, chain("0", 1))
