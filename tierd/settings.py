@@ -268,7 +268,13 @@ class NvmeConfig:
         "auto",
         'O_DIRECT, past the page cache. "auto": where the file system takes it, else buffered, and said so; "on": or fail.',
     )
-    queue_depth: int = _key(16, "Reads and writes in flight at one time.", unit="requests", least=1, most=1024)
+    queue_depth: int = _key(
+        16,
+        "Reads at the disk at one time, and as many writes; half as many writes while there are reads.",
+        unit="requests",
+        least=1,
+        most=1024,
+    )
     zero_ahead: bool = _key(
         True,
         "Space that was set aside and never written is written over with zeros once, while the disk has nothing else to do: the first"

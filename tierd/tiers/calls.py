@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["read", "write"]
+KINDS: tuple[Kind, ...] = ("read", "write")
 
 
 class HangError(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock, Semaphore
+from threading import Lock
 from typing import Self
 
 import numpy as np
@@ -34,6 +34,7 @@ from tierd.tiers.slots import (
     vector,
 )
 from tierd.tiers.tier import HashRows, SliceTable
+from tierd.tiers.turns import Turns
 
 NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
 
@@ -44,11 +45,12 @@ class GoneError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves a batch. disk: places for as many calls as are at it at one time; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: held by the
-    lane that hashes, and prepares what it writes. find_file: the slot file of a segment, or GoneError. store: its id."""
+    """What moves batches one way. turns: at the disk; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: held by the lane that hashes, and prepares what
+    it writes. find_file: the slot file of a segment, or GoneError. store: its id."""
 
+    kind: Kind
     io: SlotIO
-    disk: Semaphore
+    turns: Turns
     hashing: Lock
     hang_s: float
     begin_call: Callable[[], None]
@@ -59,13 +61,13 @@ class Means:
     @contextmanager
     def at_disk(self) -> Iterator[None]:
         """Around a call. Raises HangError."""
-        if not self.disk.acquire(timeout=self.hang_s):
+        if not self.turns.take(self.kind, timeout_s=self.hang_s):
             raise HangError
         try:
             self.begin_call()
             yield
         finally:
-            self.disk.release()
+            self.turns.give(self.kind)
 
 
 @dataclass(slots=True)

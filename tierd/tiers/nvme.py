@@ -38,7 +38,7 @@ from tierd.core.sets import kinds, true_rows
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.buffered import BufferedIO
-from tierd.tiers.calls import Calls, Kind
+from tierd.tiers.calls import KINDS, Calls, Kind
 from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.lanes import Lanes
@@ -48,6 +48,7 @@ from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, Slot
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, Stretch, assignment_of, extents_of, unsifted
 from tierd.tiers.tier import Found, HashRows, Health, Payloads, ReadResult, Recovered
+from tierd.tiers.turns import Turns
 from tierd.tiers.zeroing import Zeroing
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Patience:
 class NvmeStore:
     """One store. path: its directory. direct: O_DIRECT "auto" (where the file system takes it), "on" (or ConfigError) or "off".
 
-    queue_depth: reads and writes in flight at one time. disk: what its files lie on; a simulated one takes its place before `open`,
+    queue_depth: reads in flight at one time, and as many writes, or half as many beside reads. disk: what its files lie on; a simulated one takes its place before `open`,
     and so may another patience.
     """
 
@@ -112,11 +113,14 @@ class NvmeStore:
         self.notices: list[str] = []
         self._direct: Direct = direct
         self._calls = Calls()
-        self._lanes = Lanes(LANES_PER_CALL * queue_depth, name=f"tierd-{spec.name}", calls=self._calls)
+        self._lanes = {
+            kind: Lanes(LANES_PER_CALL * queue_depth, name=f"tierd-{spec.name}-{kind}", calls=self._calls)
+            for kind in KINDS
+        }
         self._queue_depth = queue_depth
-        self._disk = threading.Semaphore(queue_depth)
-        # One lane hashes at a time, a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups.
-        self._hashing = threading.Lock()
+        self._turns = Turns(queue_depth)
+        # One lane each way hashes at a time, a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups.
+        self._hashing = {kind: threading.Lock() for kind in KINDS}
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
         self._lost: list[StructArray] = []
@@ -171,11 +175,13 @@ class NvmeStore:
 
     async def _end(self, *, release: bool, fold_until: float) -> None:
         await self._zeroing.stop()
-        await self._lanes.idle()
+        for lanes in self._lanes.values():
+            await lanes.idle()
         failpoint("nvme.close.before_sync")
         await self._ledger.close(fold_until=fold_until)
         await asyncio.to_thread(self._opened.close, release=release)
-        self._lanes.close()
+        for lanes in self._lanes.values():
+            lanes.close()
 
     # -- trouble
 
@@ -200,7 +206,7 @@ class NvmeStore:
         """Mends what failed, then writes, syncs and reads: a file of its own, the journal, the first slot. Raises TierFailed."""
         await self._ledger.mend()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._lanes.threads, try_disk, self._opened)
+            await asyncio.get_running_loop().run_in_executor(self._lanes["write"].threads, try_disk, self._opened)
         except OSError as error:
             raise TierFailed(f"{self.spec.name}: {self.place}: {error.strerror or error}; check the disk") from error
         self._ledger.add(self._ledger.marks)
@@ -364,7 +370,7 @@ class NvmeStore:
         """As `StoredTier.read`. A slot whose header is another's, torn or stale is CORRUPT; what cannot be read, or is not held when it has come, is FAILED."""
         with self._headers.borrow(len(extents)) as headers:
             pages = whole_pages(targets, extents["length"])
-            batch = Batch(self._means(), self._located(extents), metas, pages, headers, arrived)
+            batch = Batch(self._means("read"), self._located(extents), metas, pages, headers, arrived)
             await self._carry(batch, self._usable(batch.extents), ReadRun)
             batch.judge(self.holds(batch.extents))
         return ReadResult(batch.statuses, batch.tables)
@@ -372,7 +378,7 @@ class NvmeStore:
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
         """As `StoredTier.check`."""
         with self._headers.borrow(len(extents)) as headers:
-            batch = Batch(self._means(), self._located(extents), metas, (), headers, _no_hash)
+            batch = Batch(self._means("read"), self._located(extents), metas, (), headers, _no_hash)
             await self._carry(batch, self._usable(batch.extents), HeadRun)
             batch.judge(self.holds(batch.extents))
         return batch.statuses
@@ -395,7 +401,7 @@ class NvmeStore:
         """As `StoredTier.write`. What does not fit its slot, or has more than 480 slices, is FAILED."""
         with self._headers.borrow(len(extents)) as headers:
             pages = whole_pages(sources, extents["length"])
-            batch = Batch(self._means(), self._located(extents), metas.copy(), pages, headers, hash_rows)
+            batch = Batch(self._means("write"), self._located(extents), metas.copy(), pages, headers, hash_rows)
             rows = self._usable(batch.extents)
             if not len(rows) or self._ledger.failure:
                 return batch.statuses
@@ -413,13 +419,14 @@ class NvmeStore:
         self._note_stored(batch)
         return batch.statuses
 
-    def _means(self) -> Means:
+    def _means(self, kind: Kind) -> Means:
         return Means(
+            kind,
             io=self._opened.io,
-            disk=self._disk,
-            hashing=self._hashing,
+            turns=self._turns,
+            hashing=self._hashing[kind],
             hang_s=self.patience.hang_s,
-            begin_call=self._lanes.begin_call,
+            begin_call=self._lanes[kind].begin_call,
             pool=self._headers,
             find_file=self._find_file,
             store=self._opened.store,
@@ -452,7 +459,7 @@ class NvmeStore:
         runs = join_runs(batch.extents[rows], class_bytes=classes)
         jobs = [job(batch, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
         try:
-            await self._lanes.carry(jobs, hang_s=self.patience.hang_s)
+            await self._lanes[job.kind].carry(jobs, hang_s=self.patience.hang_s)
         finally:
             for is_done in batch.outcomes:
                 if not is_done:

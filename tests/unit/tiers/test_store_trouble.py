@@ -401,7 +401,7 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(slots, "read_at", hang)
         hung = [asyncio.create_task(made.read([key])) for key in (1, 2)]
-        while made.store._disk._value:  # noqa: ASYNC110  # a place that is taken rings no bell
+        while made.store._turns.taken["read"] < 2:  # noqa: ASYNC110  # a place that is taken rings no bell
             await asyncio.sleep(0)
         async with asyncio.timeout(10):
             assert await asyncio.gather(*(made.read([3, 4]) for _ in range(3))) == [[FAILED, FAILED]] * 3
@@ -409,8 +409,31 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
         gate.set()
         assert [(await task)[0] for task in hung] == [content(1), content(2)]
     assert await made.read([3]) == [content(3)]
-    await asyncio.wait_for(made.store._lanes.idle(), 10)  # the lane tells who waits before it lies down
+    await asyncio.wait_for(made.store._lanes["read"].idle(), 10)  # the lane tells who waits before it lies down
     assert made.store.health().read_age_s == 0
+    await made.store.close(release=False)
+
+
+async def test_a_read_waits_for_no_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many writes at the disk as there may be, and others behind them, what is asked for is read at once."""
+    made = World.at(tmp_path / "store", queue_depth=1)
+    await made.open()
+    await made.begin(1)
+    await made.write([1], segment=1, slots=[0])
+    gate, entered, real = threading.Event(), threading.Event(), slots.write_at
+
+    def hang(*given: object) -> None:
+        entered.set()
+        assert gate.wait(30)
+        real(*given)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "write_at", hang)
+        writes = [asyncio.create_task(made.write([key], segment=1, slots=[key])) for key in range(2, 7)]
+        assert await asyncio.to_thread(entered.wait, 10)
+        assert await asyncio.wait_for(made.read([1]), 10) == [content(1)]
+        gate.set()
+        assert await asyncio.gather(*writes) == [[READY]] * 5
     await made.store.close(release=False)
 
 
@@ -433,12 +456,12 @@ async def test_to_wait_for_a_turn_is_no_call_under_way(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(slots, "read_at", hold)
         reads = [asyncio.create_task(made.read([key])) for key in (1, 2)]
-        while made.store._disk._value or len(made.store._lanes._awake) < 2:  # noqa: ASYNC110  # neither rings a bell
+        while not made.store._turns.taken["read"] or len(made.store._lanes["read"]._awake) < 2:  # noqa: ASYNC110  # neither rings a bell
             await asyncio.sleep(0)
         turn_s = asyncio.get_running_loop().time()
         gates[0].set()
         assert await asyncio.to_thread(entered.wait, 10)
-        while len(made.store._lanes._awake) > 1:  # noqa: ASYNC110  # who has read the first block lies down a moment after it
+        while len(made.store._lanes["read"]._awake) > 1:  # noqa: ASYNC110  # who has read the first block lies down a moment after it
             await asyncio.sleep(0)
         age_s, since_turn_s = made.store.health().read_age_s, asyncio.get_running_loop().time() - turn_s
         gates[1].set()

@@ -42,7 +42,7 @@ from tierd.policies.reuse.prior import prior_hazards
 
 ROWS = 1 << 27  # a request's number begins anew after so many
 REQUESTS = 65_536  # remembered; a session that pauses for longer than that many requests begins anew
-REFIT_EVERY = 128  # requests; what `refit` wants to be called after
+REFIT_EVERY = 128  # requests at least; what `refit` wants to be called after
 HALF_LIFE = 20_000.0  # requests after which a count weighs half
 KINDS = 2 + features.SHARED_LEVELS  # parts of a request: new, old, then shared by level
 NEW, OLD, SHARED = 0, 1, 2

@@ -33,6 +33,8 @@ UNKNOWN_BLOCKS = 12
 """A block that nothing is known of is taken for one of a first request with so many."""
 ABOVE, KEPT = 1 << 14, 1 << 15
 """Marks beside a group."""
+REFIT_PAUSE_S = 1.0
+"""Between two refits, however many requests come: each holds the loop for some milliseconds, and no block's age has changed much meanwhile."""
 READ_SHARE = 0.25
 """What is gained by finding a block in memory and not in the store, of what is gained by finding it at all: about as long is a read, against computing it."""
 _LEAST_CHANCE = 1e-9
@@ -52,7 +54,8 @@ class Traffic:
         self.learner = learner or Learner()
         self._blocks = blocks
         self._ghosts = Ghosts(ghost_limit)
-        self._heard = 0
+        self._heard, self._refit_s = 0, -np.inf
+        """Requests since the last refit, and when that was."""
         self.thresholds: list[Callable[[], float]] = []
         """Of each store under a wear budget: the least chance of another use that it takes a block for."""
         self.above: list[Callable[[Ids], None]] = []
@@ -121,7 +124,8 @@ class Traffic:
         sessions, parts = known["asked"].astype(np.int64), known["part"].astype(np.int64)
         groups = self.learner.hear(Request(whole, sessions, parts), now)
         self._heard += 1
-        if self._heard % REFIT_EVERY == 0:
+        if self._heard >= REFIT_EVERY and not 0.0 <= now - self._refit_s < REFIT_PAUSE_S:
+            self._heard, self._refit_s = 0, now
             self.learner.refit(now)
             self._threshold = min((threshold() for threshold in self.thresholds), default=0.0)
             self.version += 1

@@ -15,7 +15,7 @@ from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.features import GROUPS, NOTHING, SHARED, first_group
 from tierd.policies.reuse.hazard import EDGES_S
 from tierd.policies.reuse.learner import REFIT_EVERY
-from tierd.policies.reuse.traffic import ABOVE, KEPT, READ_SHARE, UNKNOWN_BLOCKS
+from tierd.policies.reuse.traffic import ABOVE, KEPT, READ_SHARE, REFIT_PAUSE_S, UNKNOWN_BLOCKS
 
 TOKENS = 16
 
@@ -167,6 +167,24 @@ def test_above_a_store_worth_is_what_would_be_lost(kit: Taught) -> None:
     assert (above[taken] < worth[taken]).all() and (above[taken] > kept[taken]).all()
     one = [kit.traffic.price(int(group), 5.0)[0] for group in groups + ABOVE]
     assert np.allclose(one, above)
+
+
+def test_many_requests_at_once_make_one_table(kit: Taught) -> None:
+    """Prices are made anew after so many requests, and no sooner than the pause allows; then at the next request, also where the clock has gone back."""
+
+    def hear(count: int) -> int:
+        for number in range(count):
+            kit.driver.request(sequence(chain(f"a{number}", 1)), now=kit.now)
+        return kit.traffic.version
+
+    assert hear(REFIT_EVERY - 1) == 0
+    assert hear(1) == 1
+    assert hear(3 * REFIT_EVERY) == 1
+    kit.now += REFIT_PAUSE_S
+    assert hear(1) == 2
+    assert hear(REFIT_EVERY - 1) == 2
+    kit.now -= 3.0
+    assert hear(1) == 3
 
 
 def test_only_a_wear_budget_has_a_price() -> None:
