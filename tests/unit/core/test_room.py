@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
+from tierd.core.blocks import Blocks
 from tierd.core.model import PUT_BLOCK, BlockStatus, Need, Reason
 from tierd.core.plan import PutQuery
 
@@ -48,6 +49,29 @@ def test_chains_written_block_by_block_lose_their_tails_first() -> None:
         kit.commit(kit.core.reserve(1, groups=[PutQuery(1, parent, number, blocks)], kind=HOST, now=kit.tick()))
     kit.put(chain("b", 5))
     assert kit.tiers_of(a) == [0, 0, 0, -1, -1, -1]
+
+
+def test_a_long_chain_that_grows_keeps_what_is_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is before a long chain is touched by one of its commits within the pause, and by the next one after it; others leave before it does, and of it the tail."""
+    monkeypatch.setattr("tierd.core.commits.LONG_CHAIN", 4)
+    monkeypatch.setattr("tierd.core.commits.TOUCH_PAUSE_S", 100.0)
+    kit, long, other = Kit(tier(HOST, 20)), chain("a", 16), chain("b", 4)
+    touched, real = list[int](), Blocks.ancestors
+    monkeypatch.setattr(Blocks, "ancestors", lambda its, ids: touched.append(len(above := real(its, ids))) or above)
+    for end in range(1, 12):
+        kit.put(long[:end])
+    assert touched == [1, 2, 3, 4]
+    kit.now += 100.0
+    kit.put(long[:12])
+    kit.put(other)
+    for end in (13, 14, 15, 16):
+        kit.put(long[:end])
+    assert touched == [1, 2, 3, 4, 11]
+    c, d = chain("c", 2), chain("d", 6)
+    kit.put(c)
+    assert (kit.tiers_of(long), kit.tiers_of(other)) == ([0] * 16, [0, 0, -1, -1])
+    kit.put(d)
+    assert (kit.tiers_of(long), kit.tiers_of(other), kit.tiers_of(c)) == ([0] * 12 + [-1] * 4, [-1] * 4, [0, 0])
 
 
 def test_a_pinned_tail_does_not_bring_the_tier_to_a_halt() -> None:
