@@ -83,6 +83,21 @@ def test_a_pinned_tail_does_not_bring_the_tier_to_a_halt() -> None:
     assert kit.tiers_of(a)[3] == 0
 
 
+@pytest.mark.parametrize("reach", [1, 1000])
+def test_behind_blocks_that_stay_the_coldest_end_leaves(monkeypatch: pytest.MonkeyPatch, reach: int) -> None:
+    """Where the coldest are held back by a pinned tail, what leaves is the coldest of the others, tail first, however few of those held back are looked at."""
+    monkeypatch.setattr("tierd.core.room.BLOCKED_REACH", reach)
+    kit, (a, b, c) = Kit(tier(HOST, 32, segment=32)), (chain("a", 24), chain("b", 4), chain("c", 4))
+    for each in (a, b, c):
+        kit.put(each)
+    kit.core.pin_blocks(kit.ids(a[-1:]))
+    for number, left in enumerate((3, 2, 1)):
+        kit.put(chain(f"d{number}", 1))
+        assert (kit.tiers_of(b), kit.tiers_of(c)) == ([0] * left + [-1] * (4 - left), [0] * 4)
+    kit.put(chain("e", 3))
+    assert (kit.tiers_of(a), kit.tiers_of(b), kit.tiers_of(c)) == ([0] * 24, [-1] * 4, [0, 0, -1, -1])
+
+
 def test_windows_lose_their_heads() -> None:
     """In a namespace that is asked for by its last tokens, old blocks leave although later ones stay."""
     kit, w = Kit(tier(HOST, 8)), chain("w", 6)
