@@ -16,10 +16,13 @@ from tools.kernels import MissingTool, build_emulator, sanitized_environment
 
 ORDERS = ("2", "1")
 """Of threads, the first of which every commit is tried in."""
-LARGE = ("decode", "prefill")
-QUICK = [*product(["address"], UNITS, [64]), *product(["thread"], sorted({*UNITS} - {*LARGE}), [64])]
-SLOW = [*product(["thread"], LARGE, [64, 256]), *product(["address"], LARGE, [256])]
-"""A minute of a compiler each, for what runs two seconds."""
+LONG = {"address": {"decode"}, "thread": {"decode", "prefill", "pages"}}
+"""What a compiler takes half a minute for, or a minute, and what then runs two seconds."""
+QUICK = [(sanitizer, unit, 64) for sanitizer, units in LONG.items() for unit in sorted({*UNITS} - units)]
+SLOW = [
+    *((sanitizer, unit, 64) for sanitizer, units in LONG.items() for unit in sorted(units)),
+    *product(LONG, ("decode", "prefill"), [256]),
+]
 LIMIT_S = 1500
 """Of wall time for what takes up to two minutes of a core: tenfold, since other tests run beside it."""
 
