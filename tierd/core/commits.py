@@ -6,8 +6,6 @@ findable together or not at all; of several reservations of one name the first c
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from tierd.core.aside import Aside
@@ -25,20 +23,12 @@ from tierd.core.said import Said, keep_said
 from tierd.core.sets import every, kinds, some, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
-LONG_CHAIN, TOUCH_PAUSE_S = 256, 1.0
-"""With so many blocks before it a commit touches these at most so often."""
-TOUCHED_LIMIT = 16_384
-"""Chains of which it is known when that was."""
-
 
 class Commits:
     """See the module. dead: namespaces that were forgotten."""
 
     def __init__(self, index: Index, sessions: Sessions, gets: Gets, aside: Aside, *, dead: set[int]) -> None:
         self._index, self._sessions, self._gets, self._aside, self._dead = index, sessions, gets, aside, dead
-        self._touched: dict[
-            int, float
-        ] = {}  # last blocks of long chains that grow, and when what is before them was touched; an id may be another block's by now
 
     def is_new(self, committing: Committing) -> bool:
         """Whether no name of it is known, or comes twice, and no namespace was forgotten: then `finish` gives each block, if all are ok, the page that it was written to."""
@@ -78,7 +68,10 @@ class Commits:
         return Committed(statuses, self._aside.extents(found), ids, commit.metas, number, draft.plan())
 
     def _publish(self, commit: Commit, where: Where, *, draft: Draft) -> tuple[Ids, Codes]:
-        """New names get their pages; the ids of all names, and READY or EXISTS of each."""
+        """New names get their pages; the ids of all names, and READY or EXISTS of each.
+
+        A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first.
+        """
         metas = commit.metas
         names = commit.names or self._index.blocks.keyed(names_of(metas))
         if commit.is_new and commit.seen == self._index.blocks.added:
@@ -106,7 +99,9 @@ class Commits:
             self._index.attach(tier, pages[::-1], ids[part][::-1], draft.now)
             self._index.publish(tier, pages)
         self._index.note_use(ids[::-1], draft.now)
-        self._use_before(ids, draft.now)
+        before = self._index.blocks.ancestors(ids)
+        for tier in self._index.serving():
+            self._index.touch(tier, before, draft.now)
         self._aside.count_off(commit.reservation, commit.rows[rows])
         self._aside.unstage(commit.reservation, commit.rows[rows], Reason.SEALED, draft)
         commit.reservation.state[commit.rows[rows]] = GONE
@@ -115,24 +110,6 @@ class Commits:
             statuses[again] = BlockStatus.EXISTS
             known[again] = self._index.blocks.find(names.at(again))
         return known, statuses
-
-    def _use_before(self, ids: Ids, now: float) -> None:
-        """A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first. Not those of a long chain
-        that were touched a moment ago: it grows by a block at a time, and to touch 65,536 takes 40 ms."""
-        parents = self._index.blocks.parent[ids]
-        own, above = set(ids.tolist()), set(parents[parents >= 0].tolist())
-        if not above - own:
-            return
-        touched_s = min([self._touched.pop(block, -math.inf) for block in above - own])
-        if not 0.0 <= now - touched_s < TOUCH_PAUSE_S:
-            before, touched_s = self._index.blocks.ancestors(ids), now
-            for tier in self._index.serving():
-                self._index.touch(tier, before, now)
-            if len(before) < LONG_CHAIN:
-                return
-        self._touched |= dict.fromkeys(own - above, touched_s)
-        while len(self._touched) > TOUCHED_LIMIT:
-            self._touched.pop(next(iter(self._touched)))
 
     def _is_dead(self, commit: Commit) -> bool:
         """Whether a namespace of it was forgotten meanwhile."""

@@ -35,9 +35,6 @@ STAY_S = 1.0
 MOST_REACH = 4096
 """How many of the coldest are looked at, at first, for blocks of the right key before a whole segment of another is given up."""
 
-BLOCKED_REACH = 64
-"""For each block that is to leave so many are looked at, of which none may; then the coldest that nothing hangs on is, which is the first of them that may."""
-
 
 class Room:
     """See the module. domains: of every live session, by id."""
@@ -81,7 +78,7 @@ class Room:
             assert found is not None and len(found) == asked, "the policy lost count of what it tracks"
             victims = found if asked == count else victims
             ready = self.tails_first(tier, found)[:count]
-            if len(ready) == count or (len(ready) == 0 and asked >= BLOCKED_REACH * count):
+            if len(ready) == count:
                 break
         if len(ready) == 0:
             tips = index.policies[tier].victims(min(leaves, index.tips[tier]), index.barred[tier])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
-from tierd.core.blocks import Blocks
 from tierd.core.model import PUT_BLOCK, BlockStatus, Need, Reason
 from tierd.core.plan import PutQuery
 
@@ -51,29 +50,6 @@ def test_chains_written_block_by_block_lose_their_tails_first() -> None:
     assert kit.tiers_of(a) == [0, 0, 0, -1, -1, -1]
 
 
-def test_a_long_chain_that_grows_keeps_what_is_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is before a long chain is touched by one of its commits within the pause, and by the next one after it; others leave before it does, and of it the tail."""
-    monkeypatch.setattr("tierd.core.commits.LONG_CHAIN", 4)
-    monkeypatch.setattr("tierd.core.commits.TOUCH_PAUSE_S", 100.0)
-    kit, long, other = Kit(tier(HOST, 20)), chain("a", 16), chain("b", 4)
-    touched, real = list[int](), Blocks.ancestors
-    monkeypatch.setattr(Blocks, "ancestors", lambda its, ids: touched.append(len(above := real(its, ids))) or above)
-    for end in range(1, 12):
-        kit.put(long[:end])
-    assert touched == [1, 2, 3, 4]
-    kit.now += 100.0
-    kit.put(long[:12])
-    kit.put(other)
-    for end in (13, 14, 15, 16):
-        kit.put(long[:end])
-    assert touched == [1, 2, 3, 4, 11]
-    c, d = chain("c", 2), chain("d", 6)
-    kit.put(c)
-    assert (kit.tiers_of(long), kit.tiers_of(other)) == ([0] * 16, [0, 0, -1, -1])
-    kit.put(d)
-    assert (kit.tiers_of(long), kit.tiers_of(other), kit.tiers_of(c)) == ([0] * 12 + [-1] * 4, [-1] * 4, [0, 0])
-
-
 def test_a_pinned_tail_does_not_bring_the_tier_to_a_halt() -> None:
     """If everything that may leave has a child that may not, the coldest leaves all the same."""
     kit, a = Kit(tier(HOST, 4)), chain("a", 4)
@@ -81,21 +57,6 @@ def test_a_pinned_tail_does_not_bring_the_tier_to_a_halt() -> None:
     kit.core.pin_blocks(kit.ids(a[3:]))
     assert kit.reserve(chain("b", 2)).statuses[0].tolist() == [RESERVED] * 2
     assert kit.tiers_of(a)[3] == 0
-
-
-@pytest.mark.parametrize("reach", [1, 1000])
-def test_behind_blocks_that_stay_the_coldest_end_leaves(monkeypatch: pytest.MonkeyPatch, reach: int) -> None:
-    """Where the coldest are held back by a pinned tail, what leaves is the coldest of the others, tail first, however few of those held back are looked at."""
-    monkeypatch.setattr("tierd.core.room.BLOCKED_REACH", reach)
-    kit, (a, b, c) = Kit(tier(HOST, 32, segment=32)), (chain("a", 24), chain("b", 4), chain("c", 4))
-    for each in (a, b, c):
-        kit.put(each)
-    kit.core.pin_blocks(kit.ids(a[-1:]))
-    for number, left in enumerate((3, 2, 1)):
-        kit.put(chain(f"d{number}", 1))
-        assert (kit.tiers_of(b), kit.tiers_of(c)) == ([0] * left + [-1] * (4 - left), [0] * 4)
-    kit.put(chain("e", 3))
-    assert (kit.tiers_of(a), kit.tiers_of(b), kit.tiers_of(c)) == ([0] * 24, [-1] * 4, [0, 0, -1, -1])
 
 
 def test_windows_lose_their_heads() -> None:
