@@ -60,8 +60,8 @@ STUCK_CLOSE_S = 1.0
 """For so long does `close` wait for a disk that hangs already."""
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
-LANES_PER_CALL = 2
-"""For each call at the disk that there may be at one time: one waits for it, the other has hashed, or is to, and waits for its turn at either."""
+HASHED_AHEAD = 2
+"""Writes that have hashed, or are to, and wait for their turn; of reads as many as may be at the disk have come and wait to be hashed."""
 
 
 def _no_hash(rows: Sequence[int]) -> list[None]:
@@ -113,9 +113,9 @@ class NvmeStore:
         self.notices: list[str] = []
         self._direct: Direct = direct
         self._calls = Calls()
+        more: dict[Kind, int] = {"read": queue_depth, "write": HASHED_AHEAD}
         self._lanes = {
-            kind: Lanes(LANES_PER_CALL * queue_depth, name=f"tierd-{spec.name}-{kind}", calls=self._calls)
-            for kind in KINDS
+            kind: Lanes(queue_depth + more[kind], name=f"tierd-{spec.name}-{kind}", calls=self._calls) for kind in KINDS
         }
         self._queue_depth = queue_depth
         self._turns = Turns(queue_depth)
@@ -138,7 +138,7 @@ class NvmeStore:
 
     async def open(self) -> Recovered:
         """Takes the directory, sets its space aside, reads the index. Raises as `Tier.open` says."""
-        buffered = BufferedIO(self._queue_depth, asyncio.get_running_loop())
+        buffered = BufferedIO(len(KINDS) * self._queue_depth, asyncio.get_running_loop())
         self._opened = await asyncio.to_thread(self._open, buffered)
         self._ledger = Ledger(self._opened, self, self._calls)
         self.mode, self.notices = self._opened.io.mode, self._opened.notices

@@ -361,7 +361,7 @@ async def test_cancelled_read_lets_go_of_its_pages_first(world: World, monkeypat
 
 
 async def test_queue_depth_bounds_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more calls than queue_depth are under way at one time, and all come to their end."""
+    """No more writes than queue_depth are under way at one time, and all come to their end."""
     world = World.at(tmp_path / "store", queue_depth=2)
     await world.open()
     await world.begin(1)

@@ -143,7 +143,7 @@ class Learner:
         return Groups(start, self._rows.group[at].take(kinds).astype(np.int64), row * KINDS + kinds)
 
     def refit(self, now: float) -> None:
-        """Makes `worth` of what was heard; to be called every REFIT_EVERY requests."""
+        """Makes `worth` of what was heard; to be called after REFIT_EVERY requests, or more."""
         self._advance(now)
         fade = 0.5 ** ((self._heard - self._faded) / self._half_life)
         self._faded = self._heard
