@@ -10,7 +10,7 @@ Purpose: which page is given, and what leaves for it. Non-purpose: what the page
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
 Coldest first, but children before their parents: a candidate that still has children in the tier waits for them. Only when everything
-that may go is held back by children that may not (pinned tails), the coldest goes all the same. Emptying a segment can break a chain too;
+that may go, or is of any use, is held back by children that may not (pinned tails), the coldest goes all the same. Emptying a segment can break a chain too;
 the rest serves again once the missing block is written again.
 """
 
@@ -183,8 +183,10 @@ class Room:
                 return no_ids()
             if self._empty_coldest(tier, victims, key, draft):
                 return no_ids()
-            if leaves >= self._index.going[tier] or (leaves == 1 and not self._may_find(tier, key)):
+            if leaves == 1 and not self._may_find(tier, key):
                 return None
+            if leaves >= self._index.going[tier]:
+                return no_ids() if self._break_chain(tier, key, count, draft) else None
             reach = leaves = 2 * reach
 
     def _may_find(self, tier: int, key: Key) -> bool:
@@ -247,6 +249,15 @@ class Room:
             mine = self.tails_first(tier, mine)[:count]
             self.drop(tier, mine, draft)
         return len(mine) > 0
+
+    def _break_chain(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
+        """What waits for children that may not go leaves all the same, since what else may is of no use for the key. False: that is of none either."""
+        victims = self._index.policies[tier].victims(self._index.going[tier], self._index.held[tier])
+        assert victims is not None, "the policy lost count of what it tracks"
+        mine = victims[self.is_right(tier, victims, key)][:count] if len(victims) else victims
+        if len(mine):
+            self.drop(tier, mine, draft)
+        return len(mine) > 0 or self._empty_coldest(tier, victims, key, draft)
 
     def _empty_coldest(self, tier: int, victims: Ids, key: Key, draft: Draft) -> bool:
         """Empties the segment of another key that holds most of the victims. False: something is held in each, or there are no ids for a new one."""
