@@ -23,9 +23,8 @@ class Lineage:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._before: dict[
-            int, Ids
-        ] = {}  # what is before the last block of a chain, nearest first; the longest unused first
+        self._before: dict[int, Ids] = {}
+        """Of the last block of a chain what is before it, nearest first; what was not used for longest comes first."""
         self._kept = 0
 
     def before(self, ids: Ids) -> Ids:
