@@ -59,17 +59,19 @@ def test_a_pinned_tail_does_not_bring_the_tier_to_a_halt() -> None:
     assert kit.tiers_of(a)[3] == 0
 
 
-@pytest.mark.parametrize(("chained", "other", "wanted"), [(2, 2, 1), (2, 1, 2)], ids=["of no use", "of the right size"])
-def test_what_a_pinned_tail_holds_back_leaves_where_nothing_else_helps(chained: int, other: int, wanted: int) -> None:
-    """Blocks before a pinned one make room when the only end that may leave lies beside what is held, and for blocks of another size or theirs."""
+@pytest.mark.parametrize(("other", "wanted", "gone"), [(2, 1, 4), (1, 2, 1)], ids=["of no use", "of the right size"])
+def test_what_a_pinned_tail_holds_back_leaves_where_nothing_else_helps(other: int, wanted: int, gone: int) -> None:
+    """Blocks before a pinned one make room when the only end that may leave lies beside what is held: for a block of another size a segment of them, for one of theirs one."""
     kit, a, b, c = Kit(tier(HOST, 32, segment=8)), chain("a", 12), chain("b", 2), chain("c", 8 // other - 2)
-    kit.put(a, length=chained * PAGE)
+    kit.put(a, length=2 * PAGE)
     kit.put(b, length=other * PAGE)
     kit.put(c, length=other * PAGE)
     kit.core.pin_blocks(kit.ids(np.concatenate((a[-1:], c))))
     answer = kit.reserve(chain("d", 1), length=wanted * PAGE)
     assert answer.statuses[0].tolist() == [RESERVED]
-    assert kit.ids(a[-1:])[0] >= 0 and kit.tiers_of(c) == [0] * len(c)
+    held = kit.core._index.page[0]
+    assert (held[kit.ids(a)] >= 0).sum() == len(a) - gone and held[kit.ids(a)][-1] >= 0
+    assert (kit.tiers_of(b), kit.tiers_of(c)) == ([0] * 2, [0] * len(c))
 
 
 def test_windows_lose_their_heads() -> None:

@@ -20,6 +20,7 @@ from tierd.errors import TierFailed
 from tierd.tiers import ledger, slots
 from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.files import OsFiles
+from tierd.tiers.moves import WriteRun
 from tierd.tiers.nvme import Patience
 
 EAGER = Patience(hang_s=0.2, close_s=0.3)
@@ -437,6 +438,29 @@ async def test_a_read_waits_for_no_writes(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(slots, "write_at", hang)
         patch.setattr(BufferedIO, "_write", hang_buffered)
+        writes = [asyncio.create_task(made.write([key], segment=1, slots=[key])) for key in range(2, 7)]
+        assert await asyncio.to_thread(entered.wait, 10)
+        assert await asyncio.wait_for(made.read([1]), 10) == [content(1)]
+        gate.set()
+        assert await asyncio.gather(*writes) == [[READY]] * 5
+    await made.store.close(release=False)
+
+
+async def test_a_read_is_hashed_beside_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a write hashes, and others wait to, what was read is hashed and served."""
+    made = World.at(tmp_path / "store", queue_depth=2)
+    await made.open()
+    await made.begin(1)
+    await made.write([1], segment=1, slots=[0])
+    gate, entered, real = threading.Event(), threading.Event(), WriteRun._hashed
+
+    def hang(job: WriteRun) -> list[int]:
+        entered.set()
+        assert gate.wait(30)
+        return real(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteRun, "_hashed", hang)
         writes = [asyncio.create_task(made.write([key], segment=1, slots=[key])) for key in range(2, 7)]
         assert await asyncio.to_thread(entered.wait, 10)
         assert await asyncio.wait_for(made.read([1]), 10) == [content(1)]
