@@ -18,9 +18,7 @@ from tests.unit.tiers.store_world import CLASS_BYTES, FAILED, READY, World, cont
 from tierd.core.model import StructArray
 from tierd.errors import TierFailed
 from tierd.tiers import ledger, slots
-from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.files import OsFiles
-from tierd.tiers.moves import WriteRun
 from tierd.tiers.nvme import Patience
 
 EAGER = Patience(hang_s=0.2, close_s=0.3)
@@ -413,59 +411,6 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
     assert await made.read([3]) == [content(3)]
     await asyncio.wait_for(made.store._lanes["read"].idle(), 10)  # the lane tells who waits before it lies down
     assert made.store.health().read_age_s == 0
-    await made.store.close(release=False)
-
-
-@pytest.mark.parametrize("direct", ["on", "off"])
-async def test_a_read_waits_for_no_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str) -> None:
-    """With as many writes at the disk as there may be, and others behind them, what is asked for is read at once, by O_DIRECT and through the page cache."""
-    made = World.at(tmp_path / "store", queue_depth=1, direct=direct)
-    await made.open()
-    await made.begin(1)
-    await made.write([1], segment=1, slots=[0])
-    gate, entered, real, buffered = threading.Event(), threading.Event(), slots.write_at, BufferedIO._write
-
-    def hang(*given: object) -> None:
-        entered.set()
-        assert gate.wait(30)
-        real(*given)  # type: ignore[arg-type]
-
-    async def hang_buffered(its: BufferedIO, *given: object) -> None:
-        entered.set()
-        assert await asyncio.get_running_loop().run_in_executor(its._threads, gate.wait, 30)
-        await buffered(its, *given)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "write_at", hang)
-        patch.setattr(BufferedIO, "_write", hang_buffered)
-        writes = [asyncio.create_task(made.write([key], segment=1, slots=[key])) for key in range(2, 7)]
-        assert await asyncio.to_thread(entered.wait, 10)
-        assert await asyncio.wait_for(made.read([1]), 10) == [content(1)]
-        gate.set()
-        assert await asyncio.gather(*writes) == [[READY]] * 5
-    await made.store.close(release=False)
-
-
-async def test_a_read_is_hashed_beside_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a write hashes, and others wait to, what was read is hashed and served."""
-    made = World.at(tmp_path / "store", queue_depth=2)
-    await made.open()
-    await made.begin(1)
-    await made.write([1], segment=1, slots=[0])
-    gate, entered, real = threading.Event(), threading.Event(), WriteRun._hashed
-
-    def hang(job: WriteRun) -> list[int]:
-        entered.set()
-        assert gate.wait(30)
-        return real(job)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WriteRun, "_hashed", hang)
-        writes = [asyncio.create_task(made.write([key], segment=1, slots=[key])) for key in range(2, 7)]
-        assert await asyncio.to_thread(entered.wait, 10)
-        assert await asyncio.wait_for(made.read([1]), 10) == [content(1)]
-        gate.set()
-        assert await asyncio.gather(*writes) == [[READY]] * 5
     await made.store.close(release=False)
 
 

@@ -1,0 +1,77 @@
+"""What is asked for is read while writes hang, wherever on their way they do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tiers.store_world import READY, World, content
+from tierd.tiers import slots
+from tierd.tiers.buffered import BufferedIO
+from tierd.tiers.moves import WriteRun
+
+SOON_S, LONG_S = 10.0, 30.0
+
+
+class Gate:
+    """Holds up what passes, from `shut` on. entered: something has come to it since."""
+
+    def __init__(self) -> None:
+        self._open, self.entered = threading.Event(), threading.Event()
+        self._open.set()
+
+    def shut(self) -> None:
+        """From now on all wait."""
+        self.entered.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        """All go on."""
+        self._open.set()
+
+    def wait(self) -> None:
+        """In a thread."""
+        self.entered.set()
+        assert self._open.wait(LONG_S)
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Of writes while they are hashed, at the disk, or in the page cache."""
+    gate, hashed, write_at, buffered = Gate(), WriteRun._hashed, slots.write_at, BufferedIO._write
+
+    def hash_late(job: WriteRun) -> list[int]:
+        gate.wait()
+        return hashed(job)
+
+    def write_late(*given: object) -> None:
+        gate.wait()
+        write_at(*given)  # type: ignore[arg-type]
+
+    async def buffer_late(its: BufferedIO, *given: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(its._threads, gate.wait)
+        await buffered(its, *given)  # type: ignore[arg-type]
+
+    late = {"hashed": (WriteRun, "_hashed", hash_late), "on": (slots, "write_at", write_late)}
+    late["off"] = (BufferedIO, "_write", buffer_late)
+    monkeypatch.setattr(*late[request.param])
+    return gate
+
+
+@pytest.mark.parametrize(("direct", "gate"), [("on", "hashed"), ("on", "on"), ("off", "off")], indirect=["gate"])
+async def test_a_read_waits_for_no_writes(tmp_path: Path, gate: Gate, direct: str) -> None:
+    """With as many writes held up as there may be, and others behind them, what is asked for is read, hashed and served at once."""
+    made = World.at(tmp_path / "store", queue_depth=1, direct=direct)
+    await made.open()
+    await made.begin(1)
+    assert await made.write([1], segment=1, slots=[0]) == [READY]
+    gate.shut()
+    writes = [asyncio.create_task(made.write([key], segment=1, slots=[key])) for key in range(2, 7)]
+    assert await asyncio.to_thread(gate.entered.wait, SOON_S)
+    assert await asyncio.wait_for(made.read([1]), SOON_S) == [content(1)]
+    gate.open()
+    assert await asyncio.gather(*writes) == [[READY]] * 5
+    await made.store.close(release=False)
