@@ -264,12 +264,14 @@ class CommitRequest(_message.Message):
     def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Union[CommitGroup, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease: bool = ..., keep_open: bool = ..., unwritten: bool = ..., word: _Optional[int] = ...) -> None: ...
 
 class CommitReply(_message.Message):
-    __slots__ = ("handles", "lease")
+    __slots__ = ("handles", "lease", "followed")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     handles: bytes
     lease: int
-    def __init__(self, handles: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
+    followed: bool
+    def __init__(self, handles: _Optional[bytes] = ..., lease: _Optional[int] = ..., followed: bool = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("reservation",)

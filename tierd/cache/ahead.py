@@ -1,11 +1,11 @@
 """Hashes made ahead: of pages that their client still writes, while it does.
 
-    Commit comes ──▶ its client copies, and says on its board how far ──▶ the hash process follows ──▶ all is written ──▶ the commit takes the sums
+    Commit comes ──▶ its client copies, and says on its board how far ──▶ the hash process follows ──▶ all is hashed ──▶ the commit takes the sums
 
-A commit may come before its pages are written, and waits here until its session has said that all of them are.
+A commit may come before its pages are written, and waits here until its session has said that all of them are: on its board, which the hash process has read then, or over its socket.
 
-Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: a commit goes on when its session has said over its socket that
-all is written, whatever its board says; no more than
+Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: a commit goes on when the process has hashed all of it behind its
+writer, or its session has said over its socket that all is written; no more than
 FOLLOWED_LIMIT commits are followed at one time, SESSION_LIMIT of one session; what the process does not answer the commit hashes. Who writes to a page after he has
 said that it is written has committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
 """
@@ -30,7 +30,7 @@ from tierd.core.plan import Committing
 from tierd.core.sets import every, some, true_rows
 from tierd.errors import NotFound, Unavailable
 from tierd.hashing.process import PAGE
-from tierd.hashing.wire import NOWHERE, PAGES_MAX, Word
+from tierd.hashing.wire import NOWHERE, PAGES_MAX, TAG_MASK, Word
 from tierd.mover import Hashed, Mover
 from tierd.tiers.checksum import table_digests
 from tierd.tiers.tier import Descriptor, MappedTier, Tier, is_mapped
@@ -51,6 +51,7 @@ class Job:
     it is said how far they are written; numbers: by which some were asked for; asked: how many are still to be answered, of so many bytes; tables: sums as they came, by row."""
 
     session: int
+    reservation: int
     tiers: dict[int, MappedTier]
     board: Callable[[int], Descriptor]
     pages: StructArray
@@ -78,6 +79,11 @@ class Job:
             count_bytes += self.lengths[at]
             at += 1
         return range(self.at, at)
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether all of it is."""
+        return len(self.tables) == len(self.lengths)
 
     def give_up(self) -> None:
         """Nothing more is asked for."""
@@ -117,14 +123,17 @@ class Ahead:
         """The daemon ends: after so long no commit waits any more for its pages to be written."""
         asyncio.get_running_loop().call_later(after_s, self._end)
 
-    def follow(self, committing: Committing, *, word: int = 0) -> None:
-        """Has a commit's pages hashed behind their writer. word: of its session's board, from 1; 0: none. Who follows is to call `written` or `give_up` next."""
+    def follow(self, committing: Committing, *, word: int = 0) -> bool:
+        """Has a commit's pages hashed behind their writer, as far as its board tells; whether it does. word: of the board, from 1; 0: none. Who follows is to call `written` or
+        `give_up` next."""
         job = self._begun(committing, word)
-        if job is not None and job.where != NOWHERE:
-            self._ask(job)
+        if job is None or job.where == NOWHERE:
+            return False
+        self._ask(job)
+        return bool(job.asked)
 
     async def written(self, committing: Committing) -> None:
-        """Waits until the writer of a commit's pages says that they are written. Raises NotFound where their reservation ends before, Unavailable where the daemon does."""
+        """Waits until the writer of a commit's pages has said that they are written. Raises NotFound where their reservation ends before, Unavailable where the daemon does."""
         await self._all_written(committing)
         if (job := self._jobs.get(committing.id)) is not None:
             job.where = NOWHERE
@@ -135,7 +144,8 @@ class Ahead:
     async def _all_written(self, committing: Committing) -> None:
         key = session, reservation = committing.session, committing.reservation
         end = int(committing.indices.max()) + 1 if len(committing.indices) else 0
-        while self._core.note_written(session, reservation=reservation) < end:
+        job = self._jobs.get(committing.id)
+        while self._core.note_written(session, reservation=reservation) < end and not (job and job.is_hashed):
             if self._is_ended:
                 raise Unavailable("daemon: it ends, and the pages are not written; put again later, or to another one")
             awaited = self._awaited.setdefault(key, Awaited(end))
@@ -161,9 +171,11 @@ class Ahead:
             return None
         metas["layers"] = self._layers_of(metas["namespace"])
         board = board_of(session)
-        where = Word(board, word - 1) if 0 < word <= WORDS and board in self.boards else NOWHERE
+        tag = committing.reservation & TAG_MASK
+        where = Word(board, word - 1, tag) if 0 < word <= WORDS and board in self.boards else NOWHERE
         pages, lengths = _pages(committing), metas["stored_length"].tolist()
-        job = self._jobs[committing.id] = Job(session, tiers, self.boards.opened, pages, lengths, where)
+        job = Job(session, committing.reservation, tiers, self.boards.opened, pages, lengths, where)
+        self._jobs[committing.id] = job
         return job
 
     def _ask(self, job: Job) -> None:
@@ -194,6 +206,8 @@ class Ahead:
         job.tables |= {row: table for row, table in zip(its, tables, strict=True) if table is not None}
         if job.asked_bytes <= BEHIND_BYTES // 2:
             self._ask(job)
+        if job.is_hashed:
+            self._ring((job.session, job.reservation))
         if not job.asked and job.answered is not None and not job.answered.done():
             job.answered.set_result(None)
 
@@ -203,6 +217,11 @@ class Ahead:
             job.give_up()
             for number in job.numbers:
                 self._mover.hashing.drop(number)
+
+    def has_hashed(self, committing: Committing) -> bool:
+        """Whether all of a commit is hashed, so that `hash` does not wait."""
+        job = self._jobs.get(committing.id)
+        return job is not None and job.is_hashed
 
     async def hash(self, committing: Committing) -> Hashed:
         """Sums and digests of a commit's pages, whose metas have their layers. Raises what hashing raises."""

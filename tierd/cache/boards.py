@@ -1,8 +1,7 @@
 """Boards: a page of memory of each session that puts, on which its client says how many blocks of a put are written, and the hash process reads it.
 
 Purpose: their files and their ends. Non-purpose: what is written there (client/progress.py), what follows from it (hashing/work.py). Invariants: a board is its own session's
-alone; its length is sealed, so that no client can take memory away under who reads it; what a client writes there speeds up or slows down the hashing of its own pages and
-decides nothing else.
+alone; its length is sealed, so that no client can take memory away under who reads it; what a client writes there says of its own pages alone that they are written.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 from tierd.tiers.tier import Descriptor
 
 WORDS = 64
-"""Puts of one session that are followed at one time: u8, little-endian, each the index before which a put's blocks are written."""
+"""Puts of one session that are followed at one time: each {u4 before which of its blocks they are written, u4 lower half of its reservation}, little-endian."""
 BOARD_BYTES = 8 * WORDS
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FIRST = 1 << 63

@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 
 from tierd.cache.ahead import Ahead
+from tierd.cache.at_once import done_at_once
 from tierd.cache.background import Background
 from tierd.cache.counting import count_reserved, count_served, count_used
 from tierd.cache.events import Event
@@ -28,7 +29,7 @@ from tierd.cache.lease import NOTHING, Lease, Preview
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
-from tierd.cache.publication import CommitQuery, Foresee, Publication
+from tierd.cache.publication import CommitQuery, Foresee, Publication, Written
 from tierd.cache.releases import LateReleases
 from tierd.cache.under_way import UnderWay
 from tierd.cache.verification import Verification
@@ -325,10 +326,10 @@ class Cache:
             committing = self.core.begin_commit(
                 session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
             )
-            answer = await self._publication.written(committing, query, foresee)
-            keep_s = now() + ANSWER_SHARE * (deadline - now())
+            written = await self._publication.written(committing, query, foresee)
+            keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, written)
             # Not to be cut short: the pages are marked busy until it ends.
-            work = asyncio.ensure_future(self._finish_commit(committing, query, answer))
+            work = done_at_once(finish) if written.is_at_once else asyncio.ensure_future(finish)
             self._commits.add(work)
             work.add_done_callback(self._commits.discard)
             try:
@@ -402,14 +403,12 @@ class Cache:
                 return served
             self.flights.condemn(bad, Fault.READ)
 
-    async def _finish_commit(
-        self, committing: Committing, query: CommitQuery, answer: Callable[[], None] | None
-    ) -> Committed:
+    async def _finish_commit(self, committing: Committing, query: CommitQuery, written: Written) -> Committed:
         """From hashing to publication, and to what the session holds of it."""
         failpoint("cache.commit.before_hash")
         slices = await self._publication.hash(committing)
         failpoint("cache.commit.before_publish")
-        committed = self._publication.publish(committing, query, slices, answer)
+        committed = self._publication.publish(committing, query, slices, written)
         failpoint("cache.commit.before_hold")
         self.flights.start(committed.plan)
         held, session = committed.statuses != BlockStatus.FAILED, committing.session

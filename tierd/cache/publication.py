@@ -8,7 +8,7 @@ core says in the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
@@ -45,6 +45,16 @@ class CommitQuery:
     word: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A commit whose pages are written. is_followed: they were hashed behind their writer, as far as that could be. answer: answers it, where what it comes to can be known.
+    is_at_once: nothing is left of it that waits."""
+
+    is_followed: bool
+    answer: Callable[[], None] | None
+    is_at_once: bool
+
+
 class Publication:
     """See the module."""
 
@@ -52,24 +62,22 @@ class Publication:
         self._parts, self._ahead, self._flights = parts, ahead, flights
         self._sealing = Sealing(parts.mover, ahead)
 
-    async def written(
-        self, committing: Committing, query: CommitQuery, foresee: Foresee | None
-    ) -> Callable[[], None] | None:
-        """When this returns what is committed is written; if the session does not say so, the commit is as if it had not begun. Gives what answers it, where that can be known."""
+    async def written(self, committing: Committing, query: CommitQuery, foresee: Foresee | None) -> Written:
+        """When this returns what is committed is written; if the session does not say so, the commit is as if it had not begun."""
         try:
-            if query.unwritten:
-                self._ahead.follow(committing, word=query.word)
-            answer = self._prepared(committing, query, foresee)
+            is_followed = query.unwritten and self._ahead.follow(committing, word=query.word)
+            answer = self._prepared(committing, query, foresee, is_followed=is_followed)
             if query.unwritten:
                 await self._ahead.written(committing)
         except BaseException:
             self._ahead.give_up(committing)
             self._flights.start(self._parts.core.withdraw_commit(committing, now=self._parts.clock.now()))
             raise
-        return answer
+        is_at_once = self._ahead.has_hashed(committing) and not query.lease
+        return Written(is_followed, answer, is_at_once)
 
     def _prepared(
-        self, committing: Committing, query: CommitQuery, foresee: Foresee | None
+        self, committing: Committing, query: CommitQuery, foresee: Foresee | None, *, is_followed: bool
     ) -> Callable[[], None] | None:
         """What needs no sums, while the client writes: so that little is left for when all is hashed."""
         metas, registry, core = committing.metas, self._parts.registry, self._parts.core
@@ -79,7 +87,7 @@ class Publication:
         is_plain = query.durability is Durability.MEMORY and not query.lease
         if not core.is_new(committing) or not is_plain or foresee is None:
             return None
-        return foresee(_foreseen(committing))
+        return foresee(_foreseen(committing, is_followed=is_followed))
 
     async def hash(self, committing: Committing) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
@@ -99,7 +107,7 @@ class Publication:
         committing: Committing,
         query: CommitQuery,
         slices: Sequence[SliceTable] | None,
-        answer: Callable[[], None] | None,
+        written: Written,
     ) -> Committed:
         """In core and catalogue, in one step. Where the core will say READY of all, entries and answer come first: what it does takes longer than both, and nobody can look meanwhile."""
         core = self._parts.core
@@ -108,8 +116,8 @@ class Publication:
         try:
             if slices is not None and is_foreseen:
                 self._enter(_foreseen(committing), slices)
-                if answer is not None:
-                    answer()
+                if written.answer is not None:
+                    written.answer()
                 failpoint("cache.commit.before_books")
         finally:
             committed = core.finish_commit(
@@ -123,7 +131,7 @@ class Publication:
         if slices is not None and not is_foreseen:
             self._enter(committed, slices)
         self._announce(committed)
-        return committed
+        return replace(committed, is_followed=written.is_followed)
 
     def _enter(self, committed: Committed, slices: Sequence[SliceTable]) -> None:
         """Catalogue entries of what is new."""
@@ -144,8 +152,8 @@ class Publication:
         self._flights.announce(picked(committed.metas, new), tiers, reasons)
 
 
-def _foreseen(committing: Committing) -> Committed:
+def _foreseen(committing: Committing, *, is_followed: bool = False) -> Committed:
     """What becomes of a commit all of which is new, but for its ids."""
     count = len(committing.metas)
     statuses, ids = np.full(count, BlockStatus.READY, np.uint16), np.full(count, -1, np.int64)
-    return Committed(statuses, committing.extents, ids, committing.metas, 0, Plan())
+    return Committed(statuses, committing.extents, ids, committing.metas, 0, Plan(), is_followed)

@@ -41,9 +41,10 @@ _closed: dict[str, deque[int]] = {}
 
 
 class Meanwhile(Protocol):
-    """Work beside a call. is_due: the call waits for it; if not, it may be done or not, and its time is not the call's."""
+    """Work beside a call. is_due: the call waits for it; if not, it may be done or not, and its time is not the call's. patience_s: after so long without a reply comes `insist`; 0: never."""
 
     is_due: bool
+    patience_s: float
 
     def run(self) -> None:
         """The request has gone."""
@@ -51,6 +52,10 @@ class Meanwhile(Protocol):
 
     def hear(self, reply: Any) -> None:
         """This is what the reply is going to be, if nothing comes between."""
+        ...
+
+    def insist(self) -> None:
+        """The reply does not come."""
         ...
 
 

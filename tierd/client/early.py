@@ -74,7 +74,7 @@ class Known:
 class EarlyCopy:
     """The copy of one get. known: what the last get gave; deadline: of time.monotonic(). handles: what was copied, from the first block on."""
 
-    is_due = False
+    is_due, patience_s = False, 0.0
 
     def __init__(self, session: Session, group: Group, out: Any, *, known: StructArray | None, deadline: float) -> None:
         self.session, self._group, self._out = session, group, out
@@ -118,6 +118,9 @@ class EarlyCopy:
             self.session.map(handles, timeout_s=left_s)
             stopping.check()
             self._copy(handles)
+
+    def insist(self) -> None:
+        """What the daemon waits for is none of this."""
 
     def _copy(self, handles: StructArray) -> None:
         """Once; nothing where a page has gone, or the buffers do not fit."""

@@ -55,9 +55,13 @@ class Line:
     @property
     def is_answered(self) -> bool:
         """Whether there is something to receive, or nothing will ever come."""
+        return self.comes(0.0)
+
+    def comes(self, within_s: float) -> bool:
+        """The same, or it comes to that in so long."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(within_s * 1000))
 
     def receive(self, *, deadline: float) -> bytes:
         """The second half of `ask`: the next message."""

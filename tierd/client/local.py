@@ -45,6 +45,8 @@ class Sent:
         try:
             deadline += _beside(meanwhile)
             with stopping.ended_by(self._line.end):
+                if meanwhile is not None and meanwhile.patience_s and not self._line.comes(meanwhile.patience_s):
+                    meanwhile.insist()
                 while (answer := self._receive(deadline)).preview:
                     preview = _REPLIES[self._method](answer.message)
                     deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
@@ -151,6 +153,7 @@ class LocalTransport:
             if sent is None:
                 if meanwhile is not None and meanwhile.is_due:
                     meanwhile.run()
+                    meanwhile.insist()
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
             return sent.reply(deadline=deadline, meanwhile=meanwhile)
 

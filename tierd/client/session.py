@@ -79,6 +79,9 @@ class Session:
         """Whether a commit may come before its pages are written, and when they are can be told."""
         self.board: Board | None = None
         """Where it can be said on the way: the daemon gives such a place with the first memory that may be written to, if it can."""
+        self.is_followed = False
+        """Whether the last commit was hashed behind the board, so that the next one is likely to be, and need not be told of by a message."""
+        self._is_tagged = bool(hello.get("tagged", False))
         self._connection = connection
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
         self._glance = connection.dup()
@@ -235,7 +238,7 @@ class Session:
             _checked(reply)
             board_bytes = int(reply.get("board", 0))
             _check_came(fds, 3 if board_bytes else 2, what=f"segment {segment}")
-            if board_bytes:
+            if board_bytes and self._is_tagged:
                 self.board = _board(fds[2], board_bytes)
             data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
             is_writable = bool(reply["writable"])

@@ -1,6 +1,6 @@
-"""Spares: pages that are reserved for the next puts when one is written, so that a put which follows another soon is one call.
+"""Spares: pages that are reserved for the next puts when one is answered, so that a put which follows another soon is one call.
 
-    put is written ──▶ order ──▶ the daemon commits, answers, and reserves then ──▶ the next puts take pages of its stock, and the last but one of them orders again
+    put is answered ──▶ order ──▶ the daemon reserves ──▶ the next puts take pages of its stock, and the last but one of them orders again
 
 Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (writing.py), how much the daemon gives ahead (core/puts.py).
 Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it but who has no room
@@ -29,7 +29,7 @@ from tierd.errors import TierdError
 STALE_S = 1.0
 """Between two puts that still count as in a row."""
 PUTS_AHEAD = 8
-STOCK_BYTES = 64 << 20
+STOCK_BYTES = 128 << 20
 """What an order asks for at most: pages for so many puts like the last one, and so many bytes; for one put at least."""
 PUTS_WITHOUT = 32
 """After a refusal, or blocks that existed."""

@@ -1,7 +1,7 @@
 """A put by shared memory: pages, a copy, one commit.
 
-    reserved now, or a spare ──▶ Commit is sent ──▶ copied, while what the board says is written is hashed ──▶ all is told to be written ──▶ its answer
-                             └─▶ copied, where that is soon done ──▶ Commit is sent ──▶ its answer
+    reserved now, or a spare ──▶ Commit is sent ──▶ copied, while what the board says is written is hashed ──▶ its answer ──▶ spares for the next
+                             └─▶ copied, where that is soon done ──▶ Commit is sent ─────────────────────────▶ its answer ──▶ spares for the next
 
 Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (verbs.py), what spares are (spares.py), TCP (remote.py).
 Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
@@ -10,13 +10,12 @@ so is one whose daemon went in the midst of it: the next daemon is asked, or the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import buffers, protocol, stopping
-from tierd.client.connection import Link, Meanwhile
+from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.progress import Progress
 from tierd.client.reservation import ReservedPages
@@ -30,6 +29,8 @@ from tierd.errors import NotFound, SessionLost, StaleHandle
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
+PATIENCE_S = 5e-3
+"""With a daemon that should see on the board that all is written."""
 STEP_BYTES = 1 << 20
 """Of what is written between two notes of it."""
 EARLY_BYTES = 1 << 20
@@ -40,13 +41,12 @@ POSITION_LIMIT = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a put is to do: a source for each block of a group, by when, and whether onto NVMe. on_written: is called when all is, before the commit is answered."""
+    """What a put is to do: a source for each block of a group, by when, and whether onto NVMe."""
 
     group: PutGroup
     sources: Sequence[buffers.Bytes]
     deadline: float
     durable: bool = False
-    on_written: Callable[[], None] = lambda: None
 
     @property
     def bytes(self) -> int:
@@ -70,13 +70,13 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     if spares is None or not is_plain or len({size_class(length) for length in lengths}) != 1 or 0 in lengths:
         return PutResult((yield from _into_reserved(verbs, write)))
     length = max(lengths)
-    order = partial(spares.order, group, length=length, deadline=write.deadline)
-    write = replace(write, on_written=order)
     pages = yield Do(lambda: _spare(verbs, link, spares, write))
     statuses = (yield from _into_spare(verbs, pages, write)) if pages else None
     if statuses is None:
         statuses = yield from _into_reserved(verbs, write)
-    if (statuses != BlockStatus.READY).any():
+    if protocol.every(statuses == BlockStatus.READY):
+        yield Do(lambda: spares.order(group, length=length, deadline=write.deadline))
+    else:
         yield Do(lambda: spares.pause(write.deadline))
     return PutResult(statuses)
 
@@ -143,13 +143,13 @@ def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArra
         session = pages.held().link.session
         is_early = session is not None and session.takes_unwritten and write.bytes >= EARLY_BYTES
         if session is not None and is_early and session.board is not None:
-            progress = session.board.take()
-        copying = Copying(pages, write, progress)
-        meanwhile: Meanwhile = copying if is_early else Copied(write)
+            progress = session.board.take(pages.id)
+        copying = Copying(pages, write, progress, is_followed=session is not None and session.is_followed)
         if not is_early:
             yield Do(copying.copy)
         request = protocol.commit_request(pages.id, names, durable=write.durable)
         request.unwritten, request.word = is_early, progress.number if progress else 0
+        meanwhile = copying if is_early else None
         return (yield from verbs.committed(pages, request, write.deadline, meanwhile=meanwhile)).statuses
     except BaseException:
         pages.drop()
@@ -160,21 +160,34 @@ def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArra
 
 
 class Copying:
-    """The copy of one put, while the daemon has its commit already: that is prepared meanwhile, and what is written is hashed. At the end the daemon is told, and waits for that."""
+    """The copy of one put, while the daemon has its commit already: that is prepared meanwhile, and what is written is hashed. The daemon waits for the end of it: where it is likely to
+    learn it from the board (is_followed), a message follows if it has not soon."""
 
-    is_due = True
+    is_due, patience_s = True, PATIENCE_S
 
-    def __init__(self, pages: ReservedPages, write: Write, progress: Progress | None) -> None:
+    def __init__(
+        self, pages: ReservedPages, write: Write, progress: Progress | None, *, is_followed: bool = False
+    ) -> None:
         self._pages, self._write, self._progress, self._is_done = pages, write, progress, False
+        self._is_told = not (is_followed and progress is not None)
 
     def run(self) -> None:
         """Once, however often it is called."""
         if self._is_done:
             return
         self.copy()
-        self._pages.tell_written(len(self._write.sources), deadline=self._write.deadline)
+        if self._is_told:
+            self._tell()
         self._is_done = True
-        self._write.on_written()
+
+    def insist(self) -> None:
+        """Once: all is written."""
+        if not self._is_told:
+            self._is_told = True
+            self._tell()
+
+    def _tell(self) -> None:
+        self._pages.tell_written(len(self._write.sources), deadline=self._write.deadline)
 
     def copy(self) -> None:
         """Nobody is told."""
@@ -186,24 +199,6 @@ class Copying:
             if self._progress is not None:
                 self._progress.note(end)
             begun = end
-
-    def hear(self, reply: Any) -> None:
-        """Of a commit there are no previews."""
-
-
-class Copied:
-    """Of a put whose copy goes before its commit, what is left when that has gone."""
-
-    is_due = False
-
-    def __init__(self, write: Write) -> None:
-        self._write, self._is_done = write, False
-
-    def run(self) -> None:
-        """Once: what follows comes to the daemon after the commit."""
-        if not self._is_done:
-            self._is_done = True
-            self._write.on_written()
 
     def hear(self, reply: Any) -> None:
         """Of a commit there are no previews."""

@@ -5,13 +5,13 @@ pages are answered in the order in which they were asked for. Little-endian; the
 
     attach   "A" {u8 memory, u8 bytes}, with a descriptor
     detach   "D" {u8 memory}
-    hash     "H" {u8 number, u8 board, u4 word}, then PAGE for each page
+    hash     "H" {u8 number, u8 board, u4 word, u4 tag}, then PAGE for each page
     written  "W" {u8 number}
     drop     "X" {u8 number}
     sums     {u8 number}, then for each page {u2 count, u8 sums[count]}; of no page: the process is ready
 
-A memory is a segment, or a session's board, on which its client says how many blocks of a put are written: a page is hashed when word `word` there is above its index, or
-`written` has come; where no board is given, at once.
+A memory is a segment, or a session's board, on which its client says how many blocks of a put are written: a page is hashed when word `word` there has the put's tag as its upper half
+and a lower half above the page's index, or `written` has come; where no board is given, at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ WORD, SUM_BYTES = struct.Struct("<Q"), 8
 """Of a board; and of a sum in an answer."""
 ALL = 1 << 32
 """Above every index."""
-_HEAD, _PAGE = struct.Struct("<QQI"), struct.Struct("<QQ5I")
+TAG_BITS = 32
+TAG_MASK = (1 << TAG_BITS) - 1
+_HEAD, _PAGE = struct.Struct("<QQII"), struct.Struct("<QQ5I")
 PAGE_SIZES = (8, 8, 4, 4, 4, 4, 4)
 """Bytes of the fields of a Page."""
 PAGES_MAX = (MESSAGE_BYTES - 1 - _HEAD.size) // _PAGE.size
@@ -56,13 +58,14 @@ class Page(NamedTuple):
 
 
 class Word(NamedTuple):
-    """Where a client says how many blocks of a put are written; of board 0: all are."""
+    """Where a client says how many blocks of a put are written, and with which tag he says it of this one; of board 0: all are."""
 
     board: int
     word: int
+    tag: int
 
 
-NOWHERE = Word(0, 0)
+NOWHERE = Word(0, 0, 0)
 
 
 def attach(memory: int, length_bytes: int) -> bytes:

@@ -100,11 +100,12 @@ class Work:
         return left < TURN_BYTES
 
     def _written(self, where: wire.Word) -> int:
-        """Before which index the blocks are; a board that could not be mapped says nothing."""
+        """Before which index the blocks are; a board that could not be mapped says nothing, nor does what is said there of another put."""
         if where == wire.NOWHERE:
             return wire.ALL
         board = self._memories.get(where.board)
-        return int(wire.WORD.unpack_from(board, wire.WORD.size * where.word)[0]) if board is not None else 0
+        said = int(wire.WORD.unpack_from(board, wire.WORD.size * where.word)[0]) if board is not None else 0
+        return said & wire.TAG_MASK if said >> wire.TAG_BITS == where.tag else 0
 
     def _sums(self, page: wire.Page) -> list[int]:
         """xxh3-64 of each slice; none of a page that is not there."""

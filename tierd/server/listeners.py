@@ -107,6 +107,7 @@ class Listeners:
                 "credits": self._credits.share,
                 "lines": LINES,
                 "unwritten": True,  # commits may come before their pages are written
+                "tagged": True,  # words of a board say whose they are
                 "one_sided": _is_one_sided(
                     daemon
                 ),  # gets of what was given before may be made without a call, and told of by the mailbox

@@ -222,7 +222,7 @@ def commit_reply(committed: Committed) -> pb.CommitReply:
     tokens = np.where(committed.statuses != BlockStatus.FAILED, committed.metas["tokens"], 0)
     epoch = int(committed.metas["epoch"].max(initial=0))
     given = handles(committed.extents, status=committed.statuses, tokens=tokens, epoch=epoch)
-    return pb.CommitReply(handles=given.tobytes(), lease=committed.lease)
+    return pb.CommitReply(handles=given.tobytes(), lease=committed.lease, followed=committed.is_followed)
 
 
 def _rank(rank: int, namespace: Namespace) -> int:

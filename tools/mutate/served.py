@@ -398,11 +398,11 @@ SERVED: tuple[Mutation, ...] = (
         "what is answered is in the catalogue",
         "tierd/cache/publication.py",
         """                self._enter(_foreseen(committing), slices)
-                if answer is not None:
-                    answer()
+                if written.answer is not None:
+                    written.answer()
 """,
-        """                if answer is not None:
-                    answer()
+        """                if written.answer is not None:
+                    written.answer()
                 self._enter(_foreseen(committing), slices)
 """,
         ("tests/unit/cache/test_foreseen.py",),

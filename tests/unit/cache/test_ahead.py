@@ -4,227 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 import signal
-import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
 
 from tests.maps import maps_of
 from tests.still import stand_still
-from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
+from tests.unit.cache.hashed import (
+    NAMES,
+    Board,
+    Counted,
+    hashing,
+    named,
+    ready,
+    waiting,
+)
+from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, opened
 from tierd.cache.ahead import FOLLOWED_LIMIT, SESSION_LIMIT
-from tierd.cache.boards import Boards, board_of
+from tierd.cache.boards import board_of
 from tierd.core.block import NamespaceSpec
-from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, TierKind
-from tierd.core.plan import Committed, PutQuery
+from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, TierKind
+from tierd.core.plan import PutQuery
 from tierd.errors import NotFound, Unavailable
 from tierd.hashing.wire import ask
 from tierd.testing import chain, content_of
 
-NAMES = chain(1, 4)
 OF_NO_PAGE = ask(0, b"")
-
-
-@contextlib.asynccontextmanager
-async def hashing(config: str = CONFIG) -> AsyncIterator[World]:
-    """A world whose hash process is ready."""
-    async with opened(config) as world:
-        await ready(world)
-        yield world
-
-
-async def ready(world: World) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not world.cache.parts.mover.hashing.is_ready:  # noqa: ASYNC110  # it rings no bell
-            await asyncio.sleep(0.001)
-
-
-class Counted:
-    """How many pages the mover hashes for commits. meanwhile: what happens first each time."""
-
-    def __init__(self, world: World, *, meanwhile: Callable[[], None] = lambda: None) -> None:
-        self.pages = 0
-        mover, inner = world.cache.parts.mover, world.cache.parts.mover.hash_pages
-
-        async def hash_pages(extents: np.ndarray, metas: np.ndarray) -> object:
-            meanwhile()
-            self.pages += len(extents)
-            return await inner(extents, metas)
-
-        mover.hash_pages = hash_pages  # type: ignore[method-assign,assignment]
-
-
-def named(count: int) -> np.ndarray:
-    """COMMIT_BLOCK of the first blocks."""
-    blocks = np.zeros(count, COMMIT_BLOCK)
-    blocks["index"], blocks["hash"], blocks["tokens"], blocks["length"] = (
-        range(count),
-        NAMES[:count],
-        TOKENS,
-        BLOCK_BYTES,
-    )
-    blocks["parent"][1:], blocks["position"] = NAMES[: count - 1], range(count)
-    return blocks
-
-
-def digests(world: World, committed: object) -> bytes:
-    """Of the blocks that were committed, as the core knows them."""
-    return bytes(world.cache.core.metas(committed.blocks)["digest"].tobytes())  # type: ignore[attr-defined]
-
-
-async def waiting(
-    world: World, reservation: int, blocks: np.ndarray | None = None, *, word: int = 0
-) -> asyncio.Future[Committed]:
-    """A commit whose pages are not written yet, so far that it waits for them."""
-    commit = asyncio.ensure_future(world.commit(reservation, blocks, unwritten=True, word=word))
-    for _ in range(8):
-        await asyncio.sleep(0)
-    assert not commit.done()
-    return commit
-
-
-class Board:
-    """What a client writes to of its session's board. word: of the put that is under way, from 1."""
-
-    word = 3
-
-    def __init__(self, world: World) -> None:
-        descriptor, length = world.cache.ahead.boards.give(world.session)
-        self._memory = mmap.mmap(descriptor, length)
-        os.close(descriptor)
-
-    def note(self, blocks: int) -> None:
-        """So many are written."""
-        struct.pack_into("<Q", self._memory, 8 * (self.word - 1), blocks)
-
-
-def sums_made(world: World) -> int:
-    """Pages of commits under way whose sums have come."""
-    return sum(len(job.tables) for job in world.cache.ahead._jobs.values())
-
-
-async def made(world: World, count: int) -> None:
-    """When the sums of so many pages have come, of commits that wait."""
-    async with asyncio.timeout(SOON_S):
-        while sums_made(world) < count:  # noqa: ASYNC110  # nobody waits for them yet
-            await asyncio.sleep(0.001)
-
-
-async def test_a_commit_takes_what_was_hashed_while_it_was_written() -> None:
-    """Pages are hashed by the process as soon as the board says that they are written; when the session says so too the commit has its sums, which are those of the bytes."""
-    async with hashing() as world:
-        whole = digests(world, await world.put(NAMES))
-        world.cache.flights.start(
-            world.cache.core.evict(world.cache.core.blocks(), tier=None, now=world.cache.clock.now())
-        )
-        counted, board = Counted(world), Board(world)
-        reserved = await world.reserve(NAMES)
-        commit = await waiting(world, reserved.reservation, word=board.word)
-        for end in (1, 3, 4):
-            assert not sums_made(world)  # of one message, at its end
-            board.note(end)
-        await made(world, 4)
-        assert not commit.done()
-        world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        committed = await commit
-        assert committed.statuses.tolist() == [BlockStatus.READY] * 4
-        assert counted.pages == 0
-        assert digests(world, committed) == whole
-        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
-        assert not world.cache.ahead._jobs
-
-
-async def test_sums_are_those_of_their_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the second message is answered before the first, whose pages are written later."""
-    monkeypatch.setattr("tierd.cache.ahead.BEHIND_BYTES", 3 * BLOCK_BYTES)
-    async with hashing() as world:
-        board, counted = Board(world), Counted(world)
-        reserved = await world.reserve(NAMES)
-        commit = await waiting(world, reserved.reservation, named(4)[[2, 3, 0, 1]], word=board.word)
-        assert len(world.cache.parts.mover.hashing._asked) == 2
-        board.note(2)
-        await made(world, 1)
-        board.note(4)
-        await made(world, 4)
-        world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        assert ((await commit).statuses.tolist(), counted.pages) == ([BlockStatus.READY] * 4, 0)
-        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
-
-
-@pytest.mark.parametrize("says", ["too soon", "nothing", "nonsense"])
-async def test_what_a_board_says_decides_nothing(says: str) -> None:
-    """One that speaks before its pages are written has them missed later, all that come after the first bad one; one that says nothing, or too much, costs no block; and no commit is made by it."""
-    async with hashing() as world:
-        board, counted = Board(world), Counted(world)
-        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
-        pages = [world.page(extent) for extent in reserved.extents[0]]
-        commit = await waiting(world, reserved.reservation, word=board.word)
-        for page, name in zip(pages[: 2 if says == "too soon" else 4], NAMES, strict=False):
-            page[:] = content_of(name, BLOCK_BYTES).tobytes()
-        if says != "nothing":
-            board.note((1 << 64) - 1 if says == "nonsense" else 4)
-            await made(world, 4)
-        for page, name in zip(pages, NAMES, strict=True):
-            page[:] = content_of(name, BLOCK_BYTES).tobytes()
-        assert not commit.done()
-        for _ in range(2):
-            world.cache.ahead.note(world.session, reserved.reservation, end=(1 << 64) - 1)
-        assert ((await commit).statuses.tolist(), counted.pages) == ([BlockStatus.READY] * 4, 0)
-        good = 2 if says == "too soon" else 4
-        assert (await world.acquire(NAMES)).served.tokens == good * TOKENS
-
-
-async def test_a_writer_that_stands_still_holds_up_nobody() -> None:
-    """Its pages are not hashed, and those of who came after it are."""
-    async with hashing() as world:
-        counted, board = Counted(world), Board(world)
-        reserved = await world.reserve(NAMES)
-        commit = await waiting(world, reserved.reservation, word=board.word)
-        board.note(2)
-        other = await world.reserve(chain(2, 4))
-        second = await waiting(world, other.reservation)
-        world.cache.ahead.note(world.session, other.reservation, end=4)
-        async with asyncio.timeout(SOON_S):
-            assert (await second).statuses.tolist() == [BlockStatus.READY] * 4
-        assert not commit.done()
-        world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        await commit
-        assert counted.pages == 0
-
-
-async def test_writers_that_stand_still_leave_others_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One session whose commits are never written does not have all that the process may be asked for: another's put is hashed by it."""
-    monkeypatch.setattr("tierd.cache.ahead.BEHIND_BYTES", 4 * BLOCK_BYTES)
-    monkeypatch.setattr("tierd.cache.ahead.BEHIND_LIMIT_BYTES", 16 * BLOCK_BYTES)
-    async with hashing() as world:
-        counted, word, first = Counted(world), Board(world).word, world.session
-        mine = [await world.reserve(chain(seed, 4)) for seed in range(1, 5)]
-        held = [await waiting(world, each.reservation, word=word) for each in mine]
-        world.cache.open_session(901, tenant=world.cache.tenant_of(first))
-        world.session = 901
-        other = await world.reserve(chain(9, 4))
-        world.cache.ahead.note(901, other.reservation, end=4)
-        done = await world.commit(other.reservation, unwritten=True)
-        assert (done.statuses.tolist(), counted.pages) == ([BlockStatus.READY] * 4, 0)
-        world.cache.end_session(first)
-        await asyncio.wait(held)
-
-
-def test_a_board_cannot_be_taken_away() -> None:
-    """Its client can make it neither shorter nor longer."""
-    boards = Boards()
-    descriptor, length = boards.give(7)
-    for size in (0, 2 * length):
-        with pytest.raises(PermissionError):
-            os.ftruncate(descriptor, size)
-    os.close(descriptor)
-    boards.end(7)
-    assert board_of(7) not in boards
 
 
 async def test_a_commit_whose_reservation_ends_leaves_nothing() -> None:

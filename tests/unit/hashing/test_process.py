@@ -165,9 +165,9 @@ def test_an_answer_comes_back_as_it_was(number: int, tables: list[list[int]]) ->
 def test_a_question_is_no_longer_than_is_read() -> None:
     """The most pages of one message come out of it as they went in."""
     pages = [page(1 << 20, 32, offset=i << 20) for i in range(wire.PAGES_MAX)]
-    message = wire.ask(9, pages_of(*pages).tobytes(), where=wire.Word(3, 4))
+    message = wire.ask(9, pages_of(*pages).tobytes(), where=wire.Word(3, 4, 5))
     assert len(message) <= wire.MESSAGE_BYTES
-    assert wire.asked(message) == (9, (3, 4), pages)
+    assert wire.asked(message) == (9, (3, 4, 5), pages)
 
 
 async def test_what_is_dropped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ async def test_what_is_dropped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
             pages_of(page(4096, 1), page(4096, 1)),
             lambda _: (os.dup(descriptor), LENGTH),
             came.extend,
-            where=wire.Word(SEGMENT, 0),
+            where=wire.Word(SEGMENT, 0, 0),
         )
         others = list[bytes | None]()
         data[:8] = 0
@@ -214,7 +214,7 @@ async def test_one_that_is_behind_with_what_nobody_wrote_lets_go_later() -> None
     opened = opener(descriptor)
     async with begun() as process:
         pid = process.pid
-        number = process.hash(pages_of(page(4096, 1)), opened, came.extend, where=wire.Word(BOARD, 0))
+        number = process.hash(pages_of(page(4096, 1)), opened, came.extend, where=wire.Word(BOARD, 0, 0))
         await until(lambda: any("memfd:board" in line for line in maps_of(pid)))
         stand_still(pid)
         while process._send(wire.ask(0, b"")):
@@ -252,7 +252,7 @@ async def test_what_was_dropped_while_it_was_behind_is_not_hashed() -> None:
     async with begun() as process:
         inner = process._take
         process._take = lambda number, tables: (numbers.append(number), inner(number, tables))  # type: ignore[method-assign,assignment,func-returns-value]
-        number = process.hash(pages_of(page(4096, 1)), opened, came.extend, where=wire.Word(BOARD, 0))
+        number = process.hash(pages_of(page(4096, 1)), opened, came.extend, where=wire.Word(BOARD, 0, 0))
         await until(lambda: any("memfd:board" in line for line in maps_of(process.pid)))
         stand_still(process.pid)
         while process._send(wire.ask(0, b"")):

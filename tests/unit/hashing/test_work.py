@@ -16,7 +16,7 @@ from tierd.hashing.work import TURN_BYTES, Work
 from tierd.tiers.checksum import slice_sums
 
 PAGES, PAGE = 12, 1 << 19
-SEGMENT, BOARD = 7, 1 << 63
+SEGMENT, BOARD, TAG = 7, 1 << 63, 11
 
 
 class Bench:
@@ -34,8 +34,8 @@ class Bench:
         self.work.attach(number, os.dup(file), len(content))
         return file
 
-    def note(self, word: int, blocks: int) -> None:
-        os.pwrite(self._board, struct.pack("<Q", blocks), 8 * word)
+    def note(self, word: int, blocks: int, *, tag: int = TAG) -> None:
+        os.pwrite(self._board, struct.pack("<II", blocks, tag), 8 * word)
 
     def ask(self, number: int, blocks: list[int], *, where: wire.Word = wire.NOWHERE, segment: int = SEGMENT) -> None:
         """Pages of these numbers; the i-th is block i of its put."""
@@ -56,9 +56,10 @@ def bench() -> Bench:
 
 
 def test_nothing_is_hashed_before_it_is_written(bench: Bench) -> None:
-    """A message is answered when its last page is, by its own word and no other's."""
-    bench.ask(1, [0, 1, 2], where=wire.Word(BOARD, 5))
+    """A message is answered when its last page is, by its own word and no other's, with its own tag and no other's."""
+    bench.ask(1, [0, 1, 2], where=wire.Word(BOARD, 5, TAG))
     bench.note(4, 3)
+    bench.note(5, 3, tag=TAG + 1)
     assert (bench.turns(9), bench.work.is_idle) == ([], True)
     bench.note(5, 2)
     assert (bench.turns(1), bench.work.is_idle) == ([], False)
@@ -81,7 +82,7 @@ def test_messages_take_turns(bench: Bench) -> None:
 @pytest.mark.parametrize("how", ["said", "board ends"])
 def test_all_is_written_when_that_is_said(bench: Bench, how: str) -> None:
     """Whatever the board says; where there is none any more too, so that nothing is left for ever."""
-    bench.ask(1, [4], where=wire.Word(BOARD, 0))
+    bench.ask(1, [4], where=wire.Word(BOARD, 0, TAG))
     assert bench.turns(2) == []
     if how == "said":
         bench.work.written(1)
@@ -94,7 +95,7 @@ def test_a_board_that_never_came_says_nothing(bench: Bench) -> None:
     """Where none could be mapped pages are hashed when all are said to be written, not before: sums of what stood there until then would condemn good blocks."""
     nowhere = os.open("/proc/self/stat", os.O_RDONLY)
     bench.work.attach(BOARD + 1, nowhere, 4096)
-    bench.ask(1, [4, 5], where=wire.Word(BOARD + 1, 0))
+    bench.ask(1, [4, 5], where=wire.Word(BOARD + 1, 0, TAG))
     assert (bench.turns(2), bench.work.is_idle) == ([], True)
     bench.work.written(1)
     assert bench.turns(1) == [(1, [bench.table(4), bench.table(5)])]
@@ -119,7 +120,7 @@ def test_a_descriptor_whose_close_fails_costs_nothing(bench: Bench, monkeypatch:
 
 def test_what_is_dropped_is_not_answered(bench: Bench) -> None:
     """Nor is what is of no page; and of a segment that has ended there are no sums."""
-    bench.ask(1, [0, 1], where=wire.Word(BOARD, 0))
+    bench.ask(1, [0, 1], where=wire.Word(BOARD, 0, TAG))
     bench.ask(2, [])
     bench.work.drop(1)
     bench.work.drop(3)
@@ -148,7 +149,7 @@ def test_every_page_is_answered_once(bench: Bench, seed: int) -> None:
         wanted[number] = [rng.randrange(PAGES) for _ in range(rng.randint(1, 5))]
         words[number] = number % 8
         bench.note(words[number], 0)
-        where = wire.Word(BOARD, words[number]) if rng.random() < 0.7 else wire.NOWHERE
+        where = wire.Word(BOARD, words[number], TAG) if rng.random() < 0.7 else wire.NOWHERE
         bench.ask(number, wanted[number], where=where)
         for _ in range(rng.randint(0, 3)):
             bench.note(rng.randrange(8), rng.randint(0, 5))

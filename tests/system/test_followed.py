@@ -1,0 +1,138 @@
+"""Puts that the hash process follows: the daemon learns from their board that they are written, and from a message where it does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import await_true
+from tests.system.sdk import BIG, HOST, NOTHING, held, put, right
+from tests.system.warm import Daemon
+from tierd.client import Client, OpenedNamespace, writing
+from tierd.client.lines import Line, Lines
+from tierd.client.progress import Progress
+from tierd.client.session import Session
+from tierd.testing import chain
+
+BLOCKS = 4
+CONFIG = "nvme = []\n" + HOST
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many messages of which kind sessions have sent without waiting for an answer."""
+    sent, inner = Counter[str](), Session._tell
+
+    def tell(self: Session, request: Any) -> None:
+        sent[request["op"]] += 1
+        inner(self, request)
+
+    monkeypatch.setattr(Session, "_tell", tell)
+    return sent
+
+
+def followed(client: Client, space: OpenedNamespace) -> Session:
+    """A session whose last put was followed: the hash process may not run yet when the first ones come."""
+    seeds = iter(range(1000, 2000))
+
+    def is_followed() -> bool:
+        assert put(client, space, next(seeds), BLOCKS).stored == BLOCKS
+        return bool(client._verbs.connector.link.session.is_followed)
+
+    await_true(is_followed, "a put was followed")
+    session: Session = client._verbs.connector.link.session
+    return session
+
+
+def test_a_put_that_is_followed_needs_no_message(
+    daemon: Daemon, told: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once one was the next ones say nothing over the socket that the board has said, and are stored as they are."""
+    monkeypatch.setattr(writing, "PATIENCE_S", 10.0)
+    with Client(daemon.target) as client:
+        space = client.open_namespace(BIG)
+        followed(client, space)
+        before = told["written"]
+        for seed in range(8):
+            assert put(client, space, seed, BLOCKS).stored == BLOCKS
+            assert right(client.get(space, chain(seed, BLOCKS)).views, seed) == BLOCKS
+        assert told["written"] == before
+
+
+@pytest.mark.parametrize(("says", "over"), [("nothing", "a line"), ("half", "a line"), ("nothing", "gRPC")])
+def test_what_the_board_does_not_say_a_message_says(
+    says: str, over: str, daemon: Daemon, told: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put whose answer does not come in a moment tells the daemon, and one over gRPC at once, so that a hash process which is late, or ends, holds up nobody."""
+    with Client(daemon.target) as client:
+        space, note = client.open_namespace(BIG), Progress.note
+        followed(client, space)
+        before = told["written"]
+        with monkeypatch.context() as mute:
+            if over == "gRPC":
+                mute.setattr(Lines, "take", lambda _self, *, timeout_s: None)
+            mute.setattr(
+                Progress,
+                "note",
+                lambda self, blocks: note(self, blocks) if says == "half" and blocks <= BLOCKS // 2 else None,
+            )
+            assert put(client, space, 1, BLOCKS).stored == BLOCKS
+        assert told["written"] == before + 1
+        assert right(client.get(space, chain(1, BLOCKS)).views, 1) == BLOCKS
+
+
+def test_a_put_that_was_given_up_is_not_finished_by_the_next_one(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word of a put that fails in the middle is the next one's, which says of its own pages that they are written: of those that were given up nothing is published, though the daemon
+    has not heard yet that they were."""
+    with Client(daemon.target) as client:
+        space, inner, unheard, kept = client.open_namespace(BIG), writing.buffers.copy_all, list[Any](), list[Line]()
+        session = followed(client, space)
+        board = session.board
+        assert board is not None
+        del board.free[1:]
+        copies, tell = list[int](), Session._tell
+
+        def fail(targets: Any, sources: Any) -> None:
+            if len(copies) == BLOCKS // 2:
+                raise ValueError("broken off")
+            copies.append(1)
+            inner(targets, sources)
+
+        def withhold(self: Session, request: Any) -> None:
+            if request["op"] in ("release", "revoke"):
+                unheard.append(request)
+            else:
+                tell(self, request)
+
+        monkeypatch.setattr(Session, "_tell", withhold)
+        with monkeypatch.context() as failing:
+            failing.setattr(writing.buffers, "copy_all", fail)
+            failing.setattr(Lines, "drop", lambda _self, line: kept.append(line))
+            with pytest.raises(ValueError, match="broken off"):
+                client.put(space, chain(1, BLOCKS), [np.full(BIG.block_bytes, 0xAB, np.uint8)] * BLOCKS)
+        assert unheard
+        assert len(board.free) == 1
+        for seed in range(2, 5):
+            assert put(client, space, seed, BLOCKS).stored == BLOCKS
+        with Client(daemon.target) as other:
+            assert not other.get(other.open_namespace(BIG), chain(1, BLOCKS)).blocks
+        monkeypatch.undo()
+        kept.pop().close()
+        for request in unheard:
+            session._tell(request)
+        link = client._connector.link
+        assert link is not None and link.spares is not None
+        link.spares.give_back(1e9)
+        await_true(lambda: held(daemon) == NOTHING, "what was given up went back")
