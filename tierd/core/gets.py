@@ -391,10 +391,11 @@ class Gets:
         return True
 
     def _shorten(self, lease: Lease, holder: Session, draft: Draft) -> None:
-        """The lease's pins move to the longest part that can be read near now, within the share."""
+        """The lease's pins move to the longest part of it that can be read near now, within the share: not to more, though somebody may have put that meanwhile."""
         sight, near = self._look(lease.queries, holder.domain), self._index.serving(lease.kind)
-        for ids in sight.ids:
+        for query, ids in zip(lease.queries, sight.ids, strict=True):
             ids[self._index.nearest(ids.ravel(), near).reshape(ids.shape) < 0] = -1
+            ids[:, needed(query, lease.tokens).stop :] = -1
         before = replace(lease)
         failed = no_ids()
         while True:

@@ -472,3 +472,18 @@ def test_a_share_counts_the_page_and_not_the_block() -> None:
     kit.core.open_session(2, domain=1)
     kit.reserve(chain("b", 4), session=2)
     assert kit.acquire(group(a), session=2).tokens == TOKENS
+
+
+def test_a_lease_does_not_grow() -> None:
+    """What is put after a lease was given belongs to the next one: where the lease moves to other pages it serves what it covered, and no more."""
+    kit, a = Kit(tier(HOST, 16)), chain("a", 4)
+    kit.put(a[:2])
+    acquired = kit.acquire(group(a))
+    served = kit.settle(acquired)
+    assert served.tokens == 2 * TOKENS
+    kit.took(kit.core.condemn(served.groups[0].extents[0], now=kit.tick()))
+    kit.put(a)
+    again = kit.settle(acquired)
+    assert (again.tokens, again.groups[0].count) == (2 * TOKENS, 2)
+    assert again.groups[0].extents["generation"].min() > served.groups[0].extents["generation"].max()
+    kit.release(acquired.lease)
