@@ -69,7 +69,7 @@ class Hashed:
 
 @dataclass
 class Link:
-    """One direction between two tiers: so many batches at once, the rest in order of priority."""
+    """One direction between two tiers: so many batches at once, of those that nobody waits for half as many, the rest in order of priority."""
 
     limit: int
     active: int = 0
@@ -79,7 +79,7 @@ class Link:
     @asynccontextmanager
     async def slot(self, priority: int) -> AsyncIterator[None]:
         """Held while a batch is on the link."""
-        if self.active >= self.limit:
+        if self.active >= self._room(priority) or (self.waiting and self.waiting[0][0] <= priority):
             await self._queue(priority)
         else:
             self.active += 1
@@ -106,12 +106,16 @@ class Link:
                 turn.set_exception(error)
 
     def _pass_on(self) -> None:
-        while self.waiting:
+        self.active -= 1
+        while self.waiting and self.active < self._room(self.waiting[0][0]):
             turn = heapq.heappop(self.waiting)[2]
             if not turn.done():
+                self.active += 1
                 turn.set_result(None)
-                return
-        self.active -= 1
+
+    def _room(self, priority: int) -> int:
+        """Up to how many batches one of this priority may join."""
+        return self.limit if priority < PRIORITY[Reason.DEMOTION] else max(1, self.limit // 2)
 
 
 class Mover:

@@ -118,6 +118,35 @@ async def test_demand_goes_first() -> None:
     assert link.active == 0
 
 
+async def test_what_nobody_waits_for_leaves_half_of_a_link() -> None:
+    """Demotion, however much of it there is, has half of a link at most, so that demand which comes then is begun at once; and all goes in the end."""
+    link, order, ends = Link(4), list[str](), asyncio.Event()
+
+    async def go(priority: int, name: str) -> None:
+        async with link.slot(priority):
+            order.append(name)
+            await ends.wait()
+
+    work = [asyncio.create_task(go(2, f"demotion {i}")) for i in range(5)]
+    await asyncio.sleep(0)
+    assert order == ["demotion 0", "demotion 1"]
+    work += [asyncio.create_task(go(0, f"demand {i}")) for i in range(3)]
+    await asyncio.sleep(0)
+    assert order[2:] == ["demand 0", "demand 1"]
+    assert link.active == 4
+    ends.set()
+    async with asyncio.timeout(SOON_S):
+        await asyncio.gather(*work)
+    assert order[4:] == ["demand 2", "demotion 2", "demotion 3", "demotion 4"]
+    assert (link.active, link.waiting) == (0, [])
+
+
+async def test_a_link_of_one_carries_all() -> None:
+    """Half of it is still one."""
+    async with Link(1).slot(2):
+        pass
+
+
 @pytest.mark.parametrize("is_its_turn", [False, True])
 async def test_a_turn_that_nobody_takes_is_passed_on(is_its_turn: bool) -> None:
     """A batch that is cancelled while it waits, or in the moment in which its turn comes, keeps no place on the link."""

@@ -254,7 +254,7 @@ class Core:
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 512) -> Plan:
-        """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark, and 128 MiB of pages. Empty when content."""
+        """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark, and 256 MiB of pages. Empty when content."""
         draft = self._begin(now)
         self._demotion.run(limit, draft)
         return draft.plan()

@@ -35,8 +35,8 @@ from tierd.core.unsaved import Unsaved
 
 WHOLE = Key(-1, -1, -1)
 """The measure of a tier as a whole."""
-PLAN_BYTES = 128 << 20
-"""Of pages in one plan: a disk writes them in tens of milliseconds, for which whoever wants to read from it may wait."""
+PLAN_BYTES = 256 << 20
+"""Of pages in one plan: a disk writes them in tens of milliseconds, of which it has nothing to do for some while the next one is made."""
 
 
 class Excess(NamedTuple):

@@ -60,8 +60,9 @@ STUCK_CLOSE_S = 1.0
 """For so long does `close` wait for a disk that hangs already."""
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
-HASHED_AHEAD = 2
-"""Writes that have hashed, or are to, and wait for their turn; of reads as many as may be at the disk have come and wait to be hashed."""
+HASHED_AHEAD = 8
+"""Writes that have hashed, or are to, and wait for their turn: a disk that serves its calls side by side ends many of them at one time. Of reads as many as may be at the disk have come and wait to
+be hashed."""
 
 
 def _no_hash(rows: Sequence[int]) -> list[None]:
