@@ -73,20 +73,22 @@ class Link:
 
     limit: int
     active: int = 0
+    unawaited: int = 0
+    """Of the active, those that nobody waits for."""
     waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)
     ticket: itertools.count[int] = field(default_factory=itertools.count)
 
     @asynccontextmanager
     async def slot(self, priority: int) -> AsyncIterator[None]:
         """Held while a batch is on the link."""
-        if self.active >= self._room(priority) or (self.waiting and self.waiting[0][0] <= priority):
+        if not self._has_room(priority) or (self.waiting and self.waiting[0][0] <= priority):
             await self._queue(priority)
         else:
-            self.active += 1
+            self._count(priority, 1)
         try:
             yield
         finally:
-            self._pass_on()
+            self._pass_on(priority)
 
     async def _queue(self, priority: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,7 +97,7 @@ class Link:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:  # a refusal gives no place
-                self._pass_on()
+                self._pass_on(priority)
             raise
 
     def refuse(self, error: TierFailed) -> None:
@@ -105,17 +107,21 @@ class Link:
             if not turn.done():
                 turn.set_exception(error)
 
-    def _pass_on(self) -> None:
-        self.active -= 1
-        while self.waiting and self.active < self._room(self.waiting[0][0]):
-            turn = heapq.heappop(self.waiting)[2]
+    def _pass_on(self, priority: int) -> None:
+        self._count(priority, -1)
+        while self.waiting and self._has_room(self.waiting[0][0]):
+            following, _, turn = heapq.heappop(self.waiting)
             if not turn.done():
-                self.active += 1
+                self._count(following, 1)
                 turn.set_result(None)
 
-    def _room(self, priority: int) -> int:
-        """Up to how many batches one of this priority may join."""
-        return self.limit if priority < PRIORITY[Reason.DEMOTION] else max(1, self.limit // 2)
+    def _has_room(self, priority: int) -> bool:
+        is_unawaited = priority >= PRIORITY[Reason.DEMOTION]
+        return self.active < self.limit and not (is_unawaited and self.unawaited >= max(1, self.limit // 2))
+
+    def _count(self, priority: int, change: int) -> None:
+        self.active += change
+        self.unawaited += change * (priority >= PRIORITY[Reason.DEMOTION])
 
 
 class Mover:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.system.blocks import await_true
+from tests.system.blocks import SOON_S, await_true
 from tests.system.sdk import BIG, HOST, NOTHING, held, put, right
 from tests.system.warm import Daemon
-from tierd.client import Client, OpenedNamespace, writing
+from tierd.client import AsyncClient, Client, OpenedNamespace, writing
 from tierd.client.lines import Line, Lines
 from tierd.client.progress import Progress
 from tierd.client.session import Session
@@ -58,7 +60,7 @@ def test_a_put_that_is_followed_needs_no_message(
     daemon: Daemon, told: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once one was the next ones say nothing over the socket that the board has said, and are stored as they are."""
-    monkeypatch.setattr(writing, "PATIENCE_S", 10.0)
+    monkeypatch.setattr(writing.Copying, "patience_s", 10.0)
     with Client(daemon.target) as client:
         space = client.open_namespace(BIG)
         followed(client, space)
@@ -136,3 +138,36 @@ def test_a_put_that_was_given_up_is_not_finished_by_the_next_one(
         assert link is not None and link.spares is not None
         link.spares.give_back(1e9)
         await_true(lambda: held(daemon) == NOTHING, "what was given up went back")
+
+
+def test_a_put_that_was_cancelled_while_its_last_piece_is_copied(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller may use its sources for something else when he hears that it has ended: what is copied after that is not said to be written, and is nobody's block."""
+    at, go, inner, copies = threading.Event(), threading.Event(), writing.buffers.copy_all, list[int]()
+
+    def copy_all(targets: Any, sources: Any) -> None:
+        copies.append(1)
+        if len(copies) == BLOCKS:
+            at.set()
+            go.wait(SOON_S)
+        inner(targets, sources)
+
+    async def run() -> None:
+        async with AsyncClient(daemon.target) as client:
+            space = await client.open_namespace(BIG)
+            sources = [np.full(BIG.block_bytes, 0xAB, np.uint8) for _ in range(BLOCKS)]
+            monkeypatch.setattr(writing.buffers, "copy_all", copy_all)
+            late = asyncio.ensure_future(client.put(space, chain(1, BLOCKS), sources))
+            await asyncio.to_thread(at.wait, SOON_S)
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+            for source in sources:
+                source[:] = 0xCD
+            go.set()
+            await asyncio.to_thread(await_true, lambda: held(daemon) == NOTHING, "its pages went back")
+
+    asyncio.run(run())
+    with Client(daemon.target) as client:
+        assert not client.get(client.open_namespace(BIG), chain(1, BLOCKS)).blocks

@@ -141,9 +141,17 @@ async def test_what_nobody_waits_for_leaves_half_of_a_link() -> None:
     assert (link.active, link.waiting) == (0, [])
 
 
+async def test_demand_takes_none_of_the_half_that_is_for_others() -> None:
+    """Demand that goes on and on does not keep demotion from a place that is free."""
+    link = Link(4)
+    async with asyncio.timeout(SOON_S), link.slot(0), link.slot(0), link.slot(2):
+        assert (link.active, link.unawaited) == (3, 1)
+    assert (link.active, link.unawaited) == (0, 0)
+
+
 async def test_a_link_of_one_carries_all() -> None:
     """Half of it is still one."""
-    async with Link(1).slot(2):
+    async with asyncio.timeout(SOON_S), Link(1).slot(2):
         pass
 
 

@@ -92,20 +92,25 @@ class Job:
 
 @dataclass
 class Awaited:
-    """How far a reservation must be written for the first of those who wait to go on. is_over: nobody can say so any more."""
+    """How far a reservation must be written for the first of those who wait to go on."""
 
     end: int
-    is_over: bool = False
     event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Ahead:
-    """Jobs by commit. layers_of: namespace ids to layers per block."""
+    """Jobs by commit. layers_of: namespace ids to layers per block. is_open: whether a session can say anything."""
 
     def __init__(
-        self, core: Core, tiers: Sequence[Tier], *, mover: Mover, layers_of: Callable[[StructArray], StructArray]
+        self,
+        core: Core,
+        tiers: Sequence[Tier],
+        *,
+        mover: Mover,
+        layers_of: Callable[[StructArray], StructArray],
+        is_open: Callable[[int], bool],
     ) -> None:
-        self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
+        self._core, self._tiers, self._mover, self._layers_of, self._is_open = core, tiers, mover, layers_of, is_open
         self.boards = Boards()
         self._jobs: dict[int, Job] = {}
         self._awaited: dict[tuple[int, int], Awaited] = {}
@@ -148,6 +153,10 @@ class Ahead:
         while self._core.note_written(session, reservation=reservation) < end and not (job and job.is_hashed):
             if self._is_ended:
                 raise Unavailable("daemon: it ends, and the pages are not written; put again later, or to another one")
+            if not self._is_open(session):
+                raise NotFound(
+                    f"session {session}: it has ended, and the pages of its commit are not written; put again with a new one"
+                )
             awaited = self._awaited.setdefault(key, Awaited(end))
             awaited.end = min(awaited.end, end)
             try:
@@ -155,10 +164,6 @@ class Ahead:
             except BaseException:
                 self._ring(key)  # who else waits puts it up again
                 raise
-            if awaited.is_over:
-                raise NotFound(
-                    f"session {session}: it has ended, and the pages of its commit are not written; put again with a new one"
-                )
 
     def _begun(self, committing: Committing, word: int) -> Job | None:
         """Of a commit; none where something of it is staged or not mapped, or nobody would hash it."""
@@ -244,9 +249,8 @@ class Ahead:
         self._ring((session, reservation))
 
     def forget(self, session: int) -> None:
-        """The session has ended."""
+        """The session has ended: commits that wait for its word end, but those all of which is hashed."""
         for key in [key for key in self._awaited if key[0] == session]:
-            self._awaited[key].is_over = True
             self._ring(key)
         self._mover.hashing.detach(board_of(session))
         self.boards.end(session)

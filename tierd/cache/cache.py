@@ -104,7 +104,8 @@ class Cache:
         self._verification = Verification(
             parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, setting=(parts.verify, parts.seed)
         )
-        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of)
+        is_open = self._tenants.__contains__
+        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, is_open=is_open)
         self._publication = Publication(parts, self.ahead, self.flights)
         self.releases = LateReleases(self._give_back)
         self.is_draining = False

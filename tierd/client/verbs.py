@@ -291,7 +291,7 @@ class Verbs:
         reply = yield from self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
         if not request.keep_open:
             hold.settle()
-        if hold.link.session is not None:
+        if hold.link.session is not None and request.unwritten:
             hold.link.session.is_followed = reply.followed
         handles = protocol.handles_of(reply.handles)
         lease = None

@@ -53,11 +53,8 @@ class Work:
                 os.close(descriptor)
 
     def detach(self, memory: int) -> None:
-        """Unmaps it. Who said on it how far he is says no more: what he has not written is in no commit, and the rest is written."""
+        """Unmaps it. Of a board that has ended nobody says any more what is written: the rest waits until that is said otherwise, or it is dropped."""
         self._memories.pop(memory, None)
-        for job in self._jobs.values():
-            if job.where.board == memory:
-                job.where = wire.NOWHERE
 
     def add(self, number: int, where: wire.Word, pages: list[wire.Page]) -> None:
         """Takes a message; of no page there is nothing to answer."""

@@ -104,9 +104,9 @@ async def made(world: World, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def another_put(world: World) -> None:
+async def another_put(world: World, seed: int = 2) -> None:
     """Which the process hashes after it has looked at what came before."""
-    other = await world.reserve(chain(2, 1))
+    other = await world.reserve(chain(seed, 1))
     world.cache.ahead.note(world.session, other.reservation, end=1)
     async with asyncio.timeout(SOON_S):
         await world.commit(other.reservation, unwritten=True)

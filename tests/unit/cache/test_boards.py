@@ -22,6 +22,7 @@ from tests.unit.cache.hashed import (
 from tests.unit.cache.world import BLOCK_BYTES, SOON_S, TOKENS
 from tierd.cache.boards import Boards, board_of
 from tierd.core.model import BlockStatus, TierKind
+from tierd.errors import NotFound
 from tierd.testing import chain, content_of
 
 
@@ -35,10 +36,12 @@ async def test_a_commit_takes_what_was_hashed_while_it_was_written() -> None:
         counted, board = Counted(world), Board(world)
         reserved = await world.reserve(NAMES)
         commit = await waiting(world, reserved.reservation, word=board.word)
-        for end in (1, 3, 4):
+        for end in (1, 3):
+            board.note(reserved.reservation, end)
+            await another_put(world, seed=10 + end)
             assert not sums_made(world)  # of one message, at its end
             assert not commit.done()
-            board.note(reserved.reservation, end)
+        board.note(reserved.reservation, 4)
         async with asyncio.timeout(SOON_S):
             committed = await commit
         assert committed.is_followed
@@ -91,6 +94,31 @@ async def test_a_board_that_is_wrong_costs_no_more_than_blocks(says: str) -> Non
         assert ((await commit).statuses.tolist(), counted.pages) == ([BlockStatus.READY] * 4, 0)
         good = 2 if says == "too soon" else 4
         assert (await world.acquire(NAMES)).served.tokens == good * TOKENS
+
+
+async def test_what_was_not_written_when_its_session_ended_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two commits of one reservation that wait side by side, where the session ends in the moment in which the first one is hashed, the second one comes to nothing."""
+    async with hashing() as world:
+        ahead, board, inner = world.cache.ahead, Board(world), world.cache.ahead._ring
+        reserved = await world.cache.reserve(world.session, [world.put_query(NAMES)], kind=TierKind.HOST)
+        for extent, name in zip(reserved.extents[0][:2], NAMES, strict=False):
+            world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
+        number, halves = reserved.reservation, (named(4)[:2], named(4)[2:])
+        first = asyncio.ensure_future(world.commit(number, halves[0], unwritten=True, word=board.word, keep_open=True))
+        second = await waiting(world, number, halves[1], word=board.word)
+
+        def ring(key: tuple[int, int]) -> None:
+            monkeypatch.undo()
+            inner(key)
+            world.cache.stop_session(world.session)
+
+        monkeypatch.setattr(ahead, "_ring", ring)
+        board.note(number, 2)
+        async with asyncio.timeout(SOON_S):
+            assert (await first).statuses.tolist() == [BlockStatus.READY] * 2
+            with pytest.raises(NotFound):
+                await second
+        assert not ahead._jobs
 
 
 async def test_a_writer_that_stands_still_holds_up_nobody() -> None:

@@ -79,16 +79,26 @@ def test_messages_take_turns(bench: Bench) -> None:
     assert answers[0][1] == [bench.table(3)]
 
 
-@pytest.mark.parametrize("how", ["said", "board ends"])
-def test_all_is_written_when_that_is_said(bench: Bench, how: str) -> None:
-    """Whatever the board says; where there is none any more too, so that nothing is left for ever."""
+def test_all_is_written_when_that_is_said(bench: Bench) -> None:
+    """Whatever the board says."""
     bench.ask(1, [4], where=wire.Word(BOARD, 0, TAG))
     assert bench.turns(2) == []
-    if how == "said":
-        bench.work.written(1)
-    else:
-        bench.work.detach(BOARD)
+    bench.work.written(1)
     assert bench.turns(1) == [(1, [bench.table(4)])]
+
+
+def test_a_board_that_has_ended_says_nothing_more(bench: Bench) -> None:
+    """What it has not said to be written is not hashed, until somebody else says so, or it is dropped."""
+    bench.ask(1, [4, 5], where=wire.Word(BOARD, 0, TAG))
+    bench.ask(2, [6], where=wire.Word(BOARD, 1, TAG))
+    bench.note(0, 1)
+    assert bench.turns(2) == []
+    bench.work.detach(BOARD)
+    assert (bench.turns(2), bench.work.is_idle) == ([], True)
+    bench.work.written(1)
+    assert bench.turns(1) == [(1, [bench.table(4), bench.table(5)])]
+    bench.work.drop(2)
+    assert not bench.work
 
 
 def test_a_board_that_never_came_says_nothing(bench: Bench) -> None:
