@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from tierd import children
 from tierd.hashing import wire
+from tierd.hashing.place import lie_down_beside
 from tierd.hashing.work import Work
 
 NICE = 5
@@ -30,6 +31,7 @@ PR_SET_TIMERSLACK, SLACK_NS = 29, 1000
 def main() -> None:
     """Serves until the socket ends."""
     peer, work, pause_s = children.begun_by_daemon(int(sys.argv[1])), Work(), PAUSE_S
+    daemon, has_work = os.getppid(), False
     with suppress(OSError):  # a sandbox may refuse it
         os.nice(NICE)
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0)
@@ -37,6 +39,9 @@ def main() -> None:
     while True:
         for answer in work.turn():
             peer.send(answer)
+        if has_work and not work:
+            lie_down_beside(daemon)
+        has_work = bool(work)
         wait_s = None if not work else pause_s if work.is_idle else 0.0
         pause_s = min(2 * pause_s, PAUSE_LIMIT_S) if work.is_idle else PAUSE_S
         for _ in range(MESSAGES_AT_ONCE):
