@@ -16,6 +16,7 @@ from tests.system.sdk import BIG, HOST, NOTHING, held, put, right
 from tests.system.warm import Daemon
 from tierd.client import AsyncClient, Client, OpenedNamespace, writing
 from tierd.client.lines import Line, Lines
+from tierd.client.local import LocalTransport
 from tierd.client.progress import Progress
 from tierd.client.session import Session
 from tierd.testing import chain
@@ -171,3 +172,28 @@ def test_a_put_that_was_cancelled_while_its_last_piece_is_copied(
     asyncio.run(run())
     with Client(daemon.target) as client:
         assert not client.get(client.open_namespace(BIG), chain(1, BLOCKS)).blocks
+
+
+def test_pages_for_the_next_put_are_asked_for_after_the_answer(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a commit is under way nothing else comes to the daemon, which would have to read it while the last pages are hashed."""
+    said, send, begin = list[str](), LocalTransport._send, LocalTransport.begin
+    call = LocalTransport.call
+
+    def sent(self: LocalTransport, method: str, *given: Any, **named: Any) -> Any:
+        said.append(method)
+        return send(self, method, *given, **named)
+
+    def called(self: LocalTransport, method: str, *given: Any, **named: Any) -> Any:
+        reply = call(self, method, *given, **named)
+        said.append(f"{method} answered")
+        return reply
+
+    monkeypatch.setattr(LocalTransport, "_send", sent)
+    monkeypatch.setattr(LocalTransport, "call", called)
+    monkeypatch.setattr(LocalTransport, "begin", lambda self, *given: (said.append("order"), begin(self, *given))[1])
+    with Daemon(CONFIG.replace('"32 MiB"', '"256 MiB"')) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(BIG)
+        for seed in range(12):
+            assert put(client, space, seed, BLOCKS).stored == BLOCKS
+    assert said.count("order") > 2
+    assert {said[at + 1] for at, what in enumerate(said) if what == "Commit"} == {"Commit answered"}

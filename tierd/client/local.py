@@ -45,8 +45,10 @@ class Sent:
         try:
             deadline += _beside(meanwhile)
             with stopping.ended_by(self._line.end):
-                if meanwhile is not None and meanwhile.patience_s and not self._line.comes(meanwhile.patience_s):
-                    meanwhile.insist()
+                if meanwhile is not None and meanwhile.patience_s:
+                    left_s = max(0.0, deadline - time.monotonic())
+                    if not self._line.comes(min(meanwhile.patience_s, left_s)):
+                        meanwhile.insist()
                 while (answer := self._receive(deadline)).preview:
                     preview = _REPLIES[self._method](answer.message)
                     deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0

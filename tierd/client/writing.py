@@ -196,7 +196,7 @@ class Copying:
             stopping.check()
             given = [i for i in range(begun, end) if targets[i] is not None]
             buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
-            stopping.check()  # whose caller has gone may have read what he uses for something else by now
+            stopping.check()  # a caller who was told that it has ended may have used his sources for something else
             if self._progress is not None:
                 self._progress.note(end)
             begun = end

@@ -4,7 +4,8 @@ The kernel wakes a process where it ran last, unless another processor has nothi
 answer by then. With his next put he copies there: on two processors the hash process had its turn when he was done, though the daemon's processor was idle by then. So it goes to sleep where the daemon is,
 which has little to do once it has asked for hashes.
 
-Purpose: `lie_down_beside`. Non-purpose: where it works, which is the kernel's to choose. Invariant: it may run wherever it might before.
+Purpose: `lie_down_beside`. Non-purpose: where it works, which is the kernel's to choose. Invariant: it may run wherever it might before, but on
+processors that its control group is given later.
 """
 
 from __future__ import annotations

@@ -75,3 +75,31 @@ async def test_a_read_waits_for_no_writes(tmp_path: Path, gate: Gate, direct: st
     gate.open()
     assert await asyncio.gather(*writes) == [[READY]] * 5
     await made.store.close(release=False)
+
+
+@pytest.mark.parametrize("gate", ["on"], indirect=True)
+async def test_writes_are_ready_for_a_disk_that_ends_many_at_one_time(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the disk holds all that it may have, eight more are hashed and wait for it."""
+    hashed, ready, inner = list[WriteRun](), threading.Event(), WriteRun._prepared
+
+    def prepared(job: WriteRun, rows: list[int]) -> list[memoryview]:
+        hashed.append(job)
+        if len(hashed) == 1 + 8:
+            ready.set()
+        return inner(job, rows)
+
+    monkeypatch.setattr(WriteRun, "_prepared", prepared)
+    made = World.at(tmp_path / "store", queue_depth=1, direct="on")
+    await made.open()
+    await made.begin(1)
+    await made.begin(2, place=1)
+    gate.shut()
+    writes = [asyncio.create_task(made.write([key], segment=1 + key // 6, slots=[key % 6])) for key in range(12)]
+    try:
+        assert await asyncio.to_thread(ready.wait, SOON_S)
+    finally:
+        gate.open()
+    assert await asyncio.gather(*writes) == [[READY]] * 12
+    await made.store.close(release=False)
