@@ -174,7 +174,7 @@ def test_a_put_that_was_cancelled_while_its_last_piece_is_copied(
         assert not client.get(client.open_namespace(BIG), chain(1, BLOCKS)).blocks
 
 
-def test_pages_for_the_next_put_are_asked_for_after_the_answer(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_for_the_next_put_are_asked_for_after_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a commit is under way nothing else comes to the daemon, which would have to read it while the last pages are hashed."""
     said, send, begin = list[str](), LocalTransport._send, LocalTransport.begin
     call = LocalTransport.call
