@@ -9,6 +9,8 @@ length of the reply that it wants.
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import queue
 import socket
 import struct
@@ -21,7 +23,7 @@ from typing import Any, Self
 import grpc
 
 from tierd.client.rpc import OPTIONS
-from tools.bench.measure import line_of
+from tools.bench.measure import COLD_BYTES, Cold, line_of
 
 HEAD = struct.Struct("<II")
 """Bytes of a reply, and how many replies a pull gets."""
@@ -29,6 +31,8 @@ START_S, CALL_S = 30.0, 30.0
 LENGTH, RAW = struct.Struct("<I"), ".raw"
 """Before each message on a raw socket; what its path ends with."""
 SERVICE = "bench.Echo"
+COLD_MESSAGES = 192
+"""That a stream takes turns with, at most."""
 _REPLIES: dict[int, bytes] = {}
 
 
@@ -42,6 +46,13 @@ def _reply(request: bytes) -> bytes:
     if length not in _REPLIES:
         _REPLIES[length] = bytes(length)
     return _REPLIES[length]
+
+
+@functools.cache
+def cold_messages(length: int) -> Iterator[bytes]:
+    """Messages of so many bytes, for ever: each from memory that was not touched for long, where they are long."""
+    cold = Cold(min(COLD_BYTES, COLD_MESSAGES * length))
+    return itertools.cycle([bytes(cold.blocks(1, length)) for _ in range(min(COLD_BYTES // length, COLD_MESSAGES))])
 
 
 async def _unary(request: bytes, _context: Any) -> bytes:
@@ -61,8 +72,9 @@ async def _push(requests: AsyncIterator[bytes], _context: Any) -> bytes:
 
 
 async def _pull(request: bytes, _context: Any) -> AsyncIterator[bytes]:
-    for _ in range(HEAD.unpack_from(request)[1]):
-        yield _reply(request)
+    length, count = HEAD.unpack_from(request)
+    for message in itertools.islice(cold_messages(length), count):
+        yield message
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

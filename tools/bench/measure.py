@@ -113,12 +113,20 @@ def line_of(process: subprocess.Popen[str], *, timeout_s: float) -> str:
 
 
 class Cold:
-    """Random bytes, given out in pieces that were not touched for long."""
+    """Bytes given out in pieces that were not touched for long."""
 
-    def __init__(self, length_bytes: int = COLD_BYTES, *, memory: NDArray[np.uint8] | None = None) -> None:
-        """memory: to be filled with them, in place of new memory of so many bytes."""
+    def __init__(
+        self,
+        length_bytes: int = COLD_BYTES,
+        *,
+        memory: NDArray[np.uint8] | None = None,
+        content: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """memory: to be filled with them, in place of new memory of so many bytes. content: bytes to be repeated, in place of random ones."""
         self._bytes = np.empty(length_bytes, dtype=np.uint8) if memory is None else memory
-        self._bytes[:] = np.random.default_rng(0).integers(0, 256, len(self._bytes), dtype=np.uint8)
+        if content is None:
+            content = np.random.default_rng(0).integers(0, 256, len(self._bytes), dtype=np.uint8)
+        self._bytes[:] = np.resize(content, len(self._bytes))
         self._at = itertools.count()
 
     def blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:

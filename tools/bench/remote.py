@@ -1,11 +1,12 @@
 """Put and get over loopback TCP, against raw gRPC streams of 2 MiB messages between two processes.
 
-The streams carry as many bytes, with no checksums, no pages, nothing to find; the server is grpc.aio, as the daemon's. With lz4 the blocks are bf16 noise, of
+The streams carry as many bytes, from memory as cold as the blocks' own, with no checksums, no pages, nothing to find; the server is grpc.aio, as the daemon's. With lz4 the blocks are bf16 noise, of
 which five bytes in six travel: a loopback is quicker than any codec, so nothing is promised of those rows, and GB/s are of blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 import socket
 import tempfile
 from pathlib import Path
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 
 from tierd.client import Client, NamespaceSpec
 from tierd.testing import Daemon, chain
-from tools.bench.echo import Echo
-from tools.bench.measure import FULL, KIB, MIB, Effort, Work, cpus, interleaved, rates
+from tools.bench.echo import Echo, cold_messages
+from tools.bench.measure import COLD_BYTES, FULL, KIB, MIB, Cold, Effort, Work, cpus, interleaved, rates
 from tools.bench.rows import Row, row_of
 
 COUNT = 16
@@ -33,31 +34,26 @@ eviction = "lru"
 """
 
 
-def _random(block_bytes: int) -> NDArray[np.uint8]:
-    """uint8 [COUNT, block_bytes] that nothing makes shorter."""
-    return np.random.default_rng(0).integers(0, 256, (COUNT, block_bytes), dtype=np.uint8)
-
-
-def _noise(block_bytes: int) -> NDArray[np.uint8]:
-    """uint8 [COUNT, block_bytes]: numbers of a normal distribution, as bf16."""
-    numbers = np.random.default_rng(0).standard_normal((COUNT, block_bytes // 2), dtype=np.float32)
+def _noise() -> NDArray[np.uint8]:
+    """Numbers of a normal distribution, as bf16, in bytes."""
+    numbers = np.random.default_rng(0).standard_normal(16 * MIB, dtype=np.float32)
     return (numbers.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
 
 
-def _works(client: Client, echo: Echo, blocks: NDArray[np.uint8]) -> dict[str, Work]:
+def _works(client: Client, echo: Echo, cold: Cold, block_bytes: int) -> dict[str, Work]:
     """Puts of new batches, gets of the one before, and streams of as many bytes."""
-    block_bytes = blocks.shape[1]
     space = client.open_namespace(NamespaceSpec(model="bench-remote", tokens_per_block=16, block_bytes=block_bytes))
-    message, target = bytes(blocks[0]), np.zeros_like(blocks)
+    messages, target = cold_messages(block_bytes), np.ones((COUNT, block_bytes), dtype=np.uint8)
 
     def put(number: int) -> None:
-        assert client.put(space, chain(number, COUNT), list(blocks)).stored == COUNT
+        blocks = list(cold.blocks(COUNT, block_bytes))
+        assert client.put(space, chain(number, COUNT), blocks).stored == COUNT
 
-    def get() -> None:
-        assert client.get(space, chain(0, COUNT), out=list(target)).blocks == COUNT
+    def get(number: int) -> None:
+        assert client.get(space, chain(number, COUNT), out=list(target)).blocks == COUNT
 
     def push() -> None:
-        assert echo.push(iter([message] * COUNT)) == COUNT * block_bytes
+        assert echo.push(itertools.islice(messages, COUNT)) == COUNT * block_bytes
 
     def pull() -> None:
         assert echo.pull(block_bytes, COUNT) == COUNT * block_bytes
@@ -67,17 +63,18 @@ def _works(client: Client, echo: Echo, blocks: NDArray[np.uint8]) -> dict[str, W
         "push": lambda _: push,
         "put": lambda n: lambda: put(n + 1),
         "pull": lambda _: pull,
-        "get": lambda _: get,
+        "get": lambda n: lambda: get(n),
     }
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
     """`remote_put_2MiB` and `remote_get_2MiB`, and both by lz4, GB/s."""
+    length = effort.pick(COLD_BYTES, MIB)
+    return _rows(Cold(length), effort) + _rows(Cold(length, content=_noise()), effort, codec="lz4")
+
+
+def _rows(cold: Cold, effort: Effort, *, codec: str = "") -> list[Row]:
     block_bytes = effort.pick(2 * MIB, 4 * KIB)
-    return _rows(_random(block_bytes), effort) + _rows(_noise(block_bytes), effort, codec="lz4")
-
-
-def _rows(blocks: NDArray[np.uint8], effort: Effort, *, codec: str = "") -> list[Row]:
     bytes(HEAP_BYTES)  # and freed: as in a process that has run for a while
     with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as probe:
         port, secret = probe.getsockname()[1], Path(directory) / "secret"
@@ -88,8 +85,8 @@ def _rows(blocks: NDArray[np.uint8], effort: Effort, *, codec: str = "") -> list
         with Daemon(config) as daemon, Echo("127.0.0.1:0") as echo:
             target = f"127.0.0.1:{port}" + f"?codec={codec}" * bool(codec)
             with Client(target, credential_file=str(secret), timeout_s=60) as client:
-                costs = interleaved(_works(client, echo, blocks), runs=effort.runs, pid=daemon.pid)
-    gigabytes, out = blocks.nbytes / 1e9, []
+                costs = interleaved(_works(client, echo, cold, block_bytes), runs=effort.runs, pid=daemon.pid)
+    gigabytes, out = COUNT * block_bytes / 1e9, []
     name, what = (f"{codec}_2MiB", f"of bf16 noise by {codec}, ") if codec else ("2MiB", "")
     for verb, raw, meaning in (("get", "pull", "received"), ("put", "push", "sent")):
         row = row_of(
