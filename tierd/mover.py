@@ -201,7 +201,8 @@ class Mover:
             same = (table_digests(raw_tables(tables)) == digests[rows]).all(axis=1).tolist()
             return [table if is_its else None for table, is_its in zip(tables, same, strict=True)]
 
-        return await target.write(batch["target"], metas, hash_rows, pages)
+        known = _known(source.slices(batch["source"]), digests)
+        return await target.write(batch["target"], metas, hash_rows, pages, known=known)
 
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
@@ -418,6 +419,13 @@ def _cuts(metas: StructArray) -> list[list[int]]:
     shapes = list(zip(metas["stored_length"].tolist(), metas["layers"].tolist(), strict=True))
     cut = {shape: slice_lengths(*shape) for shape in set(shapes)}  # most blocks are alike
     return [cut[shape] for shape in shapes]
+
+
+def _known(tables: Sequence[SliceTable | None], digests: NDArray[np.uint8]) -> list[SliceTable | None]:
+    """The tables that are those of the blocks. digests: u1[n, 16]."""
+    found = table_digests(raw_tables([np.zeros(0, np.uint64) if table is None else table for table in tables]))
+    good = (found == digests).all(axis=1).tolist()
+    return [table if is_good else None for table, is_good in zip(tables, good, strict=True)]
 
 
 def _hashed(slices: list[SliceTable]) -> Hashed:

@@ -375,7 +375,7 @@ class MoverConfig:
         16384, "Blocks that may wait to be read from one far tier.", unit="blocks", least=1, most=10**7
     )
     batch_blocks: int = _key(
-        256, "Blocks handed to a tier in one read or write, 64 MiB at most.", unit="blocks", least=1, most=4096
+        128, "Blocks handed to a tier in one read or write, 32 MiB at most.", unit="blocks", least=1, most=4096
     )
     hash_threads: int = _key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
     prefetch_on_lookup: bool = _key(True, "Begin to bring near what a Lookup finds far away.")

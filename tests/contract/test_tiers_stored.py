@@ -43,9 +43,11 @@ def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-async def world(mode: str, tmp_path: Path) -> AsyncIterator[World]:
+@pytest.fixture(params=[True, False], ids=["known", "unknown"])
+async def world(request: pytest.FixtureRequest, mode: str, tmp_path: Path) -> AsyncIterator[World]:
+    """Written to by slice tables that are known, and by those that are not."""
     made = again(mode, tmp_path)
+    made.knows = request.param
     await made.open()
     await made.begin(1)
     yield made

@@ -12,7 +12,7 @@ from tests.unit.cache.world import SOON_S, World, opened
 from tierd import failpoint
 from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
-from tierd.mover import HASH_SPLIT_BYTES, Link, Mover
+from tierd.mover import HASH_SPLIT_BYTES, Link, Mover, _known
 from tierd.testing import chain, is_content
 
 NAMES = chain(1, 4)
@@ -79,14 +79,28 @@ async def test_an_error_on_the_way_is_a_status() -> None:
         assert statuses.tolist() == [BlockStatus.FAILED] * 4
 
 
-async def test_a_changed_source_never_reaches_the_store() -> None:
-    """A page that was changed after its commit is CORRUPT on its way out, and the store takes none of it."""
+async def test_a_changed_source_is_not_stored() -> None:
+    """A page that was changed after its commit is CORRUPT on its way out, and the store holds none of it."""
     async with opened() as world:
         committed = await world.put(NAMES)
         world.page(committed.extents[0])[0] ^= 1
         durable = await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
         assert durable.tolist() == [False, True, True, True]
         assert world.cache.core.find_block(world.namespace.id, NAMES[0].tobytes()) is None
+
+
+async def test_a_damaged_table_is_not_written_by() -> None:
+    """A block whose table in the catalogue is not the one that was committed is hashed before it is written, as one without a table is, and is stored whole."""
+    async with opened() as world:
+        committed = await world.put(NAMES)
+        host = world.cache.tiers[0]
+        tables, digests = host.slices(committed.extents), world.cache.core.metas(committed.blocks)["digest"]
+        assert all(found is made for found, made in zip(_known(tables, digests), tables, strict=True))
+        tables[1], tables[2] = tables[1] ^ np.uint64(1), None
+        assert [table is None for table in _known(tables, digests)] == [False, True, True, False]
+        world.daemon.tiers[0].slices = lambda extents: tables  # type: ignore[method-assign]
+        durable = await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
+        assert durable.all()
 
 
 async def test_check_finds_the_pages_that_are_not_as_committed() -> None:

@@ -30,7 +30,7 @@ from tierd.tiers.tier import Tier, is_stored
 
 log = structlog.get_logger(__name__)
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20
 """A batch of large blocks has fewer, so that what is urgent does not wait for long behind it."""
 
 Outcome = dict[int, int]

@@ -1,15 +1,15 @@
 """Moves: batches of blocks on their way between pages and slots, cut into jobs for the lanes.
 
 Purpose: what a lane does with a run of slots, hashing included; what came of it, block by block. Non-purpose: which slot is whose, what is told of it
-(`nvme`). Invariants: a block is hashed in the lane that moves it, before its bytes go out or after they came in; a run that fails is tried
-slot by slot, so that a bad sector costs one block; rows of a batch belong to one job each.
+(`nvme`). Invariants: a block is READY only when its bytes were hashed by a lane: after they came in; beside the disk that takes them, where somebody knows the slice table that they should have, which the
+header needs; else before they go out. A run that fails is tried slot by slot, so that a bad sector costs one block; rows of a batch belong to one job each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Self
 
@@ -21,6 +21,7 @@ from tierd.core.model import BlockStatus, StructArray
 from tierd.tiers.calls import HangError, Kind
 from tierd.tiers.slots import (
     HEADER_BYTES,
+    RUN_BYTES,
     TABLE_SLICES,
     HeaderPool,
     Headers,
@@ -28,6 +29,7 @@ from tierd.tiers.slots import (
     SlotFile,
     SlotIO,
     fill_headers,
+    join_runs,
     matches,
     read_tables,
     stamp,
@@ -37,6 +39,11 @@ from tierd.tiers.tier import HashRows, SliceTable
 from tierd.tiers.turns import Turns
 
 NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
+
+
+def no_hash(rows: Sequence[int]) -> list[None]:
+    """For `Batch.hash_rows` where nobody wants to know that rows have come."""
+    return [None] * len(rows)
 
 
 class GoneError(OSError):
@@ -74,7 +81,8 @@ class Means:
 class Batch:
     """One read or write under way. extents: EXTENT [n] with slots' offsets; pages: a view per row, as `whole_pages` gives them; headers: one per row.
 
-    hash_rows: called in a lane when rows are about to be written, for their tables, None if the bytes are wrong; or when their bytes have come.
+    hash_rows: called in a lane for each row that has come, or is written: for its table, None if the bytes are wrong.
+    known: a table for each row to be written, where somebody has it.
     """
 
     means: Means
@@ -83,6 +91,7 @@ class Batch:
     pages: Sequence[memoryview]
     headers: Headers
     hash_rows: HashRows
+    known: Sequence[SliceTable | None] = ()
     tables: list[SliceTable] = field(init=False)
     statuses: NDArray[np.uint16] = field(init=False)
     files: dict[int, SlotFile] = field(default_factory=dict)
@@ -91,10 +100,44 @@ class Batch:
     """Rows that were read."""
     outcomes: list[bool] = field(default_factory=list)
     """Of each call that counts, in their order: whether the disk did it."""
+    unlooked: list[int] = field(default_factory=list)
+    """Rows with a known table, until all of their bytes were hashed."""
+    wrong: list[int] = field(default_factory=list)
+    """Rows whose bytes are not those of their table."""
 
     def __post_init__(self) -> None:
-        self.tables = [NO_TABLE] * len(self.extents)
+        known = self.known or [None] * len(self.extents)
+        self.tables = [NO_TABLE if table is None or len(table) > TABLE_SLICES else table for table in known]
         self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
+
+    def jobs(
+        self, kind: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int]
+    ) -> list[_RunJob | Look]:
+        """One for each run of slots of these rows. classes: bytes of each one's slot."""
+        names = rows.tolist()
+        runs = join_runs(self.extents[rows], class_bytes=classes)
+        return [kind(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
+
+    def looks(self, rows: NDArray[np.int64]) -> list[_RunJob | Look]:
+        """Those of these rows whose tables are known get their headers; what looks at their bytes meanwhile."""
+        known = [row for row in rows.tolist() if len(self.tables[row])]
+        if not known:
+            return []
+        self.unlooked = list(known)
+        self.stamp(known)
+        return [Look(self, known)]
+
+    def stamp(self, rows: Sequence[int]) -> None:
+        """Fills the headers of rows that have their tables."""
+        tables = [self.tables[row] for row in rows]
+        stamped = stamp(self.metas.take(rows), self.extents[rows], tables, store=self.means.store)
+        put_at(self.metas, rows, stamped)
+        fill_headers(self.headers, rows, stamped, tables)
+
+    def conclude(self) -> None:
+        """Of what was written: what was looked at is READY, or CORRUPT."""
+        self.statuses[self.unlooked] = BlockStatus.FAILED
+        self.statuses[self.wrong] = BlockStatus.CORRUPT
 
     def judge(self, held: NDArray[np.bool_]) -> None:
         """Of what was read: READY where the header is that of the block meant, else CORRUPT. held: bool [n], of what the store has still; the rest stays FAILED."""
@@ -183,18 +226,21 @@ class HeadRun(_RunJob):
 
 
 class WriteRun(_RunJob):
-    """Pages, hashed, into slots. A block whose bytes are wrong stays out of its slot."""
+    """Pages into slots. Where a table is not known the block is hashed first, and stays out of its slot if its bytes are wrong."""
 
     kind: Kind = "write"
 
     def _move(self) -> Sequence[Self]:
         batch, run, means = self._batch, self._run, self._batch.means
-        with means.hashing:
-            good = self._hashed()
-            if len(good) < len(run.rows):
-                return self._one_by_one(good)
-            rows = list(run.rows)
-            buffers = self._prepared(rows)
+        unready = [row for row in run.rows if not len(batch.tables[row])]  # the others have their headers
+        if unready:
+            with means.hashing:
+                good = self._hashed(unready)
+                if good:
+                    batch.stamp(good)
+            if len(good) < len(unready):
+                return self._one_by_one([row for row in run.rows if len(batch.tables[row])])
+        buffers, rows = self._buffers(means.pool.zeros), list(run.rows)
         with means.at_disk():
             file = means.find_file(run.segment, self.kind)
             batch.files.update(dict.fromkeys(rows, file))
@@ -202,22 +248,36 @@ class WriteRun(_RunJob):
         batch.statuses[rows] = BlockStatus.READY
         return ()
 
-    def _prepared(self, rows: Sequence[int]) -> list[memoryview]:
-        """What is written of rows whose tables are there."""
-        batch, means = self._batch, self._batch.means
-        tables = [batch.tables[row] for row in rows]
-        stamped = stamp(batch.metas.take(rows), batch.extents[rows], tables, store=means.store)
-        put_at(batch.metas, rows, stamped)
-        fill_headers(batch.headers, rows, stamped, tables)
-        return self._buffers(means.pool.zeros)
-
-    def _hashed(self) -> list[int]:
-        """The rows whose bytes are theirs, with their tables in the batch."""
+    def _hashed(self, rows: Sequence[int]) -> list[int]:
+        """Those of rows whose bytes are theirs, with their tables in the batch."""
         batch = self._batch
-        rows = [row for row in self._run.rows if not len(batch.tables[row])]  # else from a try before
         for row, table in zip(rows, batch.hash_rows(rows), strict=True):
             if table is None:
                 batch.statuses[row] = BlockStatus.CORRUPT
             elif len(table) <= TABLE_SLICES:
                 batch.tables[row] = table
-        return [row for row in self._run.rows if len(batch.tables[row])]
+        return [row for row in rows if len(batch.tables[row])]
+
+
+class Look:
+    """Pages that are written meanwhile, hashed."""
+
+    kind: Kind = "write"
+
+    def __init__(self, batch: Batch, rows: Sequence[int]) -> None:
+        self._batch, self._rows = batch, rows
+
+    def run(self) -> Sequence[Look]:
+        """As `Job.run`."""
+        batch = self._batch
+        step = max(1, RUN_BYTES // max(map(len, batch.pages)))
+        for i in range(0, len(self._rows), step):
+            rows = self._rows[i : i + step]
+            with batch.means.hashing:
+                tables = batch.hash_rows(rows)
+            batch.wrong += [row for row, table in zip(rows, tables, strict=True) if table is None]
+        batch.unlooked.clear()
+        return ()
+
+    def give_up(self) -> None:
+        """As `Job.give_up`: nothing is READY."""

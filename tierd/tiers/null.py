@@ -15,7 +15,7 @@ from tierd.core.meta import META
 from tierd.core.model import EXTENT, BlockStatus, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import TierFailed
 from tierd.tiers.slots import SlotFile
-from tierd.tiers.tier import HashRows, Health, Payloads, ReadResult, Recovered
+from tierd.tiers.tier import HashRows, Health, Payloads, ReadResult, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
@@ -90,7 +90,13 @@ class NullStore:
         return False
 
     async def write(
-        self, extents: StructArray, metas: StructArray, hash_rows: HashRows, sources: Sequence[memoryview]
+        self,
+        extents: StructArray,
+        metas: StructArray,
+        hash_rows: HashRows,
+        sources: Sequence[memoryview],
+        *,
+        known: Sequence[SliceTable | None] = (),
     ) -> NDArray[np.uint16]:
         """All FAILED."""
         return _failed(extents)

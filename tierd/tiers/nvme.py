@@ -24,7 +24,7 @@ import asyncio
 import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,11 +43,11 @@ from tierd.tiers.files import OS, Files
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
-from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun
-from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, join_runs, slot_bytes, whole_pages
+from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun, no_hash
+from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, slot_bytes, whole_pages
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, Stretch, assignment_of, extents_of, unsifted
-from tierd.tiers.tier import Found, HashRows, Health, Payloads, ReadResult, Recovered
+from tierd.tiers.tier import Found, HashRows, Health, Payloads, ReadResult, Recovered, SliceTable
 from tierd.tiers.turns import Turns
 from tierd.tiers.zeroing import Zeroing
 
@@ -63,11 +63,6 @@ HEADERS_KEPT = 1024
 HASHED_AHEAD = 8
 """Writes that have hashed, or are to, and wait for their turn: a disk that serves its calls side by side ends many of them at one time. Of reads as many as may be at the disk have come and wait to
 be hashed."""
-
-
-def _no_hash(rows: Sequence[int]) -> list[None]:
-    """Nobody wants to know that rows have come."""
-    return [None] * len(rows)
 
 
 @dataclass(slots=True)
@@ -366,7 +361,7 @@ class NvmeStore:
     # -- bytes
 
     async def read(
-        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = _no_hash
+        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = no_hash
     ) -> ReadResult:
         """As `StoredTier.read`. A slot whose header is another's, torn or stale is CORRUPT; what cannot be read, or is not held when it has come, is FAILED."""
         with self._headers.borrow(len(extents)) as headers:
@@ -379,7 +374,7 @@ class NvmeStore:
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
         """As `StoredTier.check`."""
         with self._headers.borrow(len(extents)) as headers:
-            batch = Batch(self._means("read"), self._located(extents), metas, (), headers, _no_hash)
+            batch = Batch(self._means("read"), self._located(extents), metas, (), headers, no_hash)
             await self._carry(batch, self._usable(batch.extents), HeadRun)
             batch.judge(self.holds(batch.extents))
         return batch.statuses
@@ -397,12 +392,18 @@ class NvmeStore:
         return self._is_open and any(own is file for own in self._opened.files.values())
 
     async def write(
-        self, extents: StructArray, metas: StructArray, hash_rows: HashRows, sources: Sequence[memoryview]
+        self,
+        extents: StructArray,
+        metas: StructArray,
+        hash_rows: HashRows,
+        sources: Sequence[memoryview],
+        *,
+        known: Sequence[SliceTable | None] = (),
     ) -> NDArray[np.uint16]:
         """As `StoredTier.write`. What does not fit its slot, or has more than 480 slices, is FAILED."""
         with self._headers.borrow(len(extents)) as headers:
             pages = whole_pages(sources, extents["length"])
-            batch = Batch(self._means("write"), self._located(extents), metas.copy(), pages, headers, hash_rows)
+            batch = Batch(self._means("write"), self._located(extents), metas.copy(), pages, headers, hash_rows, known)
             rows = self._usable(batch.extents)
             if not len(rows) or self._ledger.failure:
                 return batch.statuses
@@ -456,12 +457,11 @@ class NvmeStore:
     async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | HeadRun | WriteRun]) -> None:
         """One job for each run of slots, over the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
-        names = rows.tolist()
-        runs = join_runs(batch.extents[rows], class_bytes=classes)
-        jobs = [job(batch, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
+        looks = batch.looks(rows) if job is WriteRun else []
         try:
-            await self._lanes[job.kind].carry(jobs, hang_s=self.patience.hang_s)
+            await self._lanes[job.kind].carry([*looks, *batch.jobs(job, rows, classes)], hang_s=self.patience.hang_s)
         finally:
+            batch.conclude()
             for is_done in batch.outcomes:
                 if not is_done:
                     self._calls.fail(job.kind)

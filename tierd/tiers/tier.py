@@ -259,10 +259,16 @@ class StoredTier(WatchedTier, Protocol):
         """Whether a file of `payloads` is still the store's."""
 
     async def write(
-        self, extents: StructArray, metas: StructArray, hash_rows: HashRows, sources: Sequence[memoryview]
+        self,
+        extents: StructArray,
+        metas: StructArray,
+        hash_rows: HashRows,
+        sources: Sequence[memoryview],
+        *,
+        known: Sequence[SliceTable | None] = ...,
     ) -> NDArray[np.uint16]:
-        """Write blocks whole: u2[n] of READY, FAILED, or CORRUPT where hash_rows says so, which is called for each row, in a thread of the tier's, just before
-        its bytes are written. Arguments as in `read`."""
+        """Write blocks whole: u2[n] of READY, FAILED, or CORRUPT where hash_rows says so, which is called for each row, in a thread of the tier's: just before
+        its bytes are written, or after that where its table is known. Arguments as in `read`."""
 
 
 def is_mapped(tier: Tier) -> TypeGuard[MappedTier]:

@@ -89,11 +89,12 @@ def key_of(meta: np.void) -> int:
 
 @dataclass
 class World:
-    """A store and its neighbours. next_generation counts as the core does; held: key to its extent and META rows."""
+    """A store and its neighbours. next_generation counts as the core does; held: key to its extent and META rows; knows: whether it writes by tables that are known, as a host tier's are."""
 
     store: NvmeStore
     next_generation: int = 1
     held: dict[int, tuple[StructArray, StructArray]] = field(default_factory=dict)
+    knows: bool = True
 
     @classmethod
     def at(cls, path: Path, **options: object) -> World:
@@ -120,7 +121,8 @@ class World:
         metas, sources = metas_of(keys, length), pages(len(keys))
         for key, source in zip(keys, sources, strict=True):
             source[:length] = content(key, length)
-        statuses = await self.store.write(extents, metas, told(tables_of(keys, length)), sources)
+        tables = tables_of(keys, length)
+        statuses = await self.store.write(extents, metas, told(tables), sources, known=tables if self.knows else ())
         for i in np.flatnonzero(statuses == BlockStatus.READY):
             self.held[keys[i]] = (extents[i : i + 1], metas[i : i + 1])
         return [int(s) for s in statuses]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.unit.tiers.store_world import READY, World, content
 from tierd.tiers import slots
 from tierd.tiers.buffered import BufferedIO
-from tierd.tiers.moves import WriteRun
+from tierd.tiers.moves import Batch, WriteRun
 
 SOON_S, LONG_S = 10.0, 30.0
 
@@ -43,9 +44,9 @@ def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gat
     """Of writes while they are hashed, at the disk, or in the page cache."""
     gate, hashed, write_at, buffered = Gate(), WriteRun._hashed, slots.write_at, BufferedIO._write
 
-    def hash_late(job: WriteRun) -> list[int]:
+    def hash_late(job: WriteRun, rows: Sequence[int]) -> list[int]:
         gate.wait()
-        return hashed(job)
+        return hashed(job, rows)
 
     def write_late(*given: object) -> None:
         gate.wait()
@@ -65,6 +66,7 @@ def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gat
 async def test_a_read_waits_for_no_writes(tmp_path: Path, gate: Gate, direct: str) -> None:
     """With as many writes held up as there may be, and others behind them, what is asked for is read, hashed and served at once."""
     made = World.at(tmp_path / "store", queue_depth=1, direct=direct)
+    made.knows = False  # so that a write is hashed before it goes out
     await made.open()
     await made.begin(1)
     assert await made.write([1], segment=1, slots=[0]) == [READY]
@@ -82,16 +84,17 @@ async def test_writes_are_ready_for_a_disk_that_ends_many_at_one_time(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the disk holds all that it may have, eight more are hashed and wait for it."""
-    hashed, ready, inner = list[WriteRun](), threading.Event(), WriteRun._prepared
+    hashed, ready, inner = list[Batch](), threading.Event(), Batch.stamp
 
-    def prepared(job: WriteRun, rows: list[int]) -> list[memoryview]:
-        hashed.append(job)
+    def stamped(batch: Batch, rows: Sequence[int]) -> None:
+        inner(batch, rows)
+        hashed.append(batch)
         if len(hashed) == 1 + 8:
             ready.set()
-        return inner(job, rows)
 
-    monkeypatch.setattr(WriteRun, "_prepared", prepared)
+    monkeypatch.setattr(Batch, "stamp", stamped)
     made = World.at(tmp_path / "store", queue_depth=1, direct="on")
+    made.knows = False
     await made.open()
     await made.begin(1)
     await made.begin(2, place=1)

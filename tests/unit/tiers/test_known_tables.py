@@ -1,0 +1,137 @@
+"""Blocks whose slice tables are known are written while they are hashed, and count only when they were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
+
+from tests.unit.tiers.store_world import (
+    CORRUPT,
+    FAILED,
+    LENGTH,
+    READY,
+    World,
+    content,
+    die,
+    extents_of,
+    metas_of,
+    next_life,
+    pages,
+    tables_of,
+    told,
+)
+from tierd.core.model import StructArray
+from tierd.core.plan import Plan
+from tierd.tiers import slots
+from tierd.tiers.calls import HangError
+from tierd.tiers.moves import Look
+from tierd.tiers.slots import TABLE_SLICES
+from tierd.tiers.tier import HashRows, SliceTable
+
+SOON_S = 10.0
+KEYS = [1, 2, 3]
+
+
+def _reserved(world: World) -> tuple[StructArray, StructArray, list[memoryview]]:
+    """Slots side by side, names, and pages that hold the blocks."""
+    extents, sources = extents_of(1, [0, 1, 2], generation=1), pages(3)
+    for key, source in zip(KEYS, sources, strict=True):
+        source[:LENGTH] = content(key)
+    world.store.apply(Plan(reserved=extents))
+    return extents, metas_of(KEYS), sources
+
+
+async def _write(world: World, hash_rows: HashRows, known: Sequence[SliceTable | None]) -> list[int]:
+    extents, metas, sources = _reserved(world)
+    statuses = await world.store.write(extents, metas, hash_rows, sources, known=known)
+    world.held = {key: (extents[i : i + 1], metas_of([key])) for i, key in enumerate(KEYS)}
+    return [int(status) for status in statuses]
+
+
+def _told_of_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a run has been written."""
+    is_written, write_at = threading.Event(), slots.write_at
+
+    def write(*given: object) -> None:
+        write_at(*given)  # type: ignore[arg-type]
+        is_written.set()
+
+    monkeypatch.setattr(slots, "write_at", write)
+    return is_written
+
+
+async def test_the_disk_does_not_wait_for_sums(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with known tables are at the disk before they are hashed; nothing counts as stored before they were."""
+    tables, is_written = tables_of(KEYS), _told_of_writes(monkeypatch)
+
+    def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:
+        assert is_written.wait(SOON_S)
+        assert not world.store.holds(extents_of(1, [0, 1, 2], generation=1)).any()
+        return told(tables)(rows)  # type: ignore[return-value]
+
+    assert await _write(world, hash_rows, tables) == [READY] * 3
+    assert await world.read(KEYS) == [content(key) for key in KEYS]
+
+
+async def test_wrong_bytes_are_never_told_of(world: World, tmp_path: Path) -> None:
+    """What turns out not to be its block while it is written is CORRUPT, and not held, now or in the next life; the others are stored."""
+    tables = tables_of(KEYS)
+    assert await _write(world, told([tables[0], None, tables[2]]), tables) == [READY, CORRUPT, READY]
+    await world.store.sync()
+    assert world.store.holds(extents_of(1, [0, 1, 2], generation=1)).tolist() == [True, False, True]
+    die(world)
+    other = await next_life(tmp_path)
+    assert sorted(other.held) == [1, 3]
+    assert await other.read([1, 3]) == [content(1), content(3)]
+    await other.store.close(release=False)
+
+
+async def test_what_nobody_could_look_at_does_not_count(world: World) -> None:
+    """Where hashing fails the write does, and nothing of it is held though it is on the disk."""
+
+    def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        await _write(world, hash_rows, tables_of(KEYS))
+    assert not world.store.holds(extents_of(1, [0, 1, 2], generation=1)).any()
+
+
+async def test_what_was_given_up_does_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are written, and were to be hashed by a lane that hung, are FAILED."""
+
+    is_written = _told_of_writes(monkeypatch)
+
+    def hang(_look: Look) -> NoReturn:
+        assert is_written.wait(SOON_S)
+        raise HangError
+
+    monkeypatch.setattr(Look, "run", hang)
+    tables = tables_of(KEYS)
+    assert await _write(world, told(tables), [tables[0], None, tables[2]]) == [FAILED, READY, FAILED]
+    assert world.store.holds(extents_of(1, [0, 1, 2], generation=1)).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("other", [None, np.zeros(TABLE_SLICES + 1, np.uint64)], ids=["unknown", "too long"])
+async def test_a_table_that_cannot_be_used_is_made(world: World, other: SliceTable | None) -> None:
+    """Among blocks with known tables one without is hashed first, and written as they are; so is one whose known table fits no header."""
+    tables = tables_of(KEYS)
+    assert await _write(world, told(tables), [tables[0], other, tables[2]]) == [READY] * 3
+    assert await world.read(KEYS) == [content(key) for key in KEYS]
+
+
+async def test_each_row_is_hashed_once(world: World) -> None:
+    """Known or not, a block that is written is hashed one time."""
+    tables, rows_hashed = tables_of(KEYS), list[int]()
+
+    def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:
+        rows_hashed.extend(rows)
+        return told(tables)(rows)  # type: ignore[return-value]
+
+    assert await _write(world, hash_rows, [tables[0], None, tables[2]]) == [READY] * 3
+    assert sorted(rows_hashed) == [0, 1, 2]
