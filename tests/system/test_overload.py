@@ -32,7 +32,7 @@ MIB = 1 << 20
 BLOCKS, BLOCK_BYTES = 64, 128 << 10
 DELAY_S, READS = 0.2, 2
 """Of every read of a run of slots, of which two are made at one time."""
-READ_BLOCKS = min(RUN_SLOTS, RUN_BYTES // (BLOCK_BYTES + HEADER_BYTES))
+READ_BLOCKS = min(RUN_SLOTS, RUN_BYTES["read"] // (BLOCK_BYTES + HEADER_BYTES))
 """Of a run, at most."""
 CEILING_PER_S = READS / DELAY_S * READ_BLOCKS / BLOCKS
 """Whole acquires that the disk allows, whatever the machine does: about four a second."""

@@ -115,7 +115,7 @@ class Batch:
     ) -> list[_RunJob | Look]:
         """One for each run of slots of these rows. classes: bytes of each one's slot."""
         names = rows.tolist()
-        runs = join_runs(self.extents[rows], class_bytes=classes)
+        runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[kind.kind])
         return [kind(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
 
     def looks(self, rows: NDArray[np.int64]) -> list[_RunJob | Look]:
@@ -270,7 +270,7 @@ class Look:
     def run(self) -> Sequence[Look]:
         """As `Job.run`."""
         batch = self._batch
-        step = max(1, RUN_BYTES // max(map(len, batch.pages)))
+        step = max(1, RUN_BYTES[self.kind] // max(map(len, batch.pages)))
         for i in range(0, len(self._rows), step):
             rows = self._rows[i : i + step]
             with batch.means.hashing:

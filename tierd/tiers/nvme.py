@@ -459,7 +459,7 @@ class NvmeStore:
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
         looks = batch.looks(rows) if job is WriteRun else []
         try:
-            await self._lanes[job.kind].carry([*looks, *batch.jobs(job, rows, classes)], hang_s=self.patience.hang_s)
+            await self._lanes[job.kind].carry([*batch.jobs(job, rows, classes), *looks], hang_s=self.patience.hang_s)
         finally:
             batch.conclude()
             for is_done in batch.outcomes:

@@ -26,6 +26,7 @@ from tierd.core.meta import META, META_BYTES, duplicate, intact, seal
 from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.errors import InvalidArgument
 from tierd.failpoint import failpoint
+from tierd.tiers.calls import Kind
 from tierd.tiers.checksum import raw_tables, record_checksum, table_digests
 from tierd.tiers.files import OS, READ_WRITE, Files
 from tierd.tiers.tier import SliceTable
@@ -35,9 +36,10 @@ TABLE_SLICES = (HEADER_BYTES - META_BYTES) // 8
 """A header has room for so many slices: 480."""
 
 RUN_SLOTS = 32
-RUN_BYTES = (4 << 20) + RUN_SLOTS * PAGE_ALIGN_BYTES
-"""Adjacent slots are read or written in one call up to so many, and up to so many bytes: 4 MiB of blocks and their headers. The disk gains nothing beyond 1 MiB; but each call costs the processor the
-same."""
+_HEADERS_BYTES = RUN_SLOTS * PAGE_ALIGN_BYTES
+RUN_BYTES: dict[Kind, int] = {"read": (2 << 20) + _HEADERS_BYTES, "write": (4 << 20) + _HEADERS_BYTES}
+"""Adjacent slots are read or written in one call up to so many, and up to so many bytes: 2 or 4 MiB of blocks and their headers. The disk gains nothing beyond 1 MiB; but each call costs the processor the
+same. Of reads the last calls come back together, and nothing else is left to do while they are hashed."""
 
 Headers = NDArray[np.uint8]
 """uint8 [n, 4096], page-aligned."""
@@ -216,22 +218,25 @@ class Run:
         return Run(self.segment, self.class_bytes, self.offset + place * self.class_bytes, (row,))
 
 
-def join_runs(extents: StructArray, *, class_bytes: Sequence[int]) -> list[Run]:
-    """Cuts a batch into runs. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
+def join_runs(extents: StructArray, *, class_bytes: Sequence[int], most_bytes: int) -> list[Run]:
+    """Cuts a batch into runs of so many bytes at most, or of one slot. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
     runs: list[Run] = []
     offsets, segments = extents["offset"].tolist(), extents["segment"].tolist()
     rows: list[int] = []
     for row in np.lexsort((extents["offset"], extents["segment"])).tolist():
-        if rows and not (segments[rows[0]] == segments[row] and _goes_on(rows, offsets, class_bytes[row], row)):
+        goes_on = (
+            rows and segments[rows[0]] == segments[row] and _goes_on(rows, offsets, class_bytes[row], row, most_bytes)
+        )
+        if rows and not goes_on:
             runs.append(_run_of(rows, segments, class_bytes, offsets))
             rows = []
         rows.append(row)
     return [*runs, _run_of(rows, segments, class_bytes, offsets)] if rows else runs
 
 
-def _goes_on(rows: Sequence[int], offsets: Sequence[int], class_bytes: int, row: int) -> bool:
+def _goes_on(rows: Sequence[int], offsets: Sequence[int], class_bytes: int, row: int, most_bytes: int) -> bool:
     count = len(rows)
-    is_small = count < RUN_SLOTS and (count + 1) * class_bytes <= RUN_BYTES
+    is_small = count < RUN_SLOTS and (count + 1) * class_bytes <= most_bytes
     return is_small and offsets[row] == offsets[rows[0]] + count * class_bytes
 
 
@@ -269,9 +274,9 @@ class HeaderPool:
     def __init__(self, kept: int) -> None:
         self._free: list[Headers] = []
         self._room = kept
-        self.zeros = memoryview(mmap.mmap(-1, RUN_BYTES))
+        self.zeros = memoryview(mmap.mmap(-1, RUN_BYTES["write"]))
         """Written between slots; never written to."""
-        self.waste = memoryview(mmap.mmap(-1, RUN_BYTES))
+        self.waste = memoryview(mmap.mmap(-1, RUN_BYTES["read"]))
         """Read into between slots; never read from."""
 
     @contextmanager

@@ -37,14 +37,12 @@ period = "0 s"
 prefetch_on_lookup = false
 [[host]]
 capacity = "{host} MiB"
-segment = "{segment} MiB"
 high_watermark = {high}
 low_watermark = {low}
 eviction = "lru"
 [[nvme]]
 path = "{{root}}/store"
 capacity = "{nvme} MiB"
-segment = "{segment} MiB"
 zero_ahead = false
 admission = "all"
 eviction = "lru"
@@ -54,7 +52,7 @@ BY_ASKING = {"clock": "monotonic", "high": 1.0, "low": 0.99}
 AT_REST = {"clock": "replay", "high": 0.0002, "low": 0.0001}
 """A daemon that demotes all that is in memory, in a Quiesce."""
 HOST_BATCHES, NVME_BATCHES, WARM = 2, 10, 2
-"""What the tiers hold at most, headers and what does not fill a segment included."""
+"""What the tiers hold at most, headers and what does not fill a segment included. Segments are as long as they are by default."""
 READ_BATCHES = HOST_BATCHES + 2
 """So many are read in turns: memory does not hold them all."""
 SHAPES = {"2MiB": (128, 2 * MIB), "128KiB": (1024, 128 * KIB)}
@@ -210,7 +208,7 @@ def _beside(name: str, effort: Effort, how: Mapping[str, object]) -> Iterator[tu
     count, block_bytes = SHAPES[name]
     count, block_bytes = effort.pick(count, 16), effort.pick(block_bytes, 64 * KIB)
     batch = count * block_bytes // MIB
-    config = CONFIG.format(host=HOST_BATCHES * batch, nvme=NVME_BATCHES * batch, segment=effort.pick(16, 1), **how)
+    config = CONFIG.format(host=HOST_BATCHES * batch, nvme=NVME_BATCHES * batch, **how)
     with (
         Daemon(config) as daemon,
         Client(daemon.target, timeout_s=60) as client,

@@ -36,6 +36,7 @@ from tierd.tiers.slots import (
 )
 
 STORE = bytes(range(16))
+MOST_BYTES = 1 << 20
 
 
 def headers_of(keys: list[int]) -> np.ndarray:
@@ -110,32 +111,36 @@ def test_zeros_are_no_header() -> None:
 def test_runs_cover_every_row_once_and_are_side_by_side(places: list[tuple[int, int]]) -> None:
     """Whatever slots a batch names, runs take each once, in order, adjacent, within the bounds, and none can be joined to the next."""
     extents = np.concatenate([extents_of(1, [], generation=1), *(extents_of(s, [n], generation=1) for s, n in places)])
-    runs = join_runs(extents, class_bytes=[CLASS_BYTES] * len(places))
+    runs = join_runs(extents, class_bytes=[CLASS_BYTES] * len(places), most_bytes=MOST_BYTES)
     assert sorted(row for run in runs for row in run.rows) == list(range(len(places)))
     for run in runs:
         offsets = [int(extents["offset"][row]) for row in run.rows]
         assert offsets == [run.offset + i * CLASS_BYTES for i in range(len(offsets))]
         assert {int(extents["segment"][row]) for row in run.rows} == {run.segment}
-        assert len(run.rows) <= min(RUN_SLOTS, RUN_BYTES // CLASS_BYTES)
+        assert len(run.rows) <= min(RUN_SLOTS, MOST_BYTES // CLASS_BYTES)
     for run, after in pairwise(runs):
-        is_full = len(run.rows) == min(RUN_SLOTS, RUN_BYTES // CLASS_BYTES)
+        is_full = len(run.rows) == min(RUN_SLOTS, MOST_BYTES // CLASS_BYTES)
         end = run.offset + len(run.rows) * CLASS_BYTES
         assert is_full or run.segment != after.segment or after.offset != end
 
 
 def test_two_large_blocks_are_moved_at_once() -> None:
-    """Blocks of 2 MiB, whose slots are a header longer, go in pairs."""
+    """Blocks of 2 MiB, whose slots are a header longer, are written in pairs, and read one by one."""
     class_bytes = HEADER_BYTES + (2 << 20)
     extents = extents_of(1, range(4), generation=1)
     extents["offset"] = np.arange(4) * class_bytes
-    assert [run.rows for run in join_runs(extents, class_bytes=[class_bytes] * 4)] == [(0, 1), (2, 3)]
+    assert [run.rows for run in join_runs(extents, class_bytes=[class_bytes] * 4, most_bytes=RUN_BYTES["write"])] == [
+        (0, 1),
+        (2, 3),
+    ]
+    assert len(join_runs(extents, class_bytes=[class_bytes] * 4, most_bytes=RUN_BYTES["read"])) == 4
 
 
 def test_large_slots_are_moved_one_by_one() -> None:
     """Slots above half the bound are not joined."""
     extents = extents_of(1, [0, 1], generation=1)
-    extents["offset"] = [0, RUN_BYTES]
-    assert len(join_runs(extents, class_bytes=[RUN_BYTES] * 2)) == 2
+    extents["offset"] = [0, MOST_BYTES]
+    assert len(join_runs(extents, class_bytes=[MOST_BYTES] * 2, most_bytes=MOST_BYTES)) == 2
 
 
 def test_vector_spans_exactly_the_slots() -> None:
