@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tierd.cache.at_once import done_at_once
 from tierd.cache.boards import WORDS, Boards, board_of
 from tierd.core.block import slice_cut
 from tierd.core.core import Core
@@ -31,8 +32,8 @@ from tierd.core.sets import every, some, true_rows
 from tierd.errors import NotFound, Unavailable
 from tierd.hashing.process import PAGE
 from tierd.hashing.wire import NOWHERE, PAGES_MAX, TAG_MASK, Word
-from tierd.mover import Hashed, Mover
-from tierd.tiers.checksum import table_digests
+from tierd.mover import AT_ONCE_BYTES, Hashed, Mover
+from tierd.tiers.checksum import raw_tables, table_digests
 from tierd.tiers.tier import Descriptor, MappedTier, Tier, is_mapped
 
 FOLLOWED_LIMIT = 64
@@ -130,10 +131,15 @@ class Ahead:
 
     def follow(self, committing: Committing, *, word: int = 0) -> bool:
         """Has a commit's pages hashed behind their writer, as far as its board tells; whether it does. word: of the board, from 1; 0: none. Who follows is to call `written` or
-        `give_up` next."""
+        `give_up` next. What is little, and written by now, is hashed here: the process takes longer to hear of it."""
         job = self._begun(committing, word)
         if job is None or job.where == NOWHERE:
             return False
+        if sum(job.lengths) <= AT_ONCE_BYTES and self.boards.written(job.where) >= _end_of(committing):
+            hashed = done_at_once(self._mover.hash_pages(committing.extents, committing.metas)).result()
+            job.tables = dict(enumerate(raw_tables(hashed.slices)))
+            job.give_up()
+            return True
         self._ask(job)
         return bool(job.asked)
 
@@ -148,7 +154,7 @@ class Ahead:
 
     async def _all_written(self, committing: Committing) -> None:
         key = session, reservation = committing.session, committing.reservation
-        end = int(committing.indices.max()) + 1 if len(committing.indices) else 0
+        end = _end_of(committing)
         job = self._jobs.get(committing.id)
         while self._core.note_written(session, reservation=reservation) < end and not (job and job.is_hashed):
             if self._is_ended:
@@ -271,6 +277,11 @@ class Ahead:
             len(self._jobs) >= FOLLOWED_LIMIT
             or sum(job.session == session for job in self._jobs.values()) >= SESSION_LIMIT
         )
+
+
+def _end_of(committing: Committing) -> int:
+    """Before which index of its reservation all blocks of a commit are."""
+    return int(committing.indices.max()) + 1 if len(committing.indices) else 0
 
 
 def _pages(committing: Committing) -> StructArray:

@@ -68,6 +68,11 @@ class Word(NamedTuple):
 NOWHERE = Word(0, 0, 0)
 
 
+def blocks_written(said: int, tag: int) -> int:
+    """Before which index the blocks are, as a word says of the put with this tag; nothing of another one."""
+    return said & TAG_MASK if said >> TAG_BITS == tag else 0
+
+
 def attach(memory: int, length_bytes: int) -> bytes:
     """To be sent with a descriptor."""
     return ATTACH + _ATTACHED.pack(memory, length_bytes)

@@ -102,7 +102,7 @@ class Work:
             return wire.ALL
         board = self._memories.get(where.board)
         said = int(wire.WORD.unpack_from(board, wire.WORD.size * where.word)[0]) if board is not None else 0
-        return said & wire.TAG_MASK if said >> wire.TAG_BITS == where.tag else 0
+        return wire.blocks_written(said, where.tag)
 
     def _sums(self, page: wire.Page) -> list[int]:
         """xxh3-64 of each slice; none of a page that is not there."""

@@ -52,6 +52,33 @@ async def test_a_commit_takes_what_was_hashed_while_it_was_written() -> None:
         assert not world.cache.ahead._jobs
 
 
+@pytest.mark.parametrize("says", ["all", "some", "of another", "of more"])
+async def test_what_is_written_when_its_commit_comes_is_hashed_at_once(
+    monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    """A commit whose board says already that all of it is written does not wait for the hash process, if it is little; one whose board says less, or speaks of another put, waits."""
+    async with hashing() as world:
+        whole = digests(world, await world.put(NAMES))
+        world.cache.flights.start(
+            world.cache.core.evict(world.cache.core.blocks(), tier=None, now=world.cache.clock.now())
+        )
+        if says == "of more":
+            monkeypatch.setattr("tierd.cache.ahead.AT_ONCE_BYTES", 4 * BLOCK_BYTES - 1)
+        counted, board = Counted(world), Board(world)
+        reserved = await world.reserve(NAMES)
+        board.note(reserved.reservation + (says == "of another"), 3 if says == "some" else 4)
+        commit = asyncio.ensure_future(world.commit(reserved.reservation, unwritten=True, word=board.word))
+        await asyncio.sleep(0)
+        assert counted.pages == (4 if says == "all" else 0)
+        board.note(reserved.reservation, 4)
+        async with asyncio.timeout(SOON_S):
+            committed = await commit
+        assert (committed.statuses.tolist(), committed.is_followed) == ([BlockStatus.READY] * 4, True)
+        assert digests(world, committed) == whole
+        assert counted.pages == (4 if says == "all" else 0)
+        assert not world.cache.ahead._jobs
+
+
 async def test_sums_are_those_of_their_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the second message is answered before the first, whose pages are written later."""
     monkeypatch.setattr("tierd.cache.ahead.BEHIND_BYTES", 3 * BLOCK_BYTES)
