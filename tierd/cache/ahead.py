@@ -2,10 +2,10 @@
 
     Commit comes ──▶ its client copies, and says on its board how far ──▶ the hash process follows ──▶ all is hashed ──▶ the commit takes the sums
 
-A commit may come before its pages are written, and waits here until its session has said that all of them are: on its board, which the hash process has read then, or over its socket.
+A commit may come before its pages are written, and waits here until its session has said that all of them are: on its board, which the hash process has read then, or over its socket. A little one of which
+the board says so when it comes is hashed at once.
 
-Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: a commit goes on when the process has hashed all of it behind its
-writer, or its session has said over its socket that all is written; no more than
+Purpose: a commit that finds most of its work done. Non-purpose: what a commit is (cache.py), other hashing (mover.py). Invariants: a commit goes on when all of it was hashed behind its writer, or its session has said over its socket that all is written; no more than
 FOLLOWED_LIMIT commits are followed at one time, SESSION_LIMIT of one session; what the process does not answer the commit hashes. Who writes to a page after he has
 said that it is written has committed other bytes than those under the checksum: a miss at the first hit, as after a write that follows the commit.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -40,6 +41,8 @@ FOLLOWED_LIMIT = 64
 """Commits that are followed; those beyond it do the work themselves."""
 SESSION_LIMIT = FOLLOWED_LIMIT // 4
 """Of them, of one session."""
+AT_ONCE_BLOCKS = 64
+"""Of a commit that is hashed on the loop, and AT_ONCE_BYTES: each block takes some microseconds beside its bytes."""
 BEHIND_BYTES = 32 << 20
 """So much of one commit the process is asked for at one time, and more when half is done: others get their turn, and what is given up is soon out of the way."""
 BEHIND_LIMIT_BYTES = 8 * BEHIND_BYTES
@@ -135,13 +138,18 @@ class Ahead:
         job = self._begun(committing, word)
         if job is None or job.where == NOWHERE:
             return False
-        if sum(job.lengths) <= AT_ONCE_BYTES and self.boards.written(job.where) >= _end_of(committing):
-            hashed = done_at_once(self._mover.hash_pages(committing.extents, committing.metas)).result()
-            job.tables = dict(enumerate(raw_tables(hashed.slices)))
-            job.give_up()
-            return True
+        if len(job.lengths) <= AT_ONCE_BLOCKS and sum(job.lengths) <= AT_ONCE_BYTES:
+            with suppress(Exception):  # whatever it is, who hashes next says it
+                if self.boards.written(job.where) >= _end_of(committing):
+                    self._hash_at_once(job, committing)
+                    return True
         self._ask(job)
         return bool(job.asked)
+
+    def _hash_at_once(self, job: Job, committing: Committing) -> None:
+        hashed = done_at_once(self._mover.hash_pages(committing.extents, committing.metas)).result()
+        job.tables = dict(enumerate(raw_tables(hashed.slices)))
+        job.give_up()
 
     async def written(self, committing: Committing) -> None:
         """Waits until the writer of a commit's pages has said that they are written. Raises NotFound where their reservation ends before, Unavailable where the daemon does."""

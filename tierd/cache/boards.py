@@ -1,16 +1,15 @@
-"""Boards: a page of memory of each session that puts, on which its client says how many blocks of a put are written, and the hash process reads it.
+"""Boards: a page of memory of each session that puts, on which its client says how many blocks of a put are written, and the hash process, or the daemon, reads it.
 
 Purpose: their files and their ends. Non-purpose: what is written there (client/progress.py), what follows from it (hashing/work.py). Invariants: a board is its own session's
-alone; the daemon reads it; its length is sealed, so that no client can take memory away under who reads it; what a client writes there says of its own pages alone that they are written.
+alone; its length is sealed, so that no client can take memory away under who reads it; what a client writes there says of its own pages alone that they are written.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 
-from tierd.hashing.wire import Word, blocks_written
+from tierd.hashing.wire import WORD, Word, blocks_written
 from tierd.tiers.tier import Descriptor
 
 WORDS = 64
@@ -26,11 +25,10 @@ def board_of(session: int) -> int:
 
 
 class Boards:
-    """Descriptors, and what stands there, by number."""
+    """Descriptors, by number."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
-        self._words: dict[int, memoryview] = {}
 
     def opened(self, board: int) -> Descriptor:
         """A new descriptor. Raises KeyError, OSError."""
@@ -44,7 +42,6 @@ class Boards:
             try:
                 os.ftruncate(file, BOARD_BYTES)
                 fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-                self._words[board] = memoryview(mmap.mmap(file, BOARD_BYTES, prot=mmap.PROT_READ)).cast("Q")
             except BaseException:
                 os.close(file)
                 raise
@@ -52,15 +49,15 @@ class Boards:
         return self.opened(board)
 
     def written(self, where: Word) -> int:
-        """Before which index the blocks of a put are, as it says of them by now."""
-        return blocks_written(self._words[where.board][where.word], where.tag) if where.board in self._words else 0
+        """Before which index the blocks of a put are, as is said of them by now. Raises KeyError, OSError."""
+        said = WORD.unpack(os.pread(self._files[where.board], WORD.size, WORD.size * where.word))
+        return blocks_written(said[0], where.tag)
 
     def __contains__(self, board: int) -> bool:
         return board in self._files
 
     def end(self, session: int) -> None:
         """Its session has ended."""
-        self._words.pop(board_of(session), None)
         file = self._files.pop(board_of(session), None)
         if file is not None:
             os.close(file)
@@ -70,4 +67,3 @@ class Boards:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
-        self._words.clear()

@@ -100,6 +100,8 @@ class Batch:
     """Rows that were read."""
     outcomes: list[bool] = field(default_factory=list)
     """Of each call that counts, in their order: whether the disk did it."""
+    went: list[int] = field(default_factory=list)
+    """Rows that the disk took, whatever is in them."""
     unlooked: list[int] = field(default_factory=list)
     """Rows with a known table, until all of their bytes were hashed."""
     wrong: list[int] = field(default_factory=list)
@@ -111,21 +113,17 @@ class Batch:
         self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
 
     def jobs(
-        self, kind: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int]
+        self, kind: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int], *, depth: int
     ) -> list[_RunJob | Look]:
-        """One for each run of slots of these rows. classes: bytes of each one's slot."""
+        """One for each run of slots of these rows; and one that looks at the bytes of those to be written whose tables are known, when the disk has what it can. classes: bytes of each one's slot; depth:
+        calls at the disk at one time."""
         names = rows.tolist()
         runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[kind.kind])
-        return [kind(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
-
-    def looks(self, rows: NDArray[np.int64]) -> list[_RunJob | Look]:
-        """Those of these rows whose tables are known get their headers; what looks at their bytes meanwhile."""
-        known = [row for row in rows.tolist() if len(self.tables[row])]
-        if not known:
-            return []
-        self.unlooked = list(known)
-        self.stamp(known)
-        return [Look(self, known)]
+        jobs: list[_RunJob | Look] = [kind(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
+        self.unlooked = [row for row in names if len(self.tables[row])]
+        if self.unlooked:
+            jobs.insert(depth, Look(self, list(self.unlooked)))
+        return jobs
 
     def stamp(self, rows: Sequence[int]) -> None:
         """Fills the headers of rows that have their tables."""
@@ -232,19 +230,19 @@ class WriteRun(_RunJob):
 
     def _move(self) -> Sequence[Self]:
         batch, run, means = self._batch, self._run, self._batch.means
-        unready = [row for row in run.rows if not len(batch.tables[row])]  # the others have their headers
-        if unready:
+        rows = list(run.rows)
+        if unknown := [row for row in rows if not len(batch.tables[row])]:
             with means.hashing:
-                good = self._hashed(unready)
-                if good:
-                    batch.stamp(good)
-            if len(good) < len(unready):
-                return self._one_by_one([row for row in run.rows if len(batch.tables[row])])
-        buffers, rows = self._buffers(means.pool.zeros), list(run.rows)
+                good = self._hashed(unknown)
+            if len(good) < len(unknown):
+                return self._one_by_one([row for row in rows if len(batch.tables[row])])
+        batch.stamp(rows)
+        buffers = self._buffers(means.pool.zeros)
         with means.at_disk():
             file = means.find_file(run.segment, self.kind)
             batch.files.update(dict.fromkeys(rows, file))
             means.io.write(file, run.offset, buffers)
+        batch.went += rows
         batch.statuses[rows] = BlockStatus.READY
         return ()
 
@@ -260,7 +258,7 @@ class WriteRun(_RunJob):
 
 
 class Look:
-    """Pages that are written meanwhile, hashed."""
+    """Pages that are written meanwhile, hashed, as many at one time as are written."""
 
     kind: Kind = "write"
 
@@ -270,7 +268,7 @@ class Look:
     def run(self) -> Sequence[Look]:
         """As `Job.run`."""
         batch = self._batch
-        step = max(1, RUN_BYTES[self.kind] // max(map(len, batch.pages)))
+        step = max(1, RUN_BYTES[self.kind] // max(1, *map(len, batch.pages)))
         for i in range(0, len(self._rows), step):
             rows = self._rows[i : i + step]
             with batch.means.hashing:

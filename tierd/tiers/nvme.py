@@ -416,7 +416,7 @@ class NvmeStore:
             }:
                 await self._zeroing.leave(place)
             await self._carry(batch, self._usable(batch.extents), WriteRun)  # those that are still there
-        self._count_written(slot_bytes(batch.metas["stored_length"][batch.statuses == BlockStatus.READY]))
+        self._count_written(slot_bytes(batch.metas["stored_length"][batch.went]))
         failpoint("nvme.write.before_note")
         self._note_stored(batch)
         return batch.statuses
@@ -455,11 +455,11 @@ class NvmeStore:
         return np.flatnonzero(usable)
 
     async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | HeadRun | WriteRun]) -> None:
-        """One job for each run of slots, over the lanes."""
+        """Over the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
-        looks = batch.looks(rows) if job is WriteRun else []
+        jobs = batch.jobs(job, rows, classes, depth=self._queue_depth)
         try:
-            await self._lanes[job.kind].carry([*batch.jobs(job, rows, classes), *looks], hang_s=self.patience.hang_s)
+            await self._lanes[job.kind].carry(jobs, hang_s=self.patience.hang_s)
         finally:
             batch.conclude()
             for is_done in batch.outcomes:

@@ -268,7 +268,7 @@ class StoredTier(WatchedTier, Protocol):
         known: Sequence[SliceTable | None] = ...,
     ) -> NDArray[np.uint16]:
         """Write blocks whole: u2[n] of READY, FAILED, or CORRUPT where hash_rows says so, which is called for each row, in a thread of the tier's: just before
-        its bytes are written, or after that where its table is known. Arguments as in `read`."""
+        its bytes are written, or beside that where its table is known. Arguments as in `read`."""
 
 
 def is_mapped(tier: Tier) -> TypeGuard[MappedTier]:

@@ -52,7 +52,7 @@ async def test_a_commit_takes_what_was_hashed_while_it_was_written() -> None:
         assert not world.cache.ahead._jobs
 
 
-@pytest.mark.parametrize("says", ["all", "some", "of another", "of more"])
+@pytest.mark.parametrize("says", ["all", "some", "of another", "of more", "of many"])
 async def test_what_is_written_when_its_commit_comes_is_hashed_at_once(
     monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
@@ -64,6 +64,8 @@ async def test_what_is_written_when_its_commit_comes_is_hashed_at_once(
         )
         if says == "of more":
             monkeypatch.setattr("tierd.cache.ahead.AT_ONCE_BYTES", 4 * BLOCK_BYTES - 1)
+        if says == "of many":
+            monkeypatch.setattr("tierd.cache.ahead.AT_ONCE_BLOCKS", 3)
         counted, board = Counted(world), Board(world)
         reserved = await world.reserve(NAMES)
         board.note(reserved.reservation + (says == "of another"), 3 if says == "some" else 4)
@@ -77,6 +79,21 @@ async def test_what_is_written_when_its_commit_comes_is_hashed_at_once(
         assert digests(world, committed) == whole
         assert counted.pages == (4 if says == "all" else 0)
         assert not world.cache.ahead._jobs
+
+
+async def test_what_cannot_be_hashed_at_once_is_hashed_by_the_process() -> None:
+    """A commit whose bytes the daemon fails to hash when it comes is as any other."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    async with hashing() as world:
+        Counted(world, meanwhile=fail)
+        board, reserved = Board(world), await world.reserve(NAMES)
+        board.note(reserved.reservation, 4)
+        async with asyncio.timeout(SOON_S):
+            committed = await world.commit(reserved.reservation, unwritten=True, word=board.word)
+        assert committed.statuses.tolist() == [BlockStatus.READY] * 4
 
 
 async def test_sums_are_those_of_their_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +32,8 @@ from tierd.core.plan import Plan
 from tierd.tiers import slots
 from tierd.tiers.calls import HangError
 from tierd.tiers.moves import Look
-from tierd.tiers.slots import TABLE_SLICES
+from tierd.tiers.nvme import Patience
+from tierd.tiers.slots import HEADER_BYTES, TABLE_SLICES
 from tierd.tiers.tier import HashRows, SliceTable
 
 SOON_S = 10.0
@@ -115,6 +118,44 @@ async def test_what_was_given_up_does_not_count(world: World, monkeypatch: pytes
     tables = tables_of(KEYS)
     assert await _write(world, told(tables), [tables[0], None, tables[2]]) == [FAILED, READY, FAILED]
     assert world.store.holds(extents_of(1, [0, 1, 2], generation=1)).tolist() == [False, True, False]
+
+
+async def test_what_was_written_before_the_disk_hung_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch of more calls than there are lanes what the disk took counts, though it hangs then: its bytes were looked at meanwhile."""
+    made = World.at(tmp_path / "store", queue_depth=1)
+    made.store.patience = Patience(hang_s=0.2)
+    await made.open()
+    for place in range(4):
+        await made.begin(1 + place, place=place)
+    keys, calls, gate, write_at = list(range(16)), itertools.count(), threading.Event(), slots.write_at
+    extents = np.concatenate([extents_of(1 + place, [0, 2, 4, 6], generation=1 + 4 * place) for place in range(4)])
+    made.store.apply(Plan(reserved=extents))
+    sources = pages(16)
+    for key, source in zip(keys, sources, strict=True):
+        source[:LENGTH] = content(key)
+
+    def hang(*given: object) -> None:
+        if next(calls):
+            assert gate.wait(SOON_S)
+        write_at(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(slots, "write_at", hang)
+    tables = tables_of(keys)
+    write = asyncio.create_task(made.store.write(extents, metas_of(keys), told(tables), sources, known=tables))
+    lanes = made.store._lanes["write"]
+    async with asyncio.timeout(SOON_S):
+        while len(lanes._awake) != 1:  # noqa: ASYNC110  # that the others have given up rings no bell
+            await asyncio.sleep(0.001)
+    gate.set()
+    assert (await write).tolist() == [READY] * 2 + [FAILED] * 14
+    await made.store.close(release=False)
+
+
+async def test_all_that_the_disk_took_wears_it(world: World) -> None:
+    """What turned out wrong counts as written to the disk, like what is stored."""
+    tables = tables_of(KEYS)
+    await _write(world, told([tables[0], None, None]), tables)
+    assert world.store.written_bytes == 3 * (HEADER_BYTES + -(-LENGTH // HEADER_BYTES) * HEADER_BYTES)
 
 
 @pytest.mark.parametrize("other", [None, np.zeros(TABLE_SLICES + 1, np.uint64)], ids=["unknown", "too long"])
