@@ -1,9 +1,10 @@
-"""How long a daemon whose store holds ten million blocks takes to serve what is in memory and to be ready, and the most memory that it takes on the way.
+"""How long a daemon whose store holds ten million blocks takes to serve what is in memory and to be ready, the most memory that it takes on the way, and what its calls cost then.
 
     python -m tools.bench.many_start [--blocks 10000000] [--starts 3] [--json]
 
 Real processes, from exec to the first block that a client gets from the host tier, and to "ready". A start reads nothing of the slots, so the slot files are sparse: ten million blocks take 2.6 GB of disk, the snapshot's.
-The promise for ten million is 15 s, the host tier from the first second, and at most 1.3 times the memory that the daemon has afterwards.
+The promise for ten million is 15 s, the host tier from the first second, and at most 1.3 times the memory that the daemon has afterwards. Calls are about blocks in memory, a thousand beside those
+of the store, and take turns with those of a daemon that has the same tiers and no other blocks; each promises at most 1.3 times the time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tierd.tiers.recovery import load_index
 from tierd.tiers.snapshot import write_snapshot
 from tierd.tiers.store_files import slots_path
 from tierd.tiers.stored_index import StoredIndex
-from tools.bench import daemon_start
+from tools.bench import daemon_start, size
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
@@ -46,6 +47,8 @@ SEALED = 1 << 16
 TOKENS = 16
 PROMPT = range(4 * TOKENS)
 ASKED_EVERY_S = 0.02
+RUNS = 31
+"""Of each call."""
 SETTLED_S = 3.0
 """After which nothing of the start is left to be given back."""
 INSTALLED = {"PYTHONDONTWRITEBYTECODE": ""}
@@ -119,7 +122,7 @@ def measure(blocks: int, starts: int) -> list[Row]:
     config = CONFIG.format(capacity=places(blocks) * PAGES * CLASS_BYTES, segment=PAGES * CLASS_BYTES)
     daemon = Daemon(config, env=INSTALLED)
     directory = daemon.root / "state" / "nvme-0"
-    took, served, peaks, steady = list[float](), list[float](), list[float](), list[float]()
+    took, served, peaks, steady, calls = list[float](), list[float](), list[float](), list[float](), list[Row]()
     namespace = NamespaceSpec(model="bench", tokens_per_block=TOKENS, block_bytes=PAGE_ALIGN_BYTES)
     make_sparse(directory, blocks)
     with daemon:
@@ -129,7 +132,7 @@ def measure(blocks: int, starts: int) -> list[Row]:
         daemon.stop()
         filling = [sys.executable, "-m", "tools.bench.many_start", "--fill", str(directory)]
         subprocess.run([*filling, "--blocks", str(blocks), "--namespace", str(opened.id)], check=True)
-        for _ in range(starts):
+        for number in range(starts):
             begun = time.perf_counter()
             with ThreadPoolExecutor(1) as asking:
                 first = asking.submit(first_served_s, daemon.target, namespace)
@@ -140,6 +143,8 @@ def measure(blocks: int, starts: int) -> list[Row]:
             now, most = memory_of(daemon.pid)
             peaks.append(most / 1e9)
             steady.append(now / 1e9)
+            if number == starts - 1:
+                calls = calls_among(blocks, daemon, config)
             daemon.stop()
         if daemon.log.count(f"blocks={blocks + len(PROMPT) // TOKENS} ") != starts:
             raise RuntimeError(f"many_start: not every start took in {blocks} blocks; its log:\n{daemon.log[-2000:]}")
@@ -156,7 +161,21 @@ def measure(blocks: int, starts: int) -> list[Row]:
         row_of(
             f"start_{name}_memory", peaks, unit="GB", limits=steady, meaning="the most until ready, against what stays"
         ),
+        *calls,
     ]
+
+
+def calls_among(blocks: int, daemon: Daemon, config: str) -> list[Row]:
+    """`put_at_10M`, `get_at_10M`, `lookup_at_10M`: milliseconds a call of this daemon, against those of one that has so much room and nothing in it."""
+    empty = Daemon(config, env=INSTALLED)
+    make_sparse(empty.root / "state" / "nvme-0", blocks)
+    with empty, Client(empty.target) as first, Client(daemon.target) as second:
+        benches = {
+            name: size.Bench(client, blocks=size.FEW, batch=size.BATCH)
+            for name, client in (("few", first), ("many", second))
+        }
+        against = f"among {blocks:,} on NVMe, against the same among {size.FEW:,}"
+        return size.compared(benches, runs=RUNS, label=size.label_of(blocks), against=against)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     python -m tools.bench.size [--blocks 1000000]      another size against a thousand; each block takes 4 KiB of memory
 
-Puts, gets as views and lookups of 256 blocks take turns between the two daemons. Ten million in one core: index_scale.
+Puts, gets as views and lookups of 256 blocks take turns between the two daemons. Ten million on NVMe: many_start; in one core: index_scale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bench:
     """A client of a daemon that holds so many blocks. Its calls are of chains at random."""
 
     def __init__(self, client: Client, *, blocks: int, batch: int) -> None:
-        self._client, self._batch, self._chains = client, batch, blocks // batch
+        self._client, self.batch, self._chains = client, batch, blocks // batch
         spec = NamespaceSpec(model="bench-size", tokens_per_block=16, block_bytes=BLOCK_BYTES)
         self._space: OpenedNamespace = client.open_namespace(spec)
         self._blocks = list(np.random.default_rng(0).integers(0, 256, (batch, BLOCK_BYTES), dtype=np.uint8))
@@ -44,28 +44,28 @@ class Bench:
 
     def put(self, number: int) -> Callable[[], object]:
         """A new chain."""
-        hashes = chain(number, self._batch)
+        hashes = chain(number, self.batch)
 
         def work() -> None:
-            assert self._client.put(self._space, hashes, self._blocks).stored == self._batch
+            assert self._client.put(self._space, hashes, self._blocks).stored == self.batch
 
         return work
 
     def get(self, number: int) -> Callable[[], object]:
         """One that is held."""
-        hashes = chain(int(self._noise.integers(self._chains)), self._batch)
+        hashes = chain(int(self._noise.integers(self._chains)), self.batch)
 
         def work() -> None:
-            assert self._client.get(self._space, hashes).blocks == self._batch
+            assert self._client.get(self._space, hashes).blocks == self.batch
 
         return work
 
     def lookup(self, number: int) -> Callable[[], object]:
         """One that is held."""
-        hashes = chain(int(self._noise.integers(self._chains)), self._batch)
+        hashes = chain(int(self._noise.integers(self._chains)), self.batch)
 
         def work() -> None:
-            assert self._client.lookup(self._space, hashes).tokens == self._batch * 16
+            assert self._client.lookup(self._space, hashes).tokens == self.batch * 16
 
         return work
 
@@ -85,21 +85,30 @@ def rows(effort: Effort = FULL, *, many: int = MANY) -> list[Row]:
         benches = {
             name: Bench(client, blocks=sizes[name], batch=batch) for name, client in (("few", first), ("many", second))
         }
-        works: dict[str, Work] = {}
-        for verb in VERBS:
-            for name, bench in benches.items():
-                works[f"{verb} {name}"] = _after_the_held(getattr(bench, verb))
-        costs = interleaved(works, runs=runs)
+        against = f"among {sizes['many']:,}, against the same among {sizes['few']:,}"
+        return compared(benches, runs=runs, label=label_of(many), against=against)
+
+
+def label_of(blocks: int) -> str:
+    """Of rows: 100K, 10M."""
+    return f"{blocks // 1000}K" if blocks < 10**6 else f"{blocks / 1e6:g}M"
+
+
+def compared(benches: dict[str, Bench], *, runs: int, label: str, against: str) -> list[Row]:
+    """Milliseconds that the calls of "many" take, against those of "few"."""
+    works: dict[str, Work] = {}
+    for verb in VERBS:
+        for name, bench in benches.items():
+            works[f"{verb} {name}"] = _after_the_held(getattr(bench, verb))
+    costs = interleaved(works, runs=runs)
     took = {name: [cost.wall_s * 1e3 for cost in each] for name, each in costs.items()}
-    label = f"{many // 1000}K" if many < 10**6 else f"{many / 1e6:g}M"
-    against = f"blocks among {sizes['many']:,}, against the same among {sizes['few']:,}"
     return [
         row_of(
             f"{verb}_at_{label}",
             took[f"{verb} many"],
             unit="ms",
             limits=took[f"{verb} few"],
-            meaning=f"{what} of {batch} {against}",
+            meaning=f"{what} of {benches['many'].batch} blocks {against}",
         )
         for verb, what in VERBS.items()
     ]
