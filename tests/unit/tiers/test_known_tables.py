@@ -147,7 +147,7 @@ async def test_what_was_written_before_the_disk_hung_counts(tmp_path: Path, monk
         while len(lanes._awake) != 1:  # noqa: ASYNC110  # that the others have given up rings no bell
             await asyncio.sleep(0.001)
     gate.set()
-    assert (await write).tolist() == [READY] * 2 + [FAILED] * 14
+    assert sorted((await write).tolist()) == [READY] * 2 + [FAILED] * 14  # lanes race for the turn
     await made.store.close(release=False)
 
 
