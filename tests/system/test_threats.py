@@ -123,6 +123,7 @@ def _page_that_rots_is_not_stored() -> None:
         daemon.kill()
         wipe_arena(daemon)
         daemon.start()
+        assert f"blocks={len(NAMES) - 1} " in daemon.log, "the store does not tell of it"
         with connected(daemon) as client:
             namespace = client.open_namespace()
             assert [client.read(namespace, NAMES[i : i + 1]) for i in range(len(NAMES))] == [0] + [1] * (len(NAMES) - 1)

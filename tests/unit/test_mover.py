@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.unit.cache.world import SOON_S, World, opened
+from tests.unit.cache.world import SOON_S, TOKENS, World, opened
 from tierd import failpoint
 from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
@@ -98,9 +98,12 @@ async def test_a_damaged_table_is_not_written_by() -> None:
         assert all(found is made for found, made in zip(_known(tables, digests), tables, strict=True))
         tables[1], tables[2] = tables[1] ^ np.uint64(1), None
         assert [table is None for table in _known(tables, digests)] == [False, True, True, False]
-        world.daemon.tiers[0].slices = lambda extents: tables  # type: ignore[method-assign]
-        durable = await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
-        assert durable.all()
+        host.slices = lambda extents: tables
+        assert (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).all()
+        world.cache.flights.start(world.cache.core.evict(committed.blocks, tier=0, now=world.cache.clock.now()))
+        assert (await world.acquire(NAMES)).served.tokens == len(
+            NAMES
+        ) * TOKENS  # from the store, each by its slot's table
 
 
 async def test_check_finds_the_pages_that_are_not_as_committed() -> None:

@@ -102,7 +102,7 @@ class Batch:
     """Of each call that counts, in their order: whether the disk did it."""
     went: list[int] = field(default_factory=list)
     """Rows that the disk took, whatever is in them."""
-    unlooked: list[int] = field(default_factory=list)
+    unverified: list[int] = field(default_factory=list)
     """Rows with a known table, until all of their bytes were hashed."""
     wrong: list[int] = field(default_factory=list)
     """Rows whose bytes are not those of their table."""
@@ -113,16 +113,18 @@ class Batch:
         self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
 
     def jobs(
-        self, kind: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int], *, depth: int
-    ) -> list[_RunJob | Look]:
-        """One for each run of slots of these rows; and one that looks at the bytes of those to be written whose tables are known, when the disk has what it can. classes: bytes of each one's slot; depth:
+        self, job: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int], *, depth: int
+    ) -> list[_RunJob | VerifyJob]:
+        """One for each run of slots of these rows; and one that verifies those to be written whose tables are known, when the disk has what it can. classes: bytes of each one's slot; depth:
         calls at the disk at one time."""
         names = rows.tolist()
-        runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[kind.kind])
-        jobs: list[_RunJob | Look] = [kind(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs]
-        self.unlooked = [row for row in names if len(self.tables[row])]
-        if self.unlooked:
-            jobs.insert(depth, Look(self, list(self.unlooked)))
+        runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[job.kind])
+        jobs: list[_RunJob | VerifyJob] = [
+            job(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs
+        ]
+        self.unverified = [row for row in names if len(self.tables[row])]
+        if self.unverified:
+            jobs.insert(depth, VerifyJob(self, list(self.unverified)))
         return jobs
 
     def stamp(self, rows: Sequence[int]) -> None:
@@ -133,8 +135,8 @@ class Batch:
         fill_headers(self.headers, rows, stamped, tables)
 
     def conclude(self) -> None:
-        """Of what was written: what was looked at is READY, or CORRUPT."""
-        self.statuses[self.unlooked] = BlockStatus.FAILED
+        """Of what was written: READY is only what was verified, and what is wrong is CORRUPT."""
+        self.statuses[self.unverified] = BlockStatus.FAILED
         self.statuses[self.wrong] = BlockStatus.CORRUPT
 
     def judge(self, held: NDArray[np.bool_]) -> None:
@@ -257,7 +259,7 @@ class WriteRun(_RunJob):
         return [row for row in rows if len(batch.tables[row])]
 
 
-class Look:
+class VerifyJob:
     """Pages that are written meanwhile, hashed, as many at one time as are written."""
 
     kind: Kind = "write"
@@ -265,7 +267,7 @@ class Look:
     def __init__(self, batch: Batch, rows: Sequence[int]) -> None:
         self._batch, self._rows = batch, rows
 
-    def run(self) -> Sequence[Look]:
+    def run(self) -> Sequence[VerifyJob]:
         """As `Job.run`."""
         batch = self._batch
         step = max(1, RUN_BYTES[self.kind] // max(1, *map(len, batch.pages)))
@@ -274,7 +276,7 @@ class Look:
             with batch.means.hashing:
                 tables = batch.hash_rows(rows)
             batch.wrong += [row for row, table in zip(rows, tables, strict=True) if table is None]
-        batch.unlooked.clear()
+        batch.unverified.clear()
         return ()
 
     def give_up(self) -> None:

@@ -61,7 +61,7 @@ STUCK_CLOSE_S = 1.0
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
 HASHED_AHEAD = 8
-"""Writes that have hashed, or are to, and wait for their turn: a disk that serves its calls side by side ends many of them at one time. Of reads as many as may be at the disk have come and wait to
+"""Writes that are ready, or are to be hashed first, and wait for their turn: a disk that serves its calls side by side ends many of them at one time. Of reads as many as may be at the disk have come and wait to
 be hashed."""
 
 
@@ -455,7 +455,7 @@ class NvmeStore:
         return np.flatnonzero(usable)
 
     async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | HeadRun | WriteRun]) -> None:
-        """Over the lanes."""
+        """Its jobs, over the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
         jobs = batch.jobs(job, rows, classes, depth=self._queue_depth)
         try:

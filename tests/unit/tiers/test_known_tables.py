@@ -31,7 +31,7 @@ from tierd.core.model import StructArray
 from tierd.core.plan import Plan
 from tierd.tiers import slots
 from tierd.tiers.calls import HangError
-from tierd.tiers.moves import Look
+from tierd.tiers.moves import VerifyJob
 from tierd.tiers.nvme import Patience
 from tierd.tiers.slots import HEADER_BYTES, TABLE_SLICES
 from tierd.tiers.tier import HashRows, SliceTable
@@ -110,11 +110,11 @@ async def test_what_was_given_up_does_not_count(world: World, monkeypatch: pytes
 
     is_written = _told_of_writes(monkeypatch)
 
-    def hang(_look: Look) -> NoReturn:
+    def hang(_job: VerifyJob) -> NoReturn:
         assert is_written.wait(SOON_S)
         raise HangError
 
-    monkeypatch.setattr(Look, "run", hang)
+    monkeypatch.setattr(VerifyJob, "run", hang)
     tables = tables_of(KEYS)
     assert await _write(world, told(tables), [tables[0], None, tables[2]]) == [FAILED, READY, FAILED]
     assert world.store.holds(extents_of(1, [0, 1, 2], generation=1)).tolist() == [False, True, False]
