@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import threading
 
 import numpy as np
 import pytest
 
-from tests.unit.cache.world import SOON_S, TOKENS, World, opened
+from tests.unit.cache.world import BLOCK_BYTES, SOON_S, World, opened
 from tierd import failpoint
 from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
@@ -96,14 +97,16 @@ async def test_a_damaged_table_is_not_written_by() -> None:
         host = world.cache.tiers[0]
         tables, digests = host.slices(committed.extents), world.cache.core.metas(committed.blocks)["digest"]
         assert all(found is made for found, made in zip(_known(tables, digests), tables, strict=True))
+        right = list(tables)
         tables[1], tables[2] = tables[1] ^ np.uint64(1), None
         assert [table is None for table in _known(tables, digests)] == [False, True, True, False]
         host.slices = lambda extents: tables
         assert (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).all()
-        world.cache.flights.start(world.cache.core.evict(committed.blocks, tier=0, now=world.cache.clock.now()))
-        assert (await world.acquire(NAMES)).served.tokens == len(
-            NAMES
-        ) * TOKENS  # from the store, each by its slot's table
+        store, metas = world.cache.tiers[-1], world.cache.core.metas(committed.blocks)
+        area = memoryview(mmap.mmap(-1, len(NAMES) * BLOCK_BYTES))
+        targets = [area[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i in range(len(NAMES))]
+        found = await store.read(world.cache.core.extents(committed.blocks, tier=store.position), targets, metas)
+        assert [table.tolist() for table in found.slices] == [table.tolist() for table in right]
 
 
 async def test_check_finds_the_pages_that_are_not_as_committed() -> None:
