@@ -25,13 +25,15 @@ from tools.bench.__main__ import title, write
 from tools.bench.data_plane import CONFIG, SHAPES, Bench
 from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, line_of, rates
 from tools.bench.peers.known import KNOWN
-from tools.bench.peers.picture import draw, runs_of
+from tools.bench.peers.picture import VERBS, draw, runs_of
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
 INSTALL_S, ANSWER_S = 1800, 120
-WARM_RUNS, LAG, CHECKED = 2, 4, 1_000_000
-"""LAG: batches between a put and its get, so that no cache holds it. CHECKED: number of the batch whose bytes are compared."""
+LAG, CHECKED = 4, 1_000_000
+"""LAG: batches between a put and its get, and between that and the next one, so that no cache holds it. CHECKED: number of the batch whose bytes are compared."""
+WARM_RUNS = 2 * LAG
+"""Then each get is the first of its batch, and each other one the second."""
 
 
 class Refused(Exception):
@@ -108,15 +110,15 @@ def compare(name: str, directory: Path, effort: Effort) -> list[Row]:
 
 
 def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, list[Cost]]:
-    """Memory of both is touched first; then copies, puts and gets take turns."""
-    touched = effort.pick(512 * MIB, bench.size) // bench.size + LAG
+    """Memory of both is touched first; then copies, puts, first gets and second ones take turns."""
+    touched = effort.pick(512 * MIB, bench.size) // bench.size + 2 * LAG
     for number in range(touched):
         bench.put(number)()
         bench.get(number)()
         remote.cost("put", number)
         remote.cost("get", number)
     remote.cost("check", CHECKED)
-    costs: dict[str, list[Cost]] = {name: [] for name in ("copy", "tierd put", "tierd get", "put", "get")}
+    costs: dict[str, list[Cost]] = {name: [] for name in ("copy", *VERBS, *(f"tierd {verb}" for verb in VERBS))}
     for number in range(touched, touched + WARM_RUNS + effort.at_least(15)):
         run = {
             "copy": cost_of(bench.copy(number)),
@@ -124,6 +126,8 @@ def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, 
             "tierd put": cost_of(bench.put(number), pid=pid),
             "get": remote.cost("get", number - LAG),
             "tierd get": cost_of(bench.get(number - LAG), pid=pid),
+            "get_again": remote.cost("get", number - 2 * LAG),
+            "tierd get_again": cost_of(bench.get(number - 2 * LAG), pid=pid),
         }
         for name, cost in run.items():
             costs[name] += [cost] if number >= touched + WARM_RUNS else []
@@ -133,7 +137,7 @@ def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, 
 def _rows_of(name: str, shape: str, costs: dict[str, list[Cost]], gigabytes: float) -> list[Row]:
     limits, out = rates(costs["copy"], gigabytes), list[Row]()
     for who, prefix in ((name, ""), ("tierd", "tierd ")):
-        for verb in ("put", "get"):
+        for verb in VERBS:
             each = costs[prefix + verb]
             meaning = f"{who}, in the run of {name}, against memcpy"
             values = rates(each, gigabytes)

@@ -11,21 +11,22 @@ from tools.bench.data_plane import SHAPES
 from tools.bench.peers.known import KNOWN
 from tools.bench.rows import Row
 
-WORKS = [f"{verb}_{shape}" for shape in SHAPES for verb in ("put", "get")]
+VERBS = ("put", "get", "get_again")
+WORKS = [f"{verb}_{shape}" for shape in SHAPES for verb in VERBS]
 PEER, OURS, HEIGHT = "#56b4e9", "#000000", 0.34
 
 
 def draw(runs: Mapping[str, Sequence[Row]], path: Path, *, title: str) -> None:
     """runs: by the peer's name the rows of its run, tierd's among them. Raises Unsupported without matplotlib, OSError."""
-    figure = require_matplotlib()(figsize=(11.0, 2.2 + 0.9 * len(runs)), layout="constrained")
-    for axes, work in zip(figure.subplots(2, 2, squeeze=False, sharey=True).flat, WORKS, strict=True):
+    figure = require_matplotlib()(figsize=(15.0, 2.2 + 0.9 * len(runs)), layout="constrained")
+    for axes, work in zip(figure.subplots(len(SHAPES), len(VERBS), squeeze=False, sharey=True).flat, WORKS, strict=True):
         for y, (name, rows) in enumerate(runs.items()):
             found = {row.name: row for row in rows}
             _draw_bar(axes, y - HEIGHT / 2, found[f"{name}_{work}"], PEER)
             _draw_bar(axes, y + HEIGHT / 2, found[f"tierd_{work}"], OURS)
         axes.set_yticks(range(len(runs)), list(runs))
         axes.set_ylim(len(runs) - 0.4, -0.6)
-        axes.set_xlim(0, 1.15)
+        axes.set_xlim(0, 1.75)
         axes.axvline(1.0, color="#bbbbbb", linewidth=1.0, zorder=0)
         axes.set_title(work.replace("_", " ").replace("x", "x "), loc="left", weight="bold", fontsize=10)
         axes.set_xlabel("share of memcpy (more is better)", fontsize=9)
