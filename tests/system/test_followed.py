@@ -15,10 +15,12 @@ from tests.system.blocks import SOON_S, await_true
 from tests.system.sdk import BIG, HOST, NOTHING, held, put, right
 from tests.system.warm import Daemon
 from tierd.client import AsyncClient, Client, OpenedNamespace, writing
+from tierd.client import session as session_module
 from tierd.client.lines import Line, Lines
 from tierd.client.local import LocalTransport
 from tierd.client.progress import Progress
 from tierd.client.session import Session
+from tierd.errors import Overloaded
 from tierd.testing import chain
 
 BLOCKS = 4
@@ -70,6 +72,23 @@ def test_a_put_that_is_followed_needs_no_message(
             assert put(client, space, seed, BLOCKS).stored == BLOCKS
             assert right(client.get(space, chain(seed, BLOCKS)).views, seed) == BLOCKS
         assert told["written"] == before
+
+
+def test_a_board_that_did_not_arrive_is_given_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that had no descriptors left when its board came gets it with the next segment that it maps, and its puts are followed."""
+    with Client(daemon.target) as client:
+        space, real = client.open_namespace(BIG), session_module._check_came
+
+        def check(fds: list[int], count: int, *, what: str) -> None:
+            if count == 3:
+                monkeypatch.undo()
+                raise Overloaded(f"{what}: its descriptors did not come")
+            real(fds, count, what=what)
+
+        monkeypatch.setattr(session_module, "_check_came", check)
+        with pytest.raises(Overloaded):
+            put(client, space, 1, BLOCKS)
+        assert followed(client, space).board is not None
 
 
 @pytest.mark.parametrize(("says", "over"), [("nothing", "a line"), ("half", "a line"), ("nothing", "gRPC")])

@@ -17,6 +17,7 @@ from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.client.lines import Line
 from tierd.client.mailbox import IDS_PER_MESSAGE
 from tierd.client.session import Session
+from tierd.errors import Overloaded
 from tierd.server.mailboxes import KEPT_S, LOOK_S
 from tierd.server.session_socket import MAILBOX_BYTES
 from tierd.testing import chain
@@ -76,6 +77,11 @@ def await_last_look() -> None:
     await_true(lambda: time.monotonic() - begun_s > KEPT_S + 4 * LOOK_S, "the last look")
 
 
+def refuse_descriptors(_fds: object, _count: int, *, what: str) -> None:
+    """As where this process has as many files as it may."""
+    raise Overloaded(f"{what}: its descriptors did not come")
+
+
 def leases_of(daemon: Daemon) -> int:
     return held(daemon)[0]
 
@@ -84,6 +90,19 @@ def test_a_lease_ends_without_another_call(daemon: Daemon, client: Client) -> No
     """What a get gives back by mailbox ends although its client says nothing more."""
     assert put(client, 1) == get(client, 1) == BLOCKS
     await_nothing_held(daemon, "a get")
+
+
+def test_a_mailbox_that_did_not_arrive_is_given_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that had no descriptors left when its mailbox came gets another one with its next line, which the daemon reads."""
+    with monkeypatch.context() as short, Client(daemon.target) as client:
+        short.setattr("tierd.client.session._check_came", refuse_descriptors)
+        assert not client.lookup(opened(client), chain(1, BLOCKS)).tokens
+        link = client._connector.link
+        assert link is not None and link.session is not None and link.session.mailbox.socket is None
+        short.undo()
+        assert put(client, 1) == get(client, 1) == BLOCKS
+        assert session_of(client).mailbox.post([1 << 40]), "of no lease"
+        await_nothing_held(daemon, "a get")
 
 
 def test_a_lease_that_is_kept_for_longer_ends_too(daemon: Daemon, client: Client) -> None:

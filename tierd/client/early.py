@@ -62,9 +62,13 @@ class Known:
                 self._drop(next(iter(self._handles)))
 
     def find(self, group: Group) -> StructArray | None:
-        """What was given last."""
+        """What was given last; a use."""
         key = _key(group)
-        return self._handles.get(key) if key is not None else None
+        with self._turn:
+            if key is None or key not in self._handles:
+                return None
+            self._handles.move_to_end(key)
+            return self._handles[key]
 
     def _drop(self, key: Key) -> None:
         handles = self._handles.pop(key, None)

@@ -136,15 +136,14 @@ class Lines:
             if self._is_closed or len(self._busy) + self._opening >= self._session.lines:
                 return None
             self._opening += 1
+        line = None
         try:
             line = Line(self._session.line(timeout_s=timeout_s))
         except Overloaded:
             return None
         finally:
-            self._opening -= 1
-        with self._turn:
-            self._busy.add(line)
-        return line
+            self._opened(line)
+        return None if self._is_closed else line
 
     def take_resting(self) -> Line | None:
         """One that is there already."""
@@ -154,6 +153,16 @@ class Lines:
             line = self._resting.pop()
             self._busy.add(line)
             return line
+
+    def _opened(self, line: Line | None) -> None:
+        """A line that was asked for is there, or will not be; what comes after the end is closed."""
+        with self._turn:
+            self._opening -= 1
+            if line is not None and not self._is_closed:
+                self._busy.add(line)
+                return
+        if line is not None:
+            line.close()
 
     def rest(self, line: Line) -> None:
         """The call has been answered."""

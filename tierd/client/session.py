@@ -233,7 +233,10 @@ class Session:
 
     def _fetch(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
         tier, segment = place
-        reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
+        lacks_board = self._is_tagged and self.board is None
+        reply, fds = self._exchange(
+            {"op": "map", "tier": tier, "segment": segment, "board": lacks_board}, timeout_s=timeout_s
+        )
         try:
             _checked(reply)
             board_bytes = int(reply.get("board", 0))

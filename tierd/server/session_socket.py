@@ -2,10 +2,11 @@
 
 AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none; `written`, `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
-    hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}
-    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
-           where hello's row of the tier has gpu: {ordinal, uuid}
-    line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (lines.py). With mailbox, which the first line may ask for, another: SEQPACKET, each message u8 numbers,
+    hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}; what else this daemon takes, as `greeting` of listeners.py has it
+    map    {op, tier, segment, board} -> {ok, bytes, writable, catalogue_bytes, board} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
+           where hello's row of the tier has gpu: {ordinal, uuid}. Of a writable segment perhaps a third: the session's board, of so many bytes, on which the client says how far puts are written
+           (cache/boards.py). It comes once without being asked for, and each time to who says with board that he has none
+    line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (lines.py). With mailbox, for who has none, another: SEQPACKET, each message u8 numbers,
            little-endian, of leases that end, or a 0 and a Group that its client has got by itself, where hello says `one_sided`; nobody is woken by it (mailboxes.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     written {op, reservation, blocks}, no answer: the blocks of a reservation before this index are written, so that they may be hashed
@@ -254,7 +255,8 @@ class Connection:
                 raise InvalidArgument(f"session socket: {op!r:.80} before hello; send hello first")
             self._hello(request)
         elif op == "map":
-            self._map(self.session, tier=_field(request, "tier", int), segment=_field(request, "segment", int))
+            place = {name: _field(request, name, int) for name in ("tier", "segment")}
+            self._map(self.session, lacks_board=request.get("board") is True, **place)
         elif op == "line":
             self._line(self.session, wants_mailbox=request.get("mailbox") is True)
         elif op == "release":
@@ -310,7 +312,7 @@ class Connection:
         failpoint("session.hello.before_reply")
         self._send({"ok": True, "session": session.id, "token": session.token, **self._owner.greeting})
 
-    def _map(self, session: Session, *, tier: int, segment: int) -> None:
+    def _map(self, session: Session, *, tier: int, segment: int, lacks_board: bool) -> None:
         files = self._owner.sessions.map_segment(session, tier=tier, segment=segment)
         reply = {
             "ok": True,
@@ -320,7 +322,7 @@ class Connection:
         }
         fds = [files.data_fd, files.catalogue_fd]
         try:
-            board = self._owner.sessions.give_board(session) if files.is_writable else None
+            board = self._owner.sessions.give_board(session, is_asked=lacks_board) if files.is_writable else None
             if board is not None:
                 fds.append(board[0])
                 reply["board"] = board[1]
@@ -339,7 +341,7 @@ class Connection:
         except OSError as error:  # the daemon is out of descriptors
             raise Overloaded(f"line: none can be made now ({error}); call over gRPC, or try again later") from error
         with theirs:
-            mailbox = self._new_mailbox() if wants_mailbox and self._mailbox is None else None
+            mailbox = self._new_mailbox() if wants_mailbox else None
             if mailbox is None:
                 self._send({"ok": True}, fds=[theirs.fileno()])
                 return
@@ -347,12 +349,16 @@ class Connection:
                 self._send({"ok": True, "mailbox": True}, fds=[theirs.fileno(), mailbox.fileno()])
 
     def _new_mailbox(self) -> socket.socket | None:
-        """The client's end; none, where the daemon is out of descriptors."""
+        """The client's end, in place of one that did not reach it; none, where the daemon is out of descriptors."""
         try:
-            self._mailbox, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:
             return None
-        self._mailbox.setblocking(False)
+        if self._mailbox is not None:
+            self.read_mailbox()
+            self._mailbox.close()
+        self._mailbox = ours
+        ours.setblocking(False)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAILBOX_BYTES)
         return theirs
 

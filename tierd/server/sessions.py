@@ -284,9 +284,9 @@ class Sessions:
         """The client has made a get by itself: of a Group, as in its calls."""
         self._calls.on_used(session.id, group)
 
-    def give_board(self, session: Session) -> tuple[int, int] | None:
-        """Where it says how far puts are written, once, if there can be such a place: a descriptor that the session socket closes after sending, and its length in bytes."""
-        if session.has_board:
+    def give_board(self, session: Session, *, is_asked: bool) -> tuple[int, int] | None:
+        """Where it says how far puts are written, once or as often as it asks, if there can be such a place: a descriptor that the session socket closes after sending, and its length in bytes."""
+        if session.has_board and not is_asked:
             return None
         session.has_board = True
         try:

@@ -188,21 +188,24 @@ class Ledger:
             marks = self.marks
             files = {place: self._opened.files[place] for place in sorted(dirty)}
             if len(files) > IN_TURN:
-                self._check_data(await self._sync_apart(files), files, records)
+                await self._sync_apart(files, records)
                 files = {}
             if files or records:
                 await self._sync_in_turn(files, records)
             self._durable_marks = marks
             await self._compact_if_due()
 
-    async def _sync_apart(self, files: SlotFiles) -> Failures:
-        """Many slot files, each in a thread, and how some failed."""
+    async def _sync_apart(self, files: SlotFiles, records: list[Added]) -> None:
+        """Many slot files, each in a thread. Raises TierFailed."""
         flights = [self._call(self._opened.disk.sync_data, file.fd) for file in files.values()]
         results = await asyncio.gather(*flights, return_exceptions=True)
-        return {place: e for place, e in zip(files, results, strict=True) if isinstance(e, BaseException)}
+        errors = {place: e for place, e in zip(files, results, strict=True) if isinstance(e, BaseException)}
+        self._check_data({place: e for place, e in errors.items() if isinstance(e, OSError)}, files, records)
+        for error in errors.values():  # none of the disk's
+            raise self._not_begun(files, records, error) from error
 
     async def _sync_in_turn(self, files: SlotFiles, records: list[Added]) -> None:
-        """A few slot files, then the journal, in one thread: to hand each to another takes longer than most disks. Raises as they do."""
+        """A few slot files, then the journal, in one thread: to hand each to another takes longer than most disks. Raises TierFailed."""
         failed, error = Failures(), list[OSError]()
         loop, call = asyncio.get_running_loop(), self._calls.begin("write")
 
@@ -223,17 +226,21 @@ class Ledger:
         try:
             await self._in_thread(run)
         except Exception as e:
-            self._put_back(records)
-            self._dirty |= files.keys()
-            raise TierFailed(
-                f"{self._opened.name}: not synced ({e}); nothing is lost, and it is tried again; if it stays, raise the limit of threads or memory"
-            ) from e
+            raise self._not_begun(files, records, e) from e
         finally:
             self._calls.end(call)
         for _ in (*failed, *error):
             self._calls.fail("write")
         self._check_data(failed, files, records)
         self._check_journal(error, records)
+
+    def _not_begun(self, files: SlotFiles, records: list[Added], error: BaseException) -> TierFailed:
+        """The system, and not the disk, did not do it. Gives what is to be raised."""
+        self._put_back(records)
+        self._dirty |= files.keys()
+        return TierFailed(
+            f"{self._opened.name}: not synced ({error}); nothing is lost, and it is tried again; if it stays, raise the limit of threads or memory"
+        )
 
     def _check_data(self, failed: Failures, files: SlotFiles, records: list[Added]) -> None:
         """Raises TierFailed; then records are back in pending, but for those of blocks that are lost."""
@@ -304,8 +311,10 @@ class Ledger:
                     self._must_fold = self._has_news = False
                 for place in sorted(self.abandoned):
                     await self._renew(place)
-            except OSError as error:
-                raise TierFailed(f"{self.failure}; and no new file could be made ({error})") from error
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise TierFailed(
+                    f"{self.failure}; and no new file could be made ({str(error) or repr(error)}); free space, or raise the limit of threads or memory"
+                ) from error
             self.failure = ""
         if self._pending:
             self._flight()

@@ -100,6 +100,17 @@ def test_what_is_remembered_is_bounded() -> None:
     assert known._count <= HANDLES_LIMIT and known.find(group(5, each)) is not None
 
 
+def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is used: the sequence that goes is the one that was neither given nor found for the longest."""
+    monkeypatch.setattr("tierd.client.early.SEQUENCES_LIMIT", 2)
+    known = Known()
+    known.note(group(1), handles(4))
+    known.note(group(2), handles(4))
+    assert known.find(group(1)) is not None
+    known.note(group(3), handles(4))
+    assert [known.find(group(number)) is not None for number in (1, 2, 3)] == [True, False, True]
+
+
 def test_threads_may_note_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However their turns fall, none fails, and the count is that of what is remembered."""
     monkeypatch.setattr("tierd.client.early.SEQUENCES_LIMIT", 2)

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -149,6 +150,22 @@ def test_a_daemon_that_gives_no_line() -> None:
     given._gives = 1
     assert lines.take(timeout_s=1) is not None
     lines.close()
+    given.ends[0].close()
+
+
+def test_a_line_that_comes_after_the_end_is_closed() -> None:
+    """Who has asked for a line when the pool is closed gets none, and what the daemon gave him ends."""
+    given = Given(2)
+    lines, real = Lines(given), given.line  # type: ignore[arg-type]
+
+    def line(**given: Any) -> socket.socket:
+        ours = real(**given)
+        lines.close()
+        return ours
+
+    given.line = line  # type: ignore[method-assign]
+    assert lines.take(timeout_s=1) is None
+    assert given.ends[0].recv(1) == b""
     given.ends[0].close()
 
 

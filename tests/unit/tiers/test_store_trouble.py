@@ -219,8 +219,12 @@ async def test_journal_gives_way(world: World, tmp_path: Path, monkeypatch: pyte
     await other.store.close(release=False)
 
 
-async def test_system_gives_no_thread(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sync that gets no thread raises and has lost nothing: the next one makes durable what it would have."""
+@pytest.mark.parametrize("in_turn", [4, 0])
+async def test_system_gives_no_thread(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: int
+) -> None:
+    """A sync that gets no thread, for slot files in turn or apart, raises and has lost nothing: the next one makes durable what it would have."""
+    monkeypatch.setattr(ledger, "IN_TURN", in_turn)
     with monkeypatch.context() as short:
         short.setattr(ThreadPoolExecutor, "submit", refuse_thread)
         with pytest.raises(TierFailed, match="can't start new thread.*nothing is lost"):

@@ -19,7 +19,9 @@ PEER, OURS, HEIGHT = "#56b4e9", "#000000", 0.34
 def draw(runs: Mapping[str, Sequence[Row]], path: Path, *, title: str) -> None:
     """runs: by the peer's name the rows of its run, tierd's among them. Raises Unsupported without matplotlib, OSError."""
     figure = require_matplotlib()(figsize=(15.0, 2.2 + 0.9 * len(runs)), layout="constrained")
-    for axes, work in zip(figure.subplots(len(SHAPES), len(VERBS), squeeze=False, sharey=True).flat, WORKS, strict=True):
+    for axes, work in zip(
+        figure.subplots(len(SHAPES), len(VERBS), squeeze=False, sharey=True).flat, WORKS, strict=True
+    ):
         for y, (name, rows) in enumerate(runs.items()):
             found = {row.name: row for row in rows}
             _draw_bar(axes, y - HEIGHT / 2, found[f"{name}_{work}"], PEER)
