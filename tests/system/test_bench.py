@@ -40,17 +40,23 @@ ROWS = {
         "nvme_durable_put_2MiB_x16",
         *("nvme_read_128KiB", "nvme_write_128KiB", "nvme_flush_128KiB", "nvme_write_first_128KiB"),
     },
-    "remote": {"remote_get_2MiB", "remote_put_2MiB", "remote_get_lz4_2MiB", "remote_put_lz4_2MiB"},
+    "remote": {
+        *("remote_get_2MiB", "remote_get_first_2MiB", "remote_put_2MiB"),
+        *("remote_get_lz4_2MiB", "remote_get_first_lz4_2MiB", "remote_put_lz4_2MiB"),
+    },
     "demotion": {"get_while_demoting"},
     "size": {"put_at_100K", "get_at_100K", "lookup_at_100K"},
-    "clients": {"clients_4"},  # sixteen and sixty-four only at full size
+    "clients": {"clients_4", "lookups_4"},  # sixteen and sixty-four only at full size
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},
     "recording": {"record_acquire_32", "record_acquire_256"},
 }
 LIMIT_S = 600
 """A suite takes seconds; a machine that does much else may take long."""
-FULL_ONLY = {"clients_16", "clients_64", "put_at_10M", "get_at_10M", "lookup_at_10M"}
+FULL_ONLY = {
+    *("clients_16", "clients_64", "lookups_16", "lookups_64"),
+    *("put_at_10M", "get_at_10M", "lookup_at_10M", "start_10m", "start_10m_serves", "start_10m_memory"),
+}
 
 
 def run(command: list[str], **how: object) -> subprocess.CompletedProcess[str]:

@@ -9,11 +9,13 @@ hangs, or one has waited for its turn at the disk in vain, or none is awake and 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -40,10 +42,10 @@ class Job(Protocol):
 
 
 class Lanes:
-    """See the module. count: how many there are."""
+    """See the module. count: how many there are; gives_way: their threads take no processor from who computes on it."""
 
-    def __init__(self, count: int, *, name: str, calls: Calls) -> None:
-        self.threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+    def __init__(self, count: int, *, name: str, calls: Calls, gives_way: bool = False) -> None:
+        self.threads = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_give_way if gives_way else None)
         self._count, self._calls = count, calls
         self._lock = threading.Lock()
         self._queue: deque[tuple[_Bundle, Job]] = deque()
@@ -168,6 +170,13 @@ class Lanes:
     def _next(self) -> tuple[_Bundle, Job] | None:
         with self._lock:
             return self._queue.popleft() if self._queue else None
+
+
+def _give_way() -> None:
+    """This thread, woken, waits for its turn like everybody: each call at the disk that ends would else interrupt the client who copies there. What its operator has said stays."""
+    with suppress(OSError):  # a sandbox may refuse it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _Bundle:

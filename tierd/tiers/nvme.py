@@ -104,14 +104,14 @@ class NvmeStore:
     ) -> None:
         self.spec = spec
         self.position = position
-        self.mode = ""
-        self.place = str(path)
+        self.mode, self.place = "", str(path)
         self.notices: list[str] = []
         self._direct: Direct = direct
         self._calls = Calls()
-        more: dict[Kind, int] = {"read": queue_depth, "write": HASHED_AHEAD}
-        self._lanes = {
-            kind: Lanes(queue_depth + more[kind], name=f"tierd-{spec.name}-{kind}", calls=self._calls) for kind in KINDS
+        name, calls, more = f"tierd-{spec.name}", self._calls, queue_depth + HASHED_AHEAD
+        self._lanes: dict[Kind, Lanes] = {
+            "read": Lanes(2 * queue_depth, name=f"{name}-read", calls=calls),
+            "write": Lanes(more, name=f"{name}-write", calls=calls, gives_way=True),
         }
         self._queue_depth = queue_depth
         self._turns = Turns(queue_depth)

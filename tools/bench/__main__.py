@@ -1,6 +1,6 @@
 """`make bench`: the suites of this folder, a table, build/bench.json and a picture of it.
 
-    python -m tools.bench [NAME ...] [--output build/bench.json] [--tiny] [--list]
+    python -m tools.bench [NAME ...] [--output build/bench.json] [--tiny]
 
 Rows are {name, value, unit, limit, ratio, bar, goal, ...}; `limit` is the physical or promised bound, measured or set in the same run. A suite that fails
 is said in the end, and the others' rows stand.

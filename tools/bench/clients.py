@@ -1,13 +1,14 @@
-"""One, four, sixteen and sixty-four clients, each a process of its own: what they get together, against what one gets alone.
+"""One, four, sixteen and sixty-four clients, each a process of its own: what they do together, against what one does alone.
 
-A get copies 16 blocks of 128 KiB out, of a sequence of the client's own. All are connected the whole time; in each slice so many of them are at work.
+A get copies 16 blocks of 128 KiB out, of a sequence of the client's own, again and again: the daemon is asked once in 33 of them, so it is mostly processors and caches that they share. A lookup of the same sequence
+asks the daemon each time. All are connected the whole time; in each slice so many of them are at work.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -21,7 +22,8 @@ from tools.bench.measure import FULL, KIB, Effort
 from tools.bench.rows import Row, row_of
 
 COUNTS = (1, 4, 16, 64)
-BLOCKS, BLOCK_BYTES = 16, 128 * KIB
+BLOCKS, BLOCK_BYTES, TOKENS = 16, 128 * KIB, 16
+VERBS = {"clients": "gets of {blocks} blocks of 128 KiB", "lookups": "lookups of {blocks} blocks"}
 START_S, END_S = 60.0, 30.0
 CONFIG = """\
 nvme = []
@@ -32,20 +34,24 @@ segment = "{segment} MiB"
 
 
 def serve(target: str, number: int, block_bytes: int, pipe: Connection) -> None:
-    """A client: for each moment that it is told, gets until then, and how many they were. None ends it."""
+    """A client: for each verb and moment that it is told, does that until then, and how often. None ends it."""
     blocks = np.full((BLOCKS, block_bytes), number, dtype=np.uint8)
     out, hashes = np.ones_like(blocks), chain(number, BLOCKS)
     with Client(target, timeout_s=60) as client:
         space = client.open_namespace(
-            NamespaceSpec(model="bench-clients", tokens_per_block=16, block_bytes=block_bytes)
+            NamespaceSpec(model="bench-clients", tokens_per_block=TOKENS, block_bytes=block_bytes)
         )
         client.put(space, hashes, list(blocks))
         client.get(space, hashes, out=list(out))
+        verbs: dict[str, Callable[[], int]] = {
+            "clients": lambda: client.get(space, hashes, out=list(out)).blocks,
+            "lookups": lambda: client.lookup(space, hashes).tokens // TOKENS,
+        }
         pipe.send(0)
-        while (until := pipe.recv()) is not None:
-            done = 0
+        while (told := pipe.recv()) is not None:
+            verb, until, done = verbs[told[0]], told[1], 0
             while time.monotonic() < until:
-                assert client.get(space, hashes, out=list(out)).blocks == BLOCKS
+                assert verb() == BLOCKS
                 done += 1
             pipe.send(done)
 
@@ -68,12 +74,12 @@ class Crowd:
         for pipe in self._pipes:
             _told(pipe, START_S)
 
-    def rate(self, count: int, slice_s: float) -> float:
-        """Gets a second that so many of them make together."""
+    def rate(self, verb: str, count: int, slice_s: float) -> float:
+        """How often a second so many of them do it together."""
         at_work: Sequence[Connection] = self._pipes[:count]
         begun = time.monotonic()
         for pipe in at_work:
-            pipe.send(begun + slice_s)
+            pipe.send((verb, begun + slice_s))
         done = sum(_told(pipe, END_S) for pipe in at_work)
         return done / (time.monotonic() - begun)
 
@@ -98,23 +104,24 @@ def _told(pipe: Connection, timeout_s: float) -> int:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`clients_4`, `clients_16`, `clients_64`: gets a second of all together, against those of one alone in the same round."""
+    """`clients_4`, `clients_16`, `clients_64`: gets a second of all together, against those of one alone in the same round; and `lookups_4` and so on."""
     counts, block_bytes = effort.pick(COUNTS, (1, 2)), effort.pick(BLOCK_BYTES, 4 * KIB)
     slice_s = effort.pick(0.5, 0.05)
-    rates: dict[int, list[float]] = {count: [] for count in counts}
+    rates: dict[tuple[str, int], list[float]] = {(verb, count): [] for verb in VERBS for count in counts}
     config = CONFIG.format(mib=effort.pick(512, 16), segment=effort.pick(4, 1))
     with Daemon(config) as daemon, Crowd(daemon.target, max(counts), block_bytes=block_bytes) as crowd:
         for number in range(effort.runs + 1):
-            for count in counts if number % 2 else counts[::-1]:
-                rates[count].append(crowd.rate(count, slice_s))
-    alone = rates.pop(1)
+            for verb in VERBS:
+                for count in counts if number % 2 else counts[::-1]:
+                    rates[verb, count].append(crowd.rate(verb, count, slice_s))
     return [
         row_of(
-            f"clients_{count if not effort.is_tiny else COUNTS[1]}",
+            f"{verb}_{count if not effort.is_tiny else COUNTS[1]}",
             each[1:],
             unit="1/s",
-            limits=alone[1:],
-            meaning=f"gets of {BLOCKS} blocks of 128 KiB, {count} processes together, against one alone",
+            limits=rates[verb, 1][1:],
+            meaning=f"{VERBS[verb].format(blocks=BLOCKS)}, {count} processes together, against one alone",
         )
-        for count, each in rates.items()
+        for (verb, count), each in rates.items()
+        if count > 1
     ]

@@ -58,7 +58,7 @@ def rows(effort: Effort = FULL) -> list[Row]:
         added = []
         for _ in range(effort.pick(7, 1)):
             empty_s = _start_s(empty)
-            added.append(max(0.0, _start_s(full) - empty_s))
+            added.append(_start_s(full) - empty_s)
         log = full.log
     if f"blocks={blocks}" not in log:
         raise RuntimeError(f"daemon_start: the daemon did not take in {blocks} blocks; its log:\n{log[-2000:]}")

@@ -1,6 +1,6 @@
 """What gets lose while the daemon demotes in the background, beyond what any writer to the disk would cost them.
 
-A burst of puts passes the high watermark, and the daemon writes the coldest to its store while gets of others go on. The limit is the same gets beside a
+A burst of puts passes the high watermark, and the daemon writes the coldest to its store while gets of others go on; those count that ended while it wrote. The limit is the same gets beside a
 process that writes as many bytes at the same pace with raw O_DIRECT: what the two cost alike is the shared bandwidth of memory and disk.
 
     python -m tools.bench.demotion DIRECTORY PIECE_BYTES      that process
@@ -8,12 +8,14 @@ process that writes as many bytes at the same pace with raw O_DIRECT: what the t
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +23,6 @@ from typing import Self
 
 import numpy as np
 
-from tierd._proto import admin_pb2 as pb
-from tierd.cli.admin import Connection, connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.testing import Daemon, chain
 from tools.bench.measure import FULL, KIB, MIB, Effort, line_of
@@ -32,7 +32,8 @@ from tools.bench.rows import Row, row_of
 HOT, COUNT = 8, 16
 LIMIT_S = 20.0
 """The longest that one burst may take to be written."""
-LOOK_S = 0.1
+LOOK_S, QUIET_S = 0.01, 0.15
+"""Between two looks at what was written; the writing has ended when it was no more for so long."""
 CONFIG = """\
 [scrub]
 period = "0 s"
@@ -54,8 +55,8 @@ eviction = "lru"
 class Bench:
     """A client of a daemon that holds a few hot batches. burst: blocks that are put at once."""
 
-    def __init__(self, client: Client, operator: Connection, *, block_bytes: int, burst: int) -> None:
-        self._client, self._operator, self._burst, self._block_bytes = client, operator, burst, block_bytes
+    def __init__(self, client: Client, *, pid: int, block_bytes: int, burst: int) -> None:
+        self._client, self._pid, self._burst, self._block_bytes = client, pid, burst, block_bytes
         spec = NamespaceSpec(model="bench-demotion", tokens_per_block=16, block_bytes=block_bytes)
         self._space: OpenedNamespace = client.open_namespace(spec)
         self._blocks = np.random.default_rng(0).integers(0, 256, (COUNT, block_bytes), dtype=np.uint8)
@@ -69,13 +70,13 @@ class Bench:
         hashes = chain(number % HOT, COUNT)
         assert self._client.get(self._space, hashes, out=list(self._target)).blocks == COUNT
 
-    def rate(self, is_over: Callable[[], bool]) -> float:
-        """GB/s of gets until it is so, one at least, at most for so long."""
-        begun, done = time.perf_counter(), 0
-        while done == 0 or not (is_over() or time.perf_counter() - begun > 2 * LIMIT_S):
-            self.get(done)
-            done += 1
-        return done * self._target.nbytes / (time.perf_counter() - begun) / 1e9
+    def gets(self, is_over: Callable[[], bool]) -> Gets:
+        """Gets until it is so, one at least, at most for so long."""
+        moments = [time.perf_counter()]
+        while len(moments) == 1 or not (is_over() or moments[-1] - moments[0] > 2 * LIMIT_S):
+            self.get(len(moments))
+            moments.append(time.perf_counter())
+        return Gets(moments, self._target.nbytes)
 
     def put_burst(self) -> None:
         """So many new blocks, of which the daemon will write as many."""
@@ -84,31 +85,55 @@ class Bench:
             self._client.put(self._space, chain(1000 + self._bursts, COUNT), list(self._blocks))
 
     def written(self) -> int:
-        """Bytes that the store was given so far."""
-        return int(self._operator.ask(pb.TiersRequest()).tiers[1].bytes_written)
+        """Bytes that the daemon has given to the disk so far; told by the kernel, so that the daemon has no work with it."""
+        told = dict(line.split(": ") for line in Path(f"/proc/{self._pid}/io").read_text().splitlines())
+        return int(told["write_bytes"])
 
     def demote(self) -> Demoted:
         """Gets while the daemon writes what a burst has left above the watermark."""
         earlier = self.written()
         self.put_burst()
-        before, begun, quiet = self.written(), time.perf_counter(), threading.Event()
-        watcher = threading.Thread(target=self._await_quiet, args=(quiet, earlier))
+        before, looks = self.written(), Looks(self.written)
+        watcher = threading.Thread(target=looks.until_quiet, args=(earlier,))
         watcher.start()
-        rate = self.rate(quiet.is_set)
-        seconds = time.perf_counter() - begun
+        gets = self.gets(looks.are_over.is_set)
         watcher.join()
-        written = self.written()
-        if written == earlier:
+        if looks.seen == earlier:
             raise RuntimeError(f"demotion: nothing was written within {LIMIT_S:g} s of a burst above the watermark")
-        return Demoted(rate, written - before, seconds)
+        return Demoted(gets.rate(until=looks.changed_s), looks.seen - before, looks.changed_s - gets.moments[0])
 
-    def _await_quiet(self, quiet: threading.Event, earlier: int) -> None:
-        """Until something was written since, and two looks find that it is no more; at most so long."""
-        seen, deadline = earlier, time.monotonic() + LIMIT_S
-        while ((now := self.written()) == earlier or now != seen) and time.monotonic() < deadline:
-            seen = now
-            quiet.wait(LOOK_S)
-        quiet.set()
+
+@dataclass(frozen=True, slots=True)
+class Gets:
+    """moments: when they began, and when each of them had ended, of time.perf_counter(); so many bytes each."""
+
+    moments: Sequence[float]
+    size: int
+
+    def rate(self, *, until: float = math.inf) -> float:
+        """GB/s of those that ended by then; of one at least."""
+        ended = max(1, bisect_right(self.moments, until) - 1)
+        return ended * self.size / (self.moments[ended] - self.moments[0]) / 1e9
+
+
+class Looks:
+    """At a number that grows. seen: what it was in the end; changed_s: when it last was another one, as far as looks tell."""
+
+    def __init__(self, look: Callable[[], int]) -> None:
+        self._look = look
+        self.are_over = threading.Event()
+        self.seen, self.changed_s = -1, time.perf_counter()
+
+    def until_quiet(self, earlier: int) -> None:
+        """Until it is another than it was earlier, and has stayed so for a while; at most for so long."""
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < LIMIT_S:
+            if (now := self._look()) != self.seen:
+                self.seen, self.changed_s = now, time.perf_counter()
+            elif now != earlier and time.perf_counter() - self.changed_s > QUIET_S:
+                break
+            self.are_over.wait(LOOK_S)
+        self.are_over.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +197,9 @@ def rows(effort: Effort = FULL) -> list[Row]:
     """`get_while_demoting`, GB/s."""
     block_bytes, capacity = effort.pick(2 * MIB, 16 * KIB), effort.pick(1024, 16)
     config = CONFIG.format(capacity=capacity, segment=capacity // 32, nvme=2 * capacity)
-    with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as client, connect(daemon.target) as operator:
-        burst = capacity * MIB // 4 // block_bytes
-        bench = Bench(client, operator, block_bytes=block_bytes, burst=burst)
+    with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as client:
+        burst = capacity * MIB // 2 // block_bytes
+        bench = Bench(client, pid=daemon.pid, block_bytes=block_bytes, burst=burst)
         for _ in range(4):  # until the tier is full, and the store has been written to
             bench.demote()
         values, limits, paces = list[float](), list[float](), list[float]()
@@ -183,7 +208,7 @@ def rows(effort: Effort = FULL) -> list[Row]:
                 demoted = bench.demote()
                 values.append(demoted.gets)
                 paces.append(demoted.written_bytes / demoted.seconds / 1e9)
-                limits.append(bench.rate(writer.write(demoted).is_set))
+                limits.append(bench.gets(writer.write(demoted).is_set).rate())
     pace = statistics.median(paces)
     meaning = (
         f"2 MiB x 16 while the daemon demotes {pace:.2f} GB/s, against the same beside raw O_DIRECT writes at that pace"

@@ -55,10 +55,6 @@ def cold_messages(length: int) -> Iterator[bytes]:
     return itertools.cycle([bytes(cold.blocks(1, length)) for _ in range(min(COLD_BYTES // length, COLD_MESSAGES))])
 
 
-async def _unary(request: bytes, _context: Any) -> bytes:
-    return _reply(request)
-
-
 async def _stream(requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
     async for request in requests:
         yield _reply(request)
@@ -91,7 +87,6 @@ async def serve(address: str) -> None:
         await asyncio.start_unix_server(_answer, address.removeprefix("unix:") + RAW)
     server = grpc.aio.server(options=OPTIONS)
     methods = {
-        "unary": grpc.unary_unary_rpc_method_handler(_unary),
         "stream": grpc.stream_stream_rpc_method_handler(_stream),
         "push": grpc.stream_unary_rpc_method_handler(_push),
         "pull": grpc.unary_stream_rpc_method_handler(_pull),
@@ -113,7 +108,6 @@ class Echo:
         port = line_of(self._process, timeout_s=START_S)
         self._channel = grpc.insecure_channel(address.replace(":0", f":{port}"), options=OPTIONS)
         grpc.channel_ready_future(self._channel).result(START_S)
-        self._unary = self._channel.unary_unary(f"/{SERVICE}/unary")
         self._push = self._channel.stream_unary(f"/{SERVICE}/push")
         self._pull = self._channel.unary_stream(f"/{SERVICE}/pull")
         self._raw: socket.socket | None = None
@@ -123,16 +117,6 @@ class Echo:
             self._raw.connect(address.removeprefix("unix:") + RAW)
         self._asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._answers = self._channel.stream_stream(f"/{SERVICE}/stream")(iter(self._asked.get, None))
-
-    @property
-    def pid(self) -> int:
-        """Of the server."""
-        return self._process.pid
-
-    def unary(self, request: bytes) -> bytes:
-        """One call."""
-        answer: bytes = self._unary(request, timeout=CALL_S)
-        return answer
 
     def stream(self, request: bytes) -> bytes:
         """One message to and fro on the stream that is open."""

@@ -39,7 +39,7 @@ from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
 BLOCKS = 10_000_000
-PROMISE_S, PROMISE_SERVES_S, PROMISE_PEAK = 15.0, 1.0, 1.3
+PROMISE_S, PROMISE_SERVES_S = 15.0, 1.0
 CLASS_BYTES = 2 * PAGE_ALIGN_BYTES
 PAGES = 1 << 17
 """Of a segment: 1 GiB, as a store of this size has."""

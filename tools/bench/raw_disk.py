@@ -66,9 +66,9 @@ class RawFile:
         """Of what was written so far, nothing is left to be synced; with most disks, of no other file either."""
         os.fdatasync(self._fd)
 
-    def read(self, count: int | None = None) -> None:
+    def read(self) -> None:
         """The next batch."""
-        self._move(os.preadv, self.depths["read"], count)
+        self._move(os.preadv, self.depths["read"])
 
     def __enter__(self) -> Self:
         return self

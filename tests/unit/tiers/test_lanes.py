@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ from tests.unit.tiers.store_world import (
 )
 from tierd.core.plan import Plan
 from tierd.tiers.calls import Calls, HangError, Kind
+from tierd.tiers.files import OsFiles
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.tier import SliceTable
 
@@ -101,6 +104,31 @@ async def test_a_job_that_raises_is_told_when_the_last_has_ended(lanes: Lanes) -
         await asyncio.wait_for(carrying, SOON_S)
     await asyncio.wait_for(lanes.carry([Step(log, "next")], hang_s=SOON_S), SOON_S)
     assert log[-2:] == ["slow", "next"]
+
+
+async def test_who_writes_to_a_store_interrupts_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that write are woken without taking a processor from who computes on it; those that read, for whom somebody waits, as everybody, and so is the thread that has begun them."""
+    policies = dict[str, set[int]](pwritev=set(), preadv=set())
+    for name, seen in policies.items():
+        monkeypatch.setattr(OsFiles, name, staticmethod(noting_policy(getattr(OsFiles(), name), seen)))
+    assert await world.write([1, 2], segment=1, slots=[0, 1]) == [READY, READY]
+    assert await world.read([1]) == [content(1)]
+    assert policies == {"pwritev": {os.SCHED_BATCH}, "preadv": {os.SCHED_OTHER}}
+    assert policy_of_thread() == os.SCHED_OTHER
+
+
+def noting_policy(real: Callable[..., int], seen: set[int]) -> Callable[..., int]:
+    """The same, which notes how its thread gets a processor."""
+
+    def noting(*given: Any) -> int:
+        seen.add(policy_of_thread())
+        return real(*given)
+
+    return noting
+
+
+def policy_of_thread() -> int:
+    return os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
 
 
 async def test_what_no_lane_begins_while_all_hang_is_given_up(lanes: Lanes) -> None:

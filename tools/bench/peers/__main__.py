@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -120,16 +121,19 @@ def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, 
     remote.cost("check", CHECKED)
     costs: dict[str, list[Cost]] = {name: [] for name in ("copy", *VERBS, *(f"tierd {verb}" for verb in VERBS))}
     for number in range(touched, touched + WARM_RUNS + effort.at_least(15)):
-        run = {
-            "copy": cost_of(bench.copy(number)),
-            "put": remote.cost("put", number),
-            "tierd put": cost_of(bench.put(number), pid=pid),
-            "get": remote.cost("get", number - LAG),
-            "tierd get": cost_of(bench.get(number - LAG), pid=pid),
-            "get_again": remote.cost("get", number - 2 * LAG),
-            "tierd get_again": cost_of(bench.get(number - 2 * LAG), pid=pid),
+        works = {
+            "copy": partial(cost_of, bench.copy(number)),
+            "put": partial(remote.cost, "put", number),
+            "tierd put": partial(cost_of, bench.put(number), pid=pid),
+            "get": partial(remote.cost, "get", number - LAG),
+            "tierd get": partial(cost_of, bench.get(number - LAG), pid=pid),
+            "get_again": partial(remote.cost, "get", number - 2 * LAG),
+            "tierd get_again": partial(cost_of, bench.get(number - 2 * LAG), pid=pid),
         }
-        for name, cost in run.items():
+        names = list(works)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            cost = works[name]()
             costs[name] += [cost] if number >= touched + WARM_RUNS else []
     return costs
 
