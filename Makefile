@@ -117,6 +117,12 @@ coverage: .venv/.dev ## branches of services and decoders that tests take; fails
 bench: .venv/.dev ## measures against the machine's own limits: a table, and build/bench.json
 	$(BIN)/python -m tools.bench
 
+bench-peers: .venv/.dev ## the same work by other caches, side by side; each in an environment of its own below build/peers
+	$(BIN)/python -m tools.bench.peers
+
+bench-start: .venv/.dev ## starts with ten million blocks on NVMe, and calls among them
+	$(BIN)/python -m tools.bench.many_start
+
 gpu: .venv/.dev ## on a machine with a GPU: probes, checks and benchmarks in 8 minutes; build/gpu.json and cuda/RESULTS.md
 	$(BIN)/python -m tools.gpu
 

@@ -133,14 +133,14 @@ class Ahead:
         asyncio.get_running_loop().call_later(after_s, self._end)
 
     def follow(self, committing: Committing, *, word: int = 0) -> bool:
-        """Has a commit's pages hashed behind their writer, as far as its board tells; whether it does. word: of the board, from 1; 0: none. Who follows is to call `written` or
+        """Has a commit's pages hashed behind their writer, as far as its board tells; whether it does. word: of the board, from 1; 0: none. Who follows is to call `await_written` or
         `give_up` next. What is little, and written by now, is hashed here: the process takes longer to hear of it."""
         job = self._begun(committing, word)
         if job is None or job.where == NOWHERE:
             return False
         if len(job.lengths) <= AT_ONCE_BLOCKS and sum(job.lengths) <= AT_ONCE_BYTES:
             with suppress(Exception):  # whatever it is, who hashes next says it
-                if self.boards.written(job.where) >= _end_of(committing):
+                if self.boards.read_written(job.where) >= _end_of(committing):
                     self._hash_at_once(job, committing)
                     return True
         self._ask(job)
@@ -151,13 +151,13 @@ class Ahead:
         job.tables = dict(enumerate(raw_tables(hashed.slices)))
         job.give_up()
 
-    async def written(self, committing: Committing) -> None:
+    async def await_written(self, committing: Committing) -> None:
         """Waits until the writer of a commit's pages has said that they are written. Raises NotFound where their reservation ends before, Unavailable where the daemon does."""
         await self._all_written(committing)
         if (job := self._jobs.get(committing.id)) is not None:
             job.where = NOWHERE
             for number in job.numbers:
-                self._mover.hashing.written(number)
+                self._mover.hashing.tell_written(number)
             self._ask(job)
 
     async def _all_written(self, committing: Committing) -> None:

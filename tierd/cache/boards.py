@@ -48,7 +48,7 @@ class Boards:
             self._files[board] = file
         return self.opened(board)
 
-    def written(self, where: Word) -> int:
+    def read_written(self, where: Word) -> int:
         """Before which index the blocks of a put are, as is said of them by now. Raises KeyError, OSError."""
         said = WORD.unpack(os.pread(self._files[where.board], WORD.size, WORD.size * where.word))
         return blocks_written(said[0], where.tag)

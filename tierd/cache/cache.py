@@ -327,7 +327,7 @@ class Cache:
             committing = self.core.begin_commit(
                 session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
             )
-            written = await self._publication.written(committing, query, foresee)
+            written = await self._publication.await_written(committing, query, foresee)
             keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, written)
             # Not to be cut short: the pages are marked busy until it ends.
             work = done_at_once(finish) if written.is_at_once else asyncio.ensure_future(finish)

@@ -34,7 +34,7 @@ Foresee = Callable[[Committed], Callable[[], None]]
 @dataclass(frozen=True, slots=True)
 class CommitQuery:
     """What is to be committed. blocks: COMMIT_BLOCK [n], or None for all as they were named in Reserve. lease: whether to pin it. keep_open: other blocks of the reservation
-    stay reserved. unwritten: not before the session has said that all of it is written. word: of the session's board, from 1, on which it says how far it is; 0: none."""
+    stay reserved. unwritten: not before all of it is written, as `Ahead` finds out. word: of the session's board, from 1, on which it says how far it is; 0: none."""
 
     reservation: int
     blocks: StructArray | None = None
@@ -62,13 +62,13 @@ class Publication:
         self._parts, self._ahead, self._flights = parts, ahead, flights
         self._sealing = Sealing(parts.mover, ahead)
 
-    async def written(self, committing: Committing, query: CommitQuery, foresee: Foresee | None) -> Written:
-        """When this returns what is committed is written; if the session does not say so, the commit is as if it had not begun."""
+    async def await_written(self, committing: Committing, query: CommitQuery, foresee: Foresee | None) -> Written:
+        """When this returns what is committed is written: all of it was hashed behind its writer, or its session has said so. If neither comes, the commit is as if it had not begun."""
         try:
             is_followed = query.unwritten and self._ahead.follow(committing, word=query.word)
             answer = self._prepared(committing, query, foresee, is_followed=is_followed)
             if query.unwritten:
-                await self._ahead.written(committing)
+                await self._ahead.await_written(committing)
         except BaseException:
             self._ahead.give_up(committing)
             self._flights.start(self._parts.core.withdraw_commit(committing, now=self._parts.clock.now()))

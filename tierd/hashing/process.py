@@ -105,7 +105,7 @@ class HashProcess:
             self._due(number)
         return number
 
-    def written(self, number: int) -> None:
+    def tell_written(self, number: int) -> None:
         """All pages of a number are; what it does not hear of it does not do."""
         if number in self._asked:
             if self._send(wire.written(number)):

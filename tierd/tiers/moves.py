@@ -52,8 +52,8 @@ class GoneError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves batches one way. turns: at the disk; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: held by the lane that hashes, and prepares what
-    it writes. find_file: the slot file of a segment, or GoneError. store: its id."""
+    """What moves batches one way. turns: at the disk; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: held by the lane that
+    hashes. find_file: the slot file of a segment, or GoneError. store: its id."""
 
     kind: Kind
     io: SlotIO

@@ -61,8 +61,8 @@ STUCK_CLOSE_S = 1.0
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
 HASHED_AHEAD = 8
-"""Writes that are ready, or are to be hashed first, and wait for their turn: a disk that serves its calls side by side ends many of them at one time. Of reads as many as may be at the disk have come and wait to
-be hashed."""
+"""More lanes for writes than calls at the disk: theirs are ready, or hash, and wait for a turn, since a disk that serves its calls side by side ends many of them at one time. For reads there are twice as many lanes
+as calls: those that have come wait to be hashed."""
 
 
 @dataclass(slots=True)

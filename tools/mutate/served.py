@@ -316,7 +316,7 @@ SERVED: tuple[Mutation, ...] = (
         "hash-process-told",
         "a board that says nothing costs no put more than its hashing",
         "tierd/cache/ahead.py",
-        "self._mover.hashing.written(number)",
+        "self._mover.hashing.tell_written(number)",
         "pass",
         ("tests/unit/cache/test_ahead.py", "-k", "decides_nothing"),
     ),
