@@ -9,20 +9,25 @@ process that writes as many bytes at the same pace with raw O_DIRECT: what the t
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import Connection, connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.testing import Daemon, chain
 from tools.bench.measure import FULL, KIB, MIB, Effort, line_of
@@ -53,10 +58,10 @@ eviction = "lru"
 
 
 class Bench:
-    """A client of a daemon that holds a few hot batches. burst: blocks that are put at once."""
+    """A client of a daemon that holds a few hot batches. burst: blocks that are put at once; written: bytes that the daemon has given to its store so far."""
 
-    def __init__(self, client: Client, *, pid: int, block_bytes: int, burst: int) -> None:
-        self._client, self._pid, self._burst, self._block_bytes = client, pid, burst, block_bytes
+    def __init__(self, client: Client, *, block_bytes: int, burst: int, written: Callable[[], int]) -> None:
+        self._client, self._block_bytes, self._burst, self._written = client, block_bytes, burst, written
         spec = NamespaceSpec(model="bench-demotion", tokens_per_block=16, block_bytes=block_bytes)
         self._space: OpenedNamespace = client.open_namespace(spec)
         self._blocks = np.random.default_rng(0).integers(0, 256, (COUNT, block_bytes), dtype=np.uint8)
@@ -84,16 +89,11 @@ class Bench:
             self._bursts += 1
             self._client.put(self._space, chain(1000 + self._bursts, COUNT), list(self._blocks))
 
-    def written(self) -> int:
-        """Bytes that the daemon has given to the disk so far; told by the kernel, so that the daemon has no work with it."""
-        told = dict(line.split(": ") for line in Path(f"/proc/{self._pid}/io").read_text().splitlines())
-        return int(told["write_bytes"])
-
     def demote(self) -> Demoted:
         """Gets while the daemon writes what a burst has left above the watermark."""
-        earlier = self.written()
+        earlier = self._written()
         self.put_burst()
-        before, looks = self.written(), Looks(self.written)
+        before, looks = self._written(), Looks(self._written)
         watcher = threading.Thread(target=looks.until_quiet, args=(earlier,))
         watcher.start()
         gets = self.gets(looks.are_over.is_set)
@@ -101,6 +101,26 @@ class Bench:
         if looks.seen == earlier:
             raise RuntimeError(f"demotion: nothing was written within {LIMIT_S:g} s of a burst above the watermark")
         return Demoted(gets.rate(until=looks.changed_s), looks.seen - before, looks.changed_s - gets.moments[0])
+
+
+def disk_bytes_of(pid: int) -> int:
+    """What a process has given to disks so far: told by the kernel, so that a daemon has no work with it."""
+    told = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(told["write_bytes"])
+
+
+def store_bytes_of(operator: Connection) -> int:
+    """What a daemon says that it has given to its store."""
+    return int(operator.ask(pb.TiersRequest()).tiers[1].bytes_written)
+
+
+def is_disk(directory: Path) -> bool:
+    """Whether the kernel counts what is written there, as it does not of a tmpfs."""
+    before = disk_bytes_of(os.getpid())
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(4 * KIB))
+        os.fsync(file.fileno())
+    return disk_bytes_of(os.getpid()) > before
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +217,15 @@ def rows(effort: Effort = FULL) -> list[Row]:
     """`get_while_demoting`, GB/s."""
     block_bytes, capacity = effort.pick(2 * MIB, 16 * KIB), effort.pick(1024, 16)
     config = CONFIG.format(capacity=capacity, segment=capacity // 32, nvme=2 * capacity)
-    with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as client:
+    with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as client, connect(daemon.target) as operator:
         burst = capacity * MIB // 2 // block_bytes
-        bench = Bench(client, pid=daemon.pid, block_bytes=block_bytes, burst=burst)
+        root, pid = Path(daemon.root), daemon.pid
+        written = partial(disk_bytes_of, pid) if is_disk(root) else partial(store_bytes_of, operator)
+        bench = Bench(client, block_bytes=block_bytes, burst=burst, written=written)
         for _ in range(4):  # until the tier is full, and the store has been written to
             bench.demote()
         values, limits, paces = list[float](), list[float](), list[float]()
-        with Writer(Path(daemon.root), piece_bytes=block_bytes) as writer:
+        with Writer(root, piece_bytes=block_bytes) as writer:
             for _ in range(effort.runs):
                 demoted = bench.demote()
                 values.append(demoted.gets)
