@@ -232,11 +232,11 @@ class Pages:
             out["page"] = -1
             pages = pages[is_there]
         at = true_rows(is_there) if len(pages) < len(out) else slice(None)
-        rows = self._place_table[self.place[pages]]
+        rows = self._place_table.take(self.place.take(pages), axis=0)
         slots = pages - rows[:, 1]
         out["segment"][at], out["slot"][at], out["offset"][at] = rows[:, 0], slots, slots * rows[:, 2]
-        out["flags"][at], out["length"][at] = self.flags[pages], self.length[pages]
-        out["generation"][at], out["page"][at] = self.generation[pages], pages
+        out["flags"][at], out["length"][at] = self.flags.take(pages), self.length.take(pages)
+        out["generation"][at], out["page"][at] = self.generation.take(pages), pages
         return out
 
     def find(self, extents: StructArray) -> Ids:
