@@ -194,7 +194,7 @@ def test_a_writer_that_goes_on_is_seen() -> None:
             try:
                 deaths._let_it_copy(lives, memory)
                 deaths._let_it_copy(dies, memory)
-                assert deaths._killed(dies, memory, watched_s=0.3).is_late
+                assert deaths._killed(dies, memory, watched_s=30.0).is_late
             finally:
                 end(dies)
                 end(lives)
