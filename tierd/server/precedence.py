@@ -2,7 +2,7 @@
 
 Every client that waits, waits for this one thread, and the kernel runs whoever was woken last: the client that has just got its answer. It copies for as long
 as it likes while the others' calls lie there, and no other processor has anything to do. Purpose: the loop's thread goes before them, where the daemon may say so (as root,
-or with CAP_SYS_NICE). Non-purpose: real-time scheduling, the priority of anything else. Invariants: threads and processes that the loop begins are like everybody's; a niceness or a scheduling
+or with CAP_SYS_NICE). Non-purpose: real-time scheduling, the priority of anything else (threads that write to stores: tiers/lanes.py). Invariants: threads and processes that the loop begins are like everybody's; a niceness or a scheduling
 policy that the daemon was started with is its operator's word, and stays.
 """
 

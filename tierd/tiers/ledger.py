@@ -201,7 +201,8 @@ class Ledger:
         results = await asyncio.gather(*flights, return_exceptions=True)
         errors = {place: e for place, e in zip(files, results, strict=True) if isinstance(e, BaseException)}
         self._check_data({place: e for place, e in errors.items() if isinstance(e, OSError)}, files, records)
-        for error in errors.values():  # none of the disk's
+        if errors:  # none of the disk's
+            error = next(iter(errors.values()))
             raise self._not_begun(files, records, error) from error
 
     async def _sync_in_turn(self, files: SlotFiles, records: list[Added]) -> None:

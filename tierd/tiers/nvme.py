@@ -203,8 +203,8 @@ class NvmeStore:
         await self._ledger.mend()
         try:
             await asyncio.get_running_loop().run_in_executor(self._lanes["write"].threads, try_disk, self._opened)
-        except OSError as error:
-            raise TierFailed(f"{self.spec.name}: {self.place}: {error.strerror or error}; check the disk") from error
+        except (OSError, RuntimeError) as error:
+            raise TierFailed(f"{self.spec.name}: {self.place}: {error}; check disk and limit of threads") from error
         self._ledger.add(self._ledger.marks)
         await self._ledger.sync()
         self._calls.unread = 0

@@ -71,15 +71,19 @@ def cost_of(work: Callable[[], object], *, pid: int | None = None) -> Cost:
     return Cost(wall_s, time.process_time() + (cpu_s(pid) if pid else 0.0) - before)
 
 
+def in_turn(names: list[str], number: int) -> list[str]:
+    """The same from another one on in each run, so that none always follows the same one."""
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
 def interleaved(
     works: Mapping[str, Work], *, runs: int, warm: int = 2, pid: int | None = None
 ) -> dict[str, list[Cost]]:
     """Costs of each work, run by run. Within a run the works take turns, each run begins with the next one, and the first runs do not count."""
     costs: dict[str, list[Cost]] = {name: [] for name in works}
-    names = list(works)
     for number in range(warm + runs):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(list(works), number):
             cost = cost_of(works[name](number), pid=pid)
             if number >= warm:
                 costs[name].append(cost)

@@ -239,6 +239,23 @@ async def test_system_gives_no_thread(
     await other.store.close(release=False)
 
 
+@pytest.mark.parametrize("is_failed", [False, True])
+async def test_a_probe_that_gets_no_thread_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_failed: bool
+) -> None:
+    """A probe for which the system gives no thread, of a store that failed or of one that did not, says so and is no other accident; the next one has the store serve again."""
+    if is_failed:
+        with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
+            await world.store.sync()
+    with monkeypatch.context() as short:
+        short.setattr(ThreadPoolExecutor, "submit", refuse_thread)
+        with pytest.raises(TierFailed, match="can't start new thread.*limit of threads"):
+            await world.store.probe()
+    await world.store.probe()
+    await world.store.sync()
+    assert await world.read([1]) == [content(1)]
+
+
 async def test_a_busy_thread_does_what_no_thread_was_begun_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that lay in the queue when the system gave no thread, and that a busy thread took from there, is one: nothing else writes the journal meanwhile, and what fails in it has failed."""
     real, is_in, go = OsFiles().sync_data, threading.Event(), threading.Event()

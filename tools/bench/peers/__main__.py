@@ -24,7 +24,7 @@ from tierd.client import Client
 from tierd.testing import Daemon
 from tools.bench.__main__ import title, write
 from tools.bench.data_plane import CONFIG, SHAPES, Bench
-from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, line_of, rates
+from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, in_turn, line_of, rates
 from tools.bench.peers.known import KNOWN
 from tools.bench.peers.picture import VERBS, draw, runs_of
 from tools.bench.rows import Row, row_of
@@ -130,9 +130,7 @@ def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, 
             "get_again": partial(remote.cost, "get", number - 2 * LAG),
             "tierd get_again": partial(cost_of, bench.get(number - 2 * LAG), pid=pid),
         }
-        names = list(works)
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(list(works), number):
             cost = works[name]()
             costs[name] += [cost] if number >= touched + WARM_RUNS else []
     return costs
