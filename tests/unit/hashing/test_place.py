@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -14,8 +14,6 @@ import pytest
 from tierd.hashing.place import lie_down_beside, processor_of
 
 MINE = sorted(os.sched_getaffinity(0))
-TRIES = 20
-"""The kernel may move a thread at any moment."""
 
 
 @contextmanager
@@ -33,15 +31,21 @@ def resident(processor: int) -> Iterator[int]:
 
 @pytest.mark.skipif(len(MINE) < 2, reason="there is one processor")
 @pytest.mark.parametrize("processor", MINE[:2])
-def test_it_lies_down_where_the_daemon_was(processor: int) -> None:
+def test_it_lies_down_where_the_daemon_was(processor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there, and may run wherever it might before."""
+    been: list[int] = []
+    bind = os.sched_setaffinity
+
+    def bind_and_look(process: int, processors: Iterable[int]) -> None:
+        """While it is bound: the kernel may move a thread that is not at any moment."""
+        bind(process, processors)
+        been.append(processor_of(threading.get_native_id()))
+
     with resident(processor) as daemon:
         assert processor_of(daemon) == processor
-        for _ in range(TRIES):
-            lie_down_beside(daemon)
-            if processor_of(threading.get_native_id()) == processor:
-                break
-        assert processor_of(threading.get_native_id()) == processor
+        monkeypatch.setattr(os, "sched_setaffinity", bind_and_look)
+        lie_down_beside(daemon)
+    assert been[0] == processor
     assert sorted(os.sched_getaffinity(0)) == MINE
 
 
