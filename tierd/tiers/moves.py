@@ -115,8 +115,8 @@ class Batch:
     def jobs(
         self, job: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int], *, depth: int
     ) -> list[_RunJob | VerifyJob]:
-        """One for each run of slots of these rows; and one that verifies those to be written whose tables are known, when the disk has what it can. classes: bytes of each one's slot; depth:
-        calls at the disk at one time."""
+        """One for each run of slots of these rows; and one that verifies those to be written whose tables are known, when the disk has what it can: their headers are made here, since for
+        many that takes no longer than for one. classes: bytes of each one's slot; depth: calls at the disk at one time."""
         names = rows.tolist()
         runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[job.kind])
         jobs: list[_RunJob | VerifyJob] = [
@@ -124,6 +124,7 @@ class Batch:
         ]
         self.unverified = [row for row in names if len(self.tables[row])]
         if self.unverified:
+            self.stamp(self.unverified)
             jobs.insert(depth, VerifyJob(self, list(self.unverified)))
         return jobs
 
@@ -238,7 +239,6 @@ class WriteRun(_RunJob):
                 good = self._hashed(unknown)
             if len(good) < len(unknown):
                 return self._one_by_one([row for row in rows if len(batch.tables[row])])
-        batch.stamp(rows)
         buffers = self._buffers(means.pool.zeros)
         with means.at_disk():
             file = means.find_file(run.segment, self.kind)
@@ -249,14 +249,16 @@ class WriteRun(_RunJob):
         return ()
 
     def _hashed(self, rows: Sequence[int]) -> list[int]:
-        """Those of rows whose bytes are theirs, with their tables in the batch."""
+        """Those of rows whose bytes are theirs, with their tables and headers in the batch."""
         batch = self._batch
         for row, table in zip(rows, batch.hash_rows(rows), strict=True):
             if table is None:
                 batch.statuses[row] = BlockStatus.CORRUPT
             elif len(table) <= TABLE_SLICES:
                 batch.tables[row] = table
-        return [row for row in rows if len(batch.tables[row])]
+        if good := [row for row in rows if len(batch.tables[row])]:
+            batch.stamp(good)
+        return good
 
 
 class VerifyJob:
