@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ BLOCKS = 8
 CONFIG = 'nvme = []\n[[host]]\ncapacity = "16 MiB"\nsegment = "4 MiB"\neviction = "lru"\n'
 """Room for two batches, and no more."""
 ROUNDS = 20
+SOON_S = 10.0
 
 
 @pytest.fixture
@@ -103,6 +105,19 @@ def test_a_mailbox_that_did_not_arrive_is_given_again(daemon: Daemon, monkeypatc
         assert put(client, 1) == get(client, 1) == BLOCKS
         assert session_of(client).mailbox.post([1 << 40]), "of no lease"
         await_nothing_held(daemon, "a get")
+
+
+def test_another_mailbox_takes_the_place_of_the_first(daemon: Daemon, client: Client) -> None:
+    """Who asks for a mailbox again gets one: what is in the first is heard, and that is closed."""
+    put(client, 1)
+    lease, session, first = client.acquire(opened(client), chain(1, BLOCKS)), session_of(client), mailbox_of(client)
+    first.send(struct.pack("<Q", lease.id))
+    session.mailbox.socket = None
+    session.line(timeout_s=SOON_S).close()
+    assert mailbox_of(client) is not first
+    await_nothing_held(daemon, "the first mailbox")
+    with pytest.raises(BrokenPipeError):
+        first.send(b"", socket.MSG_NOSIGNAL)
 
 
 def test_a_lease_that_is_kept_for_longer_ends_too(daemon: Daemon, client: Client) -> None:
