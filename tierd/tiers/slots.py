@@ -169,16 +169,14 @@ def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable]
 
 
 def fill_headers(headers: Headers, rows: Sequence[int], metas: StructArray, slices: Sequence[SliceTable]) -> None:
-    """Writes stamped META and slice tables into these rows of headers, the rest zero. It is quick for rows in a row with tables of one length."""
-    is_one_stretch = all(row == rows[0] + i for i, row in enumerate(rows)) and len(set(map(len, slices))) == 1
-    if not is_one_stretch and len(rows) > 1:
-        for i, row in enumerate(rows):
-            fill_headers(headers, [row], metas[i : i + 1], slices[i : i + 1])
-        return
-    filled, end = headers[rows[0] : rows[-1] + 1], META_BYTES + 8 * len(slices[0])
-    filled[:, :META_BYTES] = np.ascontiguousarray(metas).view(np.uint8).reshape(len(filled), META_BYTES)
-    filled[:, META_BYTES:end] = np.asarray(slices, "<u8").view(np.uint8)
-    filled[:, end:] = 0
+    """Writes stamped META and slice tables into these rows of headers, the rest zero: tables of one length at one time."""
+    lengths, own = np.array([len(table) for table in slices]), np.asarray(rows)
+    raw = np.ascontiguousarray(metas).view(np.uint8).reshape(len(metas), META_BYTES)
+    for length in set(lengths.tolist()):
+        alike, end = np.flatnonzero(lengths == length), META_BYTES + 8 * length
+        headers[own[alike], :META_BYTES] = raw[alike]
+        headers[own[alike], META_BYTES:end] = np.array([slices[i] for i in alike.tolist()], "<u8").view(np.uint8)
+        headers[own[alike], end:] = 0
 
 
 def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:
