@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tiers.store_world import CLASS_BYTES, extents_of, metas_of, tables_of
+from tierd.core.meta import META_BYTES
 from tierd.tiers import slots
 from tierd.tiers.files import OsFiles
 from tierd.tiers.slots import (
@@ -60,7 +61,7 @@ def test_header_comes_back() -> None:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_each_header_is_its_blocks_own_in_whatever_order_they_lie(alike: bool) -> None:
-    """Rows of a batch that lie in any order on the disk get their own records and tables, and no other row's header changes."""
+    """Rows of a batch that lie in any order on the disk get their own records and tables and nothing else, and no other row's header changes."""
     for rows in map(list, permutations(range(1, 5))):
         keys, extents = [row + 10 for row in rows], extents_of(1, rows, generation=1)
         tables = [np.arange(3 if alike else row, dtype=np.uint64) + np.uint64(row) for row in rows]
@@ -69,6 +70,7 @@ def test_each_header_is_its_blocks_own_in_whatever_order_they_lie(alike: bool) -
         metas, found = read_tables(area[rows])
         assert [table is not None and table.tolist() for table in found] == [table.tolist() for table in tables]
         assert matches(metas, metas_of(keys), extents, store=STORE).all()
+        assert not any(area[row, META_BYTES + table.nbytes :].any() for row, table in zip(rows, tables, strict=True))
         assert (area[[0, 5]] == 0xFF).all()
 
 
