@@ -35,6 +35,8 @@ Words = NDArray[np.uint64]
 
 ID_LIMIT = (1 << 31) - 1
 """Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
+ABOVE_LIMIT = 1 << 12
+"""Blocks above those of a call that it reaches. What is farther up no tier gives up before what is below it, however cold it looks (coldest.py)."""
 STRIDE = 1 << 16
 """Rows of a few columns that the processor's caches hold."""
 NAME = np.dtype([("namespace", "<u4"), ("hash", "u1", (HASH_BYTES,))])
@@ -204,12 +206,12 @@ class Blocks:
         return ids
 
     def ancestors(self, ids: Ids) -> Ids:
-        """The blocks before these, nearest first, each once and none of these."""
-        parents, seen, out = self.parent[ids], set(ids.tolist()), []
+        """The blocks before these, nearest first, each once and none of these; ABOVE_LIMIT at most."""
+        parents, seen, out = self.parent[ids], set(ids.tolist()), list[int]()
         parent = self.parent.data  # an element of it costs a third of one of the array
         for start in dict.fromkeys(parents[parents >= 0].tolist()):
             above = start
-            while above >= 0 and above not in seen:
+            while above >= 0 and above not in seen and len(out) < ABOVE_LIMIT:
                 seen.add(above)
                 out.append(above)
                 above = parent[above]

@@ -15,7 +15,6 @@ from tierd.core.draft import Draft
 from tierd.core.gets import Gets
 from tierd.core.index import Index
 from tierd.core.leases import BUSY, GONE, OPEN, Commit, Reservation, Sessions
-from tierd.core.lineage import Lineage
 from tierd.core.meta import picked
 from tierd.core.model import UNVERIFIED, BlockStatus, Reason
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids
@@ -30,7 +29,6 @@ class Commits:
 
     def __init__(self, index: Index, sessions: Sessions, gets: Gets, aside: Aside, *, dead: set[int]) -> None:
         self._index, self._sessions, self._gets, self._aside, self._dead = index, sessions, gets, aside, dead
-        self._lineage = Lineage(index.blocks)
 
     def is_new(self, committing: Committing) -> bool:
         """Whether no name of it is known, or comes twice, and no namespace was forgotten: then `finish` gives each block, if all are ok, the page that it was written to."""
@@ -72,7 +70,7 @@ class Commits:
     def _publish(self, commit: Commit, where: Where, *, draft: Draft) -> tuple[Ids, Codes]:
         """New names get their pages; the ids of all names, and READY or EXISTS of each.
 
-        A commit uses the blocks before it too: they are touched after it, so that a chain which grows piece by piece still loses its tail first.
+        A commit uses the blocks before it too, as far as ABOVE_LIMIT: they are touched after it, as a get of the whole chain would touch them.
         """
         metas = commit.metas
         names = commit.names or self._index.blocks.keyed(names_of(metas))
@@ -101,7 +99,7 @@ class Commits:
             self._index.attach(tier, pages[::-1], ids[part][::-1], draft.now)
             self._index.publish(tier, pages)
         self._index.note_use(ids[::-1], draft.now)
-        before = self._lineage.before(ids)
+        before = self._index.blocks.ancestors(ids)
         for tier in self._index.serving():
             self._index.touch(tier, before, draft.now)
         self._aside.count_off(commit.reservation, commit.rows[rows])

@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tierd.core.coldest import MOST_REACH
 from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.model import Reason
 from tierd.core.plan import Bools, Ids
 from tierd.core.planner import Planner, Where
-from tierd.core.room import MOST_REACH
 from tierd.core.segment import Key, Usage
 from tierd.core.sets import kinds, true_rows
 from tierd.core.unsaved import Unsaved
@@ -90,11 +90,11 @@ class Demotion:
         over = pages_of.staying_bytes - self._rest_bytes(tier)
         if not pages_of.spec.headroom_bytes or over <= 0 or self._going(tier)[WHOLE]:
             return
-        victims = self._room.coldest(tier, self._count(tier, over))
+        victims = self._room.coldest.find(tier, self._count(tier, over))
         sizes = np.cumsum(self._sizes(tier, victims))
         victims = victims[: int(np.searchsorted(sizes, over)) + 1]
         safe = ~self._unsaved.is_dirty(tier, victims) | ~self._has_place(tier, victims)
-        self._room.drop(tier, self._room.tails_first(tier, victims[safe]), draft)
+        self._room.drop(tier, self._room.coldest.tails_first(tier, victims[safe]), draft)
 
     def _drain(self, tier: int, allowance: Allowance, draft: Draft) -> None:
         """Sends as many victims that deserve a write as are allowed, past those that do not."""
@@ -119,7 +119,7 @@ class Demotion:
         excess = self._excess(tier)
         if not excess:
             return no_ids()
-        victims = self._room.coldest(tier, self._reach(tier, excess))
+        victims = self._room.coldest.find(tier, self._reach(tier, excess))
         sizes, dirty = self._sizes(tier, victims), self._unsaved.is_dirty(tier, victims)
         dirty[dirty] = self._has_place(tier, victims[dirty])
         wanted = np.zeros(len(victims), bool)

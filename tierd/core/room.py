@@ -9,18 +9,18 @@ Purpose: which page is given, and what leaves for it. Non-purpose: what the page
 5. with sealed puts one that is empty only since then: who puts in a row finds what he wrote to before, and no new file is made for what is sealed.
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
-Coldest first, but children before their parents: a candidate that still has children in the tier waits for them. Only when everything
-that may go, or is of any use, is held back by children that may not (pinned tails), the coldest goes all the same. Emptying a segment can break a chain too;
-the rest serves again once the missing block is written again.
+What is coldest is for `coldest.py` to say: children before their parents. Only when everything that may go, or is of any use, is held back by children that
+may not (pinned tails), the coldest goes all the same. Emptying a segment can break a chain too; the rest serves again once the missing block is written again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from tierd.core.admission import Verdict
+from tierd.core.coldest import MOST_REACH, Coldest
 from tierd.core.draft import Draft, no_ids
 from tierd.core.exchange import is_exchangeable
 from tierd.core.index import Index
@@ -32,8 +32,10 @@ from tierd.core.sets import among, every, kinds, some, true_rows
 
 STAY_S = 1.0
 """As long as two puts count as in a row."""
-MOST_REACH = 4096
-"""How many of the coldest are looked at, at first, for blocks of the right key before a whole segment of another is given up."""
+FAR_REACH = 1 << 15
+"""How many of the coldest are looked at before there is no room: that takes some 10 ms."""
+MANY_PAGES = 1 << 20
+"""In a tier of more pages the first look decides."""
 
 
 class Room:
@@ -41,6 +43,7 @@ class Room:
 
     def __init__(self, index: Index, *, first_segment: int, domains: Mapping[int, int]) -> None:
         self._index = index
+        self.coldest = Coldest(index)
         self._domains = domains
         self.next_segment = first_segment
 
@@ -63,36 +66,6 @@ class Room:
             missing -= len(got[-1])
         return np.concatenate(got) if len(got) > 1 else got[0]
 
-    def coldest(self, tier: int, count: int, *, leaves: int = 1) -> Ids:
-        """Up to `count` blocks that may leave now, in the order in which they should.
-
-        leaves: how many to name when the coldest all wait for children; few, because the next leaf of a cold chain is often its own parent.
-        """
-        index = self._index
-        count = min(count, index.going[tier])
-        if count <= 0:
-            return no_ids()
-        ready, victims = no_ids(), no_ids()
-        for asked in self._asked(tier, count):
-            found = index.policies[tier].victims(asked, index.held[tier])
-            assert found is not None and len(found) == asked, "the policy lost count of what it tracks"
-            victims = found if asked == count else victims
-            ready = self.tails_first(tier, found)[:count]
-            if len(ready) == count:
-                break
-        if len(ready) == 0:
-            tips = index.policies[tier].victims(min(leaves, index.tips[tier]), index.barred[tier])
-            ready = victims if tips is None or len(tips) == 0 else self._upward(tier, tips, victims)
-        return ready
-
-    def _asked(self, tier: int, count: int) -> Iterator[int]:
-        """How many to ask for: `count`, then more, since some wait for children worth more than they."""
-        most = min(max(count, MOST_REACH), self._index.going[tier])
-        while count < most:
-            yield count
-            count *= 4
-        yield min(count, most)
-
     def drop(self, tier: int, blocks: Ids, draft: Draft) -> None:
         """Frees the blocks' pages: DEMOTED where a farther tier holds them, else EVICTED.
 
@@ -111,29 +84,6 @@ class Room:
             return np.zeros(len(blocks), bool)
         return np.asarray((self._index.nearest(blocks, farther) >= 0) & self._index.blocks.named[blocks], bool)
 
-    def tails_first(self, tier: int, victims: Ids) -> Ids:
-        """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""
-        blocks = self._index.blocks
-        children = self._index.children[tier][victims]
-        strict = (children > 0) & ~blocks.lax[victims]
-        if not some(strict):
-            return victims
-        parents = blocks.parent[victims]
-        if not strict[0] and every(((parents[:-1] == victims[1:]) & (children[1:] == 1)) | ~strict[1:]):
-            return victims  # each comes right after its only child, as a policy that goes by uses has them
-        order, rows = np.argsort(victims), np.arange(len(victims))
-        at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
-        kin = victims[at] == parents
-        waits = np.append(strict & (np.bincount(at[kin], minlength=len(victims)) != children), True)
-        above = np.append(np.where(kin & strict[at], at, len(victims)), len(victims))
-        leap = above
-        while not waits[above[waits]].all():  # who waits keeps all above it waiting: 1 step up, then 2, 4, 8, ...
-            waits[leap[waits]] = True
-            leap = leap[leap]
-        if (above[:-1] < rows).any():
-            rows = np.lexsort((-blocks.position[victims].astype(np.int64), _turns(above)))
-        return np.asarray(victims[rows[~waits[rows]]], np.int64)
-
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
         places = self._places(tier, victims)
@@ -144,20 +94,6 @@ class Room:
     def is_beside(self, tier: int, victims: Ids, block: int) -> Bools:
         """Which of the victims lie in the same segment as the block."""
         return np.asarray(self._places(tier, victims) == self._places(tier, np.array([block]))[0], bool)
-
-    def _upward(self, tier: int, tips: Ids, victims: Ids) -> Ids:
-        """The tips; a single one with what is above it, as far as only that keeps one of the victims waiting, and no more than there are victims."""
-        if len(tips) != 1:
-            return tips
-        index, cold = self._index, set(victims.tolist())
-        path, good = [int(tips[0])], 1
-        while len(path) < len(victims):
-            above = int(index.blocks.parent[path[-1]])
-            if above < 0 or index.held[tier][above] or index.children[tier][above] != 1:
-                break
-            path.append(above)
-            good = len(path) if above in cold else good
-        return np.asarray(path[:good], np.int64)
 
     def _begin(self, tier: int, key: Key, draft: Draft, *, idle_s: float) -> bool:
         """A vacant place begins a life, or one that has been empty for so long, or holds little but what is quarantined. False: there is none."""
@@ -171,27 +107,29 @@ class Room:
     def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> Ids | None:
         """Drops up to `count` cold blocks of the key, or empties one segment. The pages that the key has got by it already, reserved: not all. None: nothing may leave."""
         pages_of = self._index.tiers[tier]
-        victims = self.coldest(tier, count)
+        victims = self.coldest.find(tier, count)
         right = self.is_right(tier, victims, key)
         if len(victims) and right[0]:
             return self._exchange(tier, victims if every(right) else victims[: int(np.argmin(right))], draft)
         reach = min(max(count, pages_of.spec.segment_bytes // key.class_bytes), MOST_REACH)
-        leaves = 1
         while True:
-            victims = self.coldest(tier, reach, leaves=leaves)
-            if self._empty_colder(tier, victims, key, draft) or self._drop_right(tier, victims, key, count, draft):
+            victims = self.coldest.find(tier, reach)
+            if self._empty_colder(tier, victims, key, count, draft):
                 return no_ids()
-            if self._empty_coldest(tier, victims, key, draft):
+            if self._drop_right(tier, victims, key, count, draft) or self._empty_coldest(tier, victims, key, draft):
                 return no_ids()
-            if leaves == 1 and not self._may_find(tier, key):
-                return None
-            if leaves >= self._index.going[tier]:
+            if reach >= self._index.going[tier]:
                 return no_ids() if self._break_chain(tier, key, count, draft) else None
-            reach = leaves = 2 * reach
+            if reach >= FAR_REACH or not self._may_find(tier, key):
+                return None
+            reach = FAR_REACH
 
     def _may_find(self, tier: int, key: Key) -> bool:
-        """Whether it is worth while to look at more than the coldest: something in the key's segments may go, or all of another segment. Each page is looked at once."""
+        """Whether it is worth while to look at more than the coldest: something in the key's segments may go, or all of another segment. Not in a tier of many pages,
+        all of which it would look at."""
         pages_of, held = self._index.tiers[tier], self._index.held[tier]
+        if pages_of.top > MANY_PAGES:
+            return False
         pages = true_rows(~among(pages_of.state[: pages_of.top], (PageState.FREE, PageState.QUARANTINED)))
         blocks, places = pages_of.block[pages], pages_of.place[pages]
         stays = (blocks < 0) | (pages_of.doom[pages] > 0) | held[blocks]
@@ -229,24 +167,27 @@ class Room:
         index.evictions[tier] += len(blocks)
         return kept
 
-    def _empty_colder(self, tier: int, victims: Ids, key: Key, draft: Draft) -> bool:
-        """Empties a segment of another key of which half or more is colder than whatever the key has. False: there is none."""
+    def _empty_colder(self, tier: int, victims: Ids, key: Key, count: int, draft: Draft) -> bool:
+        """Empties segments of other keys of which half or more is colder than whatever the key has, as many as `count` pages take. False: there is none."""
         if len(victims) == 0 or not self._has_ids(tier, key):
             return False
         right = self.is_right(tier, victims, key)
         colder = victims[: int(np.argmax(np.append(right, True)))]
         places, counts = np.unique(self._places(tier, colder), return_counts=True)
-        for row in np.argsort(-counts, kind="stable").tolist():
+        wanted = emptied = -(-count * key.class_bytes // self._index.tiers[tier].spec.segment_bytes)
+        for row in np.argsort(-counts, kind="stable").tolist() if len(places) else ():
             segment = self._index.tiers[tier].segments[int(places[row])]
             if segment is not None and 2 * counts[row] >= segment.pages - segment.spare:
-                return self._empty(tier, int(places[row]), draft)
-        return False
+                wanted -= self._empty(tier, int(places[row]), draft)
+            if wanted <= 0:
+                break
+        return wanted < emptied
 
     def _drop_right(self, tier: int, victims: Ids, key: Key, count: int, draft: Draft) -> bool:
         """Drops up to `count` of the victims that lie in segments of the key. False: none does."""
         mine = victims[self.is_right(tier, victims, key)]
         if len(mine):
-            mine = self.tails_first(tier, mine)[:count]
+            mine = self.coldest.tails_first(tier, mine)[:count]
             self.drop(tier, mine, draft)
         return len(mine) > 0
 
@@ -288,14 +229,3 @@ class Room:
         self.drop(tier, blocks, draft)
         pages_of.vacate_idle(place)
         return True
-
-
-def _turns(above: Ids) -> Ids:
-    """Of rows of a forest, the greatest number among a row and all below it. above: the row of each one's parent, or the number of rows; that one has none."""
-    turns, leap = np.append(np.arange(len(above) - 1), -1), above
-    for _ in range(len(above).bit_length()):
-        np.maximum.at(turns, leap, turns.copy())
-        leap = leap[leap]
-        if (leap == len(above) - 1).all():
-            break
-    return turns[:-1]

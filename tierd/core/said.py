@@ -4,7 +4,8 @@ Purpose: these words as arrays, and which of two holds. Non-purpose: who leaves 
 where nothing was said; and an end, uint32: Unix time in whole seconds, 0 for never. Where nothing was said, or what was said has run out, the word is PRIORITY_DEFAULT for good.
 Of two words the one of the greater priority holds, of equal ones the one that ends later: what one client wants kept no other can give up.
 
-What is said of a block is said of those before it too, without which it cannot be used, unless its chain need not keep its head.
+What is said of a block is said of ABOVE_LIMIT before it too, without which it cannot be used, unless its chain need not keep its head. Those farther up
+stay for as long as those do (coldest.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
+from tierd.core.blocks import ABOVE_LIMIT, Blocks
 from tierd.core.draft import no_ids
 from tierd.core.model import PRIORITY_DEFAULT, StructArray
 from tierd.core.plan import Bools, Bytes, Ids, Lengths
@@ -108,22 +109,24 @@ def raise_before(blocks: Blocks, ids: Ids, time_s: float) -> Ids:
     ids = ids[(blocks.parent[ids] >= 0) & ~blocks.lax[ids] & Said.of_blocks(blocks, ids).hold(time_s)]
     ranks = Said.of_blocks(blocks, ids).ranks(time_s)
     less = ranks > Said.of_blocks(blocks, blocks.parent[ids].astype(np.int64)).ranks(time_s)
-    lifted = [no_ids()]
+    lifted, left = [no_ids()], ABOVE_LIMIT
     # The greatest first: so every block is written once, however many follow it.
     for row in np.flatnonzero(less)[np.argsort(-ranks[less], kind="stable")].tolist():
-        lifted += _raise_above(blocks, int(ids[row]), int(ranks[row]), time_s)
+        lifted += _raise_above(blocks, int(ids[row]), int(ranks[row]), time_s, most=left)
+        left = ABOVE_LIMIT - sum(map(len, lifted))
     return in_order(np.concatenate(lifted))  # clients may say that blocks follow one another in a circle
 
 
-def _raise_above(blocks: Blocks, start: int, rank: int, time_s: float) -> list[Ids]:
-    """Gives the word of a block to those before it, as far as theirs are less. These, nearest first."""
+def _raise_above(blocks: Blocks, start: int, rank: int, time_s: float, *, most: int) -> list[Ids]:
+    """Gives the word of a block to those before it, as far as theirs are less, and to so many at most. These, nearest first."""
     above, limit, out = int(blocks.parent[start]), FIRST_LOOK, list[Ids]()
-    while above >= 0 and _rank(blocks, above, time_s) < rank:
-        part = blocks.upwards(above, limit)
+    while above >= 0 and most > 0 and _rank(blocks, above, time_s) < rank:
+        part = blocks.upwards(above, min(limit, most))
         more = np.flatnonzero(Said.of_blocks(blocks, part).ranks(time_s) >= rank)
         part = part[: more[0]] if len(more) else part
         blocks.priority[part], blocks.until_s[part] = blocks.priority[start], blocks.until_s[start]
         out.append(part)
+        most -= len(part)
         above, limit = int(blocks.parent[part[-1]]), 4 * limit
     return out
 

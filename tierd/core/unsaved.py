@@ -13,11 +13,11 @@ from collections.abc import Callable
 import numpy as np
 
 from tierd.core.admission import Verdict
+from tierd.core.coldest import MOST_REACH
 from tierd.core.draft import no_ids
 from tierd.core.index import Index
 from tierd.core.model import NO_PAGE
 from tierd.core.plan import Bools, Ids
-from tierd.core.room import MOST_REACH
 
 SAMPLE = 4096
 """Pages looked at to say what share of a tier is unsaved: to two hundredths."""

@@ -158,6 +158,6 @@ def test_a_head_waits_for_a_child_that_stays() -> None:
     kit.put(a[:2])
     kit.put(a[[0, 2]])
     head, one, other = kit.ids(a).tolist()
-    tails_first = kit.core._planner.room.tails_first
+    tails_first = kit.core._planner.room.coldest.tails_first
     assert tails_first(0, np.asarray([one, head])).tolist() == [one]
     assert tails_first(0, np.asarray([one, other, head])).tolist() == [one, other, head]

@@ -215,4 +215,4 @@ def test_a_head_goes_after_all_that_hangs_on_it(seed: int) -> None:
         if not free:
             break
         ready.append(free[0])
-    assert kit.core._planner.room.tails_first(0, victims).tolist() == ready
+    assert kit.core._planner.room.coldest.tails_first(0, victims).tolist() == ready
