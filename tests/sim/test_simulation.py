@@ -22,6 +22,8 @@ SEEDS = count(test=100, nightly=2_000, weekly=10_000)
 FIRST = int(os.environ.get("SIM_SEED", "0"))
 TIMES_REAL = 200
 """Virtual seconds for each second of CPU that are meant; reported, and asserted with tenfold slack."""
+LONG_DEPTH = 1024 if DEPTH == "test" else 8192
+"""Blocks of long chains."""
 LEAST_HITS = 100
 """Of each fault in a night."""
 
@@ -59,6 +61,13 @@ def test_no_promise_is_broken(results: list[Result]) -> None:
     if len(results) > 1:
         assert counts["blocks read"] > 10 * len(results)
         assert counts["durable checked"] > 10 * len(results)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(count(test=1, nightly=8, weekly=40)))
+def test_long_chains_keep_every_promise(seed: int) -> None:
+    """The same with chains of 16,384 tokens, at night of 131,072, each as long as a segment, and a call for all of it."""
+    assert run(write(seed, depth=LONG_DEPTH)).violations == []
 
 
 def test_a_reader_of_an_ended_epoch_keeps_its_page_over_a_restart() -> None:

@@ -46,6 +46,7 @@ ROWS = {
     },
     "demotion": {"get_while_demoting"},
     "size": {"put_at_100K", "get_at_100K", "lookup_at_100K"},
+    "chains": {f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (64, 1024)},
     "clients": {"clients_4", "lookups_4"},  # sixteen and sixty-four only at full size
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},
@@ -54,6 +55,7 @@ ROWS = {
 LIMIT_S = 600
 """A suite takes seconds; a machine that does much else may take long."""
 FULL_ONLY = {
+    *(f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (8192, 65_536)),
     *("clients_16", "clients_64", "lookups_16", "lookups_64"),
     *("put_at_10M", "get_at_10M", "lookup_at_10M", "start_10m", "start_10m_serves", "start_10m_memory"),
 }

@@ -24,7 +24,7 @@ from tierd.cache.counting import count_reserved, count_served, count_used
 from tierd.cache.events import Event
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
-from tierd.cache.holdings import Holdings
+from tierd.cache.holdings import STEP_PAGES, Holdings
 from tierd.cache.lease import NOTHING, Lease, Preview
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
@@ -128,9 +128,8 @@ class Cache:
 
     def restore_session(self, former: FormerHolder) -> None:
         """A session of a former daemon whose process still lives: its pages stay its own until the process is gone."""
-        taken = self.core.restore(
-            former.holder.session, pinned=former.leased, reserved=former.reserved, now=self.clock.now()
-        )
+        session, now = former.holder.session, self.clock.now()
+        taken = self.core.restore(session, pinned=former.leased, reserved=former.reserved, now=now)
         self._holdings.keep(former, leased=taken.pinned, reserved=taken.reserved)
 
     def stop_session(self, session: int) -> None:
@@ -142,17 +141,20 @@ class Cache:
     def leave_session(self, session: int) -> None:
         """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
         self.stop_session(session)
-        self._give_back(session, self._holdings.numbers(session, HoldKind.LEASE))
-        for reservation in self._holdings.numbers(session, HoldKind.RESERVATION):
-            self.abort(session, reservation)
-        self._holdings.end(session)
+        if self._holdings.return_some(session, self._give_back, self.abort):
+            asyncio.get_running_loop().call_soon(self.leave_session, session)
+        else:
+            self._holdings.end(session)
 
     def end_session(self, session: int, *, into: int = 0) -> None:
-        """Its process is gone: everything that it held comes back. Safe to call twice.
+        """Its process is gone: everything that it held comes back, in steps if that is much. Safe to call twice.
 
         into: the process lives and has left both; this other session of it stands for what the two have mapped.
         """
         self.stop_session(session)
+        if self._holdings.return_some(session, self._give_back, self.abort, beyond=STEP_PAGES):
+            asyncio.get_running_loop().call_soon(partial(self.end_session, session, into=into))
+            return
         failpoint("cache.end.before_return")
         self.flights.start(self.core.end_session(session, now=self.clock.now(), into=into))
         self._holdings.end(session)
@@ -424,10 +426,8 @@ class Cache:
         finally:
             if not query.keep_open:
                 self.ahead.drop(session, committing.reservation)  # of what was said while this was hashing
-            reservation = (session, HoldKind.RESERVATION, committing.reservation)
-            self._holdings.drop(
-                reservation, only=committing.indices[held].astype(np.int64) if query.keep_open else None
-            )
+            rest = committing.indices[held].astype(np.int64) if query.keep_open else None
+            self._holdings.drop((session, HoldKind.RESERVATION, committing.reservation), only=rest)
         return committed
 
     async def _without_bad(self, committed: Committed, session: int) -> Committed:

@@ -7,7 +7,7 @@ itself (tiers/holds.py), what may be held (core). Invariant: whatever is here, i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,8 @@ HOLDS_LIMIT = 16_384
 """Leases and reservations of one session at one time."""
 HELD_PAGES_LIMIT = 1 << 22
 """Of their pages, as often as they name them: some 100 bytes of the daemon's memory each. 512 leases of 131,072 tokens have as many."""
+STEP_PAGES = 1 << 16
+"""Of pages that a session which ends gives back in one step: some 5 ms."""
 Key = tuple[int, HoldKind, int]
 """Session, kind, number of the lease or reservation."""
 
@@ -44,9 +46,26 @@ class Holdings:
         self._rows = {key: rows for key, rows in self._rows.items() if key[0] != session}
         del self._held[session], self._pages[session]
 
-    def numbers(self, session: int, kind: HoldKind) -> list[int]:
-        """Of the session's leases or reservations."""
-        return [number for owner, of_kind, number in self._rows if (owner, of_kind) == (session, kind)]
+    def return_some(
+        self,
+        session: int,
+        give_back: Callable[[int, Sequence[int]], None],
+        abort: Callable[[int, int], None],
+        *,
+        beyond: int = 0,
+    ) -> bool:
+        """If the session holds more than `beyond` pages, leases and reservations of STEP_PAGES end. Whether it still does: then the rest is for the next step."""
+        keys, pages = list[Key](), 0
+        for key, (at, _) in self._rows.items() if self._pages[session] > beyond else ():
+            if key[0] == session and pages < STEP_PAGES:
+                keys.append(key)
+                pages += len(at)
+        if leases := [number for _, kind, number in keys if kind is HoldKind.LEASE]:
+            give_back(session, leases)
+        for _, kind, number in keys:
+            if kind is HoldKind.RESERVATION:
+                abort(session, number)
+        return self._pages[session] > beyond
 
     def keep(self, former: FormerHolder, *, leased: Bools, reserved: Bools) -> None:
         """Of a former daemon's session only these rows stand for something; they go with the session."""

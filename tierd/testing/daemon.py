@@ -26,6 +26,8 @@ from tierd.errors import Unavailable
 from tierd.testing.faults import Faults
 
 READY_TIMEOUT_S = 60.0
+STALLED = "event loop not turning"
+"""What the daemon's log says then."""
 STOP_TIMEOUT_S = 30.0
 
 SMALL = """\
@@ -69,7 +71,7 @@ class Process(Protocol):
 
 
 class Daemon:
-    """`with Daemon() as daemon: Client(daemon.target)`.
+    """`with Daemon() as daemon: Client(daemon.target)`. A daemon whose event loop stood still fails the test, unless `may_stall` is set.
 
     config: TOML; "{root}" in it becomes the daemon's directory. root: where runtime, state and arena go (None: a temporary
     directory, removed in the end). env: added to the environment. faults: it serves a socket on which its fault points can be armed.
@@ -95,6 +97,7 @@ class Daemon:
         if faults:
             self._env["TIERD_FAILPOINT_SOCKET"] = str(self.root / "faults.sock")
         self._process: Process | None = None
+        self.may_stall = False
 
     @property
     def target(self) -> str:
@@ -195,9 +198,13 @@ class Daemon:
                 self.stop()
             if self._process.poll() is None:
                 self.kill()
+        stalled = STALLED in self.log and not self.may_stall
+        told = self.log if stalled else ""
         shutil.rmtree(self._arena, ignore_errors=True)
         if self._own_root:
             shutil.rmtree(self.root, ignore_errors=True)
+        if stalled and kind is None:
+            raise AssertionError(f"the daemon's {STALLED}:\n{told[told.index(STALLED) - 200 :][:8000]}")
 
     def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
         """`tierd` with these arguments, its output to the descriptor."""

@@ -25,6 +25,7 @@ from tierd.errors import Unsupported
 from tools.bench import (
     awaited,
     calls,
+    chains,
     clients,
     daemon_start,
     data_plane,
@@ -51,6 +52,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "remote": remote.rows,
     "demotion": demotion.rows,
     "size": size.rows,
+    "chains": chains.rows,
     "clients": clients.rows,
     "idle": idle.rows,
     "daemon_start": daemon_start.rows,

@@ -72,6 +72,9 @@ PROMISES = {
     "record_acquire_32": _at_least(0.98),
     "record_acquire_256": _at_least(0.98),
     # Of what stands in the row's limit.
+    **{f"chain_cost_{length}": _at_most(1.5) for length in (64, 1024, 8192, 65_536)},
+    **{f"chain_step_{length}": _at_most(1.0) for length in (64, 1024, 8192, 65_536)},
+    **{f"chain_wait_{length}": _at_most(1.0) for length in (64, 1024, 8192, 65_536)},
     "idle_cpu": _at_most(1.0),
     "idle_memory": _at_most(1.0, 100 / 150),
     "daemon_start_100k": _at_most(1.0),

@@ -27,6 +27,8 @@ from tierd.policies.admission.steering import Steering
 
 FLOOR = 0.2
 """A chance below it is worth no write on any drive: on the developers' traces such blocks cost more hits by what they displace than they bring."""
+BEFORE_LIMIT = 1 << 14
+"""Blocks before one that are counted up. A block with more of them to be paid is not paid: it waits until the head of its chain is written."""
 PROMISES = 65536
 """Names of parents that are remembered, the latest: as many chains on their way out at one time."""
 
@@ -40,7 +42,7 @@ class Learned(Gate):
         self._promised: dict[int, None] = {}
         self._owed_bytes = 0.0
         self._due_bytes: dict[int, int] = {}
-        self._costs: dict[int, int] = {}  # by block id, what it and all before it cost; of one call
+        self._costs: dict[int, float] = {}  # by block id, what it and all before it cost; of one call
         self._left_bytes, self._moment = 0.0, -math.inf
 
     def price(self) -> float:
@@ -112,11 +114,11 @@ class Learned(Gate):
             self._costs.clear()
         return True
 
-    def _cost_before(self, block: int) -> int:
+    def _cost_before(self, block: int) -> float:
         """Bytes to be paid for what is before the block. Known of every block on the way from then on: a chain that cannot be paid is walked once."""
         before = self._missing_before(block, known=self._costs)
         above = int(self._blocks.parent[before[-1] if len(before) else block])
-        cost = self._costs.get(above, 0)
+        cost = math.inf if len(before) >= BEFORE_LIMIT else self._costs.get(above, 0)
         rows = zip(
             before.tolist(), names_of(self._blocks, before).tolist(), self._blocks.length[before].tolist(), strict=True
         )
@@ -126,11 +128,13 @@ class Learned(Gate):
         return cost
 
     def _missing_before(self, block: int, known: Container[int] = ()) -> Ids:
-        """What must be written before the block is of use: the blocks before it, up to one that a store has, or is known. Each once: parents are
-        what clients say, and may go round."""
-        parent, kept = self._blocks.parent, self._blocks.kept
-        above, found = int(parent[block]), dict.fromkeys((block,))
+        """What must be written before the block is of use: the blocks before it, up to one that a store has, or is known, BEFORE_LIMIT at most. Each once: parents
+        are what clients say, and may go round."""
+        parent, kept = self._blocks.parent.data, self._blocks.kept.data
+        above, found = parent[block], dict.fromkeys((block,))
         while above >= 0 and not kept[above] and above not in found and above not in known:
+            if len(found) > BEFORE_LIMIT:
+                break
             found[above] = None
-            above = int(parent[above])
+            above = parent[above]
         return np.fromiter(found, np.int64, len(found))[1:]

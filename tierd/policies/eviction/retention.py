@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from tierd.core.columns import runs
 from tierd.core.eviction import Ids, Mask
 
+DUE_LIMIT = 8192
+"""Blocks, or those of one note, whose time has run out that are given out at once; the others are still due."""
 _SPARE = 4096
 """Notes above twice what there can be before those that are no longer right are dropped."""
 
@@ -41,11 +43,14 @@ class Ends:
         self._size += len(blocks)
 
     def due(self, time_s: float) -> Ids:
-        """The blocks noted for up to this time, which are forgotten here."""
-        found = [np.zeros(0, np.int32)]
-        while self._seconds and self._seconds[0] <= time_s:
-            found += self._at.pop(heapq.heappop(self._seconds))
-        self._size -= sum(len(part) for part in found)
+        """The blocks noted for up to this time, some DUE_LIMIT of them, which are forgotten here."""
+        found, count = [np.zeros(0, np.int32)], 0
+        while self._seconds and self._seconds[0] <= time_s and count < DUE_LIMIT:
+            found.append(self._at[self._seconds[0]].pop())
+            count += len(found[-1])
+            if not self._at[self._seconds[0]]:
+                del self._at[heapq.heappop(self._seconds)]
+        self._size -= count
         return np.unique(np.concatenate(found)).astype(np.int64) if len(found) > 1 else found[0].astype(np.int64)
 
     def trim(self, most: int, is_right: Callable[[Ids, int], Mask]) -> None:

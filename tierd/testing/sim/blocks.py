@@ -20,15 +20,15 @@ from tierd.testing.sim.arena import Segment
 from tierd.testing.sim.oracle import Key, bytes_of
 
 TOKENS = 16
-CHAINS, DEPTH = 3, 8
+CHAINS = 3
 SHORT_TAIL = 3
 """Every so many-th chain ends in a short block."""
 
 
 @cache
-def hashes_of(number: int) -> StructArray:
-    """uint8 [DEPTH, 32] of a chain, not to be written."""
-    return chain(number, DEPTH)
+def hashes_of(number: int, depth: int) -> StructArray:
+    """uint8 [depth, 32] of a chain, not to be written."""
+    return chain(number, depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,19 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Numbers first to stop - 1 of a chain, in a namespace."""
+    """Numbers first to stop - 1 of a chain of depth blocks, in a namespace."""
 
     namespace: int
     chain: int
     first: int
     stop: int
+    depth: int
     block_bytes: int
 
     @property
     def hashes(self) -> StructArray:
         """uint8 [blocks, 32], from the chain's first to the last of these."""
-        return hashes_of(self.chain)[: self.stop]
+        return hashes_of(self.chain, self.depth)[: self.stop]
 
     def key(self, number: int) -> Key:
         """Of a block of the chain."""
@@ -86,7 +87,7 @@ class Blocks:
 
     def tokens(self, number: int) -> int:
         """Of a block."""
-        return 7 if number == DEPTH - 1 and self.chain % SHORT_TAIL == 0 else TOKENS
+        return 7 if number == self.depth - 1 and self.chain % SHORT_TAIL == 0 else TOKENS
 
     def length(self, number: int) -> int:
         """Of a block, bytes."""

@@ -31,7 +31,7 @@ from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavaila
 from tierd.server import wire
 from tierd.server.assembly import Assembly
 from tierd.testing.sim.arena import Segment
-from tierd.testing.sim.blocks import CHAINS, DEPTH, TOKENS, Blocks, Page
+from tierd.testing.sim.blocks import CHAINS, TOKENS, Blocks, Page
 from tierd.testing.sim.daemon import SimDaemon
 from tierd.testing.sim.oracle import Key
 from tierd.tiers.holds import Holder, read_boot_id
@@ -144,8 +144,10 @@ class Client:
         """Some blocks of some chain. whole: from its beginning on."""
         namespace = await self.namespace(held, rng.choice(("m0", "m0", "m1")))
         first = 0 if whole else rng.choice((0, 0, 0, 2, 4))
-        stop = rng.randint(first + 1, DEPTH)
-        return Blocks(namespace.id, rng.choice((0, 0, *range(CHAINS))), first, stop, self.world.machine.block_bytes)
+        machine = self.world.machine
+        stop = rng.randint(first + 1, machine.depth)
+        number = rng.choice((0, 0, *range(CHAINS)))
+        return Blocks(namespace.id, number, first, stop, machine.depth, machine.block_bytes)
 
     async def do(self, what: str, rng: random.Random) -> None:
         """One verb of the script, to its end."""

@@ -15,7 +15,7 @@ from tierd.core.model import TierKind
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
 from tierd.server.assembly import Assembly
-from tierd.testing.sim.blocks import CHAINS, DEPTH, hashes_of
+from tierd.testing.sim.blocks import CHAINS, hashes_of
 from tierd.testing.sim.client import EXPECTED, Client
 from tierd.testing.sim.daemon import SimDaemon
 from tierd.testing.sim.loop import LIFE, OUTSIDE, Killed
@@ -215,7 +215,8 @@ class Happenings:
 
     def _some(self, rng: random.Random) -> list[str]:
         """The name of a block that may be there."""
-        return [hashes_of(rng.randrange(CHAINS))[rng.randrange(DEPTH)].tobytes().hex()[:16]]
+        depth = self._world.machine.depth
+        return [hashes_of(rng.randrange(CHAINS), depth)[rng.randrange(depth)].tobytes().hex()[:16]]
 
     # -- the last look
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SECONDS = 30.0
 """How long a script is, in virtual time."""
 EVENTS = 24
 """Verbs and faults in it, about."""
+
+DEPTH = 8
+"""Blocks of a chain, unless asked otherwise."""
 
 BURST_PER_S = 500.0
 """Events of a burst follow each other at this rate: close enough to meet in one transfer."""
@@ -81,7 +84,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Sizes and settings. Segments are of 8 pages of the usual class; in_order: share of turns in the order of asyncio."""
+    """Sizes and settings. Segments are of `depth` pages of the usual class, as many as a chain has blocks; in_order: share of turns in the order of asyncio."""
 
     clients: int
     tenants: int
@@ -93,6 +96,7 @@ class Machine:
     in_order: float
     prefetch_on_lookup: bool
     batch_blocks: int
+    depth: int = DEPTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +119,10 @@ class Script:
         return bool(self.kinds & MEDIUM_FAULTS.keys())
 
 
-def write(seed: int) -> Script:
-    """The script of a seed."""
+def write(seed: int, *, depth: int = DEPTH) -> Script:
+    """The script of a seed. depth: blocks of a chain."""
     rng = random.Random(seed)
-    machine = _machine(rng)
+    machine = replace(_machine(rng), depth=depth)
     kinds = _faults(rng)
     verbs = {name: weight * rng.choice((0.3, 1, 1, 2)) for name, weight in VERBS.items()}
     total = rng.randint(EVENTS * 2 // 3, EVENTS * 4 // 3)

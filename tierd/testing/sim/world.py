@@ -367,9 +367,10 @@ def _photograph(path: Path) -> Callable[[], None]:
 
 def _config(machine: Machine) -> Config:
     page = -(-machine.block_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+    segment, stored = machine.depth * page, machine.depth * (page + HEADER_BYTES)
     tables: dict[str, Any] = {
-        "host": [{"capacity": machine.host_segments * 8 * page, "verify": machine.verify, **_marks(8 * page)}],
-        "nvme": [{"capacity": machine.nvme_segments * 8 * (page + HEADER_BYTES), **_marks(8 * (page + HEADER_BYTES))}],
+        "host": [{"capacity": machine.host_segments * segment, "verify": machine.verify, **_marks(segment)}],
+        "nvme": [{"capacity": machine.nvme_segments * stored, **_marks(stored)}],
         "mover": {
             "prefetch_on_lookup": machine.prefetch_on_lookup,
             "batch_blocks": machine.batch_blocks,
@@ -377,7 +378,7 @@ def _config(machine: Machine) -> Config:
         },
     }
     if machine.device_segments:
-        tables["device"] = [{"capacity": machine.device_segments * 8 * page, **_marks(8 * page)}]
+        tables["device"] = [{"capacity": machine.device_segments * segment, **_marks(segment)}]
     return CONFIGS.validate_python(tables)
 
 
