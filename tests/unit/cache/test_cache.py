@@ -141,6 +141,28 @@ async def test_session_that_ends_during_a_call_is_told() -> None:
         assert world.pins == 0
 
 
+@pytest.mark.parametrize("how", ["end_session", "leave_session"])
+async def test_a_session_that_holds_much_ends_in_steps(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a session that ends each step of the loop gives back STEP_PAGES pages, leases and reservations, until nothing is held."""
+    monkeypatch.setattr(holdings, "STEP_PAGES", 4)
+    monkeypatch.setattr("tierd.cache.cache.STEP_PAGES", 4)
+    async with opened() as world:
+        await world.put(chain(1, 4))
+        for _ in range(3):
+            await world.acquire(chain(1, 4))
+        for number in (2, 3):
+            await world.reserve(chain(number, 4))
+        before = world.pins
+        getattr(world.cache, how)(world.session)
+        left = [world.pins]
+        while left[-1] and len(left) < 20:
+            await _turns(1)
+            left.append(world.pins)
+        assert before > left[0] > 0 and left[-1] == 0
+        assert len(left) >= 4 and left == sorted(left, reverse=True)
+        world.cache.core.check()
+
+
 async def test_commits_in_parts_erase_their_rows() -> None:
     """Pages that were committed with keep_open are held as a reservation no longer."""
     async with opened() as world:

@@ -13,7 +13,7 @@ from tests.depth import count, report
 from tierd.core.admission import Chance, Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.model import TierKind, TierSpec
-from tierd.policies.admission import ADMISSION
+from tierd.policies.admission import ADMISSION, learned
 from tierd.policies.admission.learned import FLOOR, Learned
 from tierd.policies.admission.tails import NAMESPACE_LIMIT, Tails
 
@@ -227,6 +227,16 @@ def test_parents_that_go_round_are_paid_once() -> None:
     ids = known(blocks, [1, 2], parents=[2, 1])
     assert under_budget(blocks, ids, paid=2).admit(ids, sizes(ids), 1.0).tolist() == [Verdict.WRITE] * 2
     assert under_budget(blocks, ids, paid=1).admit(ids, sizes(ids), 1.0).tolist() == [Verdict.BUDGET] * 2
+
+
+def test_a_bill_is_of_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail with more blocks before it than are counted up waits for its head, which is written when it is asked about."""
+    monkeypatch.setattr(learned, "BEFORE_LIMIT", 16)
+    blocks = Blocks()
+    ids = chain(blocks, 1, 40)
+    policy = under_budget(blocks, ids, paid=40)
+    verdicts = np.concatenate([policy.admit(part, sizes(part), 1.0) for part in (ids[:20], ids[20:])])
+    assert (verdicts[:20] == Verdict.BUDGET).all() and (verdicts[-9:] == Verdict.WRITE).all()
 
 
 def test_a_chain_that_cannot_be_paid_is_walked_once() -> None:

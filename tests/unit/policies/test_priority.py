@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.named import numbered
 from tierd.core.model import PRIORITY_DEFAULT
 from tierd.core.said import Said, raise_said, said_by
+from tierd.policies.eviction import retention
 from tierd.policies.eviction.late import Late, merged
 from tierd.policies.eviction.priority import Priority
 from tierd.policies.eviction.retention import Ends
@@ -173,6 +175,17 @@ def test_notes_that_are_right_are_kept() -> None:
     ends.trim(3, lambda ids, second: (ids != 3) & (second > 0))
     assert len(ends) == 2
     assert (ends.due(50.0).tolist(), ends.due(59.0).tolist(), ends.due(60.0).tolist()) == ([1], [], [2])
+
+
+def test_many_times_that_run_out_at_once_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks are due, a question names some DUE_LIMIT of them, and the next ones the rest."""
+    monkeypatch.setattr(retention, "DUE_LIMIT", 4)
+    ends, told = Ends(), list[list[int]]()
+    for first in range(0, 12, 3):
+        ends.note(np.arange(first, first + 3), np.full(3, 50 + first % 2, np.uint32))
+    while len(ends):
+        told.append(ends.due(60.0).tolist())
+    assert sorted(told[0] + told[1]) == list(range(12)) and [len(part) for part in told] == [6, 6]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 63), unique=True, max_size=20)), max_size=20))

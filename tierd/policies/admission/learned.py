@@ -28,7 +28,7 @@ from tierd.policies.admission.steering import Steering
 FLOOR = 0.2
 """A chance below it is worth no write on any drive: on the developers' traces such blocks cost more hits by what they displace than they bring."""
 BEFORE_LIMIT = 1 << 14
-"""Blocks before one that are counted up. A block with more of them to be paid is not paid: it waits until the head of its chain is written."""
+"""Blocks before one that are counted up. A block with half as many or more to be paid may not be paid: it waits until the head of its chain is written."""
 PROMISES = 65536
 """Names of parents that are remembered, the latest: as many chains on their way out at one time."""
 
@@ -117,8 +117,11 @@ class Learned(Gate):
     def _cost_before(self, block: int) -> float:
         """Bytes to be paid for what is before the block. Known of every block on the way from then on: a chain that cannot be paid is walked once."""
         before = self._missing_before(block, known=self._costs)
+        if len(before) >= BEFORE_LIMIT:
+            self._costs |= dict.fromkeys(before[: BEFORE_LIMIT // 2].tolist(), math.inf)
+            return math.inf
         above = int(self._blocks.parent[before[-1] if len(before) else block])
-        cost = math.inf if len(before) >= BEFORE_LIMIT else self._costs.get(above, 0)
+        cost = self._costs.get(above, 0)
         rows = zip(
             before.tolist(), names_of(self._blocks, before).tolist(), self._blocks.length[before].tolist(), strict=True
         )
