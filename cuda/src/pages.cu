@@ -119,7 +119,7 @@ SIMT_DEV void copy_run(const RunsParams& p) {
   }
 }
 
-// -- summary: the least and the greatest of each channel of a page's keys (Quest, arXiv 2406.10774, section 3.2)
+// -- summary: the least and the greatest of each channel of a page's keys (Quest, arXiv 2406.10774, section 3.2); NaN where one of them is
 
 struct SummaryParams {
   const unsigned char* k;  // of one layer; strides in bytes
@@ -142,7 +142,7 @@ template <class From> SIMT_DEV void summarize(const SummaryParams& p) {
     float least = INFINITY, greatest = -INFINITY;
     for (int token = 0; token < p.tokens[page]; token++) {
       const float x = From::widen(reinterpret_cast<const typename From::Value*>(keys + token * p.token_stride)[channel]);
-      least = fminf(least, x), greatest = fmaxf(greatest, x);
+      least = x < least || x != x ? x : least, greatest = x > greatest || x != x ? x : greatest;
     }
     bounds[channel] = least, bounds[p.dim + channel] = greatest;
   }

@@ -46,7 +46,19 @@ class Decode(ctypes.Structure):
         ("pool", Pool),
         *(
             (name, _P)
-            for name in ("q", "to", "lse_to", "out", "lse", "arrived", "tile_lse", "mass", "k_scales", "v_scales")
+            for name in (
+                "q",
+                "to",
+                "lse_to",
+                "out",
+                "lse",
+                "launches",
+                "arrived",
+                "tile_lse",
+                "mass",
+                "k_scales",
+                "v_scales",
+            )
         ),
         ("q_heads", _I),
         ("ring", _I),

@@ -123,16 +123,16 @@ def test_a_row_keeps_its_pages_pinned_and_mapped() -> None:
 
 
 @on_fake_driver()
-def test_what_ends_while_the_gpu_is_waited_for_is_unmapped_by_the_next() -> None:
-    """Another thread may launch on a mapping and let go of it within that wait, which says nothing of that work."""
+def test_what_ends_while_the_gpu_is_asked_is_unmapped_by_the_next() -> None:
+    """Another thread may launch on a mapping and let go of it behind the event that is asked for, which says nothing of that work."""
     slabs = Slabs([SLAB, SLAB])
     before = counts()["mappings"]
     ask = slabs.gpu.ask
 
     def asked(name: str, *given: Any) -> Any:
         answer = ask(name, *given)
-        if name == "cuCtxSynchronize":
-            slabs.memories.clear()  # the other thread, as soon as the wait is over
+        if name == "cuCtxRecordEvent":
+            slabs.memories.clear()  # the other thread, as soon as the event is recorded
         return answer
 
     slabs.gpu.ask = asked
