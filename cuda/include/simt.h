@@ -6,6 +6,24 @@
 #include <cstdint>
 #include <cstring>
 
+// SIMT_CHECK(is_right, format, ...): in a checked build (-DTIERD_CHECKED) a kernel that finds something not right says what, and ends the launch; else nothing is looked at. It is for
+// what callers put into arrays, which nobody reads back before a launch.
+#if !defined(TIERD_CHECKED)
+#define SIMT_CHECK(IS_RIGHT, FORMAT, ...)
+#elif defined(__CUDACC__)
+#include <cstdio>
+#define SIMT_CHECK(IS_RIGHT, FORMAT, ...) \
+  do { \
+    if (!(IS_RIGHT)) printf("tierd: " FORMAT "\n" __VA_OPT__(, ) __VA_ARGS__), __trap(); \
+  } while (0)
+#else
+#define SIMT_CHECK(IS_RIGHT, FORMAT, ...) \
+  do { \
+    char said[200]; \
+    if (!(IS_RIGHT)) snprintf(said, sizeof said, FORMAT __VA_OPT__(, ) __VA_ARGS__), simt::emulator::fail(said); \
+  } while (0)
+#endif
+
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -72,7 +72,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     SIMT_DEV int rows(const DecodeParams& p) const { return p.batch.kv_lens[request(p)] - token(p); }
 
     SIMT_DEV int page_of_tile(const DecodeParams& p) const {
-      return rows(p) > 0 ? p.batch.tables[(int64_t)request(p) * p.batch.table_stride + token(p) / p.pool.page_tokens] : 0;
+      return rows(p) > 0 ? page_of(p.batch, p.pool, request(p), token(p)) : 0;
     }
 
     SIMT_DEV void find(const DecodeParams& p, int last) {

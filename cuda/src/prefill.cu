@@ -33,7 +33,7 @@ template <class Query, class Stored, int kDim> struct Prefill {
     const int mine = simt::warp() & (p.stage_tiles - 1), length = p.batch.kv_lens[request], tile = stage * p.stage_tiles + mine;
     if (tile < tiles.count) {
       const int token = tiles.first_token(tile), rows = length - token;
-      const int64_t id = rows > 0 ? p.batch.tables[(int64_t)request * p.batch.table_stride + token / p.pool.page_tokens] : 0;
+      const int64_t id = rows > 0 ? page_of(p.batch, p.pool, request, token) : 0;
       const int64_t at = id * p.pool.page_stride + head * p.pool.head_stride + (token % p.pool.page_tokens) * p.pool.token_stride;
       unsigned char* k = to + 2 * mine * KvTile::kBytes;
       const bool brings_k = simt::warp() < p.stage_tiles, brings_v = simt::warp() >= kPrefillWarps - p.stage_tiles;
@@ -46,6 +46,7 @@ template <class Query, class Stored, int kDim> struct Prefill {
   // The caller says how many rows there are at most; of more each block takes as many turns as it needs, so that none is left out.
   static SIMT_DEV void run(const PrefillParams& p) {
     const int request = blockIdx.z, begin = p.query_starts[request], tokens = p.query_starts[request + 1] - begin;
+    SIMT_CHECK(begin >= 0 && tokens >= 0 && tokens <= p.batch.kv_lens[request], "sequence %d: %d query tokens of %d, from the %d-th on", request, tokens, p.batch.kv_lens[request], begin);
     for (int first_row = blockIdx.x * kBlockRows; first_row < tokens * (p.q_heads / p.batch.kv_heads); first_row += gridDim.x * kBlockRows)
       run_rows(p, request, begin, tokens, first_row);
   }

@@ -113,6 +113,7 @@ def store_tokens(library: Library, k: Array, v: Array, slots: Array, pages: KvPa
         to.k.shape[1],
         kv_heads,
         dim,
+        to.k.shape[0],
     )
     library.launch(f"store_{keys.dtype}_{to.k.dtype}", (tokens, 1, 1), store)
 
@@ -179,6 +180,7 @@ def summarize_pages(library: Library, keys: Array, pages: Array, *, tokens: Arra
         Buffer.of("to", to).checked((n, kv_heads, 2, dim), "f32", device=library.device, dense_from=0).address,
         kv_heads,
         dim,
+        *found.shape[:2],
     )
     library.launch(f"summarize_{found.dtype}", (n, kv_heads, 1), summary)
     return to
@@ -198,7 +200,11 @@ class _Side:
 
     def params(self) -> params.Side:
         return params.Side(
-            self.buffer.address, address_of(self.addresses), address_of(self.pages), self.buffer.strides[:5]
+            self.buffer.address,
+            address_of(self.addresses),
+            address_of(self.pages),
+            self.buffer.strides[:5],
+            self.buffer.shape[0],
         )
 
 

@@ -26,6 +26,7 @@ class Pool(ctypes.Structure):
         ("token_stride", _L),
         ("head_stride", _L),
         ("page_tokens", _I),
+        ("pages", _I),
     ]
 
 
@@ -109,14 +110,14 @@ class Store(ctypes.Structure):
         *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
         ("k_scales", _P),
         ("v_scales", _P),
-        *((name, _I) for name in ("page_tokens", "kv_heads", "dim")),
+        *((name, _I) for name in ("page_tokens", "kv_heads", "dim", "pages")),
     ]
 
 
 class Side(ctypes.Structure):
     """pages.cu"""
 
-    _fields_ = [("base", _P), ("layers", _P), ("pages", _P), ("strides", _L * 5)]
+    _fields_ = [("base", _P), ("layers", _P), ("pages", _P), ("strides", _L * 5), ("count", _L)]
 
 
 class Copy(ctypes.Structure):
@@ -138,8 +139,7 @@ class Summary(ctypes.Structure):
         ("k", _P),
         *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
         *((name, _P) for name in ("pages", "tokens", "bounds")),
-        ("kv_heads", _I),
-        ("dim", _I),
+        *((name, _I) for name in ("kv_heads", "dim", "pool_pages", "page_tokens")),
     ]
 
 
