@@ -153,6 +153,7 @@ def test_a_kernel_that_hangs_costs_no_call_more_than_its_bound() -> None:
     """While it does a segment is mapped at once, what ended stays mapped, and a copy gives up at its bound, by name; when it has ended, what had ended before it is unmapped."""
     slabs = Slabs([SLAB, SLAB])
     cuda, kernels = slabs.gpu.cuda, Loaded(build_fatbins())
+    fd = slabs.engine.slabs.make(9, SLAB)
     before = counts()["mappings"]
     place = int(slabs.gpu.ask("cuMemAlloc", 4096))
     stream = slabs.gpu.ask("cuStreamCreate", 1)
@@ -161,7 +162,6 @@ def test_a_kernel_that_hangs_costs_no_call_more_than_its_bound() -> None:
     os.environ["TIERD_FAKE_CUDA_HANGS"] = "1"
     own.launch("merge_f32", (1, 1, 1), told)
     slabs.memories.pop()
-    fd = slabs.engine.slabs.make(9, SLAB)
     for _ in range(3):
         slabs.memories.append(slabs.gpu.map(fd, SLAB, is_writable=True))
     os.close(fd)

@@ -33,7 +33,8 @@ BEYOND_F16 = 65_536.0
 
 @dataclass(frozen=True)
 class Odd:
-    """A shape of which one thing is odd. where: `key`, a channel of one token; `keys`, all tokens of a sequence; `value`; `query`, while every key's channel is negative."""
+    """A shape of which one thing is odd. token: where, of a query its channel from the end. where: `key`, a channel of one token; `keys`, all tokens of a sequence; `value`; `query`, while every key's channel is negative; `nothing`, keys
+    whose scores are all -inf, which weigh what tokens do that nobody sees."""
 
     shape: Shape
     where: str
@@ -72,9 +73,13 @@ def _made(odd: Odd) -> Case:
     case = made(odd.shape)
     table, page_tokens, channel = case.batch.tables[0], odd.shape.page_tokens, odd.shape.head_dim - 3
     if odd.where == "query":
+        channel -= odd.token
+    if odd.where == "query":
         keys = case.pool[:, 0, :, 0, channel].astype(np.float32)
         case.pool[:, 0, :, 0, channel] = -np.abs(keys) - 0.25
         case.q[0, 1, channel] = odd.number
+    elif odd.where == "nothing":
+        case.pool[table, 0, :, 1, channel] = -np.copysign(np.float32(np.inf), case.q[0, 1, channel].astype(np.float32))
     elif odd.where == "keys":
         for i in range(case.batch.kv_lens[0]):
             case.pool[table[i // page_tokens], 0, i % page_tokens, 1, channel] = odd.number
@@ -105,6 +110,7 @@ LONG = Shape(((1, 300), (1, 40)))
 ODD_DECODES = (
     *(Odd(LONG, "key", number, token) for number, token in ((np.nan, 0), (np.nan, 299), (np.inf, 130), (-np.inf, 7))),
     Odd(LONG, "keys"),
+    Odd(Shape(((1, 90), (1, 40)), group=1), "nothing"),
     Odd(LONG, "value", token=250),
     Odd(Shape(((1, 90), (1, 40)), types=("f16", "e4m3"), group=9), "key", token=33),
     Odd(Shape(((1, 90), (1, 40)), types=("bf16", "e4m3")), "query", BEYOND_F16),
@@ -121,7 +127,7 @@ ODD_PREFILLS = (
     Odd(Shape(((5, 90), (3, 3))), "keys"),
     Odd(Shape(((5, 90), (3, 3)), types=("f16", "e4m3")), "value", token=20),
     Odd(Shape(((5, 90), (3, 3)), types=("bf16", "e4m3")), "query", BEYOND_F16),
-    Odd(Shape(((5, 90), (3, 3)), types=("f16", "f16")), "query", np.inf),
+    Odd(Shape(((5, 90), (3, 3)), types=("f16", "f16")), "query", np.inf, token=8),
     Odd(Shape(((5, 90), (3, 3))), "query", np.inf),
 )
 ODD_SUMMARIES = ("bf16", "f16", "e4m3")
