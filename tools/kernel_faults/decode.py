@@ -256,8 +256,8 @@ DECODES: tuple[Mutant, ...] = (
         "parts-last",
         "parts are joined before the last of three is there",
         "decode.cu",
-        "is_last_of(p.arrived + slots + mine + level - 1, count)",
-        "is_last_of(p.arrived + slots + mine + level - 1, count - 1)",
+        "is_last_of(p.arrived + slots + mine + level - 1, launch, count)",
+        "is_last_of(p.arrived + slots + mine + level - 1, launch, count - 1)",
         DECODE,
     ),
     Mutant(
