@@ -31,8 +31,6 @@ from tierd.kernels.driver import bindings, call, fault
 WHAT = "device tier"
 COPY_TIMEOUT_S = 30.0
 """For all work before a copy to or from the host."""
-WITHOUT_TIMES = 2
-"""Of an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +117,14 @@ class Gpu:
         """Whether all before an event is done. Raises TierFailed if it never will be."""
         with self.entered():
             (result,) = self.cuda.cuEventQuery(event)
-        if result and result != self.cuda.CUresult.CUDA_ERROR_NOT_READY:
-            raise fault(result, f"cuda:{self.id}: work of this process")
-        return not result
+        if result.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"):
+            return not result
+        raise fault(result, f"cuda:{self.id}: work of this process")
 
     def await_stream(self, stream: int) -> None:
         """Until all that it was given is done. Raises DeadlineExceeded after COPY_TIMEOUT_S; of a GPU that is lost to this process TierFailed."""
         with self.entered():
-            event = self.ask("cuEventCreate", WITHOUT_TIMES)
+            event = self.ask("cuEventCreate", 2)  # without times
             try:
                 self.ask("cuEventRecord", event, stream)
                 for pause_s in pauses([Mark(self, event)], time.monotonic() + COPY_TIMEOUT_S):
@@ -143,7 +141,7 @@ class Gpu:
             # Counted before the event: what ends behind it may have work on the GPU that was launched behind it too.
             count = len(self._ended)
             if count and not self._passed:
-                self._event = self._event or self.ask("cuEventCreate", WITHOUT_TIMES)
+                self._event = self._event or self.ask("cuEventCreate", 2)
                 self.ask("cuCtxRecordEvent", self._context, self._event)
                 self._passed = count
             if not self._passed or not self.is_past(self._event):

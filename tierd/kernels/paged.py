@@ -61,8 +61,8 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim]. starts: i32 [n + 1]. longest: the most tokens of a sequence; one that says
-    less than that, where a shorter one is not seen to be wrong before a launch, costs time and no row."""
+    """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim]. starts: i32 [n + 1]. longest: the most tokens of a sequence;
+    if it has more it takes longer."""
 
     q: Array
     starts: Array
@@ -88,10 +88,9 @@ class PagedDecode:
         self._library, self._shape, self._blocks, self._allocate = library, shape, blocks, allocate
         parts = blocks + shape.requests * shape.kv_heads
         self._launches, self._arrived = (allocate((count,), "int64") for count in (1, parts))
-        for counters, words in ((self._launches, 2), (self._arrived, 2 * parts)):
-            library.launch(
-                "decode_clear", (-(-words // CLEAR_THREADS), 1, 1), params.Clear(self._address(counters), words)
-            )
+        for each, words in ((self._launches, 2), (self._arrived, 2 * parts)):
+            clear = params.Clear(self._address(each), words)
+            library.launch("decode_clear", (-(-words // CLEAR_THREADS), 1, 1), clear)
         self._out = allocate((parts, self._group, shape.head_dim), "float32")
         self._lse = allocate((2, parts, self._group), "float32")
         self._tile_lses: list[Array] = []  # with every one that a captured graph may hold

@@ -84,9 +84,11 @@ def checked_pages(pages: KvPages, heads: tuple[int, int], types: Sequence[str], 
 
 
 def check_blocks(blocks: int) -> None:
-    """Raises InvalidArgument for none, which would do nothing in silence."""
+    """Raises InvalidArgument for none, which would do nothing in silence, and for more than kernels count."""
     if blocks < 1:
         raise InvalidArgument(f"blocks: {blocks} thread blocks do nothing; give 1 or more")
+    if blocks >= 1 << 24:  # simt.h's kLaunch
+        raise InvalidArgument(f"blocks: {blocks}, kernels count less than {1 << 24}; give as many as fit the GPU")
 
 
 def store_tokens(library: Library, k: Array, v: Array, slots: Array, pages: KvPages) -> None:
@@ -199,13 +201,8 @@ class _Side:
         return (self.pages or self.buffer).shape[0]
 
     def params(self) -> params.Side:
-        return params.Side(
-            self.buffer.address,
-            address_of(self.addresses),
-            address_of(self.pages),
-            self.buffer.strides[:5],
-            self.buffer.shape[0],
-        )
+        all_of, pages = self.buffer, address_of(self.pages)
+        return params.Side(all_of.address, address_of(self.addresses), pages, all_of.strides[:5], all_of.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

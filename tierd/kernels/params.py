@@ -25,8 +25,7 @@ class Pool(ctypes.Structure):
         ("page_stride", _L),
         ("token_stride", _L),
         ("head_stride", _L),
-        ("page_tokens", _I),
-        ("pages", _I),
+        *((name, _I) for name in ("page_tokens", "pages")),
     ]
 
 
@@ -45,22 +44,8 @@ class Decode(ctypes.Structure):
     _fields_ = [
         ("batch", Batch),
         ("pool", Pool),
-        *(
-            (name, _P)
-            for name in (
-                "q",
-                "to",
-                "lse_to",
-                "out",
-                "lse",
-                "launches",
-                "arrived",
-                "tile_lse",
-                "mass",
-                "k_scales",
-                "v_scales",
-            )
-        ),
+        *((name, _P) for name in ("q", "to", "lse_to", "out", "lse", "launches", "arrived")),
+        *((name, _P) for name in ("tile_lse", "mass", "k_scales", "v_scales")),
         ("q_heads", _I),
         ("ring", _I),
         ("scale_log2", _F),

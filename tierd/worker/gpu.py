@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.device import WITHOUT_TIMES, Gpu, GpuPlace, Mark, gpu_at
+from tierd.client.device import Gpu, GpuPlace, Mark, gpu_at
 from tierd.client.work import pauses
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.kernels.buffers import BYTES, DTYPES
@@ -86,7 +86,7 @@ class GpuMemory:
     def mark(self) -> Mark:
         """Behind all that the current stream has been given."""
         with self._gpu.entered():
-            event = self._events.popleft() if self._events else self._gpu.ask("cuEventCreate", WITHOUT_TIMES)
+            event = self._events.popleft() if self._events else self._gpu.ask("cuEventCreate", 2)  # without times
             self._gpu.ask("cuEventRecord", event, current_stream(self.id))
         mark = Mark(self._gpu, event)
         weakref.finalize(mark, self._events.append, event).atexit = False

@@ -134,14 +134,6 @@ ATTENTION: tuple[Mutant, ...] = (
         PREFILL,
     ),
     Mutant(
-        "prefill-nan-output",
-        "its output is zeros",
-        "prefill.cu",
-        "inverse_of(attention.rounded[r], v_scale)",
-        "attention.rounded[r] > 0.f ? v_scale / attention.rounded[r] : 0.f",
-        PREFILL,
-    ),
-    Mutant(
         "prefill-infinite",
         "a prompt's query beyond fp16 makes scores of -inf",
         "attend.h",

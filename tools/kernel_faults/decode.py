@@ -366,27 +366,11 @@ DECODES: tuple[Mutant, ...] = (
         DECODE,
     ),
     Mutant(
-        "decode-nan-output",
-        "its output is zeros",
-        "formats.h",
-        "sum == 0.f ? 0.f : factor / sum",
-        "sum > 0.f ? factor / sum : 0.f",
-        DECODE,
-    ),
-    Mutant(
         "decode-infinite",
         "a query beyond fp16 makes scores of -inf",
         "formats.h",
         "simt::without_infinities(Math::pack(low, high), typename Math::Value())",
         "Math::pack(low, high)",
-        DECODE,
-    ),
-    Mutant(
-        "mass-nan",
-        "of a tile whose scores are NaN the page has no mass",
-        "turned.h",
-        "lse_of(base, log2f(whole), whole)",
-        "whole > 0.f ? base + log2f(whole) : -INFINITY",
         DECODE,
     ),
     Mutant(
