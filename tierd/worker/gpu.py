@@ -101,7 +101,9 @@ class GpuMemory:
             pass
 
     def trim(self) -> None:
-        """Gives the driver back what no array uses."""
+        """Gives the driver back what no array uses. Raises DeadlineExceeded while a GPU hangs, for which the driver would wait."""
+        if any(self._spare.values()):
+            self._gpu.await_stream(current_stream(self.id))
         with self._gpu.entered():
             for addresses in self._spare.values():
                 while addresses:
