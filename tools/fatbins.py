@@ -34,6 +34,9 @@ OLDEST_NVCC = 13
 HOMES = (Path("/usr/local/cuda"),)
 """Where toolkits are, beside CUDA_HOME, CUDA_PATH and the path of programs."""
 SWITCH = "TIERD_FATBINS"
+CHECKED = "TIERD_CHECKED"
+"""Environment: 1 for kernels that check page ids, slots and lengths, say what is wrong and end the launch. They are slower, may spill, and go to CHECKED_FOLDER."""
+CHECKED_FOLDER = ROOT / "build" / "cuda" / "checked"
 APPENDED = "NVCC_APPEND_FLAGS"
 """What nvcc itself reads: -lineinfo for a profiler, which makes fatbins three times as large."""
 LIMIT_S = 1800
@@ -67,7 +70,11 @@ class Unit:
     @property
     def flags(self) -> list[str]:
         """For every compiler."""
-        return ["-std=c++20"] + ([] if self.dim is None else [f"-DTIERD_DIMS(EACH)=EACH({self.dim})"])
+        return (
+            ["-std=c++20"]
+            + ["-DTIERD_CHECKED"] * is_checked()
+            + ([] if self.dim is None else [f"-DTIERD_DIMS(EACH)=EACH({self.dim})"])
+        )
 
 
 UNITS = (
@@ -114,11 +121,18 @@ def asked_architectures() -> Sequence[int]:
     return ARCHITECTURES if not told else [int(number) for number in told.split(",") if int(number)]
 
 
+def is_checked() -> bool:
+    """What the environment asks for."""
+    return os.environ.get(CHECKED, "0") != "0"
+
+
 def for_wheel(version: str) -> dict[str, str]:
     """What a wheel takes along: path here, path in it. Nothing for an editable install, without nvcc, or where the switch says so. Raises NvccError."""
     architectures = asked_architectures()
     if version == "editable" or not architectures or find_nvcc() is None:
         return {}
+    if is_checked():
+        raise NvccError(f"{CHECKED}: is set; a wheel takes no checked kernels, unset it")
     folder = OBJECTS.with_name("wheel")
     list(build(folder, architectures))
     names = [f"{unit.name}.fatbin" for unit in UNITS]
@@ -152,7 +166,8 @@ def _object(nvcc: Path, unit: Unit, kind: _Kind) -> tuple[_Kind, Path]:
         unfinished = made.with_suffix(f".{os.getpid()}")
         said = _run(str(nvcc), *flags, str(unit.path), "-o", str(unfinished))
         if kind.form == "elf":
-            _check_registers(said, kind)
+            if not is_checked():
+                _check_registers(said, kind)
             made.with_suffix(".txt").write_text(said, encoding="utf-8")
         unfinished.rename(made)
     return kind, made
@@ -201,8 +216,11 @@ def main() -> None:
     unknown = set(names) - {unit.name for unit in UNITS}
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: no such unit; there are {', '.join(unit.name for unit in UNITS)}")
-    for line in build(INSTALLED, asked_architectures(), [unit for unit in UNITS if not names or unit.name in names]):
+    folder = CHECKED_FOLDER if is_checked() else INSTALLED
+    for line in build(folder, asked_architectures(), [unit for unit in UNITS if not names or unit.name in names]):
         print(line, flush=True)
+    if is_checked():
+        print(f"TIERD_FATBINS_FOLDER={folder}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ BUILT = ROOT / "build" / "cuda"
 UNITS = ("decode", "prefill", "merge", "pages", "hash", "read")
 SANITIZERS = {
     "": ("-O1",),
+    "checked": ("-O1", "-DTIERD_CHECKED"),
     "thread": ("-O1", "-g", "-fsanitize=thread"),
     "address": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
@@ -42,7 +43,7 @@ COMMON = (
     "-x",
     "c++",
 )
-RUNTIMES = {"": (), "thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
+RUNTIMES = {"": (), "checked": (), "thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
 OPTIONS = {"TSAN_OPTIONS": "exitcode=66 history_size=4", "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
 LIMIT_S = 1800
 
@@ -143,7 +144,10 @@ def main() -> None:
 
 @main.command()
 @click.option(
-    "--sanitizer", type=click.Choice(list(SANITIZERS)), default="", help="Also look for races, or for bad addresses."
+    "--sanitizer",
+    type=click.Choice(list(SANITIZERS)),
+    default="",
+    help="Also look for races, for bad addresses, or (checked) for page ids, slots and lengths that do not fit.",
 )
 def emulator(sanitizer: str) -> None:
     """With g++, for the CPU; prints the library's path, which TIERD_KERNELS_LIBRARY takes."""

@@ -48,6 +48,8 @@ inline void assume_global(const void*) {}
 inline void load_matrices(uint32_t (&r)[4], const void* row) { emulator::load<false>(r, row); }
 inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulator::load<true>(r, row); }
 inline uint32_t transposed(uint32_t pair) { return emulator::transpose(pair); }
+inline uint32_t without_infinities(uint32_t pair, __nv_bfloat16) { return emulator::without_infinities(pair, 0x7F80); }
+inline uint32_t without_infinities(uint32_t pair, __half) { return emulator::without_infinities(pair, 0x7C00); }
 inline bool any(bool is_so) { return emulator::vote(is_so); }
 template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
   emulator::multiply<T>(c, a, b0, b1);
@@ -58,12 +60,18 @@ inline void load_of_others(float (&to)[4], const float* from) {
   if (reinterpret_cast<uintptr_t>(from) & 15) emulator::fail("four floats are not aligned to 16 bytes");
   memcpy(to, from, sizeof to);
 }
-SIMT_UNSEEN inline bool is_last_of(uint32_t* counter, uint32_t blocks) {
+constexpr uint64_t kLaunch = 1 << 24;
+SIMT_UNSEEN inline uint64_t launch_of(uint64_t* launches) {  // it orders nothing
+  const uint64_t before = *launches;
+  *launches += blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1;
+  return before & ~(kLaunch - 1);
+}
+SIMT_UNSEEN inline bool is_last_of(uint64_t* counter, uint64_t launch, uint32_t blocks) {
   emulator::happens_before(counter);
-  const bool is_last = *counter == blocks - 1;
-  *counter = *counter >= blocks - 1 ? 0 : *counter + 1;
+  const uint64_t before = max(*counter, launch);
+  *counter = before + 1;
   emulator::happens_after(counter);
-  return is_last;
+  return before == launch + blocks - 1;
 }
 inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
   const uint64_t both = low | uint64_t(high) << 32;

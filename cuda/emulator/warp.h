@@ -85,6 +85,13 @@ SIMT_UNSEEN inline uint32_t transpose(uint32_t pair) {
   return uint32_t(result().words[0]);
 }
 
+// exponent: all of its bits, for either half.
+inline uint32_t without_infinities(uint32_t pair, uint32_t exponent) {
+  for (const int by : {0, 16})
+    if ((pair >> by & exponent) == exponent) pair |= 0x7FFFu << by;
+  return pair;
+}
+
 SIMT_UNSEEN inline bool vote(bool is_so) {
   given().words[0] = is_so;
   block().counters.shuffles++;

@@ -41,8 +41,9 @@ CUresult context_error() {
   return primary.retained ? primary.lost : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 bool is_device(int number) { return number >= 0 && size_t(number) < std::min(size_t(kDevices), fake::number("TIERD_FAKE_CUDA_DEVICES", 1)); }
+int device_of(CUcontext context) { return is_retained(context) ? int(primary_of(context) - primaries) : -1; }
 int current_device() { return current() ? int(primary_of(current()) - primaries) : 0; }
-void lose_context(CUresult error) { primaries[current_device()].lost = error; }
+void lose_context(int device, CUresult error) { primaries[device].lost = error; }
 size_t number(const char* variable, size_t otherwise) {
   const char* given = getenv(variable);
   return given ? strtoull(given, nullptr, 0) : otherwise;
@@ -59,7 +60,7 @@ CUresult strike(const char* function) {
   static unsigned long calls = 0;
   if (++calls != which && which) return CUDA_SUCCESS;
   const CUresult wrong = CUresult(*what == 'e' ? atoi(what + 1) : 0);
-  if (wrong == CUDA_ERROR_ILLEGAL_ADDRESS) lose_context(wrong);
+  if (wrong == CUDA_ERROR_ILLEGAL_ADDRESS) lose_context(current_device(), wrong);
   if (*what != 'e') raise(atoi(what));
   return wrong;
 }
@@ -180,7 +181,7 @@ EXPORTED CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
   ENTER;
   if (!is_device(device) || !primaries[device].retained) return is_device(device) ? CUDA_ERROR_INVALID_CONTEXT : CUDA_ERROR_INVALID_DEVICE;
   if (--primaries[device].retained) return CUDA_SUCCESS;
-  forget_work();
+  forget_work(device);
   primaries[device].lost = CUDA_SUCCESS;
   return CUDA_SUCCESS;
 }
@@ -222,7 +223,7 @@ EXPORTED CUresult cuCtxGetDevice(CUdevice* device) {
 }
 EXPORTED CUresult cuCtxSynchronize() {
   ENTER_CONTEXT;
-  return finish_all();
+  return finish_all(current_device());
 }
 
 // -- names

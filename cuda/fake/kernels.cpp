@@ -10,10 +10,17 @@
 
 namespace fake {
 
+struct Kernel;
+// A kernel in the context of a device.
+struct Function {
+  const Kernel* kernel = nullptr;
+  int device = 0, shared_limit = kPlainShared;
+};
 struct Kernel {
   std::string name;
   int (*call)(unsigned x, unsigned y, unsigned z, unsigned shared_bytes, const void* params);
-  int param_bytes, threads, shared_limit = kPlainShared;
+  int param_bytes, threads;
+  Function functions[kDevices] = {};
 };
 struct Library {
   void* code;
@@ -34,11 +41,17 @@ std::set<Library*>& libraries() {
   return *all;
 }
 
-// A kernel and its function are the same here.
 Kernel* find_kernel(const void* handle) {
   for (Library* library : libraries())
     for (auto& [name, kernel] : library->kernels)
       if (&kernel == handle) return &kernel;
+  return nullptr;
+}
+Function* find_function(const void* handle) {
+  for (Library* library : libraries())
+    for (auto& [name, kernel] : library->kernels)
+      for (Function& function : kernel.functions)
+        if (&function == handle && function.kernel) return &function;
   return nullptr;
 }
 
@@ -47,20 +60,20 @@ int asked(void* code, const std::string& symbol) {
   return found ? found() : -1;
 }
 
-CUresult attribute_of(int* to, CUfunction_attribute attribute, const Kernel* kernel) {
-  if (!kernel) return CUDA_ERROR_INVALID_HANDLE;
+CUresult attribute_of(int* to, CUfunction_attribute attribute, const Function* function) {
+  if (!function) return CUDA_ERROR_INVALID_HANDLE;
   switch (attribute) {
-    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *to = kernel->threads; return CUDA_SUCCESS;  // its launch bound
-    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *to = kernel->shared_limit; return CUDA_SUCCESS;
+    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *to = function->kernel->threads; return CUDA_SUCCESS;  // its launch bound
+    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *to = function->shared_limit; return CUDA_SUCCESS;
     case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *to = 0; return CUDA_SUCCESS;
     default: return CUDA_ERROR_INVALID_VALUE;
   }
 }
 
-CUresult set_attribute(Kernel* kernel, CUfunction_attribute attribute, int value) {
-  if (!kernel) return CUDA_ERROR_INVALID_HANDLE;
+CUresult set_attribute(Function* function, CUfunction_attribute attribute, int value) {
+  if (!function) return CUDA_ERROR_INVALID_HANDLE;
   if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value < 0 || value > block_shared()) return CUDA_ERROR_INVALID_VALUE;
-  kernel->shared_limit = value;
+  function->shared_limit = value;
   return CUDA_SUCCESS;
 }
 
@@ -98,7 +111,7 @@ EXPORTED CUresult cuLibraryLoadData(CUlibrary* to, const void* code, CUjit_optio
   while (std::getline(lines, name)) {
     auto* call = reinterpret_cast<decltype(Kernel::call)>(dlsym(library->code, name.c_str()));
     if (!call) return CUDA_ERROR_INVALID_IMAGE;
-    library->kernels[name] = {name, call, asked(library->code, name + "_bytes"), asked(library->code, name + "_threads")};
+    library->kernels[name] = Kernel{name, call, asked(library->code, name + "_bytes"), asked(library->code, name + "_threads"), {}};
   }
   *to = reinterpret_cast<CUlibrary>(library.get());
   libraries().insert(library.release());
@@ -147,8 +160,11 @@ EXPORTED CUresult cuKernelGetName(const char** name, CUkernel handle) {
 }
 EXPORTED CUresult cuKernelGetFunction(CUfunction* to, CUkernel handle) {
   ENTER_CONTEXT;
-  if (!find_kernel(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  *to = reinterpret_cast<CUfunction>(handle);
+  Kernel* kernel = find_kernel(handle);
+  if (!kernel) return CUDA_ERROR_INVALID_HANDLE;
+  Function& function = kernel->functions[current_device()];
+  function.kernel = kernel, function.device = current_device();
+  *to = reinterpret_cast<CUfunction>(&function);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuKernelGetParamInfo(CUkernel handle, size_t index, size_t* offset, size_t* bytes) {
@@ -161,35 +177,39 @@ EXPORTED CUresult cuKernelGetParamInfo(CUkernel handle, size_t index, size_t* of
 }
 EXPORTED CUresult cuFuncGetAttribute(int* to, CUfunction_attribute attribute, CUfunction function) {
   ENTER_CONTEXT;
-  return attribute_of(to, attribute, find_kernel(function));
+  return attribute_of(to, attribute, find_function(function));
 }
 EXPORTED CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
   ENTER_CONTEXT;
-  return set_attribute(find_kernel(function), attribute, value);
+  return set_attribute(find_function(function), attribute, value);
 }
 EXPORTED CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function, int threads, size_t shared_bytes) {
   ENTER_CONTEXT;
-  const Kernel* kernel = find_kernel(function);
-  if (!kernel || threads < 1 || shared_bytes > size_t(block_shared())) return kernel ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE;
+  const Function* found = find_function(function);
+  if (!found || threads < 1 || shared_bytes > size_t(block_shared())) return found ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE;
   *blocks = std::min<int>(kThreads / threads, kShared / (shared_bytes + 1024));
   return CUDA_SUCCESS;
 }
 
-EXPORTED CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y, unsigned threads_z,
-                                 unsigned shared_bytes, CUstream handle, void** params, void** extra) {
+EXPORTED CUresult cuLaunchKernel(CUfunction handle, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y, unsigned threads_z,
+                                 unsigned shared_bytes, CUstream into, void** params, void** extra) {
   ENTER_CONTEXT;
-  Stream* stream = find_stream(handle);
-  const Kernel* kernel = find_kernel(function);
-  if (!stream || !kernel) return CUDA_ERROR_INVALID_HANDLE;
+  Stream* stream = find_stream(into);
+  const Function* function = find_function(handle);
+  const int device = current_device();
+  if (!stream || !function || function->device != device || stream->device != device) return CUDA_ERROR_INVALID_HANDLE;
+  const Kernel* kernel = function->kernel;
   if (!x || !y || !z || x > 0x7FFFFFFF || y > 0xFFFF || z > 0xFFFF) return CUDA_ERROR_INVALID_VALUE;
   if (threads_x != unsigned(kernel->threads) || threads_y != 1 || threads_z != 1) return CUDA_ERROR_INVALID_VALUE;  // fewer is no error of the driver's
-  if (shared_bytes > unsigned(kernel->shared_limit)) return CUDA_ERROR_INVALID_VALUE;
+  if (shared_bytes > unsigned(function->shared_limit)) return CUDA_ERROR_INVALID_VALUE;
   const void* given = params_of(*kernel, params, extra);
   if (!given) return CUDA_ERROR_INVALID_VALUE;
   const auto* bytes = static_cast<const char*>(given);
-  enqueue(*stream, [=, call = kernel->call, copy = std::vector<char>(bytes, bytes + kernel->param_bytes)] {
+  const auto work = enqueue(*stream, [=, call = kernel->call, copy = std::vector<char>(bytes, bytes + kernel->param_bytes)] {
+    const Apart apart(device);
     call(x, y, z, shared_bytes, copy.data());
     return CUDA_SUCCESS;
   });
+  work->is_kernel = true;
   return CUDA_SUCCESS;
 }

@@ -95,6 +95,16 @@ void protect(bool is_covered) {
 
 }  // namespace
 
+Apart::Apart(int device) {
+  if (!is_device(1)) return;
+  for (const auto& [address, mapping] : memory().mappings)
+    if (mapping.backing->prop.location.id != device) mprotect(at(address), mapping.bytes, PROT_NONE);
+  for (const auto& [address, allocation] : memory().allocations)
+    if (allocation.device != device) mprotect(at(address), allocation.bytes, PROT_NONE);
+}
+Apart::~Apart() {
+  if (is_device(1)) protect(false);
+}
 Uncovered::Uncovered() { protect(false); }
 Uncovered::~Uncovered() { protect(true); }
 

@@ -3,8 +3,10 @@
 // For host code alone: NVIDIA's own bindings run on it, unmodified, where there is no GPU. It checks its callers as the driver does, and is as unkind as
 // the driver may be: work put into a stream runs when somebody waits for it, not before, so that a wait that is missing is seen. Device memory is a memfd
 // for each allocation, so that what is exported lives on in other processes. It is out of the host's reach, as a GPU's, but while work runs: who takes its address for one of
-// the host's ends by SIGSEGV. What it is not like: a kernel may read the host's memory; no two pieces of work are ever under way at the same time; and a stream is every
-// device's, so that who waits for one device waits for all. TIERD_FAKE_CUDA_DEVICES: how many there are. No two are peers.
+// the host's ends by SIGSEGV. Contexts are apart as the driver's are: a function and a stream are one context's, and a launch while another is current is refused; stream 0 is the
+// current context's, so that who waits for one device does not wait for work that went to another; a kernel reaches its own device's memory alone. What it is not like: a kernel may read
+// the host's memory; and no two pieces of work are ever under way at the same time. TIERD_FAKE_CUDA_DEVICES: how many there are. No two are peers.
+// TIERD_FAKE_CUDA_HANGS=1: kernels never end, for as long as it is set.
 #pragma once
 #include <cuda.h>
 
@@ -40,7 +42,8 @@ bool is_initialized();
 bool is_device(int number);
 int current_device();  // that of the current context, else 0
 CUresult context_error();
-void lose_context(CUresult error);  // the current one
+int device_of(CUcontext context);  // -1: of none that is retained
+void lose_context(int device, CUresult error);
 size_t number(const char* variable, size_t otherwise);
 // Of shared memory that a thread block may have: less than an H100's for TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES.
 inline int block_shared() { return int(number("TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES", kBlockShared)); }
@@ -95,6 +98,11 @@ struct Uncovered {
   Uncovered();
   ~Uncovered();
 };
+// While a kernel of a device runs: what lies on others is out of its reach.
+struct Apart {
+  explicit Apart(int device);
+  ~Apart();
+};
 
 // -- work
 
@@ -102,7 +110,8 @@ struct Uncovered {
 struct Work {
   std::vector<std::shared_ptr<Work>> before;
   std::function<CUresult()> run;
-  bool is_done = false, was_asked = false;
+  int device = 0;
+  bool is_done = false, was_asked = false, is_kernel = false;
   std::chrono::steady_clock::time_point ended;
 };
 // What a stream was given while it was captured.
@@ -110,6 +119,7 @@ struct Graph {
   std::vector<std::function<CUresult()>> steps;
 };
 struct Stream {
+  int device;
   bool is_blocking;  // it and the legacy stream wait for each other
   std::shared_ptr<Work> last;
   std::unique_ptr<Graph> captured = nullptr;  // while it is; nobody may wait for it then
@@ -117,8 +127,8 @@ struct Stream {
 Stream* find_stream(CUstream handle);
 std::shared_ptr<Work> enqueue(Stream& stream, std::function<CUresult()> run);
 CUresult finish(const std::shared_ptr<Work>& work);
-CUresult finish_all();
-void forget_work();
+CUresult finish_all(int device = -1);  // -1: of all
+void forget_work(int device);
 
 // Runs work that may touch memory that is not there, or not with those rights: what would be a signal is CUDA_ERROR_ILLEGAL_ADDRESS.
 CUresult guarded(const std::function<CUresult()>& run);

@@ -13,15 +13,20 @@
 namespace fake {
 
 struct Event {
+  int device;
   std::shared_ptr<Work> recorded;
   bool has_time;
 };
 
 namespace {
 
-Stream& legacy() {
-  static auto* only = new Stream{true, nullptr};
-  return *only;
+Stream& legacy(int device) {
+  static auto* all = [] {
+    auto* made = new std::vector<Stream>(kDevices);
+    for (int i = 0; i < kDevices; i++) (*made)[i] = Stream{i, true, nullptr};
+    return made;
+  }();
+  return (*all)[device];
 }
 std::set<Stream*>& streams() {
   static auto* all = new std::set<Stream*>;
@@ -43,13 +48,19 @@ CUresult run(Work& work) {
   work.ended = std::chrono::steady_clock::now();
   work.run = nullptr;
   work.before.clear();
-  if (result) lose_context(result);
+  if (result) lose_context(work.device, result);
   return result;
+}
+
+bool is_hung(const std::shared_ptr<Work>& work) {
+  if (!work || work->is_done || !number("TIERD_FAKE_CUDA_HANGS", 0)) return false;
+  return work->is_kernel || std::any_of(work->before.begin(), work->before.end(), is_hung);
 }
 
 // Says no once to whoever asks, so that nobody takes an answer for a wait; then the work is done.
 CUresult ask(const std::shared_ptr<Work>& work) {
   if (!work || work->is_done) return CUDA_SUCCESS;
+  if (is_hung(work)) return CUDA_ERROR_NOT_READY;
   if (work->was_asked) return finish(work);
   work->was_asked = true;
   return CUDA_ERROR_NOT_READY;
@@ -97,7 +108,7 @@ CUresult copy_async(const Copied& copied, CUstream handle) {
 CUresult copy_and_wait(const Copied& copied) {
   const bool is_staged = range_of(copied.from, copied.bytes).place == Place::kPageable;
   if (CUresult wrong = copy_async(copied, CU_STREAM_LEGACY)) return wrong;
-  return is_staged ? CUDA_SUCCESS : finish(legacy().last);
+  return is_staged ? CUDA_SUCCESS : finish(legacy(current_device()).last);
 }
 
 bool is_device(CUdeviceptr address, size_t bytes) { return range_of(address, bytes).place == Place::kDevice; }
@@ -126,7 +137,7 @@ CUresult guarded(const std::function<CUresult()>& work) {
 }
 
 Stream* find_stream(CUstream handle) {
-  if (!handle || handle == CU_STREAM_LEGACY) return &legacy();
+  if (!handle || handle == CU_STREAM_LEGACY) return &legacy(current_device());
   const auto found = streams().find(reinterpret_cast<Stream*>(handle));
   return found == streams().end() ? nullptr : *found;
 }
@@ -139,14 +150,16 @@ std::shared_ptr<Work> enqueue(Stream& stream, std::function<CUresult()> run) {
     return work;
   }
   work->run = std::move(run);
+  work->device = stream.device;
   const auto follow = [&](const Stream& other) {
     if (other.last && !other.last->is_done) work->before.push_back(other.last);
   };
   follow(stream);
-  if (&stream == &legacy())
+  Stream& own = legacy(stream.device);
+  if (&stream == &own)
     for (const Stream* other : streams())
-      if (other->is_blocking) follow(*other);
-  if (&stream != &legacy() && stream.is_blocking) follow(legacy());
+      if (other->is_blocking && other->device == stream.device) follow(*other);
+  if (&stream != &own && stream.is_blocking) follow(own);
   auto& all = pending();
   if (all.size() % 1024 == 1023) std::erase_if(all, [](const auto& old) { return old.expired() || old.lock()->is_done; });
   all.push_back(work);
@@ -164,25 +177,33 @@ CUresult finish(const std::shared_ptr<Work>& last) {
     if (!work->before.empty()) continue;
     todo.pop_back();
     if (work->is_done) continue;
+    while (is_hung(work)) usleep(1000);
     if (CUresult wrong = run(*work)) return wrong;
   }
   return CUDA_SUCCESS;
 }
 
-CUresult finish_all() {
+CUresult finish_all(int device) {
   for (const Stream* stream : streams())
-    if (stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  for (const auto& each : std::exchange(pending(), {}))
-    if (const auto work = each.lock())
+    if (stream->captured && (device < 0 || stream->device == device)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  for (const auto& each : std::vector(pending()))
+    if (const auto work = each.lock(); work && (device < 0 || work->device == device))
       if (CUresult wrong = finish(work)) return wrong;
+  std::erase_if(pending(), [](const auto& old) { return old.expired() || old.lock()->is_done; });
   return CUDA_SUCCESS;
 }
 
-void forget_work() {
-  for (Stream* stream : streams()) delete stream;
-  for (Event* event : events()) delete event;
-  streams().clear(), events().clear(), pending().clear();
-  legacy().last = nullptr;
+void forget_work(int device) {
+  const auto forget = [device](auto& all) {
+    std::erase_if(all, [device](auto* one) {
+      const bool is_its = one->device == device;
+      if (is_its) delete one;
+      return is_its;
+    });
+  };
+  forget(streams()), forget(events());
+  std::erase_if(pending(), [device](const auto& old) { return old.expired() || old.lock()->device == device; });
+  legacy(device).last = nullptr;
 }
 
 void count_work(Counts& counts) {
@@ -201,7 +222,7 @@ using namespace fake;
 EXPORTED CUresult cuStreamCreate(CUstream* to, unsigned flags) {
   ENTER_CONTEXT;
   if (flags & ~unsigned(CU_STREAM_NON_BLOCKING)) return CUDA_ERROR_INVALID_VALUE;
-  auto* stream = new Stream{!(flags & CU_STREAM_NON_BLOCKING), nullptr};
+  auto* stream = new Stream{current_device(), !(flags & CU_STREAM_NON_BLOCKING), nullptr};
   streams().insert(stream);
   *to = reinterpret_cast<CUstream>(stream);
   return CUDA_SUCCESS;
@@ -246,7 +267,7 @@ EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent given, unsigned) {
 EXPORTED CUresult cuEventCreate(CUevent* to, unsigned flags) {
   ENTER_CONTEXT;
   if (flags & CU_EVENT_INTERPROCESS) return CUDA_ERROR_NOT_SUPPORTED;  // nobody here needs it yet
-  auto* event = new Event{nullptr, !(flags & CU_EVENT_DISABLE_TIMING)};
+  auto* event = new Event{current_device(), nullptr, !(flags & CU_EVENT_DISABLE_TIMING)};
   events().insert(event);
   *to = reinterpret_cast<CUevent>(event);
   return CUDA_SUCCESS;
@@ -262,8 +283,25 @@ EXPORTED CUresult cuEventRecord(CUevent given, CUstream handle) {
   ENTER_CONTEXT;
   Stream* stream = find_stream(handle);
   auto* event = reinterpret_cast<Event*>(given);
-  if (!stream || !events().count(event)) return CUDA_ERROR_INVALID_HANDLE;
+  if (!stream || !events().count(event) || event->device != stream->device) return CUDA_ERROR_INVALID_HANDLE;
   event->recorded = enqueue(*stream, nullptr);
+  return CUDA_SUCCESS;
+}
+// Behind all work of a context, whichever streams it is in.
+EXPORTED CUresult cuCtxRecordEvent(CUcontext context, CUevent given) {
+  ENTER;
+  auto* event = reinterpret_cast<Event*>(given);
+  const int device = device_of(context);
+  if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!events().count(event) || event->device != device) return CUDA_ERROR_INVALID_HANDLE;
+  for (const Stream* stream : streams())
+    if (stream->captured && stream->device == device) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  auto work = std::make_shared<Work>();
+  work->device = device;
+  for (const auto& each : pending())
+    if (const auto other = each.lock(); other && !other->is_done && other->device == device) work->before.push_back(other);
+  work->is_done = work->before.empty();
+  pending().push_back(event->recorded = work);
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuEventQuery(CUevent given) {
@@ -333,7 +371,7 @@ EXPORTED CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t*
   Stream* stream = find_stream(handle);
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
   if (stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  if (stream == &legacy() || !count || !attribute_count || attribute_count > count || firsts[0]) return CUDA_ERROR_INVALID_VALUE;
+  if (stream == &legacy(stream->device) || !count || !attribute_count || attribute_count > count || firsts[0]) return CUDA_ERROR_INVALID_VALUE;
   for (size_t i = 0; i < attribute_count; i++) {
     const auto order = attributes[i].srcAccessOrder;
     if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY) return CUDA_ERROR_INVALID_VALUE;

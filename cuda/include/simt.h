@@ -6,6 +6,24 @@
 #include <cstdint>
 #include <cstring>
 
+// SIMT_CHECK(is_right, format, ...): in a checked build (-DTIERD_CHECKED) a kernel that finds something not right says what, and ends the launch; else nothing is looked at. It is for
+// what callers put into arrays, which nobody reads back before a launch.
+#if !defined(TIERD_CHECKED)
+#define SIMT_CHECK(IS_RIGHT, FORMAT, ...)
+#elif defined(__CUDACC__)
+#include <cstdio>
+#define SIMT_CHECK(IS_RIGHT, FORMAT, ...) \
+  do { \
+    if (!(IS_RIGHT)) printf("tierd: " FORMAT "\n" __VA_OPT__(, ) __VA_ARGS__), __trap(); \
+  } while (0)
+#else
+#define SIMT_CHECK(IS_RIGHT, FORMAT, ...) \
+  do { \
+    char said[200]; \
+    if (!(IS_RIGHT)) snprintf(said, sizeof said, FORMAT __VA_OPT__(, ) __VA_ARGS__), simt::emulator::fail(said); \
+  } while (0)
+#endif
+
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -53,6 +71,18 @@ SIMT_DEV uint32_t transposed(uint32_t pair) {
   return turned;
 }
 
+// A pair of numbers in which what is infinite is NaN: 0 times it, and itself.
+SIMT_DEV uint32_t without_infinities(uint32_t pair, __nv_bfloat16) {
+  uint32_t finite;
+  asm("fma.rn.bf16x2 %0, %1, %2, %1;\n" : "=r"(finite) : "r"(pair), "r"(0));
+  return finite;
+}
+SIMT_DEV uint32_t without_infinities(uint32_t pair, __half) {
+  uint32_t finite;
+  asm("fma.rn.f16x2 %0, %1, %2, %1;\n" : "=r"(finite) : "r"(pair), "r"(0));
+  return finite;
+}
+
 // Whether it is so of any lane.
 SIMT_DEV bool any(bool is_so) { return __any_sync(~0u, is_so); }
 
@@ -79,12 +109,24 @@ SIMT_DEV void load_of_others(float (&to)[4], const float* from) {
 }
 SIMT_DEV float load_of_others(const float* from) { return __ldcg(from); }
 
-// Whether the block is the last of so many to arrive, and may read what the others wrote before: asked by one thread, behind a barrier of its block. The counter
-// is 0 before the first and after the last.
-SIMT_DEV bool is_last_of(uint32_t* counter, uint32_t blocks) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;\n" : "=r"(before) : "l"(counter), "r"(blocks - 1) : "memory");
-  return before == blocks - 1;
+// A number for this launch, the same in each of its blocks and above that of every launch before: asked once by one thread of each block, `launches` counting for
+// one size of grid alone. Each launch adds kLaunch to it, however its blocks overlap others', so that no launch leaves it between two numbers. Of a number
+// the lower bits are 0, for counters that begin at it.
+constexpr uint64_t kLaunch = 1 << 24;  // more than blocks of a grid
+SIMT_DEV uint64_t launch_of(uint64_t* launches) {
+  const uint64_t mine = blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1;
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;\n" : "=l"(before) : "l"(launches), "l"(mine) : "memory");
+  return before & ~(kLaunch - 1);
+}
+
+// Whether the block is the last of so many of this launch to arrive, and may read what the others wrote before: asked by one thread, behind a barrier of its block.
+// What earlier launches have left in the counter is below this one's number, and so nothing: nobody must clear it.
+SIMT_DEV bool is_last_of(uint64_t* counter, uint64_t launch, uint32_t blocks) {
+  uint64_t before;
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;\n" ::"l"(counter), "l"(launch) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;\n" : "=l"(before) : "l"(counter) : "memory");
+  return before == launch + blocks - 1;
 }
 
 // Bytes of {high, low} picked by four selectors of four bits each.

@@ -35,8 +35,8 @@ template <class Stored, int kDim> struct Queries {
 #pragma unroll
       for (int b = 0; b < kBlocks; b++) {
         const int first = 16 * b + Stored::first(t), second = 16 * b + Stored::second(t);
-        words[b][r] = q ? Math::pack(Query::widen(q[first]), Query::widen(q[first + 1])) : 0;
-        words[b][r + 2] = q ? Math::pack(Query::widen(q[second]), Query::widen(q[second + 1])) : 0;
+        words[b][r] = q ? pack_query<Math>(Query::widen(q[first]), Query::widen(q[first + 1])) : 0;
+        words[b][r + 2] = q ? pack_query<Math>(Query::widen(q[second]), Query::widen(q[second + 1])) : 0;
       }
     }
   }

@@ -8,7 +8,7 @@ namespace tierd {
 struct Pool {
   const unsigned char *k, *v;
   int64_t page_stride, token_stride, head_stride;
-  int page_tokens;
+  int page_tokens, pages;  // pages: how many there are, for a checked build
 };
 
 // kv_lens: [requests]. tables: [requests][table_stride] page ids in order; what lies behind a request's length is never read.
@@ -20,6 +20,13 @@ struct Batch {
 };
 
 SIMT_DEV int tiles_for(int tokens) { return (tokens + kTileTokens - 1) / kTileTokens; }
+
+// The id of the page in which a token of a request lies.
+SIMT_DEV int page_of(const Batch& batch, const Pool& pool, int request, int token) {
+  const int at = token / pool.page_tokens, id = batch.tables[(int64_t)request * batch.table_stride + at];
+  SIMT_CHECK(id >= 0 && id < pool.pages, "row %d of the tables, page %d: id %d, and the pool has %d pages", request, at, id, pool.pages);
+  return id;
+}
 
 // The tiles of one request and kv head that anything is seen of. Tile i begins at token first_token(i).
 struct TileList {
@@ -35,9 +42,18 @@ struct TileList {
 // oldest: the first token that the oldest of the queries sees behind the sinks.
 SIMT_DEV TileList tiles_of(const Batch& batch, int page_tokens, int request, int head, int oldest) {
   const int length = batch.kv_lens[request], page_tiles = page_tokens / kTileTokens;
+  SIMT_CHECK(length >= 0 && length <= (int64_t)batch.table_stride * page_tokens, "row %d of the tables: %d tokens, and it has room for %d pages of %d", request, length,
+             batch.table_stride, page_tokens);
   if (batch.subsets) {
     const int row = request * batch.kv_heads + head;
     const int pages = length > 0 ? batch.subset_sizes[row] : 0;
+#if defined(TIERD_CHECKED)
+    SIMT_CHECK(pages >= 0 && pages <= batch.subset_stride, "request %d, kv head %d: %d chosen pages, and there is room for %d", request, head, pages, batch.subset_stride);
+    for (int i = 0; i < pages; i++) {
+      const int chosen = batch.subsets[(int64_t)row * batch.subset_stride + i];
+      SIMT_CHECK(chosen >= 0 && chosen < batch.table_stride, "request %d, kv head %d: chosen page %d of a table of %d", request, head, chosen, batch.table_stride);
+    }
+#endif
     return {batch.subsets + (int64_t)row * batch.subset_stride, page_tiles, 0, 0, pages * page_tiles};
   }
   const int all = tiles_for(length), near_sinks = min(tiles_for(batch.sinks), all), first = min(max(oldest, 0) / kTileTokens, all);

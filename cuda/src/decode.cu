@@ -17,7 +17,8 @@ struct DecodeParams {
   void* to;               // as q
   float* lse_to;          // [requests][q_heads], natural
   float *out, *lse;       // parts: [blocks + rows][group][dim], [2][blocks + rows][group] (log2)
-  uint32_t* arrived;      // [blocks + rows]: how many parts there are of those that are joined next; zeros before and after
+  uint64_t* launches;     // how many there were, as simt.h counts them
+  uint64_t* arrived;      // [blocks + rows]: how many parts there are of those that are joined next, above the launch's number; whatever earlier launches left
   float* tile_lse;        // null, or [requests][kv_heads][table_stride * page_tokens / 16][group] (log2), written for the tiles of the list
   float* mass;            // with it: [requests][q_heads][table_stride], zeroed
   const float *k_scales, *v_scales;  // null, or [kv_heads]: what stored keys and values are multiplied by
@@ -71,7 +72,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     SIMT_DEV int rows(const DecodeParams& p) const { return p.batch.kv_lens[request(p)] - token(p); }
 
     SIMT_DEV int page_of_tile(const DecodeParams& p) const {
-      return rows(p) > 0 ? p.batch.tables[(int64_t)request(p) * p.batch.table_stride + token(p) / p.pool.page_tokens] : 0;
+      return rows(p) > 0 ? page_of(p.batch, p.pool, request(p), token(p)) : 0;
     }
 
     SIMT_DEV void find(const DecodeParams& p, int last) {
@@ -99,7 +100,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     *reinterpret_cast<Pack<Value, 4>*>(static_cast<Value*>(p.to) + i) = rounded;
   }
   static SIMT_DEV void put_lse(const DecodeParams& p, int64_t head, float top, float sum) {
-    p.lse_to[head] = sum > 0.f ? (top + log2f(sum)) * kLn2 : -INFINITY;
+    p.lse_to[head] = lse_of(top, log2f(sum), sum) * kLn2;
   }
   static SIMT_DEV float v_scale(const DecodeParams& p, int row) { return p.v_scales ? p.v_scales[row % p.batch.kv_heads] : 1.f; }
 
@@ -127,12 +128,12 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   // Four of a part's channels, from the i-th of its heads' on: out / weight; and with a head's first ones its log-sum-exp.
   static SIMT_DEV void put_part(const DecodeParams& p, const Part& part, int group, int i, const float (&out)[4], float weight, float base, float sum) {
     const int64_t first_head = (int64_t)(part.is_all ? part.row : part.slot) * group, head = first_head + i / kDim;
-    const float scale = weight > 0.f ? (part.is_all ? v_scale(p, part.row) : 1.f) / weight : 0.f;
+    const float scale = inverse_of(weight, part.is_all ? v_scale(p, part.row) : 1.f);
     if (part.is_all) put(p, first_head * kDim + i, out, scale);
     else *reinterpret_cast<Four*>(p.out + first_head * kDim + i) = {out[0] * scale, out[1] * scale, out[2] * scale, out[3] * scale};
     if (i % kDim) return;
     if (part.is_all) put_lse(p, head, base, sum);
-    else lses_of(p, part.level, group)[head] = sum > 0.f ? base + log2f(sum) : -INFINITY;
+    else lses_of(p, part.level, group)[head] = lse_of(base, log2f(sum), sum);
   }
 
   // The warps' results of a row become one. shared: what is behind the rings, but for `told`.
@@ -197,7 +198,8 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   }
 
   // The block's part of a row is there. Whoever brings the last of some neighbours joins them to one part, and brings that, until it is all of the row.
-  static SIMT_DEV void bring(const DecodeParams& p, const Run& run, const Row& row, int group, int* told) {
+  // launch: its number, which the first thread knows.
+  static SIMT_DEV void bring(const DecodeParams& p, const Run& run, const Row& row, int group, int* told, uint64_t launch) {
     const int from = row.begin / run.length, parts = (row.end - 1) / run.length - from + 1, slots = from + row.number;
     const int fan = parts > kOnce ? kFan : kOnce;
     int mine = blockIdx.x - from;
@@ -205,7 +207,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
       mine -= mine % (fan * step);
       const int count = min(fan, (parts - mine + step - 1) / step);
       if (count > 1) {  // its counter is that of the first slot; a level further up, of the next one, which nobody else uses
-        if (threadIdx.x == 0) *told = simt::is_last_of(p.arrived + slots + mine + level - 1, count);
+        if (threadIdx.x == 0) *told = simt::is_last_of(p.arrived + slots + mine + level - 1, launch, count);
         __syncthreads();
         if (!*told) return;
       }
@@ -219,6 +221,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     unsigned char* ring = raw + warp * p.ring * kSlot;
     float* shared = reinterpret_cast<float*>(raw + kWarps * p.ring * kSlot);
     int* told = reinterpret_cast<int*>(shared + kWarps * group * (kPadded + 3));
+    uint64_t launch = threadIdx.x == 0 ? simt::launch_of(p.launches) : 0;
     const Share mine = Share::of<kThreads>(p.batch, page_tokens, told);
     const int last = mine.run.last, tiles_there = mine.run.length > kLongRun ? 2 : p.ring;
     Row row = mine.row;
@@ -226,6 +229,8 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     next.find(p, last);
     for (int i = 0; i < tiles_there - 1; i++) next.load(p, last, ring + i * kSlot);
     put_empty(p, group);
+    uint64_t* kept = reinterpret_cast<uint64_t*>(told + kWarps + 2);  // behind the share's numbers: no register for so long
+    if (threadIdx.x == 0) *kept = launch;
     if constexpr (kTells) {
       const int64_t count = (int64_t)p.batch.requests * p.q_heads * p.batch.table_stride;
       for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) p.mass[i] = 0.f;
@@ -261,8 +266,9 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     if (mine.run.first >= last) return;
     // At the end, since to tell others is to wait for the memory. Only its first and its last row can be others' too.
     const Row& first = mine.row;
-    if (first.begin < mine.run.first || first.end > last) bring(p, mine.run, first, group, told);
-    if (row.number != first.number && row.end > last) bring(p, mine.run, row, group, told + 1);
+    launch = threadIdx.x == 0 ? *kept : 0;
+    if (first.begin < mine.run.first || first.end > last) bring(p, mine.run, first, group, told, launch);
+    if (row.number != first.number && row.end > last) bring(p, mine.run, row, group, told + 1, launch);
   }
 };
 
@@ -278,7 +284,7 @@ SIMT_DEV void page_mass(const MassParams& p) {
   const float* tile_lse = p.tile_lse + (int64_t)row * p.batch.table_stride * page_tiles * group;
   for (int head = 0; head < group; head++) {
     const int64_t of_all = (int64_t)row * group + head;
-    const float whole = p.lse[of_all] / kLn2;
+    const float lse = p.lse[of_all], whole = lse == -INFINITY ? 0.f : lse / kLn2;  // scores of -inf alone weigh nothing
     float sum = 0.f;
     for (int j = i; j < tiles.count && j < i + page_tiles; j++) {
       const int at = tiles.first_token(j);

@@ -3,6 +3,8 @@
 // mma.m16n8k16 sums over 16 channels (Q K^T) or tokens (P V). The sum may take channels in any order that both operands share: 8-bit values use that, so
 // that what a lane gets from a matrix load of 16-bit units is what it multiplies, with no exchange between lanes.
 #pragma once
+#include <math.h>
+
 #include "../include/simt.h"
 
 namespace tierd {
@@ -40,6 +42,17 @@ struct F16 {
   static SIMT_DEV float low_of(uint32_t pair) { return __half2float(__ushort_as_half(uint16_t(pair))); }
   static SIMT_DEV float high_of(uint32_t pair) { return __half2float(__ushort_as_half(uint16_t(pair >> 16))); }
 };
+
+// Of queries, as `Math` multiplies them: what is infinite, or becomes so in fp16, is NaN. Else its products could be scores of -inf, and tokens that were seen
+// count as if none had been.
+template <class Math> SIMT_DEV uint32_t pack_query(float low, float high) {
+  return simt::without_infinities(Math::pack(low, high), typename Math::Value());
+}
+
+// A log-sum-exp, in the units of its logarithm: -inf where nothing was seen. A sum of NaN is none of nothing, and stays.
+SIMT_DEV float lse_of(float base, float log_of_sum, float sum) { return sum == 0.f ? -INFINITY : base + log_of_sum; }
+// What outputs are multiplied by: 0 where nothing was seen, NaN with a sum of NaN.
+SIMT_DEV float inverse_of(float sum, float factor = 1.f) { return sum == 0.f ? 0.f : factor / sum; }
 
 struct F32 {
   using Value = float;

@@ -7,7 +7,7 @@ namespace tierd {
 
 struct MergeParams {
   const void* outs;   // [parts][rows][dim]
-  const float* lses;  // [parts][rows], natural; -inf: a part that saw nothing, whose output is not read
+  const float* lses;  // [parts][rows], natural; -inf: a part that saw nothing, whose output is not read; NaN, or +inf: the result is NaN
   void* out;          // [rows][dim]
   float* lse;         // [rows]
   int64_t rows;
@@ -73,9 +73,9 @@ template <class Format, int kCount, class Params> SIMT_DEV void merge_rows(const
     }
     Some whole;
 #pragma unroll
-    for (int c = 0; c < kCount; c++) whole.values[c] = Format::round(sum > 0.f ? out[c] / sum : 0.f);
+    for (int c = 0; c < kCount; c++) whole.values[c] = Format::round(sum == 0.f ? 0.f : out[c] / sum);
     static_cast<Some*>(p.out)[i] = whole;
-    if (i % packs == 0) p.lse[row] = sum > 0.f ? best + logf(sum) : -INFINITY;
+    if (i % packs == 0) p.lse[row] = lse_of(best, logf(sum), sum);
   }
 }
 

@@ -14,7 +14,7 @@ struct StoreParams {
   unsigned char *k_to, *v_to;  // of one layer; strides in bytes
   int64_t page_stride, token_stride, head_stride;
   const float *k_scales, *v_scales;  // null, or [kv_heads]: stored is the value divided by it
-  int page_tokens, kv_heads, dim;
+  int page_tokens, kv_heads, dim, pages;
 };
 
 struct ToE4m3 {
@@ -47,6 +47,7 @@ template <class From, class To, int kCount> SIMT_DEV void store_token(const Stor
 template <class From, class To> SIMT_DEV void store(const StoreParams& p) {
   const int64_t slot = p.slots[blockIdx.x];
   if (slot < 0) return;
+  SIMT_CHECK(slot / p.page_tokens < p.pages, "token %u: slot %lld, and the pool has %d pages of %d tokens", blockIdx.x, (long long)slot, p.pages, p.page_tokens);
   // Pages are aligned, new tokens may be anywhere.
   const bool is_aligned = are_aligned(number_of(p.k) | number_of(p.v) | p.k_stride | p.v_stride, 16) && p.dim % 8 == 0;
   if (is_aligned) store_token<From, To, 8>(p, slot);
@@ -61,6 +62,7 @@ struct Side {
   const int64_t* layers;  // null, or an address for each layer instead of base (an engine that has a tensor a layer)
   const int* pages;       // null, or which page of this side the i-th is
   int64_t strides[5];
+  int64_t count;         // of its pages
 };
 struct CopyParams {
   Side from, to;
@@ -71,6 +73,7 @@ struct CopyParams {
 SIMT_DEV unsigned char* row_at(const Side& side, const int (&at)[5]) {
   unsigned char* base = side.layers ? reinterpret_cast<unsigned char*>(side.layers[at[1]]) : side.base + at[1] * side.strides[1];
   const int64_t page = side.pages ? side.pages[at[0]] : at[0];
+  SIMT_CHECK(page >= 0 && page < side.count, "page %d of a copy: id %lld, and there are %lld pages", at[0], (long long)page, (long long)side.count);
   return base + page * side.strides[0] + at[2] * side.strides[2] + at[3] * side.strides[3] + at[4] * side.strides[4];
 }
 
@@ -119,14 +122,14 @@ SIMT_DEV void copy_run(const RunsParams& p) {
   }
 }
 
-// -- summary: the least and the greatest of each channel of a page's keys (Quest, arXiv 2406.10774, section 3.2)
+// -- summary: the least and the greatest of each channel of a page's keys (Quest, arXiv 2406.10774, section 3.2); NaN where one of them is
 
 struct SummaryParams {
   const unsigned char* k;  // of one layer; strides in bytes
   int64_t page_stride, token_stride, head_stride;
   const int *pages, *tokens;  // [count]: page ids, and how many tokens of each are there
   float* bounds;              // [count][kv_heads][2][dim]: least, greatest; +inf, -inf of no tokens
-  int kv_heads, dim;
+  int kv_heads, dim, pool_pages, page_tokens;
 };
 
 struct FromE4m3 {
@@ -136,13 +139,15 @@ struct FromE4m3 {
 
 template <class From> SIMT_DEV void summarize(const SummaryParams& p) {
   const int page = blockIdx.x, head = blockIdx.y;
+  SIMT_CHECK(p.pages[page] >= 0 && p.pages[page] < p.pool_pages && p.tokens[page] >= 0 && p.tokens[page] <= p.page_tokens,
+             "page %d of bounds: id %d and %d tokens, and the pool has %d pages of %d", page, p.pages[page], p.tokens[page], p.pool_pages, p.page_tokens);
   const unsigned char* keys = p.k + p.pages[page] * p.page_stride + head * p.head_stride;
   float* bounds = p.bounds + ((int64_t)page * p.kv_heads + head) * 2 * p.dim;
   for (int channel = threadIdx.x; channel < p.dim; channel += blockDim.x) {
     float least = INFINITY, greatest = -INFINITY;
     for (int token = 0; token < p.tokens[page]; token++) {
       const float x = From::widen(reinterpret_cast<const typename From::Value*>(keys + token * p.token_stride)[channel]);
-      least = fminf(least, x), greatest = fmaxf(greatest, x);
+      least = x < least || x != x ? x : least, greatest = x > greatest || x != x ? x : greatest;
     }
     bounds[channel] = least, bounds[p.dim + channel] = greatest;
   }

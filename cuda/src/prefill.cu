@@ -33,7 +33,7 @@ template <class Query, class Stored, int kDim> struct Prefill {
     const int mine = simt::warp() & (p.stage_tiles - 1), length = p.batch.kv_lens[request], tile = stage * p.stage_tiles + mine;
     if (tile < tiles.count) {
       const int token = tiles.first_token(tile), rows = length - token;
-      const int64_t id = rows > 0 ? p.batch.tables[(int64_t)request * p.batch.table_stride + token / p.pool.page_tokens] : 0;
+      const int64_t id = rows > 0 ? page_of(p.batch, p.pool, request, token) : 0;
       const int64_t at = id * p.pool.page_stride + head * p.pool.head_stride + (token % p.pool.page_tokens) * p.pool.token_stride;
       unsigned char* k = to + 2 * mine * KvTile::kBytes;
       const bool brings_k = simt::warp() < p.stage_tiles, brings_v = simt::warp() >= kPrefillWarps - p.stage_tiles;
@@ -43,11 +43,17 @@ template <class Query, class Stored, int kDim> struct Prefill {
     simt::commit_copies();
   }
 
+  // The caller says how many rows there are at most; of more each block takes as many turns as it needs, so that none is left out.
   static SIMT_DEV void run(const PrefillParams& p) {
+    const int request = blockIdx.z, begin = p.query_starts[request], tokens = p.query_starts[request + 1] - begin;
+    SIMT_CHECK(begin >= 0 && tokens >= 0 && tokens <= p.batch.kv_lens[request], "sequence %d: %d query tokens of %d, from the %d-th on", request, tokens, p.batch.kv_lens[request], begin);
+    for (int first_row = blockIdx.x * kBlockRows; first_row < tokens * (p.q_heads / p.batch.kv_heads); first_row += gridDim.x * kBlockRows)
+      run_rows(p, request, begin, tokens, first_row);
+  }
+
+  static SIMT_DEV void run_rows(const PrefillParams& p, int request, int begin, int tokens, int first_row) {
     SIMT_SHARED(raw);
-    const int request = blockIdx.z, head = blockIdx.y, group = p.q_heads / p.batch.kv_heads;
-    const int begin = p.query_starts[request], tokens = p.query_starts[request + 1] - begin, first_row = blockIdx.x * kBlockRows;
-    if (first_row >= tokens * group) return;
+    const int head = blockIdx.y, group = p.q_heads / p.batch.kv_heads;
     const int length = p.batch.kv_lens[request], before = length - tokens;  // tokens that were there before the queries
     const int last_row = min(first_row + kBlockRows, tokens * group) - 1;
     const int newest = before + last_row / group, oldest = before + first_row / group;
@@ -94,10 +100,10 @@ template <class Query, class Stored, int kDim> struct Prefill {
     float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      scale[r] = attention.rounded[r] > 0.f ? v_scale / attention.rounded[r] : 0.f;
+      scale[r] = inverse_of(attention.rounded[r], v_scale);
       const int row = my_first + (simt::lane() >> 2) + 8 * r;
       if ((simt::lane() & 3) == 0 && row <= last_row)
-        p.lse[place(row)] = attention.sum[r] > 0.f ? (attention.top[r] + log2f(attention.sum[r])) * kLn2 : -INFINITY;
+        p.lse[place(row)] = lse_of(attention.top[r], log2f(attention.sum[r]), attention.sum[r]) * kLn2;
     }
     attention.each_out([&](int i, int channel, float value) {
       if (my_first + i <= last_row) static_cast<typename Query::Value*>(p.out)[place(my_first + i) * kDim + channel] = Query::round(value * scale[i >> 3]);

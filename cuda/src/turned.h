@@ -120,7 +120,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     const int head = 8 * set + (simt::lane() >> 2), t = simt::lane() & 3;
     const auto word = [&](int channel) {
       const Pair pair = *reinterpret_cast<const Pair*>(queries + head * kDim + 16 * block + channel);
-      return Math::pack(Query::widen(pair.values[0]), Query::widen(pair.values[1]));
+      return pack_query<Math>(Query::widen(pair.values[0]), Query::widen(pair.values[1]));
     };
     words[0] = head < heads ? word(Stored::first(t)) : 0, words[1] = head < heads ? word(Stored::second(t)) : 0;
   }
@@ -177,7 +177,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     float whole = (is_second ? alone[1] : alone[0]) + __shfl_xor_sync(~0u, is_second ? alone[0] : alone[1], 4);
     for (int by = 8; by < 32; by *= 2) whole += __shfl_xor_sync(~0u, whole, by);
     const float base = is_second ? top[s][1] : top[s][0];
-    if (simt::lane() < 8) told(8 * s + 2 * (simt::lane() & 3) + is_second, whole > 0.f ? base + log2f(whole) : -INFINITY);
+    if (simt::lane() < 8) told(8 * s + 2 * (simt::lane() & 3) + is_second, lse_of(base, log2f(whole), whole));
   }
 };
 

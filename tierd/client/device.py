@@ -2,8 +2,8 @@
 
 Purpose: a descriptor of a slab to a page with `__cuda_array_interface__`. Non-purpose: launching anything, the order of the caller's streams (`work.py`). Invariants:
 a segment is mapped for writing only if this session is its writer, and a write to another is a fault of the kernel that makes it; nothing is unmapped
-while work of this process is on the GPU, and never by a finaliser, which only notes that it may be; no driver is loaded before a segment is to be mapped.
-So a call that maps a segment may wait for the GPU, and must not be made while this process captures a graph.
+while work of this process is on the GPU that may use it, and never by a finaliser, which only notes that it may be; no driver is loaded before a segment is to be mapped; and a kernel that
+hangs costs no call more than its deadline, or COPY_TIMEOUT_S. A call that maps a segment must not be made while this process captures a graph, whose capture it would end.
 
 `Unsupported` where the extra, the driver or the daemon's GPU is missing: such a process asks for tier="host".
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,14 @@ from typing import Any
 import numpy as np
 
 from tierd.client import buffers, mapping
+from tierd.client.work import pauses
 from tierd.core.words import Words
-from tierd.errors import InvalidArgument, Unsupported
-from tierd.kernels.driver import bindings, call
+from tierd.errors import DeadlineExceeded, InvalidArgument, Unsupported
+from tierd.kernels.driver import bindings, call, fault
 
 WHAT = "device tier"
+COPY_TIMEOUT_S = 30.0
+"""For all work before a copy to or from the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Gpu:
             raise Unsupported(f'{WHAT}: {error}; or use tier="host"') from error
         self.id = self._find(place)
         self._ended: deque[tuple[int, int]] = deque()
+        self._event, self._passed = None, 0  # the event is behind the ends of so many of them
         self._unmapping = threading.Lock()
         self._context = call(self.cuda.cuDevicePrimaryCtxRetain, self.id, what=WHAT)
 
@@ -94,7 +99,7 @@ class Gpu:
         self._ended.append((address, length_bytes))
 
     def unmap_ended(self) -> None:
-        """Unmaps what nobody has any more, when all work of this process on the GPU has ended."""
+        """Unmaps what nobody has any more, once all work that this process had on the GPU then has ended; else a later call does. It waits for nothing."""
         if self._ended:
             with self.entered():
                 self._unmap_ended()
@@ -108,16 +113,46 @@ class Gpu:
         least = self.cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.ask("cuMemGetAllocationGranularity", prop, least))
 
+    def is_past(self, event: Any) -> bool:
+        """Whether all before an event is done. Raises TierFailed if it never will be."""
+        with self.entered():
+            (result,) = self.cuda.cuEventQuery(event)
+        if result.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"):
+            return not result
+        raise fault(result, f"cuda:{self.id}: work of this process")
+
+    def await_stream(self, stream: int) -> None:
+        """Until all that it was given is done. Raises DeadlineExceeded after COPY_TIMEOUT_S; of a GPU that is lost to this process TierFailed."""
+        with self.entered():
+            event = self.ask("cuEventCreate", 2)  # without times
+            try:
+                self.ask("cuEventRecord", event, stream)
+                for pause_s in pauses([Mark(self, event)], time.monotonic() + COPY_TIMEOUT_S):
+                    time.sleep(pause_s)
+            except DeadlineExceeded:
+                raise DeadlineExceeded(
+                    f"cuda:{self.id}: work that was launched before a copy is not done after {COPY_TIMEOUT_S:g} s; end the kernel that hangs, and copy again"
+                ) from None
+            finally:
+                self.ask("cuEventDestroy", event)
+
     def _unmap_ended(self) -> None:
         with self._unmapping:
-            # Counted before the wait: what ends within it may have work on the GPU that was launched behind it.
+            # Counted before the event: what ends behind it may have work on the GPU that was launched behind it too.
             count = len(self._ended)
-            if count:
-                self.ask("cuCtxSynchronize")
-            for _ in range(count):
+            if count and not self._passed:
+                self._event = self._event or self.ask("cuEventCreate", 2)
+                self.ask("cuCtxRecordEvent", self._context, self._event)
+                self._passed = count
+            if not self._passed or not self.is_past(self._event):
+                return
+            self.ask("cuEventDestroy", self._event)
+            self._event = None
+            for _ in range(self._passed):
                 address, length_bytes = self._ended.popleft()
                 self.ask("cuMemUnmap", address, length_bytes)
                 self.ask("cuMemAddressFree", address, length_bytes)
+            self._passed = 0
 
     def access(self, *, is_writable: bool) -> Any:
         """This GPU's rights, as the driver takes them."""
@@ -137,6 +172,17 @@ class Gpu:
             f"{WHAT}: this process does not see the daemon's GPU (number {place.ordinal} there, uuid {place.uuid}); let "
             'CUDA_VISIBLE_DEVICES name it, or use tier="host"'
         )
+
+
+class Mark:
+    """A place in a stream, as `after` of reservations and leases takes it."""
+
+    def __init__(self, gpu: Gpu, event: Any) -> None:
+        self._gpu, self._event = gpu, event
+
+    def query(self) -> bool:
+        """Whether all before it is done. Raises TierFailed if it never will be."""
+        return self._gpu.is_past(self._event)
 
 
 class Memory:
@@ -225,19 +271,21 @@ class DevicePage:
         self.is_writable = False
 
     def copy_to(self, out: Any) -> None:
-        """Copies into host memory (buffer protocol, numpy, CPU tensor) of at least its length, and waits. Raises InvalidArgument."""
+        """Copies into host memory (buffer protocol, numpy, CPU tensor) of at least its length, and waits. Raises InvalidArgument, DeadlineExceeded."""
         target = self._host(out, writable=True)
+        self.device.await_stream(0)
         with self.device.entered():
             self.device.ask("cuMemcpyDtoH", target.ctypes.data, self.address, self.nbytes)
 
     def copy_from(self, source: Any) -> None:
-        """Fills it from host memory, and waits. Raises InvalidArgument."""
+        """Fills it from host memory, and waits. Raises InvalidArgument, DeadlineExceeded."""
         if not self.is_writable:
             raise InvalidArgument("page: it is read-only; only reserved pages are written, before their commit")
         given = self._host(source, writable=False)
+        self.device.await_stream(0)
         with self.device.entered():
             self.device.ask("cuMemcpyHtoD", self.address, given.ctypes.data, self.nbytes)
-            self.device.ask("cuStreamSynchronize", 0)  # what was pageable may still be on its way when the copy returns
+        self.device.await_stream(0)  # what was pageable may still be on its way when the copy returns
 
     def _host(self, buffer: Any, *, writable: bool) -> buffers.Bytes:
         (found,) = buffers.pieces([buffer], [self.nbytes], writable=writable)

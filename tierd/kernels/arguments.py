@@ -65,7 +65,7 @@ class Arguments:
         if page_tokens % TILE_TOKENS:
             raise InvalidArgument(f"pages.k: pages of {page_tokens} tokens; kernels take multiples of {TILE_TOKENS}")
         self.kv_type, self.k_scales, self.v_scales = k.dtype, found.k_scales, found.v_scales
-        return params.Pool(k.address, found.v.address, *k.strides[:3], page_tokens)
+        return params.Pool(k.address, found.v.address, *k.strides[:3], page_tokens, k.shape[0])
 
     def batch(self, batch: DeviceBatch, n: int) -> params.Batch:
         """Lengths, tables and what of them is attended to, of n sequences."""

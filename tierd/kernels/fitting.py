@@ -18,7 +18,7 @@ WIDE_DIM = 128
 RINGS = (3, 2)
 """Tiles of K and V that a warp of decode has: one that is worked on, the others under way. The deepest first, as below."""
 SHARE_BYTES = 32
-"""An int for each warp of decode and two more, in which its threads find their block's share."""
+"""An int for each warp of decode and two more, in which its threads find their block's share; and the number of the launch."""
 PADDING = 4
 """Floats behind each output of a warp of decode, so that heads lie in other banks."""
 STAGE_TILES = (4, 2)

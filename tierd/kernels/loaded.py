@@ -1,7 +1,7 @@
 """The kernels of cuda/ on a GPU: fatbins loaded and launched by NVIDIA's driver.
 
 Purpose: `Loaded`, a Library. Non-purpose: memory, streams and events, which are their owner's. Invariants: a launch allocates nothing, waits for nothing and
-goes to the current stream; what is launched was checked: parameters by their size, shared memory by its limit.
+goes to the current stream of its GPU, whichever context the thread has, which it keeps; what is launched was checked: parameters by their size, shared memory by its limit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Loaded:
         self._gpu = call(cuda.cuDeviceGet, ordinal, what=self.device)
         self.block_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._context = call(cuda.cuDevicePrimaryCtxRetain, self._gpu, what=self.device)
+        self._number = int(self._context)
         self._libraries = [self._load(path) for path in files]
         self._kernels = dict(pair for library in self._libraries for pair in self._listed(library))
         self._functions: dict[str, _Function] = {}
@@ -64,9 +65,13 @@ class Loaded:
         cell = self._cell
         cell.pointer[0] = ctypes.addressof(params)
         given = (*grid, function.threads, 1, 1, shared_bytes, self._stream(), cell.address, 0)
-        (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
+        # A kernel and stream 0 are of the context that is current: a thread may have none, or another GPU's.
+        _, current = self._cuda.cuCtxGetCurrent()
+        with nullcontext() if int(current) == self._number else self._entered():
+            (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
         if result:
-            self._launch_again(function, given, result)
+            told = f"grid {given[:3]}, {function.threads} threads, {given[6]} bytes of shared memory"
+            raise fault(result, f"{function.name}: a launch of {told}")
 
     def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
         """How many blocks the whole GPU runs at once: what `PagedDecode` is best given. Raises InvalidArgument."""
@@ -127,15 +132,6 @@ class Loaded:
     def _attribute(self, name: str) -> int:
         attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call(self._cuda.cuDeviceGetAttribute, attribute, self._gpu, what=self.device))
-
-    def _launch_again(self, function: _Function, given: Sequence[Any], result: Any) -> None:
-        """After a launch that the driver refused: in a thread's first one the context was missing. Raises what it said of any other."""
-        if result == self._cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            call(self._cuda.cuCtxSetCurrent, self._context, what=self.device)
-            (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
-        if result:
-            told = f"grid {given[:3]}, {function.threads} threads, {given[6]} bytes of shared memory"
-            raise fault(result, f"{function.name}: a launch of {told}")
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -61,7 +61,8 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim]. starts: i32 [n + 1]. longest: the most tokens of a sequence."""
+    """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim]. starts: i32 [n + 1]. longest: the most tokens of a sequence;
+    if it has more it takes longer."""
 
     q: Array
     starts: Array
@@ -75,8 +76,8 @@ class PagedDecode:
 
     blocks: how many thread blocks share the work; as many as fit the GPU at once. allocate(shape, dtype name): makes the arrays that it keeps, at multiples of 16 bytes.
 
-    One of them counts what blocks have brought, and is cleared by a launch into the current stream: make this in the stream of its calls, or wait for the launch before the first,
-    and never while a graph is captured. Lengths must stay as they are while a call runs.
+    Two of them count launches and what blocks have brought, and are cleared by launches into the current stream: make this in the stream of its calls, or wait for these before the first,
+    and never while a graph is captured. Lengths must stay as they are while a call runs, and no two calls may run at once: what such calls give is wrong, what later ones give is right.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class PagedDecode:
         check_blocks(blocks)
         self._library, self._shape, self._blocks, self._allocate = library, shape, blocks, allocate
         parts = blocks + shape.requests * shape.kv_heads
-        self._arrived = allocate((parts,), "int32")
-        clear = params.Clear(self._address(self._arrived), parts)
-        library.launch("decode_clear", (-(-parts // CLEAR_THREADS), 1, 1), clear)
+        self._launches, self._arrived = (allocate((count,), "int64") for count in (1, parts))
+        for each, words in ((self._launches, 2), (self._arrived, 2 * parts)):
+            clear = params.Clear(self._address(each), words)
+            library.launch("decode_clear", (-(-words // CLEAR_THREADS), 1, 1), clear)
         self._out = allocate((parts, self._group, shape.head_dim), "float32")
         self._lse = allocate((2, parts, self._group), "float32")
         self._tile_lses: list[Array] = []  # with every one that a captured graph may hold
@@ -122,7 +124,7 @@ class PagedDecode:
             queries.address,
             out,
             lse,
-            *map(self._address, (self._out, self._lse, self._arrived)),
+            *map(self._address, (self._out, self._lse, self._launches, self._arrived)),
             tiles,
             mass,
             asked.k_scales,
@@ -174,6 +176,10 @@ def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: Devic
     asked = Arguments(library.device, n, q_heads, kv_heads, head_dim)
     queries, pool, told = asked.queries(chunks.q, tokens), asked.pool(pages), asked.batch(batch, n)
     starts = Buffer.of("chunks.starts", chunks.starts).checked((n + 1,), "i32", device=library.device)
+    if chunks.longest * n < tokens:
+        raise InvalidArgument(
+            f"chunks.longest: {n} sequences of at most {chunks.longest} tokens have no {tokens}; give the most tokens of a sequence"
+        )
     fit = prefill_fit(library, head_dim, asked.kv_type)
     prefill = params.Prefill(
         told,

@@ -84,9 +84,11 @@ def checked_pages(pages: KvPages, heads: tuple[int, int], types: Sequence[str], 
 
 
 def check_blocks(blocks: int) -> None:
-    """Raises InvalidArgument for none, which would do nothing in silence."""
+    """Raises InvalidArgument for none, which would do nothing in silence, and for more than kernels count."""
     if blocks < 1:
         raise InvalidArgument(f"blocks: {blocks} thread blocks do nothing; give 1 or more")
+    if blocks >= 1 << 24:  # simt.h's kLaunch
+        raise InvalidArgument(f"blocks: {blocks}, kernels count less than {1 << 24}; give as many as fit the GPU")
 
 
 def store_tokens(library: Library, k: Array, v: Array, slots: Array, pages: KvPages) -> None:
@@ -113,6 +115,7 @@ def store_tokens(library: Library, k: Array, v: Array, slots: Array, pages: KvPa
         to.k.shape[1],
         kv_heads,
         dim,
+        to.k.shape[0],
     )
     library.launch(f"store_{keys.dtype}_{to.k.dtype}", (tokens, 1, 1), store)
 
@@ -179,6 +182,7 @@ def summarize_pages(library: Library, keys: Array, pages: Array, *, tokens: Arra
         Buffer.of("to", to).checked((n, kv_heads, 2, dim), "f32", device=library.device, dense_from=0).address,
         kv_heads,
         dim,
+        *found.shape[:2],
     )
     library.launch(f"summarize_{found.dtype}", (n, kv_heads, 1), summary)
     return to
@@ -197,9 +201,8 @@ class _Side:
         return (self.pages or self.buffer).shape[0]
 
     def params(self) -> params.Side:
-        return params.Side(
-            self.buffer.address, address_of(self.addresses), address_of(self.pages), self.buffer.strides[:5]
-        )
+        all_of, pages = self.buffer, address_of(self.pages)
+        return params.Side(all_of.address, address_of(self.addresses), pages, all_of.strides[:5], all_of.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Pool(ctypes.Structure):
         ("page_stride", _L),
         ("token_stride", _L),
         ("head_stride", _L),
-        ("page_tokens", _I),
+        *((name, _I) for name in ("page_tokens", "pages")),
     ]
 
 
@@ -44,10 +44,8 @@ class Decode(ctypes.Structure):
     _fields_ = [
         ("batch", Batch),
         ("pool", Pool),
-        *(
-            (name, _P)
-            for name in ("q", "to", "lse_to", "out", "lse", "arrived", "tile_lse", "mass", "k_scales", "v_scales")
-        ),
+        *((name, _P) for name in ("q", "to", "lse_to", "out", "lse", "launches", "arrived")),
+        *((name, _P) for name in ("tile_lse", "mass", "k_scales", "v_scales")),
         ("q_heads", _I),
         ("ring", _I),
         ("scale_log2", _F),
@@ -97,14 +95,14 @@ class Store(ctypes.Structure):
         *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
         ("k_scales", _P),
         ("v_scales", _P),
-        *((name, _I) for name in ("page_tokens", "kv_heads", "dim")),
+        *((name, _I) for name in ("page_tokens", "kv_heads", "dim", "pages")),
     ]
 
 
 class Side(ctypes.Structure):
     """pages.cu"""
 
-    _fields_ = [("base", _P), ("layers", _P), ("pages", _P), ("strides", _L * 5)]
+    _fields_ = [("base", _P), ("layers", _P), ("pages", _P), ("strides", _L * 5), ("count", _L)]
 
 
 class Copy(ctypes.Structure):
@@ -126,8 +124,7 @@ class Summary(ctypes.Structure):
         ("k", _P),
         *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
         *((name, _P) for name in ("pages", "tokens", "bounds")),
-        ("kv_heads", _I),
-        ("dim", _I),
+        *((name, _I) for name in ("kv_heads", "dim", "pool_pages", "page_tokens")),
     ]
 
 

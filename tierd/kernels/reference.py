@@ -3,7 +3,8 @@
 Purpose: say exactly what a paged-attention kernel computes; fast enough for small models on a CPU. Non-purpose: speed on
 a GPU. Invariants: nothing of a page behind `kv_lens` is ever read, so stale tails and unused table entries may hold
 anything, NaN too; sums are taken in float32 (float64 for float64 queries); a query that sees no key gives zeros and a
-log-sum-exp of -inf. Log-sum-exps are natural logarithms.
+log-sum-exp of -inf, and no other one does but where every score is -inf; what is NaN of what is seen makes the result NaN, and so does
+a query that is not finite. Log-sum-exps are natural logarithms.
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ def _gather(q: Array, pages: Sequence[Array], table: Sequence[int], length: int)
     return _Keys(both[0], both[1], page_tokens)
 
 
+@np.errstate(invalid="ignore")  # inf - inf is NaN, as it should be
 def _attend(q: Array, keys: _Keys, scale: float, *, hidden: np.ndarray | None, with_mass: bool) -> Attended:
     """Attention of the last rows of one sequence over all its keys."""
     xp = array_namespace(q)
@@ -182,6 +184,7 @@ def _attend(q: Array, keys: _Keys, scale: float, *, hidden: np.ndarray | None, w
     # One matrix product per kv head over all the query heads of its group: [kv_heads, group * rows, head_dim].
     grouped = xp.permute_dims(xp.reshape(q, (rows, kv_heads, q_heads // kv_heads, head_dim)), (1, 2, 0, 3))
     grouped = xp.astype(xp.reshape(grouped, (kv_heads, -1, head_dim)), _sum_dtype(q), copy=False) * scale
+    grouped = xp.where(xp.isfinite(grouped), grouped, math.nan)
     scores = xp.reshape(xp.matmul(grouped, xp.permute_dims(keys.k, (1, 2, 0))), (q_heads, rows, count))
     weights, lse = _softmax(scores if hidden is None else _masked(scores, hidden))
     mixed = xp.matmul(xp.reshape(weights, (kv_heads, -1, count)), xp.permute_dims(keys.v, (1, 0, 2)))
@@ -213,13 +216,13 @@ def _masked(scores: Array, hidden: np.ndarray) -> Array:
 
 
 def _softmax(scores: Array) -> tuple[Array, Array]:
-    """(weights, log-sum-exp) over the last axis; all hidden: zeros and -inf."""
+    """(weights, log-sum-exp) over the last axis; all hidden: zeros and -inf; any NaN: NaN."""
     xp = array_namespace(scores)
     top = xp.max(scores, axis=-1, keepdims=True)
     top = xp.where(top == -math.inf, xp.zeros_like(top), top)
     weights = xp.exp(scores - top)
     total = xp.sum(weights, axis=-1, keepdims=True)
-    seen = total > 0
+    seen = total != 0
     safe = xp.where(seen, total, xp.ones_like(total))
     lse = xp.where(seen, top + xp.log(safe), xp.full_like(top, -math.inf))
     weights /= safe
@@ -236,10 +239,12 @@ def _page_mass(weights: Array, page_tokens: int) -> Array:
     return xp.sum(xp.reshape(xp.concat([per_key, padding], axis=1), (-1, pages, page_tokens)), axis=2)
 
 
+@np.errstate(invalid="ignore")
 def merge_attention(outs: Array, lses: Array) -> Attended:
     """Attention over a union of keys, from attention over its parts (splits, tiers, ring hops).
 
-    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural; or sequences of as many arrays. A part that saw nothing (-inf) has no say.
+    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural; or sequences of as many arrays. A part that saw nothing (-inf) has no say; one
+    whose log-sum-exp is NaN or +inf makes the result NaN.
     """
     if isinstance(outs, Sequence):
         stack = array_namespace(*outs, *lses).stack
@@ -249,7 +254,7 @@ def merge_attention(outs: Array, lses: Array) -> Attended:
     top = xp.where(top == -math.inf, xp.zeros_like(top), top)
     shares = xp.exp(lses - top)
     total = xp.sum(shares, axis=0)
-    seen = total > 0
+    seen = total != 0
     safe = xp.where(seen, total, xp.ones_like(total))
     used = xp.where((shares > 0)[..., None], xp.astype(outs, lses.dtype, copy=False), xp.zeros_like(lses)[..., None])
     out = xp.sum(used * (shares / safe)[..., None], axis=0)
@@ -282,7 +287,7 @@ def summarize_pages(keys: Array, pages: Sequence[int], tokens: Sequence[int]) ->
     """The least and the greatest of each channel of pages' keys (Quest, arXiv 2406.10774, section 3.2); numpy alone.
 
     keys: [pages, page_tokens, kv_heads, head_dim]. tokens: how many of each of the pages are there. Gives f32 [len(pages), kv_heads, 2, head_dim]:
-    values as they are stored, without scales; inf and -inf for no tokens.
+    values as they are stored, without scales; inf and -inf for no tokens, NaN where one is.
     """
     bounds = np.empty((len(pages), keys.shape[2], 2, keys.shape[3]), np.float32)
     for i, (page, count) in enumerate(zip(pages, tokens, strict=True)):

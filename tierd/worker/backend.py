@@ -25,7 +25,8 @@ from tierd.kernels.library import EMULATED, REFERENCE, asked_kernels
 from tierd.worker.checkpoint import RawTensor
 
 if TYPE_CHECKING:
-    from tierd.worker.gpu import GpuMemory, Mark
+    from tierd.client.device import Mark
+    from tierd.worker.gpu import GpuMemory
 
 Array = Any
 """A numpy array, a torch tensor or, over memory of a GPU, a GpuArray."""

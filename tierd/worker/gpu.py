@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.device import Gpu, GpuPlace, gpu_at
+from tierd.client.device import Gpu, GpuPlace, Mark, gpu_at
 from tierd.client.work import pauses
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.kernels.buffers import BYTES, DTYPES
-from tierd.kernels.driver import fault
 from tierd.kernels.loaded import current_stream
 
 FINISH_TIMEOUT_S = 30.0
@@ -69,8 +68,9 @@ class GpuMemory:
         return made
 
     def read(self, array: GpuArray) -> NDArray[Any]:
-        """A copy on the host, after all work that the current stream has been given. Raises TypeError for types that numpy has not."""
+        """A copy on the host, after all work that the current stream has been given. Raises TypeError for types that numpy has not, DeadlineExceeded."""
         made = np.empty(array.shape, array.dtype)
+        self._gpu.await_stream(current_stream(self.id))
         self._copy("out", "cuMemcpyDtoHAsync", (made.ctypes.data, array.address), made.nbytes)
         with self._gpu.entered():
             self._gpu.ask("cuStreamSynchronize", current_stream(self.id))
@@ -101,7 +101,9 @@ class GpuMemory:
             pass
 
     def trim(self) -> None:
-        """Gives the driver back what no array uses."""
+        """Gives the driver back what no array uses. Raises DeadlineExceeded while a GPU hangs, for which the driver would wait."""
+        if any(self._spare.values()):
+            self._gpu.await_stream(current_stream(self.id))
         with self._gpu.entered():
             for addresses in self._spare.values():
                 while addresses:
@@ -162,23 +164,6 @@ class GpuArray:
         if device != "cpu":
             raise InvalidArgument(f"array: it is on cuda:{self.device.id}, and goes to 'cpu' only, not to {device!r}")
         return self.device.read(self)
-
-
-class Mark:
-    """A place in a stream, as `after` of reservations and leases takes it."""
-
-    def __init__(self, gpu: Gpu, event: Any) -> None:
-        self._gpu, self._event = gpu, event
-
-    def query(self) -> bool:
-        """Whether all before it is done. Raises TierFailed if it never will be."""
-        with self._gpu.entered():
-            (result,) = self._gpu.cuda.cuEventQuery(self._event)
-        if result == self._gpu.cuda.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        if result:
-            raise fault(result, f"cuda:{self._gpu.id}: work of this worker")
-        return True
 
 
 @cache

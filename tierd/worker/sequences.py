@@ -81,7 +81,7 @@ class Pass:
         attended = self._work.attend(layer, q, with_mass=self.masses is not None)
         for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
             seen = np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64)
-            total[: len(seen)] += seen
+            total[: len(seen)] += np.nan_to_num(seen)  # of scores that are none there is no mass to tell
         return attended.out
 
 

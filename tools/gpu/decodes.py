@@ -20,6 +20,7 @@ from tests.unit.kernels.kernel_cases import (
     expected,
     made,
 )
+from tests.unit.kernels.nan_cases import ODD_DECODES, check_odd_decode
 from tools.gpu.bench import Bench
 from tools.gpu.families import Case, family
 from tools.gpu.results import Result, Row
@@ -39,6 +40,8 @@ def results(bench: Bench) -> Iterator[Result]:
     many = 2 * gpu.multiprocessors
     for name, shapes in (_small() if bench.is_small else _full()).items():
         yield family(bench, gpu.kernels, name, _by_blocks(shapes, (3, 7, many)))
+    odd = [(check_odd_decode, odd) for odd in ODD_DECODES[: bench.pick(len(ODD_DECODES), 1)]]
+    yield family(bench, gpu.kernels, "decode_odd", odd)
     yield family(bench, gpu.kernels, "decode_narrow", _narrow(bench.pick(DIMS, ())))
     yield _flat(bench, gpu.kernels)
     cut = [(_of(blocks), Shape(((1, 500), (1, 20), (1, 40)))) for blocks in (1, 2, 7, 64, many)]

@@ -88,6 +88,7 @@ def _correctness() -> Iterator[Forecast]:
         "decode_blocks": "decode by any number of blocks",
         "decode_windows": "windows with sinks, and chosen pages",
         "decode_long": "ragged batches of up to 20,000 tokens",
+        "decode_odd": "NaN, infinities and numbers beyond fp16 in keys, values and queries: NaN comes out, and never that nothing was seen",
         "decode_narrow": "decode with the 99 KiB that a block of sm_86, 89 and 120 has, and by a ring of two tiles",
     }.items():
         yield Forecast("decodes", name, RIGHT, meaning)
@@ -97,6 +98,7 @@ def _correctness() -> Iterator[Forecast]:
         "prefill_types": "prefill of every type and head dim",
         "prefill_groups": "prefill of groups, windows with sinks, and chosen pages",
         "prefill_long": "chunks of up to 1,000 tokens behind up to 3,000",
+        "prefill_odd": "the same of chunks; and chunks longer than was said, of which no row is left out",
         "prefill_narrow": "prefill with 99 KiB, and by stages of two tiles",
         "merge": "parts by their log-sum-exps",
     }.items():
@@ -220,9 +222,20 @@ def _together() -> Iterator[Forecast]:
             yield Forecast(part, f"{rival}_{size}", 0.95, f"Llama-3-8B, {size}: our time over that of {rival}")
 
 
+def _sanitizers() -> Iterator[Forecast]:
+    for name, meaning in {
+        "memcheck": "bad and misaligned addresses",
+        "racecheck": "races in shared memory",
+        "synccheck": "barriers that not all threads reach",
+    }.items():
+        yield Forecast(
+            "sanitizers", f"sanitizer_{name}", RIGHT, f"small cases of each kernel under compute-sanitizer: {meaning}"
+        )
+
+
 FORECASTS = {
     forecast.name: forecast
-    for table in (_probes, _correctness, _decode, _others, _link, _together)
+    for table in (_probes, _correctness, _decode, _others, _link, _together, _sanitizers)
     for forecast in table()
 }
 

@@ -43,20 +43,21 @@ class Part:
 
 
 PARTS = (
-    Part("register", "tools.gpu.registering", 25),
-    Part("deaths", "tools.gpu.deaths", 55),
+    Part("register", "tools.gpu.registering", 20),
+    Part("deaths", "tools.gpu.deaths", 50),
     Part("bounds", "tools.gpu.bounds", 15),
-    Part("decodes", "tools.gpu.decodes", 35),
-    Part("prefills", "tools.gpu.prefills", 30),
-    Part("pages", "tools.gpu.pages", 25),
-    Part("decode", "tools.gpu.decode", 70),
-    Part("kernels", "tools.gpu.kernels", 35),
+    Part("decodes", "tools.gpu.decodes", 30),
+    Part("prefills", "tools.gpu.prefills", 25),
+    Part("pages", "tools.gpu.pages", 20),
+    Part("decode", "tools.gpu.decode", 60),
+    Part("kernels", "tools.gpu.kernels", 30),
     Part("graphs", "tools.gpu.graphs", 20),
-    Part("link", "tools.gpu.link", 35),
+    Part("link", "tools.gpu.link", 30),
     Part("process", "tools.gpu.process", 25),
-    Part("sharing", "tools.gpu.sharing", 35),
+    Part("sharing", "tools.gpu.sharing", 30),
     Part("direct", "tools.gpu.direct", 15),
-    Part("rivals", "tools.gpu.rivals", 55),
+    Part("rivals", "tools.gpu.rivals", 45),
+    Part("sanitizers", "tools.gpu.sanitizing", 60),
 )
 
 

@@ -10,12 +10,15 @@ from tests.unit.kernels.kernel_cases import (
     MERGES,
     NARROW_PREFILLS,
     PREFILLS,
+    SHORT_PREFILLS,
     Narrow,
     Shape,
     check_merge,
     check_narrow_prefill,
     check_prefill,
+    check_short_prefill,
 )
+from tests.unit.kernels.nan_cases import ODD_PREFILLS, check_odd_prefill
 from tools.gpu.bench import Bench
 from tools.gpu.decodes import DIMS, LEAST_SHARED_BYTES, TYPES
 from tools.gpu.families import Case, family
@@ -31,6 +34,7 @@ def results(bench: Bench) -> Iterator[Result]:
     library = bench.gpu().kernels
     for name, shapes in (_small() if bench.is_small else _full()).items():
         yield family(bench, library, name, ((check_prefill, shape) for shape in shapes))
+    yield family(bench, library, "prefill_odd", _odd(bench.pick(len(ODD_PREFILLS), 1)))
     yield family(bench, library, "prefill_narrow", _narrow(bench.pick(DIMS, ())))
     yield family(bench, library, "merge", ((check_merge, kind) for kind in MERGES))
 
@@ -56,6 +60,12 @@ def _narrow(dims: Iterable[int]) -> Iterator[Case]:
         yield _check_least, Shape(((20, 150), (9, 9)), types, dim, seed=dim)
     for shape in NARROW_PREFILLS:
         yield check_narrow_prefill, shape
+
+
+def _odd(count: int) -> Iterator[Case]:
+    """So many of either."""
+    yield from ((check_odd_prefill, odd) for odd in ODD_PREFILLS[:count])
+    yield from ((check_short_prefill, shape) for shape in SHORT_PREFILLS[:count])
 
 
 def _check_least(library: Any, shape: Shape) -> None:

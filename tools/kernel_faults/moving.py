@@ -78,6 +78,15 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         "summary-tail", "one stale token counts", "pages.cu", "token < p.tokens[page]", "token <= p.tokens[page]", PAGES
     ),
+    Mutant("summary-nan", "NaN has no say in bounds", "pages.cu", "x < least || x != x ? x", "x < least ? x", PAGES),
+    Mutant(
+        "summary-nan-most",
+        "the same of the greatest",
+        "pages.cu",
+        "x > greatest || x != x ? x",
+        "x > greatest ? x",
+        PAGES,
+    ),
     # -- addresses beyond 32 bits
     Mutant(
         "store-far",

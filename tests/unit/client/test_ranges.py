@@ -16,10 +16,14 @@ import pytest
 
 from tests.unit.gpu.processes import SLAB
 from tests.unit.kernels.fake_driver import counts, entered, on_fake_driver, peek, poke
+from tierd.client import device
 from tierd.client.device import DevicePage, Gpu, GpuPlace
 from tierd.client.ranges import contiguous
-from tierd.errors import InvalidArgument, Overloaded, TierFailed
+from tierd.errors import DeadlineExceeded, InvalidArgument, Overloaded, TierFailed
 from tierd.gpu.child import Engine
+from tierd.kernels import params
+from tierd.kernels.loaded import Loaded
+from tools.fake_cuda import build_fatbins
 
 
 class Pin:
@@ -123,16 +127,16 @@ def test_a_row_keeps_its_pages_pinned_and_mapped() -> None:
 
 
 @on_fake_driver()
-def test_what_ends_while_the_gpu_is_waited_for_is_unmapped_by_the_next() -> None:
-    """Another thread may launch on a mapping and let go of it within that wait, which says nothing of that work."""
+def test_what_ends_while_the_gpu_is_asked_is_unmapped_by_the_next() -> None:
+    """Another thread may launch on a mapping and let go of it behind the event that is asked for, which says nothing of that work."""
     slabs = Slabs([SLAB, SLAB])
     before = counts()["mappings"]
     ask = slabs.gpu.ask
 
     def asked(name: str, *given: Any) -> Any:
         answer = ask(name, *given)
-        if name == "cuCtxSynchronize":
-            slabs.memories.clear()  # the other thread, as soon as the wait is over
+        if name == "cuCtxRecordEvent":
+            slabs.memories.clear()  # the other thread, as soon as the event is recorded
         return answer
 
     slabs.gpu.ask = asked
@@ -141,6 +145,42 @@ def test_what_ends_while_the_gpu_is_waited_for_is_unmapped_by_the_next() -> None
     assert counts()["mappings"] == before - 1
     slabs.gpu.unmap_ended()
     assert counts()["mappings"] == before - 2
+    slabs.close()
+
+
+@on_fake_driver()
+def test_a_kernel_that_hangs_costs_no_call_more_than_its_bound() -> None:
+    """While it does a segment is mapped at once, what ended stays mapped, and a copy gives up at its bound, by name; when it has ended, what had ended before it is unmapped."""
+    slabs = Slabs([SLAB, SLAB])
+    cuda, kernels = slabs.gpu.cuda, Loaded(build_fatbins())
+    fd = slabs.engine.slabs.make(9, SLAB)
+    before = counts()["mappings"]
+    place = int(slabs.gpu.ask("cuMemAlloc", 4096))
+    stream = slabs.gpu.ask("cuStreamCreate", 1)
+    own = Loaded(build_fatbins(), stream=lambda: int(stream))
+    told = params.Merge(place, place + 1024, place + 2048, place + 3072, 1, 1, 8)
+    os.environ["TIERD_FAKE_CUDA_HANGS"] = "1"
+    own.launch("merge_f32", (1, 1, 1), told)
+    slabs.memories.pop()
+    for _ in range(3):
+        slabs.memories.append(slabs.gpu.map(fd, SLAB, is_writable=True))
+    os.close(fd)
+    assert counts()["mappings"] == before + 3
+    page = slabs.page(2)
+    page.copy_to(np.empty(SLAB, np.uint8))  # its stream does not hang
+    kernels.launch("merge_f32", (1, 1, 1), told)
+    device.COPY_TIMEOUT_S = 0.1
+    page.is_writable = True
+    for copy in (page.copy_to, page.copy_from):
+        with pytest.raises(
+            DeadlineExceeded, match=r"cuda:0: work .* is not done after 0\.1 s; end the kernel that hangs"
+        ):
+            copy(np.empty(SLAB, np.uint8))
+    del os.environ["TIERD_FAKE_CUDA_HANGS"], page, copy
+    while counts()["mappings"] > before + 2:
+        slabs.gpu.unmap_ended()
+    assert not cuda.cuMemFree(place)[0] and not cuda.cuStreamDestroy(stream)[0]
+    kernels.close(), own.close()
     slabs.close()
 
 

@@ -183,19 +183,27 @@ def expected(case: Case) -> Attended:
 def check(case: Case, got: Attended) -> None:
     """Raises AssertionError where a kernel differs from the reference by more than its limit."""
     want = expected(case)
-    out = got.out.astype(np.float64)
-    norm = float(np.linalg.norm(want.out))
-    distance = float(np.linalg.norm(out - want.out)) / (norm or 1.0)
+    out, wrong = got.out.astype(np.float64), np.isnan(want.out)
+    assert (np.isnan(out) == wrong).all(), (
+        f"{case.shape}: NaN in the output that should be none, or the other way round"
+    )
+    norm = float(np.linalg.norm(want.out[~wrong]))
+    distance = float(np.linalg.norm(out[~wrong] - want.out[~wrong])) / (norm or 1.0)
     assert distance <= OUT_LIMIT[case.shape.types[0]], f"{case.shape}: the output is {distance:.2e} off"
+    assert (np.isnan(got.lse) == np.isnan(want.lse)).all(), f"{case.shape}: NaN became a number, or the other way round"
     some = np.isfinite(want.lse)
-    assert np.isneginf(got.lse[~some]).all(), f"{case.shape}: a query that sees nothing has an lse"
+    assert np.isneginf(got.lse[np.isneginf(want.lse)]).all(), f"{case.shape}: a query that sees nothing has an lse"
     assert not some.any() or np.abs(got.lse[some] - want.lse[some]).max() <= LSE_LIMIT, f"{case.shape}: lse"
     if got.mass is not None:
         for i, of in enumerate(want.mass or []):
             whole = np.zeros(got.mass[i].shape)
             whole[:, : of.shape[1]] = of
-            assert np.abs(got.mass[i] - whole).max(initial=0.0) <= MASS_LIMIT, (
-                f"{case.shape}: page masses of sequence {i}"
+            seen = np.isnan(whole) & (got.mass[i] != 0)  # of a page that no query sees there may be no mass
+            assert np.isnan(got.mass[i][seen]).all(), f"{case.shape}: masses of NaN that are none"
+            assert not np.isnan(of).any() or seen.any(), f"{case.shape}: no mass is NaN"
+            whole[np.isnan(whole)] = got.mass[i][np.isnan(whole)]
+            np.testing.assert_allclose(
+                got.mass[i], whole, rtol=0, atol=MASS_LIMIT, err_msg=f"{case.shape}: page masses of sequence {i}"
             )
 
 
@@ -218,6 +226,38 @@ def check_prefill(library: Library, shape: Shape) -> None:
     check(case, prefilled(library, case))
 
 
+def check_dirty_decode(library: Library, cut: tuple[int, Shape]) -> None:
+    """A second call is right though the first has left some, and any number, in what counts parts: a call that others ran beside, or whose lengths changed, may."""
+    blocks, shape = cut
+    case, kept = made(shape), list[Array]()
+
+    def keep(*asked: Any) -> Array:
+        kept.append(allocate(*asked))
+        return kept[-1]
+
+    n, heads, dim = case.q.shape
+    decode = PagedDecode(library, DecodeShape(n, heads, shape.kv_heads, dim), blocks=blocks, allocate=keep)
+    counters = [array for array in kept if array.dtype.kind == "i" and array.size > 1]
+    assert counters
+    for dirt in (0, 1, 3, 2):
+        case.q *= -1  # parts that are left of the call before are none of this one
+        for array in counters:
+            array[:dirt] += dirt
+        to = Attended(_poison_like(case.q), allocate((n, heads), "float32"))
+        check(case, decode(case.q, case.pages, case.device, to))
+
+
+def check_short_prefill(library: Library, shape: Shape) -> None:
+    """With a longest sequence that is said to be as short as is not refused: no row is left out. Raises AssertionError."""
+    case = made(shape)
+    starts = np.array(case.batch.query_starts, np.int32)
+    to = Attended(_poison_like(case.q), allocate(case.q.shape[:2], "float32"))
+    with placed(library) as put:
+        chunks = put(Chunks(case.q, starts, -(-len(case.q) // len(shape.sequences))))
+        paged_prefill(library, chunks, put(case.pages), put(case.device), put(to))
+    check(case, to)
+
+
 def check_narrow_decode(library: Library, shape: Shape) -> None:
     """With shared memory for the smaller ring alone. Raises AssertionError."""
     most = decode_fit(library, shape.head_dim, shape.group, shape.types[1]).shared_bytes
@@ -236,6 +276,7 @@ def check_merge(library: Library, kind: str, dim: int = 96) -> None:
     outs, lses = rng.standard_normal((6, 5, 2, dim)), (4 * rng.standard_normal((6, 5, 2))).astype(np.float32)
     lses[1, 2], lses[:, 4] = -np.inf, -np.inf
     outs[1, 2], outs[:, 4] = np.nan, np.nan
+    lses[3, 0, 1], lses[0, 1, 0] = np.nan, np.inf
     given = outs.astype(TYPES[kind])
     got, again = (Attended(_poison_like(given[0]), allocate((5, 2), "float32")) for _ in range(2))
     with placed(library) as put:
@@ -272,6 +313,8 @@ CUT_DECODES = (
     (64, Shape(((1, 20), (1, 1100), (1, 30)), kv_heads=1, group=2)),
 )
 """By so many blocks: a run of more than 64 tiles, a row of so many parts that are joined at once, and one of so many that are joined in two steps."""
+SHORT_PREFILLS = (Shape(((100, 150), (1, 40))), Shape(((5, 5), (90, 90), (0, 9)), types=("f16", "e4m3"), group=3))
+"""Of which one sequence has most of the tokens."""
 NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
 NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])
 """Of both sizes of elements; decodes with a partial result for each of several rows, and one that comes round its ring many times."""

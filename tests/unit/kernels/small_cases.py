@@ -30,13 +30,25 @@ from tests.unit.kernels.kernel_cases import (
     NARROW_DECODES,
     NARROW_PREFILLS,
     PREFILLS,
+    SHORT_PREFILLS,
     Shape,
     check_cut_decode,
     check_decode,
+    check_dirty_decode,
     check_merge,
     check_narrow_decode,
     check_narrow_prefill,
     check_prefill,
+    check_short_prefill,
+)
+from tests.unit.kernels.nan_cases import (
+    ODD_DECODES,
+    ODD_PREFILLS,
+    ODD_SUMMARIES,
+    Odd,
+    check_odd_decode,
+    check_odd_prefill,
+    check_odd_summary,
 )
 from tests.unit.kernels.page_cases import (
     COPIES,
@@ -59,10 +71,14 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
         *((check_decode, shape) for shape in DECODES),
         *((check_narrow_decode, shape) for shape in NARROW_DECODES),
         *((check_cut_decode, cut) for cut in CUT_DECODES),
+        *((check_dirty_decode, cut) for cut in CUT_DECODES[1:]),
+        *((check_odd_decode, odd) for odd in ODD_DECODES),
     ],
     "prefill": [
         *((check_prefill, shape) for shape in PREFILLS),
         *((check_narrow_prefill, shape) for shape in NARROW_PREFILLS),
+        *((check_short_prefill, shape) for shape in SHORT_PREFILLS),
+        *((check_odd_prefill, odd) for odd in ODD_PREFILLS),
     ],
     "merge": [(check_merge, kind) for kind in MERGES],
     "pages": [
@@ -73,6 +89,7 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
             (check_long_copy, LONG_COPIES),
             (check_runs, RUNS),
             (check_summary, SUMMARIES),
+            (check_odd_summary, ODD_SUMMARIES),
         )
         for shape in shapes
     ],
@@ -119,6 +136,8 @@ def _of_dim(shape: Any, head_dim: int) -> Any:
     """A shape of attention with heads of so many channels; any other as it is."""
     if isinstance(shape, tuple):
         return tuple(_of_dim(part, head_dim) for part in shape)
+    if isinstance(shape, Odd):
+        return replace(shape, shape=_of_dim(shape.shape, head_dim))
     return replace(shape, head_dim=head_dim) if isinstance(shape, Shape) else shape
 
 

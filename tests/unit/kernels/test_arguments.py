@@ -277,3 +277,16 @@ def test_what_is_kept_has_a_bound() -> None:
     for _ in range(2):
         with pytest.raises(InvalidArgument):
             kept.find_or_make("other", refused)
+
+
+@pytest.mark.parametrize("longest", [0, 9, -3])
+def test_a_longest_sequence_that_cannot_be_is_refused(longest: int) -> None:
+    """Of two sequences with 20 query tokens together one has 10 at least: less is named with both numbers, and nothing is launched."""
+    case, library = made(Shape(((15, 20), (5, 5)))), Nothing()
+    to = Attended(np.empty_like(case.q), allocate(case.q.shape[:2], "float32"))
+    chunks = Chunks(case.q, np.array(case.batch.query_starts, np.int32), longest)
+    with pytest.raises(
+        InvalidArgument, match=rf"^chunks\.longest: 2 sequences of at most {longest} tokens have no 20; give"
+    ):
+        paged_prefill(library, chunks, case.pages, case.device, to)
+    assert library.launched == []

@@ -56,3 +56,66 @@ def test_images_are_checked() -> None:
     ok(cuda.cuLibraryUnload(merge))
     assert refused(cuda.cuLibraryGetKernel(merge, KERNEL)) == "INVALID_HANDLE"
     assert counts() == {}
+
+
+@on_fake_driver(TIERD_FAKE_CUDA_DEVICES="2")
+def test_what_is_of_another_context_is_refused() -> None:
+    """A function, a stream and an event are one context's: a launch while another is current, or into another's stream, is refused, and so is an event in another's stream."""
+    cuda = entered()
+    second = ok(cuda.cuDevicePrimaryCtxRetain(1))
+    kernel = ok(cuda.cuLibraryGetKernel(ok(library(cuda, (build_fatbins() / "merge.fatbin").read_bytes())), KERNEL))
+    function, stream, event = (
+        ok(cuda.cuKernelGetFunction(kernel)),
+        ok(cuda.cuStreamCreate(1)),
+        ok(cuda.cuEventCreate(0)),
+    )
+    told = params.Merge(0, 0, 0, 0, 1, 0, 0)
+
+    def launched(of: Any, into: Any) -> str:
+        return refused(cuda.cuLaunchKernel(of, 1, 1, 1, THREADS, 1, 1, 0, into, ((told,), (None,)), 0))
+
+    ok(cuda.cuCtxPushCurrent(second))
+    own = ok(cuda.cuKernelGetFunction(kernel))
+    assert int(own) != int(function)
+    assert launched(function, 0) == launched(function, stream) == launched(own, stream) == "INVALID_HANDLE"
+    assert refused(cuda.cuEventRecord(event, 0)) == refused(cuda.cuCtxRecordEvent(second, event)) == "INVALID_HANDLE"
+    assert launched(own, 0) == "CUDA_SUCCESS"
+    ok(cuda.cuCtxPopCurrent())
+    assert launched(own, 0) == "INVALID_HANDLE"
+    assert launched(function, stream) == launched(function, 0) == "CUDA_SUCCESS"
+
+
+@on_fake_driver(TIERD_FAKE_CUDA_DEVICES="2")
+def test_devices_are_apart() -> None:
+    """A kernel does not reach another device's memory, which costs its own context alone; stream 0 is that of the current one, and who waits for one device does not wait for the other."""
+    cuda = entered()
+    second = ok(cuda.cuDevicePrimaryCtxRetain(1))
+    here = int(ok(cuda.cuMemAlloc(4096)))
+    ok(cuda.cuMemsetD8Async(here, 0, 4096, 0))
+    ok(cuda.cuCtxPushCurrent(second))
+    ok(cuda.cuCtxSynchronize())
+    assert counts()["pending"] == 1, "work of another device was waited for"
+    kernel = ok(cuda.cuLibraryGetKernel(ok(library(cuda, (build_fatbins() / "merge.fatbin").read_bytes())), KERNEL))
+    told = params.Merge(here, here + 1024, here + 2048, here + 3072, 1, 1, 8)
+    ok(cuda.cuLaunchKernel(ok(cuda.cuKernelGetFunction(kernel)), 1, 1, 1, THREADS, 1, 1, 0, 0, ((told,), (None,)), 0))
+    assert refused(cuda.cuCtxSynchronize()) == "ILLEGAL_ADDRESS"
+    ok(cuda.cuCtxPopCurrent())
+    ok(cuda.cuCtxSynchronize())
+
+
+@on_fake_driver()
+def test_an_event_behind_all_of_a_context() -> None:
+    """It has passed when what every stream was given before it has, and no later work delays it; with nothing under way it has passed at once."""
+    cuda = entered()
+    context, event = ok(cuda.cuCtxGetCurrent()), ok(cuda.cuEventCreate(2))
+    ok(cuda.cuCtxRecordEvent(context, event))
+    ok(cuda.cuEventQuery(event))
+    memory, streams = int(ok(cuda.cuMemAlloc(4096))), [ok(cuda.cuStreamCreate(1)) for _ in range(2)]
+    ok(cuda.cuMemsetD8Async(memory, 1, 4096, streams[0]))
+    ok(cuda.cuCtxRecordEvent(context, event))
+    ok(cuda.cuMemsetD8Async(memory, 2, 4096, streams[1]))
+    assert refused(cuda.cuEventQuery(event)) == "NOT_READY"
+    ok(cuda.cuEventSynchronize(event))
+    assert counts()["pending"] == 1
+    ok(cuda.cuStreamBeginCapture(streams[1], cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    assert refused(cuda.cuCtxRecordEvent(context, event)) == "STREAM_CAPTURE_UNSUPPORTED"

@@ -14,20 +14,24 @@ from tests.unit.kernels.kernel_cases import (
     NARROW_DECODES,
     NARROW_PREFILLS,
     PREFILLS,
+    SHORT_PREFILLS,
     Narrow,
     Shape,
     allocate,
     check,
     check_cut_decode,
     check_decode,
+    check_dirty_decode,
     check_merge,
     check_narrow_decode,
     check_narrow_prefill,
     check_prefill,
+    check_short_prefill,
     decoded,
     made,
     prefilled,
 )
+from tests.unit.kernels.nan_cases import ODD_DECODES, ODD_PREFILLS, Odd, check_odd_decode, check_odd_prefill
 from tierd.kernels import Attended
 from tierd.kernels.library import Emulated
 from tierd.kernels.paged import DecodeShape, PagedDecode
@@ -139,7 +143,31 @@ def test_decode_in_any_order_of_threads(library: Emulated, shape: Shape) -> None
     check_decode(library, shape)
 
 
+@pytest.mark.parametrize("odd", ODD_DECODES, ids=range(len(ODD_DECODES)))
+def test_decode_of_what_is_no_number(library: Emulated, odd: Odd) -> None:
+    """NaN in what is seen makes the result NaN, in one part of many too; so does a query that is infinite or beyond fp16. None of it is taken for nothing."""
+    check_odd_decode(library, odd)
+
+
+@pytest.mark.parametrize("cut", CUT_DECODES[1:], ids=[blocks for blocks, _ in CUT_DECODES[1:]])
+def test_what_calls_leave_in_counters_is_nothing(library: Emulated, cut: tuple[int, Shape]) -> None:
+    """Whatever was left in what counts parts, the next call is right."""
+    check_dirty_decode(library, cut)
+
+
 # -- prefill
+
+
+@pytest.mark.parametrize("odd", ODD_PREFILLS, ids=range(len(ODD_PREFILLS)))
+def test_prefill_of_what_is_no_number(library: Emulated, odd: Odd) -> None:
+    """The same of chunks, where queries before the odd key are as ever."""
+    check_odd_prefill(library, odd)
+
+
+@pytest.mark.parametrize("shape", SHORT_PREFILLS, ids=range(len(SHORT_PREFILLS)))
+def test_a_longest_sequence_that_is_longer_than_said(library: Emulated, shape: Shape) -> None:
+    """No row of it is left unwritten."""
+    check_short_prefill(library, shape)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

@@ -202,6 +202,34 @@ def test_any_thread_may_launch() -> None:
     assert counts()["pending"] == 2
 
 
+@on_fake_driver(TIERD_FAKE_CUDA_DEVICES="2")
+def test_a_launch_goes_to_its_own_gpu() -> None:
+    """With another GPU's context current, or none, a launch into stream 0 is its own GPU's work, and the thread's context is what it was."""
+    cuda = entered()
+    first, second = int(ok(cuda.cuCtxGetCurrent())), ok(cuda.cuDevicePrimaryCtxRetain(1))
+    loaded = Loaded(build_fatbins(), ordinal=1)
+    ok(cuda.cuCtxPushCurrent(second))
+    told = merge_of_some(cuda)
+    ok(cuda.cuCtxPopCurrent())
+    loaded.launch("merge_f32", (1, 1, 1), told, shared_bytes=200_000)
+    assert int(ok(cuda.cuCtxGetCurrent())) == first
+    current = list[int]()
+
+    def launch() -> None:
+        loaded.launch("merge_f32", (1, 1, 1), told)
+        current.append(int(ok(cuda.cuCtxGetCurrent())))
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join(60)
+    assert current == [0]
+    ok(cuda.cuCtxSynchronize())
+    assert counts()["pending"] == 2, "the other GPU was given the work"
+    ok(cuda.cuCtxPushCurrent(second))
+    ok(cuda.cuCtxSynchronize())
+    assert "pending" not in counts()
+
+
 @on_fake_driver()
 def test_a_kernel_cannot_write_what_it_may_only_read() -> None:
     """A kernel that writes to a page mapped for reading loses the context: the next launch says so, with its kernel, the code and what to do."""

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.unit.kernels.nan_cases import ODD_SUMMARIES, check_odd_summary
 from tests.unit.kernels.page_cases import (
     LAYOUTS,
     LONG_COPIES,
@@ -147,6 +148,12 @@ def test_summary_of_every_type(library: Emulated, kind: str, dim: int, is_hnd: b
 def test_summary_of_any_number_of_pages(library: Emulated, tokens: tuple[int, ...]) -> None:
     """None, one, many."""
     check_summary(library, Summary(tokens))
+
+
+@pytest.mark.parametrize("kind", ODD_SUMMARIES)
+def test_a_summary_of_what_is_no_number(library: Emulated, kind: str) -> None:
+    """A channel of which one token is NaN has no bounds that are numbers."""
+    check_odd_summary(library, kind)
 
 
 # -- orders of threads
