@@ -18,6 +18,7 @@ import click
 
 from tierd.cli.exits import Program
 from tierd.cli.figures import human_bytes
+from tierd.cli.kernels import kernels
 
 CONFIG = click.option(
     "--config",
@@ -119,6 +120,9 @@ def demo(model: Path | None, *, keep: bool) -> None:
     from tierd.cli.demo import run_demo  # noqa: PLC0415  # numpy and the worker's model code
 
     raise click.exceptions.Exit(run_demo(model, keep=keep))
+
+
+cli.add_command(kernels)
 
 
 def main() -> None:
