@@ -39,6 +39,8 @@ HOMES = (Path("/usr/local/cuda"),)
 SWITCH = "TIERD_FATBINS"
 APPENDED = "NVCC_APPEND_FLAGS"
 """What nvcc itself reads: -lineinfo for a profiler, which makes fatbins three times as large."""
+PROGRAM = ("__init__.py", "fatbins.py", "registers.py")
+"""What of tools/ compiles kernels."""
 LIMIT_S = 1800
 """For one run of a compiler."""
 VERSION_LIMIT_S = 30
@@ -151,8 +153,7 @@ def for_wheel(version: str) -> tuple[dict[str, str], str]:
     sources = [
         *SOURCES.glob("src/*"),
         *SOURCES.glob("include/*"),
-        Path(__file__),
-        Path(__file__).with_name("registers.py"),
+        *(Path(__file__).with_name(name) for name in PROGRAM),
     ]
     taken = {str(path): f"tierd/kernels/sources/{path.relative_to(ROOT)}" for path in sources}
     folder = OBJECTS.with_name("wheel")

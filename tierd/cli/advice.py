@@ -154,17 +154,25 @@ def shares(one: Engine, other: Engine) -> bool:
     return bool({space.id for space in one.spaces} & {space.id for space in other.spaces})
 
 
-def apart_advice(one: Engine, other: Engine) -> Advice | None:
-    """Why two engines of one model do not share blocks, where they look as if they should."""
+def causes(one: Engine, other: Engine) -> frozenset[tuple[str, ...]]:
+    """Why two engines of one model do not share blocks, where they look as if they should: what differs, and its values."""
     if not _comparable(one, other) or shares(one, other):
-        return None
+        return frozenset()
+    names = ["tenant"] if one.tenant != other.tenant else differences(one, other)
+    values = {
+        name: sorted((one.tenant, other.tenant) if name == "tenant" else (one.value(name), other.value(name)))
+        for name in names
+    }
+    return frozenset((name, *values[name]) for name in names)
+
+
+def apart_advice(one: Engine, other: Engine) -> Advice:
+    """What is said of two engines that something keeps apart."""
     sessions, who = (one.session, other.session), f"{one.label} and {other.label} both serve {one.model}"
     if one.tenant != other.tenant:
         fault = f"{who} but are of different tenants ({one.tenant}, {other.tenant}): they share no block"
         return Advice(sessions, fault, "if they trust each other, give both uids one name in identity.tenants", False)
     names = differences(one, other)
-    if not names:
-        return None
     what = "; ".join(f"{FIELDS[name][0]} {one.value(name)} and {other.value(name)}" for name in names)
     remedy = "set the same on both: " + "; ".join(FIELDS[name][1] for name in names)
     return Advice(sessions, f"{who} but share no block: {what}", remedy)
@@ -189,15 +197,18 @@ def _merged(engines: Sequence[Engine]) -> Iterator[Advice]:
 
 
 def _apart(engines: Sequence[Engine]) -> Iterator[Advice]:
-    """Pairs, one of each way of being configured."""
+    """Pairs, one of each way of being configured, and one for what keeps several apart: an engine has a scheduler and workers."""
     alike: dict[tuple[str, ...], Engine] = {}
     for engine in engines:
         known = (engine.kind, engine.model, engine.weights, engine.tenant, *(engine.value(name) for name in FIELDS))
         alike.setdefault(known, engine)
-    for one, other in combinations(alike.values(), 2):
-        advice = apart_advice(one, other)
-        if advice:
-            yield advice
+    said: list[frozenset[object]] = []
+    pairs = [(one, other, causes(one, other)) for one, other in combinations(alike.values(), 2)]
+    for one, other, why in sorted(pairs, key=lambda pair: -len(pair[2])):
+        told = frozenset({*why, (one.kind, one.model)})
+        if why and not any(told <= known for known in said):
+            said.append(told)
+            yield apart_advice(one, other)
 
 
 def _names(engines: Sequence[Engine]) -> str:

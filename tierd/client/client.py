@@ -87,8 +87,12 @@ class Client:
         return self._verbs.tells_events
 
     def introduce(self, engine: Mapping[str, str]) -> None:
-        """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection."""
+        """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection, which the next call makes."""
         self._connector.introduce(engine)
+
+    def connect(self, *, timeout_s: float | None = None) -> bool:
+        """Connects now, where there is no connection; whether there is one."""
+        return self._run(self._verbs.reached(self._deadline(timeout_s)))
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """Names a namespace; the daemon adds the tenant. Raises InvalidArgument for an impossible spec, best effort or not."""

@@ -72,6 +72,15 @@ class Verbs:
         """A usable link, best effort or not."""
         return (yield from self._link(deadline))
 
+    def reached(self, deadline: float) -> Steps[bool]:
+        """Whether there is a usable link now; with best_effort that is False where a failure keeps it from being one."""
+
+        def steps() -> Steps[bool]:
+            yield from self._link(deadline)
+            return True
+
+        return (yield from self._shrunk(steps(), bool))
+
     # -- gets
 
     def lookup(self, groups: Sequence[Group], deadline: float) -> Steps[Found]:
