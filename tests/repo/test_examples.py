@@ -58,7 +58,7 @@ def test_examples_find_the_projects_folders_beside_a_package_of_the_same_name(na
     script = f"import importlib.util as found; print([n for n in {folders!r} if not found.find_spec('{name}.' + n)])"
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=tmp_path,
+        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
