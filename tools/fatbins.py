@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 from tools.registers import Taken, parsed, spilling
@@ -253,6 +254,18 @@ def _run(*command: str, limit_s: float | None = None) -> str:
     return done.stdout + done.stderr
 
 
+def record(folder: Path) -> None:
+    """Makes files of an installed tierd's folder known to pip as the package's own, so that they go with it."""
+    told = distribution("tierd")
+    site, files = Path(str(told.locate_file(""))).resolve(), told.files or []
+    records = [file for file in files if file.name == "RECORD"]
+    if records and folder.resolve().is_relative_to(site):
+        known = {str(file) for file in files}
+        new = sorted({str(path.resolve().relative_to(site)) for path in folder.iterdir()} - known)
+        with open(str(told.locate_file(records[0])), "a", encoding="utf-8") as lines:
+            lines.writelines(f"{name},,\n" for name in new)
+
+
 def main() -> None:
     """All of them, or the units that are named."""
     parser = argparse.ArgumentParser(prog="python -m tools.fatbins", description=__doc__)
@@ -268,6 +281,8 @@ def main() -> None:
         given.into, architectures, [unit for unit in UNITS if not given.units or unit.name in given.units]
     ):
         print(line, flush=True)
+    if not IS_CHECKOUT:
+        record(given.into)
 
 
 if __name__ == "__main__":

@@ -53,11 +53,10 @@ class Machine:
         if missing := [n for n in ("unshare", "nsenter", "systemd-run", "ip", "runuser") if not shutil.which(n)]:
             pytest.skip(f"not installed here: {', '.join(missing)}")
         words = ["unshare", *NAMESPACES, "--fork", "--propagation=private", "--kill-child", "bash", "-c", BOOT, "boot"]
-        log = (self._place / "boot.log").open("wb")
         self._place.joinpath("machine").mkdir()
-        self._process = subprocess.Popen(
-            [*words, str(self._place / "machine"), *map(str, self._folders)], stdout=log, stderr=log
-        )
+        places = [str(self._place / "machine"), *map(str, self._folders)]
+        with (self._place / "boot.log").open("wb") as log:
+            self._process = subprocess.Popen([*words, *places], stdout=log, stderr=log)
         until = time.monotonic() + BOOT_S
         while not self._is_up():
             if self._process.poll() is not None or time.monotonic() > until:

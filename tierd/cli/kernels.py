@@ -37,20 +37,4 @@ def build(architecture: tuple[int, ...]) -> None:
     asked = {"TIERD_FATBINS": ",".join(map(str, architecture)) or "all", "PYTHONPATH": str(root)}
     words = [sys.executable, "-m", "tools.fatbins", "--into", str(FATBINS)]
     done = subprocess.run(words, cwd=root, env=os.environ | asked, check=False)
-    if done.returncode == 0:
-        record(FATBINS)
     raise click.exceptions.Exit(done.returncode)
-
-
-def record(folder: Path) -> None:
-    """Makes files of a folder known to pip as the package's own."""
-    from importlib.metadata import distribution  # noqa: PLC0415  # a tenth of a second
-
-    told = distribution("tierd")
-    site, files = Path(str(told.locate_file(""))).resolve(), told.files or []
-    known = {str(file) for file in files}
-    records = [file for file in files if file.name == "RECORD"]
-    if folder.is_relative_to(site) and records:
-        new = sorted({str(path.relative_to(site)) for path in folder.iterdir()} - known)
-        with open(str(told.locate_file(records[0])), "a", encoding="utf-8") as lines:
-            lines.writelines(f"{name},,\n" for name in new)

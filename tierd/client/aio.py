@@ -73,10 +73,6 @@ class AsyncClient:
         """As Client.introduce."""
         self._connector.introduce(engine)
 
-    async def connect(self, *, timeout_s: float | None = None) -> bool:
-        """As Client.connect."""
-        return await self._run(self._verbs.reached(self._deadline(timeout_s)), timeout_s)
-
     async def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """As Client.open_namespace."""
         return await self._run(self._verbs.open_namespace(spec.checked(), self._deadline(timeout_s)), timeout_s)

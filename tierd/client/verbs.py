@@ -73,13 +73,9 @@ class Verbs:
         return (yield from self._link(deadline))
 
     def reached(self, deadline: float) -> Steps[bool]:
-        """Whether there is a usable link now; with best_effort that is False where a failure keeps it from being one."""
-
-        def steps() -> Steps[bool]:
-            yield from self._link(deadline)
-            return True
-
-        return (yield from self._shrunk(steps(), bool))
+        """Whether there is a usable link now."""
+        link: Steps[Link | None] = self.connected(deadline)
+        return (yield from self._shrunk(link, lambda: None)) is not None
 
     # -- gets
 

@@ -122,11 +122,14 @@ class Arena(SegmentBooks[memoryview]):
         """How many segments of a former life there are."""
         return sum(segment.found for segment in self._segments.values())
 
-    async def close(self, *, release: bool) -> None:
-        """Let go of everything, and with release remove the files. Views that are alive keep their memory. Twice is once."""
+    async def close(self, *, release: bool, is_unused: bool = False) -> None:
+        """Let go of everything, and with release remove the files. Views that are alive keep their memory. Twice is once. is_unused: since the start nobody was
+        served; then memory that holds nothing is given back."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
+        if is_unused:
+            await asyncio.to_thread(self._data.drop_spares)
         await asyncio.to_thread(self._data.stop)
         await asyncio.to_thread(self._end, lock, release=release, places=(self.tables, Path(self.place)))
 
