@@ -42,7 +42,7 @@ APPENDED = "NVCC_APPEND_FLAGS"
 """What nvcc itself reads: -lineinfo for a profiler, which makes fatbins three times as large."""
 PROGRAM = ("__init__.py", "fatbins.py", "registers.py")
 """What of tools/ compiles kernels."""
-LIMIT_S = 1800
+LIMIT_S = 600
 """For one run of a compiler."""
 VERSION_LIMIT_S = 30
 LATER = "`tierd kernels build` compiles them into an installed tierd"

@@ -154,25 +154,17 @@ def shares(one: Engine, other: Engine) -> bool:
     return bool({space.id for space in one.spaces} & {space.id for space in other.spaces})
 
 
-def causes(one: Engine, other: Engine) -> frozenset[tuple[str, ...]]:
-    """Why two engines of one model do not share blocks, where they look as if they should: what differs, and its values."""
+def apart_advice(one: Engine, other: Engine) -> Advice | None:
+    """Why two engines of one model do not share blocks, where they look as if they should."""
     if not _comparable(one, other) or shares(one, other):
-        return frozenset()
-    names = ["tenant"] if one.tenant != other.tenant else differences(one, other)
-    values = {
-        name: sorted((one.tenant, other.tenant) if name == "tenant" else (one.value(name), other.value(name)))
-        for name in names
-    }
-    return frozenset((name, *values[name]) for name in names)
-
-
-def apart_advice(one: Engine, other: Engine) -> Advice:
-    """What is said of two engines that something keeps apart."""
+        return None
     sessions, who = (one.session, other.session), f"{one.label} and {other.label} both serve {one.model}"
     if one.tenant != other.tenant:
         fault = f"{who} but are of different tenants ({one.tenant}, {other.tenant}): they share no block"
         return Advice(sessions, fault, "if they trust each other, give both uids one name in identity.tenants", False)
     names = differences(one, other)
+    if not names:
+        return None
     what = "; ".join(f"{FIELDS[name][0]} {one.value(name)} and {other.value(name)}" for name in names)
     remedy = "set the same on both: " + "; ".join(FIELDS[name][1] for name in names)
     return Advice(sessions, f"{who} but share no block: {what}", remedy)
@@ -202,13 +194,14 @@ def _apart(engines: Sequence[Engine]) -> Iterator[Advice]:
     for engine in engines:
         known = (engine.kind, engine.model, engine.weights, engine.tenant, *(engine.value(name) for name in FIELDS))
         alike.setdefault(known, engine)
-    said: list[frozenset[object]] = []
-    pairs = [(one, other, causes(one, other)) for one, other in combinations(alike.values(), 2)]
-    for one, other, why in sorted(pairs, key=lambda pair: -len(pair[2])):
-        told = frozenset({*why, (one.kind, one.model)})
-        if why and not any(told <= known for known in said):
-            said.append(told)
-            yield apart_advice(one, other)
+    said: list[set[tuple[str, ...]]] = []
+    for one, other in sorted(combinations(alike.values(), 2), key=lambda pair: -len(differences(*pair))):
+        what = {(name, *sorted((one.value(name), other.value(name)))) for name in differences(one, other)}
+        what.add((one.kind, one.model, *sorted((one.tenant, other.tenant))))
+        advice = apart_advice(one, other)
+        if advice and not any(what <= known for known in said):
+            said.append(what)
+            yield advice
 
 
 def _names(engines: Sequence[Engine]) -> str:

@@ -23,7 +23,7 @@ def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:
     idle = [arena for arena in list_arenas(places) if arena.instance == own or (orphans and arena.owner is None)]
     for name in sorted({arena.instance for arena in idle}):
         purge(name, arena_dirs=places)
-    return {arena.directory: arena.bytes for arena in idle}
+    return {arena.data: arena.bytes for arena in idle}
 
 
 def free_stores(config: Config) -> dict[Path, int]:

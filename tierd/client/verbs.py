@@ -72,11 +72,6 @@ class Verbs:
         """A usable link, best effort or not."""
         return (yield from self._link(deadline))
 
-    def reached(self, deadline: float) -> Steps[bool]:
-        """Whether there is a usable link now."""
-        link: Steps[Link | None] = self.connected(deadline)
-        return (yield from self._shrunk(link, lambda: None)) is not None
-
     # -- gets
 
     def lookup(self, groups: Sequence[Group], deadline: float) -> Steps[Found]:

@@ -30,11 +30,6 @@ class ArenaFiles:
     bytes: int
     owner: int | None
 
-    @property
-    def directory(self) -> Path:
-        """Where the memory is, for people."""
-        return self.data
-
 
 def list_arenas(arena_dirs: Iterable[str] = ()) -> list[ArenaFiles]:
     """The arenas of this user below /dev/shm, every hugetlbfs and the directories given; orphans have no owner."""
