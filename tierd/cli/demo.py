@@ -68,8 +68,6 @@ RANDOM = LlamaSpec(
 RANDOM_SCALE = 0.05
 """Of its weights: large enough that each token depends on all before it."""
 SETTLE_TIMEOUT_S = 20.0
-WARM = 64
-"""Words that either engine computes before anything counts: the first long text of a process takes half as long again."""
 COLUMNS = (
     Column("served from", style="bold"),
     Column("prompt", right=True),
@@ -159,8 +157,8 @@ class Stage:
         self._namespace = self._client.open_namespace(namespace_spec(model, self._pages.shape, name=name))
         self._cached = Engine(model, self._pages)
         self._plain = Engine(model, LocalPages(page_shape(model)))
-        for engine in (self._plain, self._cached):
-            engine.generate([Request((BYTE_BOS, *b"warm" * WARM), max_new_tokens=2)])
+        for engine in (self._plain, self._cached):  # the first long text of a process takes half as long again
+            engine.generate([Request((BYTE_BOS, *b"warm" * 64), max_new_tokens=2)])
 
     def __enter__(self) -> Self:
         return self
