@@ -1,6 +1,6 @@
 """Sizes and durations as people write them: "512 MiB", "1.5 GB", "250 ms".
 
-Purpose: one reader and one writer for both. Non-purpose: knowing which setting a value belongs to. Invariants: a size is a whole
+Purpose: one reader for both, and a writer for sizes. Non-purpose: knowing which setting a value belongs to. Invariants: a size is a whole
 number of bytes, never negative; `parse(format(x)) == x` for sizes; a value that is refused raises ValueError with fault, value and
 remedy, and the caller puts the thing's name in front.
 """
@@ -64,11 +64,6 @@ def format_bytes(size: int) -> str:
         if size and size % BYTE_UNITS[name] == 0:
             return f"{size // BYTE_UNITS[name]} {name}"
     return f"{size} B"
-
-
-def format_seconds(duration_s: float) -> str:
-    """The duration in seconds, or in milliseconds below one: "30 s", "250 ms"."""
-    return f"{duration_s:g} s" if duration_s >= 1 or not duration_s else f"{duration_s * 1000:g} ms"
 
 
 def _scaled(value: object, units: Mapping[str, float], *, example: str) -> float:

@@ -1,12 +1,13 @@
-"""Compiles the kernels of cuda/ for GPUs with nvcc: `python -m tools.fatbins` puts them where a checkout's `Loaded` finds them; a wheel's build does the same.
+"""Compiles the kernels of cuda/ for GPUs with nvcc: `tierd kernels build` runs it, and so does `python -m tools.fatbins` in a checkout.
 
 Purpose: a fatbin for each unit of the kernels, of machine code for every architecture and PTX for those to come; what did not change is not compiled again.
-Non-purpose: the emulator, which `tools.kernels` builds. Only the standard library is needed, since a wheel is built where nothing else is. TIERD_FATBINS=0: a
-wheel gets none though there is an nvcc; TIERD_FATBINS=90,120: for these architectures alone, which saves most of the time.
+Non-purpose: the emulator, which `tools.kernels` builds. Only the standard library is needed, since a wheel is built where nothing else is. A wheel has no fatbins
+unless TIERD_FATBINS asks for them: `all`, or architectures as in `90,120`. No fault of a compiler fails a wheel: it goes without, and says why.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
@@ -17,13 +18,16 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 from tools.registers import Taken, parsed, spilling
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "cuda"
-OBJECTS = ROOT / "build" / "cuda" / "objects"
+IS_CHECKOUT = (ROOT / "pyproject.toml").exists()
+BUILD = ROOT / "build" if IS_CHECKOUT else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierd"
+OBJECTS = BUILD / "cuda" / "objects"
 INSTALLED = ROOT / "tierd" / "kernels" / "fatbins"
 ARCHITECTURES = (80, 89, 90, 100, 120)
 PTX = 80
@@ -39,7 +43,12 @@ CHECKED = "TIERD_CHECKED"
 CHECKED_FOLDER = ROOT / "build" / "cuda" / "checked"
 APPENDED = "NVCC_APPEND_FLAGS"
 """What nvcc itself reads: -lineinfo for a profiler, which makes fatbins three times as large."""
-LIMIT_S = 1800
+PROGRAM = ("__init__.py", "fatbins.py", "registers.py")
+"""What of tools/ compiles kernels."""
+LIMIT_S = 600
+"""For one run of a compiler."""
+VERSION_LIMIT_S = 30
+LATER = "`tierd kernels build` compiles them into an installed tierd"
 
 
 class MissingNvcc(Exception):
@@ -88,17 +97,30 @@ UNITS = (
 
 
 def build(folder: Path, architectures: Sequence[int] = ARCHITECTURES, units: Sequence[Unit] = UNITS) -> Iterator[str]:
-    """Fills the folder with a fatbin for each unit, as many compilers at a time as there are cores; a line for each that is done. Raises MissingNvcc, NvccError."""
+    """Fills the folder with a fatbin for each unit, as many compilers at a time as there are cores; a line for each that is done.
+
+    A fatbin takes its place when all are made. Raises MissingNvcc, NvccError, OSError.
+    """
     nvcc = find_nvcc()
     if nvcc is None:
-        raise MissingNvcc(f"nvcc: none of CUDA {OLDEST_NVCC} or newer found; install a toolkit, or set CUDA_HOME")
-    folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        raise MissingNvcc(
+            f"nvcc: none of CUDA {OLDEST_NVCC} or newer found that runs; install a toolkit, or set CUDA_HOME"
+        )
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         jobs = [[pool.submit(_object, nvcc, unit, kind) for kind in _kinds(architectures)] for unit in units]
         for unit, parts in zip(units, jobs, strict=True):
             begun = time.monotonic()
-            made = _join(nvcc, folder / f"{unit.name}.fatbin", [part.result() for part in parts])
+            made = _join(nvcc, unfinished / f"{unit.name}.fatbin", [part.result() for part in parts])
             yield f"{made.name}: {made.stat().st_size} bytes after {time.monotonic() - begun:.1f} s more"
+        folder.mkdir(parents=True, exist_ok=True)
+        for made in unfinished.iterdir():
+            made.replace(folder / made.name)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        shutil.rmtree(unfinished)
 
 
 def taken_by(nvcc: Path, unit: Unit, architecture: int) -> dict[str, Taken]:
@@ -115,10 +137,18 @@ def find_nvcc() -> Path | None:
     return next((nvcc.resolve() for nvcc in found if nvcc.exists() and _version(nvcc) >= OLDEST_NVCC), None)
 
 
-def asked_architectures() -> Sequence[int]:
-    """What the environment says: all if it says nothing, none for 0, else those that it lists."""
-    told = os.environ.get(SWITCH, "")
-    return ARCHITECTURES if not told else [int(number) for number in told.split(",") if int(number)]
+def asked_architectures(told: str) -> Sequence[int]:
+    """What TIERD_FATBINS says: `all`, `0` for none, or a list. Raises ValueError."""
+    if told == "all":
+        return ARCHITECTURES
+    try:
+        asked = [int(number) for number in told.split(",") if int(number)]
+    except ValueError:
+        asked = [0]
+    if unknown := set(asked) - set(ARCHITECTURES):
+        known = ",".join(map(str, ARCHITECTURES))
+        raise ValueError(f"{SWITCH}={told}: names {sorted(unknown)}; say `all`, `0` for none, or some of {known}")
+    return asked
 
 
 def is_checked() -> bool:
@@ -126,17 +156,36 @@ def is_checked() -> bool:
     return os.environ.get(CHECKED, "0") != "0"
 
 
-def for_wheel(version: str) -> dict[str, str]:
-    """What a wheel takes along: path here, path in it. Nothing for an editable install, without nvcc, or where the switch says so. Raises NvccError."""
-    architectures = asked_architectures()
-    if version == "editable" or not architectures or find_nvcc() is None:
-        return {}
-    if is_checked():
-        raise NvccError(f"{CHECKED}: is set; a wheel takes no checked kernels, unset it")
+def for_wheel(version: str) -> tuple[dict[str, str], str]:
+    """What a wheel takes along (path here, path in it), and a sentence of what became of its kernels. An editable install takes nothing.
+
+    Beside fatbins it takes the sources and this program, with which they are made later.
+    """
+    if version == "editable":
+        return {}, "kernels for GPUs: none in an editable install; `tierd kernels build` compiles them"
+    sources = [
+        *SOURCES.glob("src/*"),
+        *SOURCES.glob("include/*"),
+        *(Path(__file__).with_name(name) for name in PROGRAM),
+    ]
+    taken = {str(path): f"tierd/kernels/sources/{path.relative_to(ROOT)}" for path in sources}
     folder = OBJECTS.with_name("wheel")
-    list(build(folder, architectures))
-    names = [f"{unit.name}.fatbin" for unit in UNITS]
-    return {str(folder / name): f"tierd/kernels/fatbins/{name}" for name in names}
+    told = os.environ.get(SWITCH, "0")
+    if is_checked():
+        return taken, f"kernels for GPUs: none, since {CHECKED} is set and a wheel takes no checked ones\n{LATER}"
+    try:
+        architectures = asked_architectures(told)
+        list(build(folder, architectures) if architectures else ())
+        said = (
+            f"fatbins for {', '.join(map(str, architectures))}"
+            if architectures
+            else f"none, since {SWITCH} asks for none"
+        )
+        names = [f"{unit.name}.fatbin" for unit in UNITS] if architectures else []
+    except (MissingNvcc, NvccError, OSError, ValueError) as error:
+        names, said = [], f"none, though {SWITCH}={told} asks for them: {error}"
+    said = f"kernels for GPUs: {said}" + ("" if names else f"\n{LATER}")
+    return taken | {str(folder / name): f"tierd/kernels/fatbins/{name}" for name in names}, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,32 +248,63 @@ def _digest(nvcc: Path, unit: Unit, flags: Sequence[str]) -> str:
 
 
 def _version(nvcc: Path) -> int:
-    told = re.search(r"release (\d+)", _run(str(nvcc), "--version"))
+    """0 where it does not run."""
+    try:
+        told = re.search(r"release (\d+)", _run(str(nvcc), "--version", limit_s=VERSION_LIMIT_S))
+    except NvccError:
+        return 0
     return int(told[1]) if told else 0
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+def _run(*command: str, limit_s: float | None = None) -> str:
+    words, limit_s = " ".join(command), limit_s or LIMIT_S
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise NvccError(f"{words}\nhas not ended after {limit_s:g} s, and was ended") from None
+    except OSError as error:
+        raise NvccError(f"{words}\ncannot be run: {error}") from None
     if done.returncode:
-        raise NvccError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+        raise NvccError(f"{words}\nended with {done.returncode}: {done.stderr[-4000:]}")
     return done.stdout + done.stderr
+
+
+def record(folder: Path) -> None:
+    """Makes files of an installed tierd's folder known to pip as the package's own, so that they go with it."""
+    told = distribution("tierd")
+    site, files = Path(str(told.locate_file(""))).resolve(), told.files or []
+    records = [file for file in files if file.name == "RECORD"]
+    if records and folder.resolve().is_relative_to(site):
+        known = {str(file) for file in files}
+        new = sorted({str(path.resolve().relative_to(site)) for path in folder.iterdir()} - known)
+        with open(str(told.locate_file(records[0])), "a", encoding="utf-8") as lines:
+            lines.writelines(f"{name},,\n" for name in new)
 
 
 def main() -> None:
     """All of them, or the units that are named."""
-    names = sys.argv[1:]
-    unknown = set(names) - {unit.name for unit in UNITS}
-    if unknown:
-        sys.exit(f"{', '.join(sorted(unknown))}: no such unit; there are {', '.join(unit.name for unit in UNITS)}")
+    parser = argparse.ArgumentParser(prog="python -m tools.fatbins", description=__doc__)
+    parser.add_argument("units", nargs="*", choices=[[], *(unit.name for unit in UNITS)], metavar="UNIT")
     folder = CHECKED_FOLDER if is_checked() else INSTALLED
-    for line in build(folder, asked_architectures(), [unit for unit in UNITS if not names or unit.name in names]):
+    parser.add_argument("--into", type=Path, default=folder, help="the folder of fatbins")
+    given = parser.parse_args()
+    architectures = asked_architectures(os.environ.get(SWITCH, "all"))
+    print(
+        f"compiles for {', '.join(map(str, architectures))} into {given.into}: takes minutes; what is done is kept in {OBJECTS}",
+        flush=True,
+    )
+    for line in build(
+        given.into, architectures, [unit for unit in UNITS if not given.units or unit.name in given.units]
+    ):
         print(line, flush=True)
     if is_checked():
-        print(f"TIERD_FATBINS_FOLDER={folder}")
+        print(f"TIERD_FATBINS_FOLDER={given.into}")
+    if not IS_CHECKOUT:
+        record(given.into)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (MissingNvcc, NvccError) as error:
-        sys.exit(str(error))
+    except (MissingNvcc, NvccError, OSError, ValueError) as error:
+        sys.exit(f"kernels: {error}")

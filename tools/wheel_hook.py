@@ -1,4 +1,4 @@
-"""Hatchling calls it when it builds a wheel: the kernels of cuda/ go in as fatbins where there is an nvcc, and nothing goes in where there is none."""
+"""Hatchling calls it when it builds a wheel: the sources of the kernels go in, and fatbins of them where TIERD_FATBINS asks for them and nvcc makes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class FatbinHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles, and tells hatchling what it made. version: `standard` or `editable`."""
-        made = for_wheel(version)
+        made, said = for_wheel(version)
         build_data["force_include"].update(made)
-        if version == "standard":
-            self.app.display_info(f"kernels for GPUs: {len(made)} fatbins" if made else "kernels for GPUs: none")
+        self.app.display_warning(said)

@@ -75,10 +75,12 @@ class Shell:
     From the root of the repository, with the programs of this environment before others.
     """
 
-    def __init__(self, daemon: Daemon, instead: Mapping[str, str] | None = None, **env: str) -> None:
+    def __init__(self, daemon: Daemon | str, instead: Mapping[str, str] | None = None, **env: str) -> None:
         self._instead = instead or {}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self._env = os.environ | {"PATH": path, "TIERD_TARGET": daemon.target} | env
+        self._env = (
+            os.environ | {"PATH": path, "TIERD_TARGET": daemon if isinstance(daemon, str) else daemon.target} | env
+        )
         self._logs: list[IO[bytes]] = []
         self._groups: list[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]] = []
 

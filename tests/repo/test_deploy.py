@@ -6,6 +6,7 @@ import configparser
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.repo.source import ROOT
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "tierd.service"
 GPU = DEPLOY / "tierd.service.d" / "gpu.conf"
+PLACES = DEPLOY / "tierd.service.d" / "places.conf"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def service() -> dict[str, str]:
     return dict(parser["Service"])
 
 
-@pytest.mark.parametrize("parts", [[UNIT], [UNIT, GPU]], ids=["unit", "with GPUs"])
+@pytest.mark.parametrize("parts", [[UNIT], [UNIT, GPU], [UNIT, PLACES]], ids=["unit", "with GPUs", "with places"])
 def test_sandbox_is_tight(parts: list[Path], tmp_path: Path) -> None:
     """systemd rates the unit's exposure at 2.0 or less, with the drop-in for GPUs too."""
     if not shutil.which("systemd-analyze"):
@@ -74,6 +76,34 @@ def test_supervision_and_secrecy(service: dict[str, str]) -> None:
     assert service["WatchdogSec"]
     assert "TIERD_RUNTIME_DIR=/run/tierd" in service["Environment"]
     assert "TIERD_STATE_DIR=/var/lib/tierd" in service["Environment"]
+
+
+def test_the_drop_in_names_every_place_of_the_profiles() -> None:
+    """What configs/ keep outside /dev/shm and /var/lib/tierd the unit may write with the documented drop-in, once it is mounted."""
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(PLACES)
+    writable = " ".join(re.findall(r"^ReadWritePaths=(.+)$", PLACES.read_text(), re.MULTILINE)).split()
+    mounts = parser["Unit"]["RequiresMountsFor"].split()
+    for profile in (ROOT / "configs").glob("*.toml"):
+        settings = tomllib.loads(profile.read_text(encoding="utf-8"))
+        tables = [*settings.get("host", ()), *settings.get("device", ()), *settings.get("nvme", ())]
+        for place in filter(None, (table.get("arena_dir") or table.get("path") for table in tables)):
+            assert f"-{place}" in writable, profile.name
+            assert any(place == mount or place.startswith(f"{mount}/") for mount in mounts), profile.name
+
+
+def test_settings_reach_the_daemon(service: dict[str, str]) -> None:
+    """The unit and tmpfiles.d agree on the mode of /etc/tierd; the image reads the file that compose mounts, and has an empty one without."""
+    tmpfiles = (DEPLOY / "tmpfiles.d" / "tierd.conf").read_text()
+    assert f"d /etc/tierd {service['ConfigurationDirectoryMode']} root tierd" in tmpfiles
+    image = (DEPLOY / "Containerfile").read_text()
+    mounts = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["tierd"]["volumes"]
+    (path,) = re.findall(r"TIERD_CONFIG=(\S+)", image)
+    (source,) = (mount.removesuffix(f":{path}:ro") for mount in mounts if mount.endswith(f":{path}:ro"))
+    assert f"/dev/null {path}" in image and "--config" not in image
+    (default,) = re.findall(r":-(.+)}", source)
+    assert (DEPLOY / default).is_file()
 
 
 def test_the_units_user_exists(service: dict[str, str]) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +46,22 @@ def test_blocks_are_found() -> None:
     examples = [document for document in DOCUMENTS if document.startswith(FOLDERS[0])]
     assert len(examples) == 5
     assert all(any(block.is_run for block in shell_blocks(document)) for document in examples)
+
+
+@pytest.mark.parametrize("name", ["tests", "tools"])
+def test_examples_find_the_projects_folders_beside_a_package_of_the_same_name(name: str, tmp_path: Path) -> None:
+    """Engines' dependencies install packages called `tests` and `tools`: with PYTHONPATH as documented the project's own come first, as a whole."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
+    folders = sorted({path.parent.name for path in (ROOT / name).glob("*/*.py")})
+    script = f"import importlib.util as found; print([n for n in {folders!r} if not found.find_spec('{name}.' + n)])"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "") and folders

@@ -1,13 +1,14 @@
-"""The wheel, and the fatbins that it carries where there is an nvcc."""
+"""The wheel, the fatbins that it carries where they are asked for and nvcc makes them, and the command that makes them later."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ from tools.fatbins import DIMS, PTX, UNITS, MissingNvcc, NvccError, Unit, build,
 from tools.kernels import MissingTool
 
 NVCC = """#!/bin/sh
-case "$1" in --version) echo "Cuda compilation tools, release {version}.0"; exit;; esac
-test {fault} = 0 || {{ echo "the compiler's words" >&2; exit 1; }}
+case "$1" in --version) test {fault} != unasked || kill -SEGV $$; echo "Cuda compilation tools, release {version}.0"; exit;; esac
+case {fault} in refusal) echo "the compiler's words" >&2; exit 1;; crash) kill -SEGV $$;; hang) exec sleep 60;; esac
 while [ $# -gt 0 ]; do case "$1" in -o) echo object > "$2";; -Xptxas) cat {registers} >&2;; --create=*) echo fatbin > "${{1#--create=}}";; esac; shift; done
 """
 REGISTERS = """ptxas info    : Compiling entry function 'decode_plan' for 'sm_90'
@@ -37,7 +38,7 @@ Toolkit = Callable[..., Path]
 def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
     """Makes a pretended toolkit the only one; `version=0`: there is none."""
 
-    def made(*, version: int = 13, fault: int = 0) -> Path:
+    def made(*, version: int = 13, fault: str = "none") -> Path:
         tools = tmp_path / "toolkit" / "bin"
         tools.mkdir(parents=True, exist_ok=True)
         (registers := tmp_path / "registers").write_text(REGISTERS, encoding="utf-8")
@@ -56,31 +57,63 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
     return made
 
 
-def test_a_wheel_has_fatbins_where_there_is_a_compiler(toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an nvcc a fatbin of each unit; none for an editable install, none by the switch, none with an nvcc that is too old, none without one."""
+def fatbins_of(made: Mapping[str, str]) -> set[str]:
+    """The names of those that a wheel takes along."""
+    return {Path(path).stem for path in made.values() if path.startswith("tierd/kernels/fatbins/")}
+
+
+@pytest.mark.parametrize(("asked", "are_made"), [("all", True), ("90,120", True), ("0", False), (None, False)])
+def test_a_wheel_has_the_fatbins_that_are_asked_for(
+    toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, asked: str | None, are_made: bool
+) -> None:
+    """TIERD_FATBINS says whether a wheel has them; without it there are none, and it says what makes them later."""
     toolkit()
-    assert set(for_wheel("standard").values()) == {f"tierd/kernels/fatbins/{unit.name}.fatbin" for unit in UNITS}
-    assert all(Path(made).read_text(encoding="utf-8") == "fatbin\n" for made in for_wheel("standard"))
-    assert for_wheel("editable") == {}
-    monkeypatch.setenv("TIERD_FATBINS", "0")
-    assert for_wheel("standard") == {}
-    toolkit(version=12)
-    assert for_wheel("standard") == {}
+    if asked:
+        monkeypatch.setenv("TIERD_FATBINS", asked)
+    made, said = for_wheel("standard")
+    assert fatbins_of(made) == ({unit.name for unit in UNITS} if are_made else set())
+    assert all(Path(path).read_text(encoding="utf-8") == "fatbin\n" for path in made if path.endswith(".fatbin"))
+    assert ("fatbins for" in said, "`tierd kernels build`" in said) == (are_made, not are_made)
+    assert for_wheel("editable")[0] == {}
 
 
-def test_without_a_compiler_there_are_no_fatbins(toolkit: Toolkit, tmp_path: Path) -> None:
-    """A wheel is made all the same; who asks for fatbins is told what is missing."""
-    toolkit(version=0)
-    assert for_wheel("standard") == {}
-    with pytest.raises(MissingNvcc, match="none of CUDA 13 or newer found; install a toolkit, or set CUDA_HOME"):
-        list(build(tmp_path))
+@pytest.mark.parametrize(
+    ("version", "fault", "asked", "why"),
+    [
+        (0, "none", "all", "none of CUDA 13 or newer found that runs; install a toolkit, or set CUDA_HOME"),
+        (12, "none", "all", "none of CUDA 13 or newer found that runs"),
+        (13, "unasked", "all", "none of CUDA 13 or newer found that runs"),
+        (13, "refusal", "all", "the compiler's words"),
+        (13, "crash", "all", "ended with -11"),
+        (13, "hang", "90", "has not ended after 0.2 s"),
+        (13, "none", "yes", "TIERD_FATBINS=yes: names"),
+        (13, "none", "91", "say `all`, `0` for none, or some of 80,89,90,100,120"),
+    ],
+)
+def test_a_wheel_never_fails_for_want_of_kernels(
+    toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, version: int, fault: str, asked: str, why: str
+) -> None:
+    """No compiler, an old one, one that refuses, crashes or hangs, a switch that cannot be read: the wheel goes without, and says why."""
+    toolkit(version=version, fault=fault)
+    monkeypatch.setenv("TIERD_FATBINS", asked)
+    monkeypatch.setattr(fatbins, "LIMIT_S", 0.2 if fault == "hang" else 20)
+    made, said = for_wheel("standard")
+    assert (fatbins_of(made), "tierd/kernels/sources/cuda/src/decode.cu" in made.values()) == (set(), True)
+    assert why in said and f"TIERD_FATBINS={asked}" in said and "`tierd kernels build`" in said
 
 
-def test_what_a_compiler_refuses_fails_the_build(toolkit: Toolkit) -> None:
-    """A wheel does not go without what its compiler could not make: the compiler's own words are in the error."""
-    toolkit(fault=1)
+def test_what_cannot_be_compiled_leaves_what_was_there(toolkit: Toolkit, tmp_path: Path) -> None:
+    """Fatbins take their places together: a build that fails changes none and leaves nothing beside them."""
+    toolkit(fault="refusal")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "merge.fatbin").write_text("of before", encoding="utf-8")
     with pytest.raises(NvccError, match="the compiler's words"):
-        for_wheel("standard")
+        list(build(tmp_path / "made"))
+    assert [path.name for path in tmp_path.iterdir() if "made" in path.name] == ["made"]
+    assert (tmp_path / "made" / "merge.fatbin").read_text(encoding="utf-8") == "of before"
+    toolkit(version=12)
+    with pytest.raises(MissingNvcc):
+        list(build(tmp_path))
 
 
 def test_only_what_changed_is_compiled_again(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,27 +166,51 @@ def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.Mo
     assert int.from_bytes((tmp_path / "merge.fatbin").read_bytes()[:4], "little") == MAGIC
 
 
-@pytest.mark.parametrize("switch", ["0", "90"])
-def test_hatchling_builds_the_wheel(toolkit: Toolkit, tmp_path: Path, switch: str) -> None:
-    """The wheel that hatchling builds holds the package, and the fatbins that the hook made."""
-    home = toolkit().parents[1]
-    copy = tmp_path / "checkout"
-    for name in ("tierd", "cuda", "tools"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "fatbins"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "--target", "wheel"],
-        cwd=copy,
-        env=os.environ | {"TIERD_FATBINS": switch, "CUDA_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (copy / "dist").iterdir()
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "tierd/kernels/loaded.py" in names
-    held = {Path(name).stem for name in names if name.endswith(".fatbin")}
-    assert held == ({unit.name for unit in UNITS} if switch == "90" else set())
+def context_of(containerfile: Path, into: Path) -> None:
+    """A folder of what a Containerfile copies into its build, and nothing else."""
+    for names, to in re.findall(r"^COPY (?!--)(.+) (\S+)$", containerfile.read_text(encoding="utf-8"), re.MULTILINE):
+        for name in names.split():
+            source, target = ROOT / name, into / to / (Path(name).name if to.endswith("/") else "")
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "fatbins"))
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+
+
+def test_a_wheel_of_what_the_container_copies_compiles_its_kernels_later(toolkit: Toolkit, tmp_path: Path) -> None:
+    """A wheel built from what the Containerfile copies installs; `tierd kernels build` then compiles with what lies in it, pip removes all of it, and a new build has the fatbins that are asked for."""
+    env = os.environ | {
+        "CUDA_HOME": str(toolkit().parents[1]),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": "",
+    }
+    context_of(ROOT / "deploy" / "Containerfile", tmp_path / "context")
+
+    def ran(*words: str, **more: str) -> str:
+        done = subprocess.run(
+            words, cwd=tmp_path / "context", env=env | more, capture_output=True, text=True, check=False, timeout=90
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout + done.stderr
+
+    said = ran(sys.executable, "-m", "hatchling", "build", "--target", "wheel", TIERD_FATBINS="90,120")
+    (wheel,) = (tmp_path / "context" / "dist").iterdir()
+    assert "fatbins for 90, 120" in said
+    held = {Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".fatbin")}
+    assert held == {unit.name for unit in UNITS}
+    said = ran(sys.executable, "-m", "hatchling", "build", "--target", "wheel")
+    assert "`tierd kernels build`" in said
+
+    ran(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env"))
+    python = str(tmp_path / "env" / "bin" / "python")
+    (site,) = (tmp_path / "env").glob("lib/python3*/site-packages")
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input")
+    ran(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    (site / "beside.pth").write_text(str(Path(pytest.__file__).parents[1]), encoding="utf-8")  # what tierd needs
+    assert not (site / "tierd" / "kernels" / "fatbins").exists()
+    said = ran(str(tmp_path / "env" / "bin" / "tierd"), "kernels", "build", "--architecture", "90")
+    assert "for 90 into" in said and str(tmp_path / "cache" / "tierd") in said
+    assert {path.stem for path in (site / "tierd" / "kernels" / "fatbins").iterdir()} == {unit.name for unit in UNITS}
+    ran(*pip, "uninstall", "--yes", "--quiet", "tierd")
+    assert not list(site.glob("tierd/**/*.fatbin"))

@@ -189,6 +189,27 @@ def test_drain_then_purge(tmp_path: Path) -> None:
         assert purge().stdout == "nothing to free\n"
 
 
+def test_purge_of_stores_removes_them_and_nothing_else(tmp_path: Path) -> None:
+    """`tierd purge --nvme` removes the files of each configured store, none of anybody else's and none under a daemon; the next start begins anew."""
+    space = NamespaceSpec("purged", 16, 4096)
+    with Daemon(root=tmp_path) as daemon:
+        (store,) = {path.parent for path in tmp_path.rglob("store.json")}
+        (store / "somebody's").write_text("own")
+        environment = {"TIERD_RUNTIME_DIR": daemon.target, "TIERD_STATE_DIR": str(tmp_path / "state")}
+        words = ["purge", "--nvme", "--config", str(tmp_path / "tierd.toml")]
+        purge = lambda: CliRunner(env=environment).invoke(tierd_cli.cli, words, prog_name="tierd")  # noqa: E731
+        with Client(daemon.target) as client:
+            assert client.put(client.open_namespace(space), list(range(16)), [bytes(4096)], durable=True)
+        assert "held by process" in purge().stderr
+        daemon.stop()
+        said = purge()
+        assert f"in {store}\n" in said.stdout and os.listdir(store) == ["somebody's"], said.output
+        assert purge().stdout == "nothing to free\n"
+        daemon.start()
+        with Client(daemon.target) as client:
+            assert client.get(client.open_namespace(space), list(range(16))).tokens == 0
+
+
 def test_a_bad_configuration_is_one_line(tmp_path: Path) -> None:
     """`tierd serve` with an unknown key names its nearest neighbour and ends with 1, without a traceback."""
     config = tmp_path / "bad.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from tierd.cli import demo
 from tierd.cli.daemon import cli
 from tierd.worker.engine import Engine
-from tierd.worker.report import Report
+from tierd.worker.report import Report, Request
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +60,19 @@ def test_the_demo_ends_loudly_when_tokens_differ(monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 1
     assert "FAILED: device:" in result.stdout
     assert "all 80" not in result.stdout
+
+
+def test_both_engines_are_warm_before_anything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first turn each engine has computed a text of hundreds of tokens, which no turn finds: the cold row compares like with like."""
+    generate, lengths = Engine.generate, dict[int, list[int]]()
+
+    def noted(engine: Engine, requests: Sequence[Request]) -> list[Report]:
+        lengths.setdefault(id(engine), []).extend(len(request.tokens) for request in requests)
+        return generate(engine, requests)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    monkeypatch.setattr(demo, "SCENES", demo.SCENES[:1])
+    result = CliRunner().invoke(cli, ["demo"])
+    assert result.exit_code == 0, result.output
+    assert [len(prompts) for prompts in lengths.values()] == [2, 2]
+    assert all(warm > 200 for warm, _ in lengths.values())

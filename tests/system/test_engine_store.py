@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from tests.depth import report
 from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.system.warm import Daemon
+from tierd._proto import admin_pb2
+from tierd.cli.admin import connect
 from tierd.client import Group, NamespaceSpec, PutGroup
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
@@ -160,3 +164,29 @@ def test_a_daemon_that_hangs_in_the_middle_of_a_save(daemon: Daemon) -> None:
         await_true(lambda: store.save(PutGroup(ns, hashes), pieces(kv)) == 4, "the same blocks saved")
         back = np.zeros_like(kv)
         assert store.load([Group(ns, hashes)], [pieces(back)]).good == (4,) and (back == kv).all()
+
+
+def engines_seen(daemon: Daemon) -> list[dict[str, str]]:
+    """What each engine that is connected now says of itself."""
+    with connect(daemon.target) as admin:
+        sessions = admin.ask(admin_pb2.SessionsRequest()).sessions
+    return [dict(one.engine) for one in sessions if one.engine and one.state == "open"]
+
+
+def test_an_engine_is_seen_before_its_first_request_and_after_each_restart(daemon: Daemon) -> None:
+    """Operators see an engine that was never asked for anything, as it describes itself now, and see it again when the daemon is another one."""
+    with EngineStore(Options(target=daemon.target), FACTS) as store:
+        await_true(lambda: engines_seen(daemon) == [FACTS.words()], "the engine is seen")
+        more = replace(FACTS, hash_seed="7")
+        store.introduce(more)
+        await_true(lambda: engines_seen(daemon) == [more.words()], "what it says later is seen")
+        daemon.restart()
+        await_true(lambda: engines_seen(daemon) == [more.words()], "the engine is seen by the next daemon")
+    await_true(lambda: engines_seen(daemon) == [], "an engine that has left is seen no more")
+
+
+def test_an_engine_without_a_daemon_says_so_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no daemon answers an engine's log names the target, once, before any request is a miss for it."""
+    with EngineStore(Options(target=str(tmp_path)), FACTS):
+        await_true(lambda: any(str(tmp_path) in line for line in caplog.messages), "the target is named")
+    assert sum("served as misses" in line for line in caplog.messages) == 1

@@ -239,3 +239,25 @@ def test_snapshot_after_term(daemon: Daemon) -> None:
     with connected(daemon) as client:
         namespace = client.open_namespace()
         assert [client.read(namespace, chain(seed, 8)) for seed in range(40)] == [8] * 40
+
+
+@pytest.mark.parametrize("point", ["assembly.before_parts", "lifecycle.before_ready"])
+def test_a_start_that_fails_gives_back_the_memory_that_it_made(point: str) -> None:
+    """Whatever fails after the arena was opened: memory that holds nothing is gone, and blocks of a former life are there for the next start."""
+    daemon, spec = Daemon(CONFIG), NamespaceSpec("kept", 16, 4096)
+
+    def held_after_a_failure() -> int:
+        """Bytes of the arena after a start that fails when half of a second has passed, in which memory is made."""
+        daemon.start(wait=False, failpoints=f"nvme.open.before_index=delay:0.5;{point}=error:EIO")
+        assert daemon.await_end() == 1
+        return sum(path.stat().st_blocks * 512 for path in daemon.arena.rglob("*.data"))
+
+    assert held_after_a_failure() == 0
+    with daemon:
+        with Client(daemon.target) as client:
+            assert client.put(client.open_namespace(spec), list(range(16)), [bytes(4096)])
+        daemon.stop()
+        assert held_after_a_failure() == 2 << 20
+        daemon.start()
+        with Client(daemon.target) as client:
+            assert client.get(client.open_namespace(spec), list(range(16))).tokens == 16

@@ -189,14 +189,18 @@ def _merged(engines: Sequence[Engine]) -> Iterator[Advice]:
 
 
 def _apart(engines: Sequence[Engine]) -> Iterator[Advice]:
-    """Pairs, one of each way of being configured."""
+    """Pairs, one of each way of being configured, and one for what keeps several apart: an engine has a scheduler and workers."""
     alike: dict[tuple[str, ...], Engine] = {}
     for engine in engines:
         known = (engine.kind, engine.model, engine.weights, engine.tenant, *(engine.value(name) for name in FIELDS))
         alike.setdefault(known, engine)
-    for one, other in combinations(alike.values(), 2):
+    said: list[set[tuple[str, ...]]] = []
+    for one, other in sorted(combinations(alike.values(), 2), key=lambda pair: -len(differences(*pair))):
+        what = {(name, *sorted((one.value(name), other.value(name)))) for name in differences(one, other)}
+        what.add((one.kind, one.model, *sorted((one.tenant, other.tenant))))
         advice = apart_advice(one, other)
-        if advice:
+        if advice and not any(what <= known for known in said):
+            said.append(what)
             yield advice
 
 

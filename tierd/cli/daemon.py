@@ -18,6 +18,7 @@ import click
 
 from tierd.cli.exits import Program
 from tierd.cli.figures import human_bytes
+from tierd.cli.kernels import kernels
 
 CONFIG = click.option(
     "--config",
@@ -67,12 +68,14 @@ def run_daemon(config: Path | None, *, release: bool) -> int:
 @cli.command()
 @CONFIG
 @click.option("--orphans", is_flag=True, help="Also the memory of other instances of this user that no daemon owns.")
-def purge(config: Path | None, *, orphans: bool) -> None:
-    """Frees the host memory that a daemon left behind; what lies on NVMe stays."""
-    from tierd.cli.leftovers import free_memory  # noqa: PLC0415  # the tiers' imports
+@click.option("--nvme", is_flag=True, help="Also the stores on NVMe, with all their blocks.")
+def purge(config: Path | None, *, orphans: bool, nvme: bool) -> None:
+    """Frees the host memory that a daemon left behind; what lies on NVMe stays without --nvme."""
+    from tierd.cli.leftovers import free_memory, free_stores  # noqa: PLC0415  # the tiers' imports
     from tierd.config import load_config  # noqa: PLC0415
 
-    freed = free_memory(load_config(config), orphans=orphans)
+    settings = load_config(config)
+    freed = free_memory(settings, orphans=orphans) | (free_stores(settings) if nvme else {})
     for directory, size in freed.items():
         click.echo(f"freed {human_bytes(size)} in {directory}")
     if not freed:
@@ -119,6 +122,9 @@ def demo(model: Path | None, *, keep: bool) -> None:
     from tierd.cli.demo import run_demo  # noqa: PLC0415  # numpy and the worker's model code
 
     raise click.exceptions.Exit(run_demo(model, keep=keep))
+
+
+cli.add_command(kernels)
 
 
 def main() -> None:

@@ -157,7 +157,8 @@ class Stage:
         self._namespace = self._client.open_namespace(namespace_spec(model, self._pages.shape, name=name))
         self._cached = Engine(model, self._pages)
         self._plain = Engine(model, LocalPages(page_shape(model)))
-        self._plain.generate([Request((BYTE_BOS, *b"warm"), max_new_tokens=2)])
+        for engine in (self._plain, self._cached):  # the first long text of a process takes half as long again
+            engine.generate([Request((BYTE_BOS, *b"warm" * 64), max_new_tokens=2)])
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""What `tierd purge` frees: arenas whose daemon is gone.
+"""What `tierd purge` frees: arenas and stores whose daemon is gone.
 
-Purpose: from a configuration to the instance whose memory it is. Non-purpose: removing files (tierd.tiers.purge), stores on NVMe.
+Purpose: from a configuration to the instance whose they are. Non-purpose: removing files (tierd.tiers.purge).
 Invariant: nothing is freed under a daemon that runs.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierd.config import Config
 from tierd.server.instance import Instance
-from tierd.tiers.purge import list_arenas, purge
+from tierd.tiers.purge import list_arenas, purge, purge_store
 
 
 def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:
@@ -23,7 +23,13 @@ def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:
     idle = [arena for arena in list_arenas(places) if arena.instance == own or (orphans and arena.owner is None)]
     for name in sorted({arena.instance for arena in idle}):
         purge(name, arena_dirs=places)
-    return {arena.directory: arena.bytes for arena in idle}
+    return {arena.data: arena.bytes for arena in idle}
+
+
+def free_stores(config: Config) -> dict[Path, int]:
+    """Removes the configured stores; bytes by directory. Raises AlreadyOwned at the first that a daemon uses."""
+    found = {Path(store.path): purge_store(Path(store.path)) for store in config.nvme}
+    return {directory: size for directory, size in found.items() if size}
 
 
 def instance_of(state_dir: Path) -> str:

@@ -73,6 +73,11 @@ class AsyncClient:
         """As Client.introduce."""
         self._connector.introduce(engine)
 
+    async def connect(self, *, timeout_s: float | None = None) -> None:
+        """As Client.connect."""
+        steps = self._verbs._shrunk(self._verbs._opened([], self._deadline(timeout_s)), lambda: None)
+        await self._run(steps, timeout_s)
+
     async def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """As Client.open_namespace."""
         return await self._run(self._verbs.open_namespace(spec.checked(), self._deadline(timeout_s)), timeout_s)

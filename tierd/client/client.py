@@ -87,8 +87,12 @@ class Client:
         return self._verbs.tells_events
 
     def introduce(self, engine: Mapping[str, str]) -> None:
-        """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection."""
+        """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection, which the next call makes."""
         self._connector.introduce(engine)
+
+    def connect(self, *, timeout_s: float | None = None) -> None:
+        """Connects now, where there is no connection."""
+        self._run(self._verbs._shrunk(self._verbs._opened([], self._deadline(timeout_s)), lambda: None))
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """Names a namespace; the daemon adds the tenant. Raises InvalidArgument for an impossible spec, best effort or not."""

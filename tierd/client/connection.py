@@ -163,8 +163,11 @@ class Connector:
         forks.register(self)
 
     def introduce(self, engine: Mapping[str, str]) -> None:
-        """What the next hello says of the engine that is served."""
-        self._options = replace(self._options, engine=dict(engine))
+        """What the next hello says of the engine that is served; a link that has said something else is given up for it."""
+        if engine != self._options.engine:
+            with self._turn:
+                self._options = replace(self._options, engine=dict(engine))
+                self.lose(self._link)
 
     @property
     def link(self) -> Link | None:

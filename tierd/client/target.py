@@ -80,7 +80,8 @@ def _default(environ: Mapping[str, str]) -> str:
         return own
     # A daemon of another user may serve this one too; where this user could not write, it was not looked for.
     places = (own, "/run/tierd")
-    return next((place for place in places if (Path(place) / SESSION_SOCKET_NAME).exists()), own)
+    hidden = [place for place in places if Path(place).is_dir() and not os.access(place, os.X_OK)]  # connecting says so
+    return next((place for place in places if place in hidden or (Path(place) / SESSION_SOCKET_NAME).exists()), own)
 
 
 def _remote(text: str) -> RemoteTarget:

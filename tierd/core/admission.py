@@ -14,8 +14,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
-from tierd.core.model import TierSpec
 from tierd.core.plan import Ids
 
 Sizes = NDArray[np.int64]
@@ -81,27 +79,3 @@ class Admission(Protocol):
     def resume(self, level_bytes: float, now: float) -> None:
         """Before anything else: the budget stood so in a former life."""
         ...
-
-
-class WriteAll:
-    """Everything is written, partial blocks too: a tier that does not wear."""
-
-    def __init__(self, spec: TierSpec, blocks: Blocks) -> None:
-        """Neither is looked at."""
-
-    def touch(self, blocks: Ids, now: float) -> None:
-        """Nothing to remember."""
-
-    def admit(self, blocks: Ids, sizes_bytes: Sizes, now: float) -> Verdicts:
-        """WRITE for all."""
-        return np.full(len(blocks), Verdict.WRITE, np.uint8)
-
-    def wrote(self, size_bytes: int, now: float) -> None:
-        """Nothing to count."""
-
-    def balance(self, now: float) -> Balance:
-        """None."""
-        return Balance()
-
-    def resume(self, level_bytes: float, now: float) -> None:
-        """Nothing to take up."""

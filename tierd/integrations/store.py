@@ -34,6 +34,8 @@ from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import Pieces, copy_in, copy_out
 
+PRESENCE_S = 1.0
+"""How often an engine looks whether it is connected; nothing is sent while it is."""
 SAVE_BLOCKS = 64
 """Pages reserved at one time: a long sequence must not hold half a tier while it is copied."""
 
@@ -57,9 +59,11 @@ class EngineStore:
         self._options = options
         self._client = Client(options.target or None, name=name, best_effort=True, timeout_s=options.timeout_s)
         self._client.introduce(facts.words())
-        self._turn = threading.Lock()
+        self._turn, self._closing = threading.Lock(), threading.Event()
         self.counts: Counter[str] = Counter()
         """Blocks and bytes loaded and saved, misses, drops: by name, for the engine's metrics."""
+        self._presence = threading.Thread(target=self._stay, name="tierd-presence", daemon=True)
+        self._presence.start()
 
     @property
     def client(self) -> Client:
@@ -77,7 +81,7 @@ class EngineStore:
         return self._client.tells_events
 
     def introduce(self, facts: EngineFacts) -> None:
-        """Says anew whom it serves, where not all was known at the beginning: told with the next connection."""
+        """Says anew whom it serves, where not all was known at the beginning: the next connection, made at once, tells it."""
         self._client.introduce(facts.words())
 
     def open(self, spec: NamespaceSpec) -> OpenedNamespace:
@@ -87,7 +91,7 @@ class EngineStore:
     def lookup(self, groups: Sequence[Group]) -> Found:
         """What could be served now."""
         found = self._client.lookup(groups, timeout_s=self._options.lookup_timeout_s)
-        self._count(lookups=1, lookup_tokens=found.tokens)
+        self._count(lookups=1, found_tokens=found.tokens)
         return found
 
     def prefetch(self, groups: Sequence[Group]) -> int:
@@ -142,7 +146,15 @@ class EngineStore:
 
     def close(self) -> None:
         """Ends the session."""
+        self._closing.set()
+        self._presence.join(PRESENCE_S)
         self._client.close()
+
+    def _stay(self) -> None:
+        """Connects, and again whenever the daemon is another one: operators see an engine before its first request. Ends with the store, or its process."""
+        while not self._closing.is_set():
+            self._client.connect()
+            self._closing.wait(PRESENCE_S)
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ from tierd.errors import InvalidArgument, Unsupported
 from tierd.kernels.driver import bindings, call, fault
 
 FATBINS = Path(__file__).parent / "fatbins"
-"""Where a wheel has them, and where `python -m tools.fatbins` puts them in a checkout."""
+"""Where a wheel has them, and where `tierd kernels build` puts them."""
 FATBINS_FOLDER = "TIERD_FATBINS_FOLDER"
 """Environment: where they are instead."""
 
@@ -37,8 +37,8 @@ class Loaded:
         self._cuda = cuda = bindings()
         if not files:
             raise Unsupported(
-                f"kernels: no fatbins in {folder}: tierd was built without nvcc; "
-                "install a wheel that has them, or build them from a checkout with `python -m tools.fatbins`"
+                f"kernels: no fatbins in {folder}: tierd was installed without them; "
+                "`tierd kernels build` compiles them, which takes nvcc of CUDA 13 or newer and minutes"
             )
         self.device = f"cuda:{ordinal}"
         self._stream = stream or (lambda: current_stream(ordinal))

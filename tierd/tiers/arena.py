@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import structlog
 
 from tierd.core.model import NOBODY, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import ConfigError, TierFailed
@@ -24,6 +25,8 @@ from tierd.tiers.data_files import DataFiles
 from tierd.tiers.segments import Segment, SegmentBooks, opened
 from tierd.tiers.tier import Descriptor, Recovered
 from tierd.tiers.writers import await_writers, note_writer
+
+log = structlog.get_logger(__name__)
 
 
 class Arena(SegmentBooks[memoryview]):
@@ -85,9 +88,7 @@ class Arena(SegmentBooks[memoryview]):
         self._marks.use_generation(found.highest_generation)
         extents, metas = arena_recovery.joined(found.segments)
         if found.segments:
-            self.notices.append(
-                f"{self.spec.name}: {len(extents)} blocks in {len(found.segments)} segments found again"
-            )
+            log.info("found again", tier=self.spec.name, blocks=len(extents), segments=len(found.segments))
         if found.dropped:
             self.notices.append(f"{self.spec.name}: {len(found.dropped)} segments dropped; first: {found.dropped[0]}")
         return Recovered(
@@ -103,7 +104,10 @@ class Arena(SegmentBooks[memoryview]):
         touch = arena_files.measure_touch(place.data)
         if touch is not None:
             self.first_touch_bytes_per_s, self.huge_page_share = touch.bytes_per_s, touch.huge_share
-        self.notices.append(arena_files.describe(self.spec, place, touch))
+            log.info(
+                "first touch", tier=self.spec.name, bytes_per_s=round(touch.bytes_per_s), huge_share=touch.huge_share
+            )
+        self.notices += arena_files.shortcomings(self.spec, place, touch)
 
     def seal_found(self) -> list[SegmentAssignment]:
         """Nobody knows who holds pages of the segments found at start: from now on NOBODY writes them, and it says so in their heads. The segments."""
@@ -118,11 +122,14 @@ class Arena(SegmentBooks[memoryview]):
         """How many segments of a former life there are."""
         return sum(segment.found for segment in self._segments.values())
 
-    async def close(self, *, release: bool) -> None:
-        """Let go of everything, and with release remove the files. Views that are alive keep their memory. Twice is once."""
+    async def close(self, *, release: bool, is_unused: bool = False) -> None:
+        """Let go of everything, and with release remove the files. Views that are alive keep their memory. Twice is once. is_unused: since the start nobody was
+        served; then memory that holds nothing is given back."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
+        if is_unused:
+            await asyncio.to_thread(self._data.drop_spares)
         await asyncio.to_thread(self._data.stop)
         await asyncio.to_thread(self._end, lock, release=release, places=(self.tables, Path(self.place)))
 

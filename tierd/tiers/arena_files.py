@@ -1,8 +1,8 @@
 """Where an arena lies: the choice of its directories, whether it fits, and how fast its memory is.
 
 Purpose: `choose_place`, `check_room`, `measure_touch`. Non-purpose: what the files hold. Invariants: an arena lies in
-`<base>/tierd-<uid>/<instance>/<tier>`, a directory that only its owner can change; nothing is chosen silently (each choice
-is a sentence in the arena's notices).
+`<base>/tierd-<uid>/<instance>/<tier>`, a directory that only its owner can change; nothing less than the best is chosen silently
+(it is a sentence in the arena's notices).
 
 The base is `arena_dir` if given (an own tmpfs mounted with huge pages is best), else a hugetlbfs that has enough free pages,
 else /dev/shm. Files on hugetlbfs come in whole huge pages, so there the small tables stay on /dev/shm.
@@ -214,19 +214,17 @@ def measure_touch(directory: Path) -> Touch | None:
         os.close(fd)
 
 
-def describe(spec: TierSpec, place: ArenaPlace, touch: Touch | None) -> str:
-    """The notice that names the choice."""
+def shortcomings(spec: TierSpec, place: ArenaPlace, touch: Touch | None) -> list[str]:
+    """What is less than the best about the choice, as a notice; none where nothing is."""
     what = f"{spec.name}: {_mib(spec.capacity_bytes)} in {place.data} ({place.mode})"
     if touch is None:
-        return f"{what}; first touch was not measured"
+        return [f"{what}; first touch was not measured"]
     said = f"{what}; first touch {touch.bytes_per_s / _GB:.1f} GB/s, {touch.huge_share:.0%} in huge pages"
     if place.mode == "file":
-        return (
-            f"{said}; this is no memory file system, so the kernel writes pages back to disk: set arena_dir to a tmpfs"
-        )
-    if touch.huge_share < 1:
-        return f"{said}; a tmpfs mounted with huge=always, named in arena_dir, makes new memory several times faster"
-    return said
+        why = "this is no memory file system, so the kernel writes pages back to disk: set arena_dir to a tmpfs"
+    else:
+        why = "a tmpfs mounted with huge=always, named in arena_dir, makes new memory several times faster"
+    return [f"{said}; {why}"] if place.mode == "file" or touch.huge_share < 1 else []
 
 
 def huge_share(view: memoryview) -> float:

@@ -105,6 +105,12 @@ class DataFiles:
             self._thread.join()
         self._spares.clear()
 
+    def drop_spares(self) -> None:
+        """Ends the background work, and removes what no segment uses."""
+        self.stop()
+        for path in self._directory.glob(f"{SPARE}*{SUFFIX}"):
+            path.unlink(missing_ok=True)
+
     def wait_idle(self) -> None:
         """Until the background work has made all it can."""
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""Removing arenas, and finding those that nobody uses.
+"""Removing arenas and stores, and finding arenas that nobody uses.
 
 Purpose: what `tierd purge`, `tierctl doctor` and an arena's own release need. Non-purpose: sessions that still map the files
 (they keep the memory until they end). Invariant: nothing of an arena is removed but under its lock.
@@ -13,6 +13,9 @@ from pathlib import Path
 
 from tierd.tiers.arena_files import LOCK_NAME, SHM, read_mounts, tables_base, user_directory
 from tierd.tiers.lock import find_owner, private_directory, take_lock
+from tierd.tiers.store_files import LOCK_NAME as STORE_LOCK
+
+STORE_FILES = ("store.json*", "seg-*.slots*", "snapshot-*.bin*", "journal-*.log*", "probe.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,6 @@ class ArenaFiles:
     tables: Path
     bytes: int
     owner: int | None
-
-    @property
-    def directory(self) -> Path:
-        """Where the memory is, for people."""
-        return self.data
 
 
 def list_arenas(arena_dirs: Iterable[str] = ()) -> list[ArenaFiles]:
@@ -63,6 +61,20 @@ def purge(instance: str, *, arena_dirs: Iterable[str] = ()) -> int:
         for arena in arenas:
             (arena.tables / LOCK_NAME).unlink()
     remove_empty(*directories)
+    return freed
+
+
+def purge_store(directory: Path) -> int:
+    """Removes a store's files, of others in its directory none; how many bytes they took (0: there is no store). Raises AlreadyOwned."""
+    files = [path for pattern in STORE_FILES for path in directory.glob(pattern)]
+    if not files:
+        return 0
+    lock = take_lock(directory / STORE_LOCK, what=f"store in {directory}")
+    freed = sum(path.lstat().st_blocks * 512 for path in files)
+    for path in files:
+        path.unlink()
+    lock.release(remove=True)
+    remove_empty(directory)
     return freed
 
 

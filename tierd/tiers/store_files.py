@@ -175,15 +175,20 @@ def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> tuple[StoredIndex, dict
 
 
 def _open_files(opening: _Opening, io: SlotIO, moves: dict[int, int]) -> dict[int, SlotFile]:
-    """Every place's file, set aside whole; those beyond the capacity have moved, or are removed."""
+    """Every place's file, set aside whole; those beyond the capacity have moved, or are removed, and what is longer than a segment is cut: that first, for its room."""
     spec, disk, files = opening.spec, opening.disk, dict[int, SlotFile]()
     places = spec.capacity_bytes // spec.segment_bytes
     for old, new in moves.items():
         if slots_path(opening.directory, old).name in disk.list(opening.directory):
             disk.rename(slots_path(opening.directory, old), slots_path(opening.directory, new))
     for name in disk.list(opening.directory):
+        path = opening.directory / name
         if fnmatch(name, "seg-*.slots") and name >= slots_path(opening.directory, places).name:
-            disk.unlink(opening.directory / name)
+            disk.unlink(path)
+        elif fnmatch(name, "seg-*.slots") and disk.size(path) > spec.segment_bytes:
+            fd = io.open(path)
+            disk.truncate(fd, spec.segment_bytes)
+            disk.close(fd)
     for place in range(places):
         path = slots_path(opening.directory, place)
         files[place] = SlotFile(path, io.open(path))

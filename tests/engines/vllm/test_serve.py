@@ -26,7 +26,7 @@ from tierd.integrations.versions import WINDOWS
 from tierd.testing import Daemon
 
 pytestmark = [pytest.mark.timeout(1200)]
-ON_CPU, ON_CPU_TIER, SERVE, ASK, AGAIN, WHO = run_blocks("deploy/examples/vllm/README.md")
+_, ON_CPU, ON_CPU_TIER, SERVE, ASK, AGAIN, WHO = run_blocks("deploy/examples/vllm/README.md")
 MODEL, PORT, REQUEST = "/tmp/tierd-example-model", "8000", "/tmp/tierd-example-request.json"
 PROMPT = [3 + i * 7 % 500 for i in range(400)]
 """The document's."""
@@ -98,6 +98,8 @@ def test_a_server_is_served(daemon: Daemon, make_model: Callable[..., Path], tmp
     with Server(make_model(), daemon) as other, Shell(daemon, instead, VLLM_ENABLE_V1_MULTIPROCESSING="1") as shell:
         shell.run(SERVE, timeout_s=600.0)  # both start at one time
         started = time.monotonic()
+        who = shell.run(WHO)
+        assert "scheduler" in who and "worker" in who, f"an engine that nobody asked yet is not seen: {who}"
         said = shell.run(ASK)
         (first,) = token_ids(said)
         again = shell.until(AGAIN, lambda said: is_said(AGAIN, said), times=TRIES)
@@ -108,6 +110,8 @@ def test_a_server_is_served(daemon: Daemon, make_model: Callable[..., Path], tmp
         assert "warning" not in who, who
         known = other.complete(prompt(1, 400))
         assert served(other, prompt(1, 400), known) == other.metric("vllm:tierd_hit_tokens_host_total") == WHOLE
+        asked, found = (other.metric(f"vllm:tierd_{name}_tokens_total") for name in ("lookup", "found"))
+        assert asked >= found + WHOLE, "the first question found nothing, and was asked"
         assert other.metric("vllm:tierd_saved_bytes_total") > 0 and other.metric("vllm:tierd_loaded_bytes_total") > 0
         daemon.restart()
         assert served(other, PROMPT, (first, [])) == WHOLE

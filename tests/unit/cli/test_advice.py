@@ -125,3 +125,26 @@ def test_engines_that_are_configured_alike_are_spoken_of_once() -> None:
     pair, note = advise([*workers, *others])
     assert pair.sessions == (0, 16) and note.sessions == tuple(range(32))
     assert "(pid 0), vllm worker (pid 1) and 30 more" in note.fault
+
+
+def test_one_mismatch_between_engines_of_several_processes_is_said_once() -> None:
+    """A scheduler knows its hash seed and a worker does not: of two such engines one sentence is said, which names all that differs; a third way to be configured is told apart from both."""
+
+    def engine(number: int, **words: str) -> list[Engine]:
+        return [
+            replace(
+                with_words(GOOD, role=role, **words | {"hash_seed": seed}),
+                session=10 * number + at,
+                pid=number,
+                spaces=(Space(number),),
+            )
+            for at, (role, seed) in enumerate([("worker", ""), ("scheduler", words.get("hash_seed", "0"))])
+        ]
+
+    (said,) = advise([*engine(1), *engine(2, tokens_per_block="32")])
+    assert "block sizes 16 and 32" in said.fault
+    (said,) = advise([*engine(1), *engine(2, tokens_per_block="32", hash_seed="9")])
+    assert "block sizes 16 and 32" in said.fault and "hash seeds 0 and 9" in said.fault
+    assert len(advise([*engine(1), *engine(2, tokens_per_block="32"), *engine(3, tokens_per_block="64")])) == 3
+    (note,) = advise([*engine(1), *(replace(one, tenant="ads") for one in engine(2))])
+    assert "(search, ads)" in note.fault

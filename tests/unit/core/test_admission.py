@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
-from tierd.core.admission import Balance, Sizes, Verdict, Verdicts, WriteAll
+from tierd.core.admission import Balance, Sizes, Verdict, Verdicts
 from tierd.core.blocks import Blocks
 from tierd.core.core import Core
 from tierd.core.model import Reason, TierSpec
@@ -16,7 +16,7 @@ from tierd.core.plan import Ids, Start
 from tierd.policies.named import NamedPolicies
 
 
-class Told(WriteAll):
+class Told:
     """Declines blocks of odd positions, or all, and remembers what it heard."""
 
     def __init__(self, spec: TierSpec, blocks: Blocks) -> None:
@@ -41,6 +41,9 @@ class Told(WriteAll):
 
     def balance(self, now: float) -> Balance:
         return Balance(1.0, 2.0, 3.0)
+
+    def resume(self, level_bytes: float, now: float) -> None:
+        raise AssertionError("nothing was kept")
 
 
 class Telling(NamedPolicies):

@@ -264,7 +264,9 @@ def test_closing_gives_everything_back() -> None:
 def test_fatbins_that_are_missing_or_damaged_are_named() -> None:
     """An install without fatbins says how to get them; a file that is none is named with its path."""
     folder = Path("/proc/self/fdinfo")
-    with pytest.raises(Unsupported, match=f"no fatbins in {folder}: tierd was built without nvcc"):
+    with pytest.raises(
+        Unsupported, match=f"no fatbins in {folder}: tierd was installed without them; `tierd kernels build`"
+    ):
         Loaded(folder)
     import tempfile
 

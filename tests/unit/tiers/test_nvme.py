@@ -455,6 +455,21 @@ async def test_larger_segments_keep_what_fits(world: World, tmp_path: Path) -> N
         await other.store.close(release=False)
 
 
+async def test_a_lowered_capacity_gives_its_room_back(tmp_path: Path) -> None:
+    """With a lower capacity, and the smaller segments that come with it, every file is as long as a segment now, before any other is set aside; what fits is held."""
+    world = World.at(tmp_path / "store", spec=spec(places=4, segment_bytes=SEGMENT_BYTES * 4))
+    await world.open()
+    await world.begin(1)
+    assert await world.write([1], segment=1, slots=[0]) == [READY]
+    await world.store.close(release=False)
+    other = await next_life(tmp_path, spec=spec(places=6, segment_bytes=SEGMENT_BYTES))
+    sizes = [(path.stat().st_size, path.stat().st_blocks * 512) for path in (tmp_path / "store").glob("*.slots")]
+    assert sizes == [(SEGMENT_BYTES, SEGMENT_BYTES)] * 6
+    assert set(other.held) == {1}
+    assert await other.read([1]) == [content(1)]
+    await other.store.close(release=False)
+
+
 async def test_segments_that_moved_stay_where_they_are(tmp_path: Path) -> None:
     """Where a smaller store has moved segments and lost none, what ends there and begins anew does not move the others once more at the next start."""
     world = World.at(tmp_path / "store", spec=spec(places=8))

@@ -109,6 +109,8 @@ class SchedulerSide:
         key = (request.request_id, entry.number)
         if tokens == 0 or not self._may_load or not self._courier.submit(key, partial(self._look, self._spaces, names)):
             entry.found = Found()
+        else:
+            self._counts["lookup_tokens"] += tokens
         return entry
 
     def match(self, request: Any, computed: int) -> int | None:

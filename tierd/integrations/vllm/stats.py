@@ -16,7 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 COUNTERS = {
     "lookups": "Lookups sent to tierd",
-    "lookup_tokens": "Tokens that lookups found in tierd",
+    "lookup_tokens": "Prompt tokens that tierd was asked for",
+    "found_tokens": "Tokens that lookups found in tierd",
     "hit_tokens_host": "Prompt tokens loaded from tierd's memory",
     "hit_tokens_disk": "Prompt tokens loaded from tierd's stores",
     "loads": "Loads from tierd",

@@ -125,10 +125,6 @@ class World:
         """The tenant's trust domain, as the daemon says."""
         return self.serving().assembly.cache.registry.domain_of(tenant)
 
-    def is_of(self, session: int, client: Client) -> bool:
-        """Whether a session is of this process."""
-        return self._sessions.get(session) == client.pid
-
     def acknowledge(self, assembly: Assembly, keys: list[Key]) -> None:
         """The daemon is about to say that these are durable; those that it has let go of since the sync need not come back."""
         core = assembly.cache.core

