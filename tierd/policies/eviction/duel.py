@@ -56,7 +56,6 @@ class Duel:
         self._waiting.remove(blocks[waits])
         self._worth.forget(blocks[~waits])
         self._lru.forget(blocks)
-        self._shadows.shrink(len(self))
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
         """The `count` that are worth least or, while LRU decides, were used longest ago, and are not pinned; or None."""
@@ -75,7 +74,7 @@ class Duel:
             return
         known, stop = self._blocks, self._lru.next_stamp
         spread = known.hash[blocks, 0]
-        if len(at := self._shadows.sampled(spread)):
+        if len(at := self._shadows.sampled(spread, len(self))):
             used, stamps = blocks[at], stop - len(blocks) + at
             self._shadows.use(Uses(known.keys(used), spread[at], known.group[used], stamps), now)
         durable = known.durable[blocks] & (self._kind is TierKind.NVME)
@@ -91,7 +90,7 @@ class Duel:
 
     def _asked(self, request: Asked, groups: NDArray[np.uint16], now: float) -> None:
         """A request has come; its blocks are touched after this."""
-        if len(at := self._shadows.sampled(request.spread)[::-1]):
+        if len(at := self._shadows.sampled(request.spread, len(self))[::-1]):
             ids, nearest = request.ids[0][0][at], request.nearest[at]
             here = (ids >= 0) & self._lru.has(np.maximum(ids, 0))
             uses = Uses(request.keys[at], request.spread[at], groups[at], np.full(len(at), self._lru.next_stamp))
