@@ -69,7 +69,7 @@ class Shadows:
     def use(self, uses: Uses, now: float) -> None:
         """Sampled names were used in the tier."""
         rows = np.array([self._row.get(key) or self._new_row(key) for key in uses.keys.tolist()], np.int64)
-        self._write(rows, uses, now)
+        self._write(rows, uses.groups, uses.stamps, now)
         self._spread[rows], rows = uses.spread, firsts(rows)
         self._busy[rows] = True
         for policy in (self._lru, self._worth):
@@ -87,9 +87,9 @@ class Shadows:
             self._evict(policy, len(policy) - self._size)
         rows = np.array([self._row.get(key, 0) for key in uses.keys.tolist()], np.int64)
         by_lru, by_worth = self._lru.has(rows), self._worth.has(rows)
-        self._judge(np.count_nonzero(by_worth & counts) - np.count_nonzero(by_lru & counts))
+        self._judge(int(np.count_nonzero(by_worth & counts)) - int(np.count_nonzero(by_lru & counts)))
         away = ~here & (rows > 0)
-        self._write(rows[away], Uses(*(column[away] for column in uses)), now)
+        self._write(rows[away], uses.groups[away], uses.stamps[away], now)
         self._lru.touch(firsts(rows[away & by_lru]), now)
         self._worth.touch(firsts(rows[away & by_worth]), now)
 
@@ -100,8 +100,8 @@ class Shadows:
         if self._against > max(PROOF * math.sqrt(self._squares), LEAST * self._size):
             self.leads, self._against, self._squares = not self.leads, 0, 0
 
-    def _write(self, rows: Ids, uses: Uses, now: float) -> None:
-        self.last_used[rows], self.group[rows], self._stamp[rows] = now, uses.groups, uses.stamps
+    def _write(self, rows: Ids, groups: NDArray[np.uint16], stamps: Ids, now: float) -> None:
+        self.last_used[rows], self.group[rows], self._stamp[rows] = now, groups, stamps
 
     def _evict(self, policy: Lru | ReuseIndex, count: int) -> None:
         """So many of those that are not in use leave one shadow."""
