@@ -138,6 +138,7 @@ class Blocks:
         self.priority: Column = self.column(np.uint8)
         self.until_s: Column = self.column(np.uint32)
         self.kept: Column = self.column(np.bool_)
+        self.durable: Column = self.column(np.bool_)
         self._free: Column = np.zeros(0, np.int32)  # beside the columns: as long as there ever were free ids
         self._free_count = 0
         self._rows = 0
@@ -340,6 +341,7 @@ class Blocks:
         self.attention[at] = 0
         self.group[at] = 0
         self.declined[at] = 0
+        self.durable[at] = False
         self.last_used[at] = now
         self.lax[at] = among(metas["namespace"], list(self._lax_namespaces)) if self._lax_namespaces else False
 

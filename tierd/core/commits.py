@@ -20,7 +20,7 @@ from tierd.core.model import UNVERIFIED, BlockStatus, Reason
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids
 from tierd.core.planner import Where
 from tierd.core.said import Said, keep_said
-from tierd.core.sets import every, kinds, some, true_rows
+from tierd.core.sets import every, firsts, kinds, some, true_rows
 from tierd.errors import InvalidArgument, NotFound
 
 
@@ -106,6 +106,8 @@ class Commits:
         self._aside.unstage(commit.reservation, commit.rows[rows], Reason.SEALED, draft)
         commit.reservation.state[commit.rows[rows]] = GONE
         statuses = np.full(len(new), BlockStatus.READY, np.uint16)
+        if some(is_known) and len(held := firsts(known[is_known & ~new][::-1])):
+            self._index.use(held, draft.now)
         if len(again := true_rows(~new)):  # names that came twice, of which what made way may have had another id
             statuses[again] = BlockStatus.EXISTS
             known[again] = self._index.blocks.find(names.at(again))

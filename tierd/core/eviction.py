@@ -73,13 +73,16 @@ class Asked:
     """A request for a sequence's blocks, those that are held nowhere too.
 
     keys: uint64 [n], the names of the first group's blocks (first rank) as `Blocks.key` has them, first to last. ids: per group, int64 [ranks, blocks],
-    -1 for one that nothing is known of. tokens_per_block: per group. tokens: that all of them cover.
+    -1 for one that nothing is known of. tokens_per_block: per group. tokens: that all of them cover. Of the blocks of `keys`: evenly spread numbers that no seed
+    changes, uint64 [n], and the kind of the nearest tier that each can be read from, -1 for none.
     """
 
     keys: NDArray[np.uint64]
     ids: Sequence[Ids]
     tokens_per_block: Sequence[int]
     tokens: int
+    spread: NDArray[np.uint64]
+    nearest: NDArray[np.int8]
 
 
 class Listener(Protocol):

@@ -267,7 +267,10 @@ class Gets:
             self._index.blocks.last_used[ids if every(known := ids >= 0) else ids[known]] = now
         tokens = sight.groups[0].tokens if len(sight.groups[0].hashes) else 0
         sizes = [group.tokens_per_block for group in sight.groups]
-        self._index.listener.asked(Asked(sight.keys[0][0], sight.ids, sizes, tokens), now)
+        kinds_of = np.array([*(tier.spec.kind for tier in self._index.tiers), -1], np.int8)
+        nearest = kinds_of[sight.tier[0][0]]
+        spread = words(sight.groups[0].hashes)[:, 0]
+        self._index.listener.asked(Asked(sight.keys[0][0], sight.ids, sizes, tokens, spread, nearest), now)
 
     # -- inside: securing
 

@@ -260,6 +260,13 @@ class Index:
         tracked = self._tracked(tier, blocks)
         self.policies[tier].touch(blocks if every(tracked) else blocks[tracked], now)
 
+    def use(self, blocks: Ids, now: float) -> None:
+        """The blocks were put again, last of the sequence first: a use wherever they lie, but no hit."""
+        self.blocks.last_used[blocks] = now
+        for tier in self.serving():
+            self.touch(tier, blocks, now)
+        self.note_use(blocks, now)
+
     def note_use(self, blocks: Ids, now: float) -> None:
         """The blocks were used, or have come, wherever they lie: stores that wear hear of it. Last of the sequence first."""
         for admission in self.admissions.values():

@@ -137,8 +137,12 @@ class Planner:
         return sent
 
     def persist(self, blocks: Ids, *, draft: Draft) -> None:
-        """Transfers to nvme for blocks without a page where it takes new ones; waits for those under way."""
-        there = self.attached(blocks, self.index.writable(TierKind.NVME))
+        """Transfers to nvme for blocks without a page where it takes new ones; waits for those under way. For a store that has them already it is a use."""
+        stores = self.index.writable(TierKind.NVME)
+        there = self.attached(blocks, stores)
+        self.index.blocks.durable[blocks] = True
+        for store in stores:
+            self.index.touch(store, blocks[::-1], draft.now)
         self.wait_for(there, draft)
         blocks = blocks[(there.pages < 0) & (self.sources(blocks, TierKind.NVME).pages >= 0)]
         guarded = self.guard(blocks)

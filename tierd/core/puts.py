@@ -41,7 +41,7 @@ from tierd.core.plan import (
 )
 from tierd.core.planner import Planner, Where
 from tierd.core.segment import Key
-from tierd.core.sets import among, distinct, every, in_order, kinds, some, true_rows
+from tierd.core.sets import among, distinct, every, firsts, in_order, kinds, some, true_rows
 from tierd.core.wish import wish_ahead, wish_of
 from tierd.errors import InvalidArgument
 
@@ -71,6 +71,8 @@ class Puts:
         exists = where.pages >= 0
         statuses[exists] = BlockStatus.EXISTS
         self._aside.say(np.where(exists, ids, -1), wish.said, now)
+        if some(exists):  # a put of what is held is a use of it
+            self._index.use(firsts(ids[exists][::-1]), now)
         counts = [len(group.blocks) for group in groups]
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
         self._give(wish, statuses=statuses, counts=counts, kind=kind, draft=draft)

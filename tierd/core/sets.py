@@ -50,6 +50,11 @@ def distinct(values: Numbers) -> Numbers:
     return values[starts(values)]
 
 
+def firsts(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each where it comes first."""
+    return np.fromiter(dict.fromkeys(values.tolist()), np.int64)
+
+
 def tally(values: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
     """Each once, ascending, and how often it is there."""
     if len(values) < 2 or every(values[1:] > values[:-1]):

@@ -8,11 +8,11 @@ from __future__ import annotations
 from tierd.core.admission import Admission
 from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction, Listener
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.model import TierSpec
 from tierd.policies.admission import ADMISSION
 from tierd.policies.admission.learned import Learned
 from tierd.policies.eviction import EVICTION
-from tierd.policies.eviction.reuse_index import ReuseIndex
+from tierd.policies.eviction.duel import Duel
 from tierd.policies.reuse import Traffic
 from tierd.policies.reuse.learner import Learner
 
@@ -28,7 +28,7 @@ class NamedPolicies:
     def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
         """By `spec.eviction`."""
         if spec.eviction == "reuse-index":
-            return ReuseIndex(blocks, self._shared(blocks), is_above=spec.kind is TierKind.HOST)
+            return Duel(blocks, self._shared(blocks), spec.kind)
         return EVICTION[spec.eviction](blocks)
 
     def admission(self, spec: TierSpec, blocks: Blocks) -> Admission:

@@ -35,6 +35,7 @@ from tools.bench import (
     nvme,
     one_block,
     plot,
+    policies,
     recording,
     remote,
     size,
@@ -57,6 +58,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "idle": idle.rows,
     "daemon_start": daemon_start.rows,
     "recording": recording.rows,
+    "policies": policies.rows,
     "index_scale": lambda effort: index_scale.rows(effort.pick(INDEX_BLOCKS, 1 << 14)),
 }
 INDEX_BLOCKS = 1_000_000

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from tools.bench.traffic import PATTERNS
+
 
 class Verdict(enum.Enum):
     """Where a row stands."""
@@ -33,6 +35,8 @@ def _at_most(bar: float | None = None, goal: float | None = None) -> Promise:
 
 
 PROMISES = {
+    # Misses, of what LRU misses and a point.
+    **{f"policy_{name}_{tiers}": _at_most(1.0) for name in PATTERNS for tiers in ("one", "two")},
     # Of a memory copy.
     "put_2MiB_x16": _at_least(0.82, 0.90),
     "get_copy_2MiB_x16": _at_least(0.86, 0.93),

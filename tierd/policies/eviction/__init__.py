@@ -11,13 +11,13 @@ from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction
 from tierd.policies.eviction.arc import Arc
 from tierd.policies.eviction.attention import Attention
+from tierd.policies.eviction.duel import Duel
 from tierd.policies.eviction.gdsf import Gdsf
 from tierd.policies.eviction.hyperbolic import Hyperbolic
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.prefix_separation import PrefixSeparation
 from tierd.policies.eviction.priority import Priority
-from tierd.policies.eviction.reuse_index import ReuseIndex
 from tierd.policies.eviction.s3_fifo import S3Fifo
 from tierd.policies.eviction.sieve import Sieve
 from tierd.policies.eviction.two_queue import TwoQueue
@@ -34,7 +34,7 @@ EVICTION: dict[str, Callable[[Blocks], Eviction]] = {
     "lru": Lru,
     "prefix-separation": PrefixSeparation,
     "priority": Priority,
-    "reuse-index": lambda blocks: ReuseIndex(blocks, Traffic(blocks)),
+    "reuse-index": lambda blocks: Duel(blocks, Traffic(blocks)),
     "s3-fifo": S3Fifo,
     "sieve": Sieve,
     "w-tinylfu": WTinyLfu,

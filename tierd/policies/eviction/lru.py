@@ -11,45 +11,49 @@ import numpy as np
 from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
 from tierd.core.sets import span
-from tierd.policies.eviction.order import UseOrder, grown
+from tierd.policies.eviction.order import UseOrder, grown, stamped
 
 
 class Lru:
-    """Least recently used. The order of calls is the order of uses; `now` is not looked at."""
+    """Least recently used. The order of calls is the order of uses; `now` is not looked at. stamps: the number of each block's last use, by id, 0 if it is not tracked."""
 
     def __init__(self, blocks: Blocks) -> None:
         """blocks: not looked at."""
-        self._stamps = np.zeros(0, dtype=np.int64)
+        self.stamps = np.zeros(0, dtype=np.int64)
+        self.next_stamp = 1
         self._order = UseOrder()
-        self._next_stamp = 1
         self._count = 0
 
     def __len__(self) -> int:
         """How many blocks are tracked."""
         return self._count
 
+    def has(self, blocks: Ids) -> Mask:
+        """Which of the blocks are tracked."""
+        return stamped(self.stamps, blocks)
+
     def track(self, blocks: Ids, now: float) -> None:
         """The blocks have come; a use."""
         self._count += len(blocks)
         if len(blocks):
-            self._stamps = grown(self._stamps, int(blocks.max()) + 1)
+            self.stamps = grown(self.stamps, int(blocks.max()) + 1)
         self.touch(blocks, now)
 
     def touch(self, blocks: Ids, now: float) -> None:
         """The blocks were used."""
-        stop = self._next_stamp + len(blocks)
-        self._stamps[span(blocks)] = np.arange(self._next_stamp, stop)
-        self._order.append(blocks, self._next_stamp, self._stamps)
-        self._next_stamp = stop
+        stop = self.next_stamp + len(blocks)
+        self.stamps[span(blocks)] = np.arange(self.next_stamp, stop)
+        self._order.append(blocks, self.next_stamp, self.stamps)
+        self.next_stamp = stop
 
     def forget(self, blocks: Ids) -> None:
         """The blocks have left."""
-        self._stamps[blocks] = 0
+        self.stamps[blocks] = 0
         self._count -= len(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
         """The `count` oldest that are not pinned, oldest first, or None."""
         if count > self._count:
             return None
-        oldest = self._order.oldest(count, self._stamps, pinned)
+        oldest = self._order.oldest(count, self.stamps, pinned)
         return oldest if len(oldest) == count else None

@@ -43,6 +43,13 @@ def grown(column: NDArray[Item], size: int) -> NDArray[Item]:
     return column
 
 
+def stamped(stamps: Stamps, blocks: Ids) -> Mask:
+    """Which of the blocks have a stamp."""
+    known = blocks < len(stamps)
+    known[known] = stamps[blocks[known]] > 0
+    return np.asarray(known, np.bool_)
+
+
 class _Piece:
     """A stretch of the log. head: no entry before it is alive."""
 

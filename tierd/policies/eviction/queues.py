@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from tierd.core.eviction import Ids, Mask
-from tierd.policies.eviction.order import UseOrder, grown
+from tierd.policies.eviction.order import UseOrder, grown, stamped
 
 
 class Queues:
@@ -28,6 +28,10 @@ class Queues:
     def __len__(self) -> int:
         """How many blocks are in the queues."""
         return self._count
+
+    def has(self, blocks: Ids) -> Mask:
+        """Which of the blocks are in a queue."""
+        return stamped(self.stamps, blocks)
 
     def size(self, queue: int) -> int:
         """How many are in one."""
@@ -94,6 +98,12 @@ def part(pieces: Iterable[Ids], start: int, stop: int | None = None) -> Iterator
 
 def first_free(pieces: Iterable[Ids], count: int, pinned: Mask) -> Ids | None:
     """The first `count` blocks of an order that are not pinned; None if there are not so many."""
+    found = some_free(pieces, count, pinned)
+    return found if len(found) == count else None
+
+
+def some_free(pieces: Iterable[Ids], count: int, pinned: Mask) -> Ids:
+    """The first `count` blocks of an order that are not pinned, or all that there are."""
     found = [np.zeros(0, dtype=np.int64)]
     missing = count
     for blocks in pieces if count else ():
@@ -101,4 +111,4 @@ def first_free(pieces: Iterable[Ids], count: int, pinned: Mask) -> Ids | None:
         missing -= len(found[-1])
         if not missing:
             break
-    return None if missing else np.concatenate(found)
+    return np.concatenate(found)

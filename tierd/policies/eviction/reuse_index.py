@@ -81,12 +81,19 @@ class ReuseIndex:
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
         """The `count` worth least that are not pinned, least first, or None."""
-        if count > self._count:
-            return None
+        found = self.some(min(count, self._count), pinned)
+        return found if len(found) == count else None
+
+    def some(self, count: int, pinned: Mask) -> Ids:
+        """The first `count` of them, or all that there are."""
         if self._runs.begun or self._ranked_s != self._tick_s or self._version != self._traffic.version:
             self._rank()
         found = self._first(count, pinned) if count <= FEW else []
         return np.array(found, np.int64) if len(found) == count else self._search(count, pinned)
+
+    def has(self, blocks: Ids) -> Mask:
+        """Which of the blocks are tracked."""
+        return self._runs.are_in(blocks)
 
     # -- inside
 
@@ -130,7 +137,7 @@ class ReuseIndex:
                     break
         return found
 
-    def _search(self, count: int, pinned: Mask) -> Ids | None:
+    def _search(self, count: int, pinned: Mask) -> Ids:
         runs, found, missing = self._runs, [np.zeros(0, np.int64)], count
         self._ranking.settle(runs.key)
         rows, keys, at, step = self._ranking.rows, self._ranking.keys, 0, _SCANNED_RUNS
@@ -142,7 +149,7 @@ class ReuseIndex:
             blocks = runs.alive_in(those[live[:enough]])
             found.append(blocks[~pinned[blocks]][:missing])
             missing -= len(found[-1])
-        return None if missing else np.concatenate(found)
+        return np.concatenate(found)
 
     def _rank(self) -> None:
         """Brings the order up to date."""

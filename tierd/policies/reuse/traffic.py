@@ -60,6 +60,8 @@ class Traffic:
         """Of each store under a wear budget: the least chance of another use that it takes a block for."""
         self.above: list[Callable[[Ids], None]] = []
         """What is to hear that blocks have come to a store or left it."""
+        self.rivals: list[Callable[[Asked, NDArray[np.uint16], float], None]] = []
+        """What is to hear of requests, and of the groups that their blocks (`Asked.keys`) are in now."""
         self._threshold = 0.0
 
     def prices(self, groups: Ids, ages_s: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
@@ -100,7 +102,11 @@ class Traffic:
         more += more < _ASKED_LIMIT
         ghosts["part"], ghosts["group"] = groups.parts, groups.groups + 1
         self._ghosts.note(keys, ghosts, recalled.rows)
-        self._place(request, ghosts["group"])
+        placed = np.full(len(request.keys) + 1, _NOTHING, np.uint16)
+        placed[:whole] = ghosts["group"]
+        self._place(request, placed, whole)
+        for hear in self.rivals:
+            hear(request, placed[: len(request.keys)], now)
 
     def stored(self, blocks: Ids, now: float) -> None:
         """What was asked for has its group; what was not (an answer) goes on as the block before it."""
@@ -131,16 +137,14 @@ class Traffic:
             self.version += 1
         return groups
 
-    def _place(self, request: Asked, groups: NDArray[np.uint16]) -> None:
+    def _place(self, request: Asked, padded: NDArray[np.uint16], whole: int) -> None:
         """Blocks of every rank and attention group are in the group of the first one's block at their end; what lies beyond is partial."""
-        padded = np.full(len(groups) + 1, _NOTHING, np.uint16)
-        padded[:-1] = groups
         for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
             if size == request.tokens_per_block[0] and ids.shape[1] == len(request.keys):
                 placed = padded[: len(request.keys)]
             else:
                 ends = np.minimum((np.arange(ids.shape[1]) + 1) * size, request.tokens)
-                placed = padded[np.minimum((ends - 1) // request.tokens_per_block[0], len(groups))]
+                placed = padded[np.minimum((ends - 1) // request.tokens_per_block[0], whole)]
             for of_rank in ids:
                 if every(known := of_rank >= 0):
                     self._blocks.group[of_rank] = placed

@@ -1,0 +1,118 @@
+"""By worth or by LRU: who decides, who waits, and what that costs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from tests.depth import count, report
+from tests.named import add, numbered
+from tests.unit.policies.test_reuse_index import numbered_metas
+from tierd.core.blocks import Blocks
+from tierd.core.model import TierKind
+from tierd.policies.eviction import shadows
+from tierd.policies.eviction.duel import WINDOW_SHARE, Duel
+from tierd.policies.eviction.lru import Lru
+from tierd.policies.reuse import Traffic
+
+NAMES, PLACES = 64, 16
+
+
+def duel(blocks: Blocks, *, kind: TierKind = TierKind.HOST, by_worth: bool) -> Duel:
+    """One in which who decides is settled."""
+    policy = Duel(blocks, Traffic(blocks), kind)
+    policy._shadows.leads = by_worth
+    return policy
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, np.int64)
+
+
+@pytest.mark.parametrize("seed", range(count(test=6, nightly=100, weekly=1_000)))
+def test_durable_blocks_stay_on_a_store_as_long_as_under_lru(seed: int) -> None:
+    """While the order by worth decides, a block that is durable leaves a store no sooner than LRU would drop it, whatever the others are worth."""
+    dice, blocks = np.random.default_rng(seed), numbered(NAMES)
+    blocks.durable[:NAMES] = dice.random(NAMES) < dice.choice([0.2, 0.8])
+    policy, plain, here, there = duel(blocks, kind=TierKind.NVME, by_worth=True), Lru(blocks), set[int](), set[int]()
+    free, left = np.zeros(NAMES, bool), 0
+    for now in range(600):
+        block, gone = int(NAMES * dice.random() ** 2), ids()
+        blocks.group[block] = dice.integers(1, 40)
+        blocks.last_used[block] = now
+        for cache, held in ((policy, here), (plain, there)):
+            if block in held:
+                cache.touch(ids(block), float(now))
+                continue
+            if len(held) == PLACES:
+                victims = cache.victims(1, free)
+                assert victims is not None
+                cache.forget(victims)
+                held -= set(victims.tolist())
+                gone = victims if cache is policy else gone
+            cache.track(ids(block), float(now))
+            held.add(block)
+        left += len(gone)
+        assert not any(blocks.durable[one] and one in there for one in gone.tolist())
+    assert left > 50
+
+
+def test_the_newest_are_the_last_to_leave() -> None:
+    """Blocks worth nothing stay while they are in the window, the last hundredth, and are the first to leave when others have followed."""
+    blocks = Blocks()
+    known = add(blocks, [(number,) for number in range(600)])
+    policy = duel(blocks, by_worth=True)
+    blocks.group[known], window = 8, int(WINDOW_SHARE * 500)
+    blocks.group[known[500 - window : 500]] = 1  # of the group that is worth nothing
+    policy.track(known[:500], 0.0)
+    free = np.zeros(600, bool)
+    assert set(policy.victims(500, free)[-window:].tolist()) == set(known[500 - window : 500].tolist())  # type: ignore[index]
+    policy.track(known[500:], 1.0)
+    assert set(policy.victims(window, free).tolist()) == set(known[500 - window : 500].tolist())  # type: ignore[union-attr]
+
+
+def test_shadows_stay_small_and_no_seed_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the tier, the sample is bounded; it is the same names whatever the keys, and so is what is found."""
+    monkeypatch.setattr(shadows, "SAMPLED", 64)
+    seen = []
+    for seed in (1, 2):
+        dice, blocks = np.random.default_rng(0), Blocks(seed=seed)
+        known = add(blocks, [(number,) for number in range(2_000)])
+        policy = duel(blocks, by_worth=False)
+        policy.track(known, 0.0)
+        for now in range(1, 100):
+            some = dice.permutation(2_000)[:20]
+            blocks.touch(some, float(now))
+            policy.forget(some[:10])
+            policy.touch(some[10:], float(now))
+            policy.track(some[:10], float(now))
+        shadow = policy._shadows
+        assert 0 < len(shadow._lru) <= 64 and 0 < len(shadow._worth) <= 64
+        assert len(shadow._row) <= 128 and len(shadow._key) <= 4_500
+        seen.append((shadow.horizon, shadow._bits, sorted(shadow._spread[list(shadow._row.values())].tolist())))
+    assert seen[0] == seen[1] and seen[0][0] > 0
+
+
+@pytest.mark.parametrize("by_worth", [False, True])
+def test_victims_cost_what_they_are_and_not_what_there_is(by_worth: bool) -> None:
+    """A choice of 64 in a tier of a hundred thousand takes no more than a few times that in one of a few thousand, with the newest and the pinned in the way."""
+    took_us = []
+    for size in (4_000, 100_000):
+        blocks, known = Blocks(), np.arange(size)
+        blocks.add(numbered_metas(size), 0.0)
+        policy = duel(blocks, by_worth=by_worth)
+        for start in range(0, size, 500):
+            policy.track(known[start : start + 500], start / 500)
+        pinned = np.zeros(size, bool)
+        pinned[::7] = True
+        policy.victims(64, pinned)
+        times = []
+        for _ in range(15):
+            begun = time.thread_time()
+            assert policy.victims(64, pinned) is not None
+            times.append(time.thread_time() - begun)
+        took_us.append(min(times) * 1e6)
+    report("64 victims", by_worth=by_worth, small_us=round(took_us[0]), large_us=round(took_us[1]))
+    assert took_us[1] < 4 * took_us[0] + 100

@@ -1,0 +1,129 @@
+"""Shadows: what LRU and the order by worth would hold of a sample of names, if the tier were theirs alone, and who of them finds more.
+
+Purpose: the leaders of set dueling (M. Qureshi et al., "Adaptive Insertion Policies for High Performance Caching", ISCA 2007, section 5), which take no place in the tier, as in C. Waldspurger et
+al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017. Non-purpose: the tier's own blocks (duel.py).
+
+A name is in the sample if so many first bits of its number are 0: one more whenever the tier outgrows SAMPLED. Shadows hear of all uses and drop their own victims when they hold more than the
+tier would of the sample. LRU decides at first. What the other one has found more than the one that decides is summed from 0 on, and begins anew whenever it falls to 0 (E. Page, "Continuous Inspection Schemes",
+Biometrika 41, 1954); when it is more than chance makes likely, that one decides.
+
+Invariants: memory is bounded, and work by the sampled names of a call; equal calls give equal answers, whatever the seed of the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.blocks import Blocks
+from tierd.core.columns import lengthen
+from tierd.core.eviction import Ids, Mask
+from tierd.core.sets import firsts, true_rows
+from tierd.policies.eviction.lru import Lru
+from tierd.policies.eviction.reuse_index import ReuseIndex
+from tierd.policies.reuse import Traffic
+
+SAMPLED = 4096
+"""Names that a shadow holds at most."""
+PROOF, LEAST = 2.5, 1 / 64
+"""A lead is believed from so many standard deviations of chance on, and from this share of what a shadow holds."""
+
+
+class Uses(NamedTuple):
+    """Names that were used, last of the sequence first: key, number, group now, and the tier's stamp of the use."""
+
+    keys: NDArray[np.uint64]
+    spread: NDArray[np.uint64]
+    groups: NDArray[np.uint16]
+    stamps: Ids
+
+
+class Shadows:
+    """See the module. leads: whether the order by worth decides. horizon: the tier's stamp from which on LRU would have all blocks.
+
+    To the two policies it is what `Blocks` are: columns, by row instead of id; row 0 is nobody's.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.leads, self.horizon, self.most = False, 0, 0
+        self._bits, self._size, self._against, self._squares = 0, 0, 0, 0
+        self.last_used, self.group = np.zeros(1), np.zeros(1, np.uint16)
+        self._key, self._spread = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+        self._stamp, self._busy = np.zeros(1, np.int64), np.zeros(1, np.bool_)
+        self._row, self._free = dict[int, int](), list[int]()
+        blocks = cast(Blocks, self)
+        self._lru, self._worth = Lru(blocks), ReuseIndex(blocks, traffic)
+
+    def sampled(self, spread: NDArray[np.uint64], size: int) -> Ids:
+        """Which of the names are in the sample, of a tier that has so many blocks."""
+        while size >> self._bits > SAMPLED:
+            self._bits += 1
+            rows = np.fromiter(self._row.values(), np.int64)
+            self._drop(rows[self._spread[rows] >> np.uint64(64 - self._bits) > 0])
+        self._size = size >> self._bits
+        return true_rows(spread >> np.uint64(64 - self._bits) == 0) if self._bits else np.arange(len(spread))
+
+    def use(self, uses: Uses, now: float) -> None:
+        """Sampled names were used in the tier."""
+        rows = np.array([self._row.get(key) or self._new_row(key) for key in uses.keys.tolist()], np.int64)
+        self._write(rows, uses.groups, uses.stamps, now)
+        self._spread[rows], rows = uses.spread, firsts(rows)
+        self._busy[rows] = True
+        for policy in (self._lru, self._worth):
+            held = rows[policy.has(rows)]
+            self._evict(policy, min(len(policy) + len(rows) - self._size, len(policy)) - len(held))
+            policy.forget(held)
+            policy.track(rows, now)
+        self._busy[rows] = False
+        oldest = self._lru.victims(1, self._busy)
+        self.horizon = 0 if oldest is None else int(self._stamp[oldest[0]])
+
+    def ask(self, uses: Uses, *, counts: Mask, here: Mask, now: float) -> None:
+        """A request asks for sampled names. counts: where it matters whether the tier has them. here: of whose use the tier tells itself."""
+        for policy in (self._lru, self._worth):
+            self._evict(policy, len(policy) - self._size)
+        rows = np.array([self._row.get(key, 0) for key in uses.keys.tolist()], np.int64)
+        by_lru, by_worth = self._lru.has(rows), self._worth.has(rows)
+        self._judge(int(np.count_nonzero(by_worth & counts)) - int(np.count_nonzero(by_lru & counts)))
+        away = ~here & (rows > 0)
+        self._write(rows[away], uses.groups[away], uses.stamps[away], now)
+        self._lru.touch(firsts(rows[away & by_lru]), now)
+        self._worth.touch(firsts(rows[away & by_worth]), now)
+
+    def _judge(self, gain: int) -> None:
+        """By worth so many more were found than by LRU."""
+        self._against = max(0, self._against + (-gain if self.leads else gain))
+        self._squares = self._squares + gain * gain if self._against else 0
+        if self._against > max(PROOF * math.sqrt(self._squares), LEAST * self._size):
+            self.leads, self._against, self._squares = not self.leads, 0, 0
+
+    def _write(self, rows: Ids, groups: NDArray[np.uint16], stamps: Ids, now: float) -> None:
+        self.last_used[rows], self.group[rows], self._stamp[rows] = now, groups, stamps
+
+    def _evict(self, policy: Lru | ReuseIndex, count: int) -> None:
+        """So many of those that are not in use leave one shadow."""
+        if count > 0:
+            gone = policy.victims(count, self._busy)
+            assert gone is not None, "a shadow lost count of what it tracks"
+            policy.forget(gone)
+            self._drop(gone[~(self._lru.has(gone) | self._worth.has(gone))])
+
+    def _drop(self, rows: Ids) -> None:
+        for policy in (self._lru, self._worth):
+            policy.forget(rows[policy.has(rows)])
+        for row, key in zip(rows.tolist(), self._key[rows].tolist(), strict=True):
+            del self._row[key]
+            self._free.append(row)
+
+    def _new_row(self, key: int) -> int:
+        if not self._free:
+            old = len(self._key)
+            for column in (self.last_used, self.group, self._key, self._spread, self._stamp, self._busy):
+                lengthen(column, 2 * old + 64)
+            self._free += range(old, 2 * old + 64)
+        row = self._row[key] = self._free.pop()
+        self._key[row] = key
+        return row
