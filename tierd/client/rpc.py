@@ -14,7 +14,7 @@ import grpc
 
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
-from tierd.client import forks, stopping
+from tierd.client import forks, stopping, trusted
 from tierd.client.connection import Link, Meanwhile
 from tierd.client.protocol import GET, GIVING, REQUEST_KEY, error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, Overloaded, TierdError, Unavailable
@@ -41,6 +41,8 @@ class SyncTransport:
 
     def __init__(self, link: Link, address: str) -> None:
         self.link = link
+        if link.session is not None:
+            trusted.check(address.removeprefix("unix:"))
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
         # Chunks come encoded, and are decoded where they arrived.

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tierd
+from tierd.client import trusted
 from tierd.client.mailbox import IDS_PER_MESSAGE, Mailbox
 from tierd.client.mapping import Segment, map_file, map_segment
 from tierd.client.progress import Board
@@ -35,7 +36,6 @@ from tierd.client.target import LocalTarget
 from tierd.core.model import StructArray
 from tierd.errors import (
     DeadlineExceeded,
-    NotPermitted,
     OperatorError,
     Overloaded,
     SessionLost,
@@ -361,7 +361,7 @@ def connect_session(
     }
     try:
         connection.settimeout(max(timeout_s, 0.001))
-        _connect(connection, target.session_path)
+        trusted.connect(connection, target.session_path)
         connection.sendall(msgpack.packb(hello))
         data, fds = _receive(connection)
         _close(fds)
@@ -427,21 +427,6 @@ def _hang_up(connection: socket.socket) -> None:
         connection.settimeout(0)
         connection.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
     connection.close()
-
-
-def _connect(connection: socket.socket, path: str) -> None:
-    try:
-        connection.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError) as error:
-        raise Unavailable(
-            f"no daemon at {path} ({error.strerror}); start `tierd serve`, or set TIERD_TARGET"
-        ) from error
-    except PermissionError as error:
-        raise NotPermitted(
-            f"daemon at {path}: this user may not connect; join the daemon's group, or run one of your own"
-        ) from error
-    except BlockingIOError as error:
-        raise Overloaded(f"daemon at {path}: its queue of new connections is full; try again") from error
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -42,6 +42,7 @@ from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, Session, SessionCalls, Sessions
 from tierd.server.wear import Wear
 from tierd.tiers.holds import Holder, read_boot_id
+from tierd.tiers.lock import check_way
 from tierd.tiers.tier import Tier, is_device, is_shared
 
 log = structlog.get_logger(__name__)
@@ -313,7 +314,9 @@ def _described(tier: Tier) -> dict[str, Any]:
 
 def make_runtime_directory(path: Path) -> None:
     """The sockets' directory, made 0750 if missing: members of the daemon's group may connect. Raises ConfigError."""
+    check_way(path)
     path.mkdir(mode=0o750, parents=True, exist_ok=True)
+    check_way(path)  # somebody may have been quicker
     found = path.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
