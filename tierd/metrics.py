@@ -88,7 +88,9 @@ METRICS: Mapping[str, Row] = {
         ("tier", "state"),
     ),
     "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state; each page has one.", ("tier", "state")),
-    "tierd_tier_pinned_pages": Row("gauge", "pages", "Pages of a tier that are pinned, whatever their state.", ("tier",)),
+    "tierd_tier_pinned_pages": Row(
+        "gauge", "pages", "Pages of a tier that are pinned, whatever their state.", ("tier",)
+    ),
     "tierd_tier_serving": Row("gauge", "1 or 0", "Whether a tier is in service.", ("tier",)),
     "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a tier takes new blocks.", ("tier",)),
     "tierd_tier_outages_total": Row("counter", "times", "How often a stored tier went out of service.", ("tier",)),

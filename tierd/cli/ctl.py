@@ -6,9 +6,9 @@ Purpose: the list of verbs. Non-purpose: any of them. Invariant: a verb that is 
 from __future__ import annotations
 
 import importlib
+import textwrap
 
 import click
-from click.utils import make_default_short_help
 
 from tierd.cli.exits import Program
 
@@ -52,14 +52,18 @@ class InOrder(Program):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The verb of this name."""
-        module, _ = VERBS.get(cmd_name, ("", ""))
-        return getattr(importlib.import_module(f"tierd.cli.{module}"), cmd_name) if module else None
+        if cmd_name not in VERBS:
+            return None
+        found: click.Command = getattr(importlib.import_module(f"tierd.cli.{VERBS[cmd_name][0]}"), cmd_name)
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in the help."""
         limit = formatter.width - 6 - max(map(len, VERBS))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, make_default_short_help(said, limit)) for name, (_, said) in VERBS.items()])
+            formatter.write_dl(
+                [(name, textwrap.shorten(said, limit, placeholder="...")) for name, (_, said) in VERBS.items()]
+            )
 
 
 @click.group(cls=InOrder, name="tierctl", context_settings={"help_option_names": ["-h", "--help"]})

@@ -20,7 +20,7 @@ from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
 from tierd.cache.scrub import Scrub
 from tierd.core.admission import Verdict
-from tierd.core.model import PRIORITY_DEFAULT, PageState, StructArray
+from tierd.core.model import PRIORITY_DEFAULT, RETENTION_LIMIT_S, PageState, StructArray
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
 from tierd.errors import InvalidArgument
