@@ -212,23 +212,23 @@ def test_no_directory_of_others_is_used(shared: Path, lay: Callable[[Path], Path
 
 
 @pytest.mark.parametrize("setting", ["runtime_dir", "state_dir", "arena_dir", "path"])
-def test_daemon_uses_no_link_of_others(shared: Path, setting: str) -> None:
+def test_daemon_uses_no_link_of_others(shared: Path, tmp_path: Path, setting: str) -> None:
     """A daemon starts over no directory to which a stranger laid a link, and says which; nothing is made behind it."""
     place = _link(shared)
     section = {"arena_dir": "[[host]]", "path": "[[nvme]]"}.get(setting, "[server]")
-    given = f'{section}\n{setting} = "{place}"\n' + ('capacity = "8 MiB"\n' if section != "[server]" else "")
+    given = ("" if setting == "path" else "nvme = []\n") + f'{section}\n{setting} = "{place}"\n' + ('capacity = "8 MiB"\n' if section != "[server]" else "")
     with pytest.raises(Unavailable, match=f"uid {STRANGER}"):
-        Daemon(given + ("" if setting == "arena_dir" else HOST)).start()
+        Daemon(given + ("" if setting == "arena_dir" else HOST), root=tmp_path).start()
     assert not list((shared / "ours").iterdir())
 
 
-def test_arena_of_this_user_is_not_a_link_of_others(shared: Path) -> None:
+def test_arena_of_this_user_is_not_a_link_of_others(shared: Path, tmp_path: Path) -> None:
     """In an arena_dir that every user writes to, a stranger's link or directory in the place of tierd-<uid> ends the start, and purge and fsck pass it by."""
     target = shared / "ours"
     (target / "instance/host.0").mkdir(parents=True, mode=0o700)
     with being(STRANGER):
         (shared / "tierd-0").symlink_to(target)
     with pytest.raises(Unavailable, match=f"uid {STRANGER}"):
-        Daemon(f'[[host]]\narena_dir = "{shared}"\ncapacity = "8 MiB"\n').start()
+        Daemon(f'nvme = []\n[[host]]\narena_dir = "{shared}"\ncapacity = "8 MiB"\n', root=tmp_path).start()
     assert [path.name for path in target.iterdir()] == ["instance"]
     assert not [arena for arena in list_arenas([str(shared)]) if arena.instance == "instance"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import select
 import socket
@@ -72,6 +73,8 @@ class Session:
             i: tier["gpu"] for i, tier in enumerate(hello.get("tiers", ())) if "gpu" in tier
         }
         """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
+        self.patience_s = math.inf
+        """For what a daemon answers at once; then its reply is read, and thrown away, before the next request, and the session goes on."""
         self.credits = int(hello.get("credits", 0))
         self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
@@ -266,6 +269,7 @@ class Session:
     @contextlib.contextmanager
     def _turned(self, timeout_s: float) -> Iterator[float]:
         """One thread at a time; the seconds left. Raises DeadlineExceeded."""
+        timeout_s = min(timeout_s, self.patience_s)
         deadline = time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=max(timeout_s, 0.0)):
             raise DeadlineExceeded(
@@ -289,7 +293,7 @@ class Session:
             self._owed += 1
             data, fds = self._reply(deadline)
         except TimeoutError as error:
-            if is_vital:
+            if is_vital and self.patience_s == math.inf:
                 with contextlib.suppress(OSError):
                     # Told at once, though a child that is just being forked has a copy: what is told of this session next is told to one that has ended.
                     self._connection.shutdown(socket.SHUT_RDWR)
