@@ -216,7 +216,11 @@ def test_daemon_uses_no_link_of_others(shared: Path, tmp_path: Path, setting: st
     """A daemon starts over no directory to which a stranger laid a link, and says which; nothing is made behind it."""
     place = _link(shared)
     section = {"arena_dir": "[[host]]", "path": "[[nvme]]"}.get(setting, "[server]")
-    given = ("" if setting == "path" else "nvme = []\n") + f'{section}\n{setting} = "{place}"\n' + ('capacity = "8 MiB"\n' if section != "[server]" else "")
+    given = (
+        ("" if setting == "path" else "nvme = []\n")
+        + f'{section}\n{setting} = "{place}"\n'
+        + ('capacity = "8 MiB"\n' if section != "[server]" else "")
+    )
     with pytest.raises(Unavailable, match=f"uid {STRANGER}"):
         Daemon(given + ("" if setting == "arena_dir" else HOST), root=tmp_path).start()
     assert not list((shared / "ours").iterdir())
