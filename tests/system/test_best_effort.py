@@ -21,7 +21,7 @@ import pytest
 
 from tests.system.blocks import await_true
 from tests.system.sdk import HOST, SMALL, await_nothing_held, put, right
-from tests.system.tcp import free_port
+from tests.system.tcp import free_port, remote_config
 from tests.system.warm import Daemon
 from tierd.client import AsyncClient, Client, Group, OpenedNamespace, PutGroup, complaints
 from tierd.testing import chain
@@ -253,3 +253,36 @@ def test_stopped_daemon(when: str) -> None:
             os.kill(daemon.pid, signal.SIGCONT)
         assert max(took.values()) < SLACK * MISS_S, took
         await_true(lambda: client.lookup(namespace, chain(1, COUNT)).tokens == 16 * COUNT, "a hit", within_s=PATIENCE_S)
+
+
+def test_stopped_daemon_over_tcp(tmp_path: Path) -> None:
+    """The same over TCP: neither the first call of a client to a stopped daemon nor that of one that was served takes long, and it is served again."""
+    port = free_port()
+    place = {"target": f"127.0.0.1:{port}", "credential_file": str(tmp_path / "secret"), "timeout_s": 60}
+    with (
+        Daemon("nvme = []\n" + remote_config(tmp_path, port)) as daemon,
+        Client(**place, best_effort=True) as served,
+        Client(**place, best_effort=True) as new,
+    ):
+        namespace = served.open_namespace(SMALL)
+        await_true(lambda: put(served, namespace, 1, COUNT).stored == COUNT, "a put", within_s=PATIENCE_S)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        took = []
+        try:
+            for client in (served, new):
+                for call in (
+                    lambda its=client: its.get(OpenedNamespace(SMALL), chain(1, COUNT)).tokens,
+                    lambda its=client: its.lookup(namespace, chain(1, COUNT)).tokens,
+                    lambda its=client: put(its, namespace, 2, COUNT).stored,
+                ):
+                    begun = time.perf_counter()
+                    assert call() == 0
+                    took.append(time.perf_counter() - begun)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert max(took) < SLACK * MISS_S, took
+        for client in (served, new):
+            again = OpenedNamespace(SMALL)
+            await_true(
+                lambda its=client, it=again: its.get(it, chain(1, COUNT)).blocks == COUNT, "a hit", within_s=PATIENCE_S
+            )

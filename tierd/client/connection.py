@@ -8,6 +8,7 @@ told when there are none, so that it need not keep their pages for the life of t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -100,6 +101,8 @@ class Link:
         self.known = Known()
         self.spares: Spares | None = None
         """Of a transport whose calls can be sent without waiting."""
+        self.patience_s = math.inf
+        """After so long without an answer the daemon is asked for a sign of life."""
         self.codec: WireCodec | None = None
         """By which chunks may be encoded, once the daemon has told that it knows it too."""
         self.pins: set[object] = set()
@@ -280,7 +283,9 @@ class Connector:
         self._numbers += 1
         options = self._options
         if isinstance(self.target, RemoteTarget):
-            return self._open_remote(self.target, options.credential_file, timeout_s=timeout_s)
+            link = self._open_remote(self.target, options.credential_file, timeout_s=timeout_s)
+            link.patience_s = math.inf if options.is_patient else options.connect_timeout_s
+            return link
         credential = _read_credential(options.credential_file)
         session = connect_session(
             self.target, name=options.name, engine=options.engine, credential=credential, timeout_s=timeout_s
