@@ -87,7 +87,10 @@ METRICS: Mapping[str, Row] = {
         "Bytes of a tier: used, free in segments, unassigned; they add up to its capacity.",
         ("tier", "state"),
     ),
-    "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state, and those pinned.", ("tier", "state")),
+    "tierd_tier_pages": Row("gauge", "pages", "Pages of a tier by state; each page has one.", ("tier", "state")),
+    "tierd_tier_pinned_pages": Row(
+        "gauge", "pages", "Pages of a tier that are pinned, whatever their state.", ("tier",)
+    ),
     "tierd_tier_serving": Row("gauge", "1 or 0", "Whether a tier is in service.", ("tier",)),
     "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a tier takes new blocks.", ("tier",)),
     "tierd_tier_outages_total": Row("counter", "times", "How often a stored tier went out of service.", ("tier",)),
@@ -140,6 +143,7 @@ class Metrics:
         self.scrub_passes = self._counter("tierd_scrub_passes_total")
         self.tier_bytes = self._gauge("tierd_tier_bytes")
         self.tier_pages = self._gauge("tierd_tier_pages")
+        self.tier_pinned_pages = self._gauge("tierd_tier_pinned_pages")
         self.tier_serving = self._gauge("tierd_tier_serving")
         self.tier_writable = self._gauge("tierd_tier_writable")
         self.loop_lag = self._histogram("tierd_loop_lag_seconds")

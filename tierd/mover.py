@@ -137,6 +137,8 @@ class Mover:
         self._hash_threads = hash_threads
         self._links: dict[tuple[int, int], Link] = {}
         self._link_limit = link_limit
+        self.last_error = ""
+        """Of a batch that failed as a whole, until it was told."""
         self.hashing = HashProcess()
         """Begun and ended by its owner; while it does not run threads do its work."""
 
@@ -151,7 +153,8 @@ class Mover:
         try:
             async with link.slot(priority):
                 return await self._copy(batch, metas, self._tiers[source], self._tiers[target])
-        except (TierFailed, OSError):
+        except (TierFailed, OSError) as error:
+            self.last_error = str(error)
             return np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
 
     @asynccontextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from tests.repo.source import Module, imports, modules
 
-EDGE = {"errors", "config", "units", "places", "clock", "failpoint", "processes"}
+EDGE = {"errors", "config", "units", "places", "clock", "failpoint", "processes", "trust"}
 """What every part may use, besides core."""
 
 PARTS: dict[str, set[str]] = {
@@ -17,6 +17,7 @@ PARTS: dict[str, set[str]] = {
     "failpoint": {"errors"},
     "units": set(),
     "places": set(),
+    "trust": set(),
     "clock": set(),
     "bearer": {"errors"},
     "chunks": set(),
@@ -90,6 +91,7 @@ FOREIGN: dict[str, set[str]] = {
     "client": {"numpy", "grpc", "google", "msgpack", "xxhash", "array_api_compat"},
     "errors": set(),
     "places": set(),
+    "trust": set(),
     "units": set(),
     "clock": set(),
     "bearer": set(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import pytest
 
 from tests.system.blocks import await_true
 from tests.system.sdk import HOST, SMALL, await_nothing_held, put, right
-from tests.system.tcp import free_port
+from tests.system.tcp import free_port, remote_config
 from tests.system.warm import Daemon
 from tierd.client import AsyncClient, Client, Group, OpenedNamespace, PutGroup, complaints
 from tierd.testing import chain
@@ -205,3 +207,82 @@ def test_wrong_use_is_a_miss(tmp_path: Path) -> None:
         assert not np.isin(pages.commit().statuses, (1, 3)).any(), "READY or EXISTS"
         await_true(lambda: client.get(namespace, chain(1, COUNT)).blocks == COUNT, "a hit")
         assert client.lookup(namespace, chain(2, 1)).tokens == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0.001, 0.003, None])
+def test_short_timeouts_connect(timeout_s: float | None) -> None:
+    """A client whose calls have a millisecond each is connected by some of them, and served by those that are quick enough."""
+    with Daemon(HOST) as daemon, Client(daemon.target) as writer, Client(daemon.target, best_effort=True) as client:
+        assert put(writer, writer.open_namespace(SMALL), 1, COUNT)
+        namespace, slowest_s = OpenedNamespace(SMALL), 0.0
+
+        def hits() -> bool:
+            nonlocal slowest_s
+            begun = time.perf_counter()
+            found = client.lookup(namespace, chain(1, COUNT), timeout_s=timeout_s).tokens
+            slowest_s = max(slowest_s, time.perf_counter() - begun)
+            return found == 16 * COUNT
+
+        await_true(hits, "a hit", within_s=PATIENCE_S)
+        assert slowest_s < SLACK * MISS_S
+
+
+@pytest.mark.parametrize("when", ["between calls", "while it is asked"])
+def test_stopped_daemon(when: str) -> None:
+    """A daemon that is stopped costs each call of a client that was served by it no more than tenths of a second, whatever its timeout; when it goes on it serves again."""
+    with Daemon(HOST) as daemon, Client(daemon.target, best_effort=True, timeout_s=60) as client:
+        namespace = client.open_namespace(SMALL)
+        await_true(lambda: put(client, namespace, 1, COUNT).stored == COUNT, "a put", within_s=PATIENCE_S)
+        lease = client.acquire(namespace, chain(1, COUNT))
+        stopping = threading.Timer(0.0 if when == "between calls" else 0.02, os.kill, (daemon.pid, signal.SIGSTOP))
+        stopping.start()
+        if when == "between calls":
+            stopping.join()
+        took: dict[str, float] = {}
+        try:
+            for turn in range(3):
+                for name, call in verbs(client, namespace).items():
+                    begun = time.perf_counter()
+                    call()
+                    took[f"{name} {turn}"] = time.perf_counter() - begun
+            begun = time.perf_counter()
+            lease.release()
+            took["release"] = time.perf_counter() - begun
+        finally:
+            stopping.join()
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert max(took.values()) < SLACK * MISS_S, took
+        await_true(lambda: client.lookup(namespace, chain(1, COUNT)).tokens == 16 * COUNT, "a hit", within_s=PATIENCE_S)
+
+
+def test_stopped_daemon_over_tcp(tmp_path: Path) -> None:
+    """The same over TCP: neither the first call of a client to a stopped daemon nor that of one that was served takes long, and it is served again."""
+    port = free_port()
+    place = {"target": f"127.0.0.1:{port}", "credential_file": str(tmp_path / "secret"), "timeout_s": 60}
+    with (
+        Daemon("nvme = []\n" + remote_config(tmp_path, port)) as daemon,
+        Client(**place, best_effort=True) as served,
+        Client(**place, best_effort=True) as new,
+    ):
+        namespace = served.open_namespace(SMALL)
+        await_true(lambda: put(served, namespace, 1, COUNT).stored == COUNT, "a put", within_s=PATIENCE_S)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        took = []
+        try:
+            for client in (served, new):
+                for call in (
+                    lambda its=client: its.get(OpenedNamespace(SMALL), chain(1, COUNT)).tokens,
+                    lambda its=client: its.lookup(namespace, chain(1, COUNT)).tokens,
+                    lambda its=client: put(its, namespace, 2, COUNT).stored,
+                ):
+                    begun = time.perf_counter()
+                    assert call() == 0
+                    took.append(time.perf_counter() - begun)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert max(took) < SLACK * MISS_S, took
+        for client in (served, new):
+            again = OpenedNamespace(SMALL)
+            await_true(
+                lambda its=client, it=again: its.get(it, chain(1, COUNT)).blocks == COUNT, "a hit", within_s=PATIENCE_S
+            )

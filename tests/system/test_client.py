@@ -328,36 +328,6 @@ def test_forked_children(daemon):
     )
 
 
-def test_a_child_does_not_unmap_what_is_its_own(daemon):
-    """A writable mapping is not in the child; what the child maps in its place survives the end of the parent's handles."""
-    run_program(
-        daemon.target,
-        """
-        import ctypes, mmap
-        client = Client(TARGET)
-        ns = client.open_namespace(NamespaceSpec(model="unmap", tokens_per_block=16, block_bytes=65536))
-        pages = client.reserve(PutGroup.private(ns, 1))
-        page = pages.buffer(0)
-        address = page.ctypes.data
-        libc = ctypes.CDLL(None)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-        def work():
-            global client, pages, page, ns
-            fixed = 0x10  # MAP_FIXED: in place of the fence that a child finds there
-            assert libc.mmap(address, 4096, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0) == address
-            memory = (ctypes.c_ubyte * 4096).from_address(address)
-            memory[7] = 77
-            client.close()
-            del client, pages, page, ns
-            gc.collect()
-            assert memory[7] == 77
-        in_child(work)
-        pages.abort()
-        """,
-    )
-
-
 def test_forks_while_threads_call(daemon):
     """Forks in the middle of other threads' calls neither hang nor hurt the child or the parent."""
     run_program(

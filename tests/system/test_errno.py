@@ -88,6 +88,9 @@ def test_with_the_pauses_of_a_user(tmp_path: Path) -> None:
             assert world.io.synced_again == 0
         world.forget_memory()
         assert world.lost() == []
+        failed = [line for line in world.daemon.log.splitlines() if "transfers failed" in line]
+        assert failed
+        assert all("Errno" in line for line in failed), "each says why"
     report(
         "writes resume, seconds", **{name.replace(" ", "_").replace("'", ""): took for name, took in resumed.items()}
     )

@@ -202,38 +202,45 @@ def parent(talk: Talk, target: str, *, order: str) -> None:
 # -- memory
 
 
-@pytest.mark.parametrize("what", ["reserved page", "own view"])
-def test_child_cannot_touch_writable_memory(daemon: Daemon, what: str) -> None:
-    """A child that touches memory that its parent may write is killed by it, whatever it has mapped meanwhile; the parent's bytes stay."""
-    with Elsewhere(touching, daemon.target, what=what) as other:
+def test_child_reads_and_does_not_write_what_its_parent_writes(daemon: Daemon) -> None:
+    """Views of the parent's own puts and its reserved pages are right in the child, early and late, and may be dropped there; a child that writes to them is killed by it, and the parent's bytes stay."""
+    with Elsewhere(touching, daemon.target) as other:
         for _ in range(2):
-            assert other.hear() == SEGFAULT
+            assert other.hear() == [[COUNT, 7, True], 0]
+            assert other.hear() == [None, SEGFAULT]
         assert other.hear() is True
 
 
-def touching(talk: Talk, target: str, *, what: str) -> None:
-    """A child writes to a reserved page, or reads a view in a segment that the parent writes; another does so after calls of its own."""
+def touching(talk: Talk, target: str) -> None:
+    """Children read what the parent may write, drop it and collect, and write to it; at once, and after calls of their own."""
     mine = Holding(target)
     taken: list[mmap.mmap] = []
 
     def take() -> None:
         taken.extend(mmap.mmap(-1, 4 * MIB) for _ in range(32))  # whatever is free near the old addresses
 
-    def touch() -> int:
-        if what == "reserved page":
-            ctypes.memset(mine.page.ctypes.data, 0xFF, 16)
-        return int(mine.views[0][0])
+    def read() -> list[Any]:
+        found = [right(mine.views, 1), int(mine.page[0])]
+        whole = mine.is_whole()
+        mine.__dict__.clear()
+        gc.collect()
+        return [*found, whole]
 
-    def touch_later() -> int:
-        use_client(mine.client, 5)
-        take()
-        return touch()
+    def write() -> None:
+        ctypes.memset(mine.page.ctypes.data, 0xFF, 16)
 
     first_in_child.append(take)
-    for work in (touch, touch_later):
-        forked = Child(work)
-        forked.result()
-        talk.say(forked.end())
+    for is_late in (False, True):
+        for work in (read, write):
+
+            def child(work: Callable[[], Any] = work, *, is_late: bool = is_late) -> Any:
+                if is_late:
+                    use_client(mine.client, 5)
+                    take()
+                return work()
+
+            forked = Child(child)
+            talk.say([forked.result(), forked.end()])
     talk.say(mine.is_whole())
     talk.hear()
 

@@ -68,6 +68,18 @@ def _sums(daemon: Daemon) -> dict[Path, str]:
     return {path: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files}
 
 
+def test_where_nothing_is_kept(tmp_path: Path) -> None:
+    """Where the configuration, or its absence, names no place that a daemon has used, nothing was checked: exit code 2, and it says where it looked."""
+    (tmp_path / "config.toml").write_text('[[host]]\ncapacity = "8 MiB"\n')
+    for arguments in ([], ["--json"], ["--config", str(tmp_path / "config.toml")]):
+        environ = {"TIERD_STATE_DIR": str(tmp_path / "none"), "TIERD_CONFIG": None}
+        result = CliRunner().invoke(ctl.cli, ["fsck", *arguments], env=environ)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"nothing is kept in {tmp_path}/none" in result.stderr
+        assert "--config" in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
 def test_nothing_is_found_where_nothing_is_wrong(daemon: Daemon) -> None:
     """After SIGKILL and after an orderly end: every block is looked at, nothing is found, and not a byte is changed."""
     for end in (daemon.kill, daemon.stop):

@@ -19,7 +19,7 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2, cache_pb2
 from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.core.model import BlockStatus
-from tierd.errors import ERROR_KEY, CorruptRecord, TierdError, Unavailable
+from tierd.errors import ERROR_KEY, CorruptRecord, NotPermitted, TierdError, Unavailable
 from tierd.testing import chain, content_of, is_content
 
 COUNT = 4
@@ -165,7 +165,7 @@ def test_every_method_wants_the_credential(remote: Remote, given: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{remote.port}") as channel:
         answers = {method[0]: _error_of(channel, method, WRONG[given]) for method in METHODS}
     assert len(answers) > 20
-    assert set(answers.values()) == {"SessionLost"}, answers
+    assert set(answers.values()) == {"SessionLost" if "tierd-session" in WRONG[given] else "NotPermitted"}, answers
 
 
 def test_operators_are_local(remote: Remote) -> None:
@@ -182,7 +182,9 @@ def test_wrong_credential_file(remote: Remote, tmp_path: Path) -> None:
     """A client with another secret is told at its first call, and best effort makes of it a miss."""
     (tmp_path / "other").write_text("x" * 20)
     place = {"target": f"127.0.0.1:{remote.port}", "credential_file": str(tmp_path / "other")}
-    with Client(**place) as client, pytest.raises(TierdError):
+    with Client(**place) as client, pytest.raises(NotPermitted, match="credential"):
+        client.open_namespace(BIG)
+    with Client(place["target"]) as client, pytest.raises(NotPermitted, match="credential"):
         client.open_namespace(BIG)
     with Client(**place, best_effort=True) as client:
         assert not client.get(client.open_namespace(BIG), chain(1, 1))

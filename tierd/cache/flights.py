@@ -243,7 +243,14 @@ class Flights:
             outcome = BlockStatus.names()[status]
             self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))
             if status != BlockStatus.READY:
-                log.warning("transfers failed", link=link, outcome=outcome, count=int(count))
+                error = self._take_error(batch) if status == BlockStatus.FAILED else ""
+                log.warning("transfers failed", link=link, outcome=outcome, count=int(count), error=error)
+
+    def _take_error(self, batch: StructArray) -> str:
+        """Why transfers of a batch failed, as tier or system said it last."""
+        told, self._mover.last_error = self._mover.last_error, ""
+        tiers = [self._tiers[batch[end]["tier"][0]] for end in ("source", "target")]
+        return told or next((error for tier in tiers if is_stored(tier) and (error := tier.health().last_error)), "")
 
     def _announce_freed(self, freed: StructArray) -> None:
         if not len(freed):

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from tierd._proto import admin_pb2 as pb
 from tierd._proto import admin_pb2_grpc
+from tierd.client import trusted
 from tierd.client.protocol import SESSION_KEY, error_of
 from tierd.client.rpc import OPTIONS
 from tierd.client.session import connect_session
@@ -37,6 +38,7 @@ def connect(target: str | None) -> Connection:
             f"daemon at {place}: it takes operators' calls on its own machine only; go there and give its runtime directory"
         )
     session = connect_session(place, name="tierctl", engine={}, credential=None, timeout_s=CONNECT_TIMEOUT_S)
+    trusted.check(place.rpc_path)
     channel = grpc.insecure_channel(f"unix:{place.rpc_path}", options=OPTIONS)
 
     def close() -> None:

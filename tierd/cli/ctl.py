@@ -5,49 +5,65 @@ Purpose: the list of verbs. Non-purpose: any of them. Invariant: a verb that is 
 
 from __future__ import annotations
 
+import importlib
+import textwrap
+
 import click
 
-from tierd.cli import act, look
-from tierd.cli.engines import engines
 from tierd.cli.exits import Program
-from tierd.cli.fsck import fsck
-from tierd.cli.record import record
-from tierd.cli.replay import replay
-from tierd.cli.scrub import scrub
-from tierd.cli.simulate import simulate
-from tierd.cli.top import top
-from tierd.cli.wear import wear
 
-VERBS = (
-    look.status,
-    top,
-    look.tiers,
-    look.blocks,
-    look.inspect,
-    look.sessions,
-    look.namespaces,
-    engines,
-    act.pin,
-    act.unpin,
-    act.evict,
-    act.drain,
-    act.flush,
-    act.epoch,
-    wear,
-    scrub,
-    fsck,
-    record,
-    replay,
-    simulate,
-)
+VERBS = {
+    "status": ("look", "How the daemon is: state, load, tiers, notices."),
+    "top": ("top", "The daemon, live: tiers, rates, sessions. q or Ctrl-C ends it."),
+    "tiers": ("look", "Each tier's capacity, use, traffic, place and trouble."),
+    "blocks": ("look", "Lists blocks: filtered, sorted, a page at a time."),
+    "inspect": ("look", "One block: what it is, where its pages lie, what follows it."),
+    "sessions": ("look", "Who is connected, and what each holds."),
+    "namespaces": ("look", "Models, their tenants and epochs."),
+    "engines": ("engines", "Which engines are connected, how they are configured, and what keeps them from sharing."),
+    "pin": ("act", "Keeps blocks from being evicted, until unpin or a restart."),
+    "unpin": ("act", "Takes back what pin did."),
+    "evict": ("act", "Drops blocks, from one tier or from all; pinned ones stay."),
+    "drain": ("act", "Refuses new work and lets leases finish."),
+    "flush": (
+        "act",
+        "Writes whatever has no copy on NVMe there, synced; ends with exit code 1 if that failed for any block.",
+    ),
+    "epoch": ("act", "Makes what was stored under old weights unreachable."),
+    "wear": ("wear", "What is written to each store, its wear budget, and how long its drive will last."),
+    "scrub": ("scrub", "Verifies every block now; a bad one becomes a miss."),
+    "fsck": ("fsck", "Checks every file and block, while no daemon runs."),
+    "record": ("record", "Writes what clients ask for into a trace, for `simulate` and `replay`."),
+    "replay": ("replay", "Drives the daemon with a recorded trace."),
+    "simulate": (
+        "simulate",
+        "Serves recorded traces from tiers of many sizes, without a daemon, as its core and its policies would.",
+    ),
+}
+"""Each verb's module, loaded when it is wanted, and the first sentence of its help."""
 
 
 class InOrder(Program):
-    """Lists its verbs in the order in which they were added."""
+    """Lists its verbs in the order in which they stand, and loads none for that."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The verbs, near to far from daily use."""
-        return list(self.commands)
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb of this name."""
+        if cmd_name not in VERBS:
+            return None
+        found: click.Command = getattr(importlib.import_module(f"tierd.cli.{VERBS[cmd_name][0]}"), cmd_name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help."""
+        limit = formatter.width - 6 - max(map(len, VERBS))
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, textwrap.shorten(said, limit, placeholder="...")) for name, (_, said) in VERBS.items()]
+            )
 
 
 @click.group(cls=InOrder, name="tierctl", context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,10 +75,6 @@ def cli() -> None:
 
     Exit codes: 0 ok, 1 failed, 2 usage, 3 no daemon.
     """
-
-
-for command in VERBS:
-    cli.add_command(command)
 
 
 def main() -> None:

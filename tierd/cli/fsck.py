@@ -24,7 +24,7 @@ from tierd.cli.figures import human_bytes, human_count
 from tierd.cli.render import Cell, Column, show_json, show_table
 from tierd.cli.scrub import draw_pass, is_clean, run_pass
 from tierd.config import load_config
-from tierd.errors import TierdError
+from tierd.errors import NotFound, TierdError
 
 if TYPE_CHECKING:
     from tierd.tiers.fsck import Part
@@ -86,12 +86,17 @@ def check_offline(ask: Ask, config: Path | None) -> bool:
     """Every file of the configured daemon; whether nothing was found."""
     from tierd.server.fsck import check  # noqa: PLC0415  # the daemon's imports
 
-    steps = check(load_config(config))
+    settings = load_config(config)
+    steps = check(settings)
     if ask.console.is_terminal and not ask.as_json:
         steps = with_bars(ask.console, steps)
     parts: Sequence[Part] = []
     for parts in steps:  # noqa: B007  # the last one is what is wanted
         pass
+    if not any(part.files for part in parts):
+        raise NotFound(
+            f"nothing is kept in {settings.server.state_dir} or the stores of {config or 'the default settings'}, so nothing was checked; give the daemon's --config"
+        )
     if ask.as_json:
         show_json({"clean": not any(part.findings for part in parts), "parts": [asdict(part) for part in parts]})
     else:

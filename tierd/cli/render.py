@@ -105,7 +105,7 @@ def bar(part: float, whole: float, *, cells: int = 8) -> Text:
     """A gauge: green, yellow from 80 %, red from 95 % on."""
     share = min(1.0, max(0.0, part / whole)) if whole else 0.0
     filled = round(share * cells)
-    return Text.assemble(("━" * filled, heat(share)), ("━" * (cells - filled), "bright_black"))
+    return Text.assemble(("━" * filled, heat(share)), ("╌" * (cells - filled), "bright_black"))
 
 
 def share_text(part: float, whole: float) -> Text:

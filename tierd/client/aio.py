@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from tierd.client import protocol
 from tierd.client.client import TIMEOUT_S, in_a_hurry, open_transport
 from tierd.client.connection import Connector, Options
+from tierd.client.forks import Bound
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
 from tierd.client.steps import Steps, fail, run
@@ -29,7 +30,7 @@ from tierd.core.model import StructArray
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(Bound):
     """As Client; every verb is a coroutine. Explicit releases do not wait for the daemon."""
 
     def __init__(

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
 from tierd.client.connection import Connector, Link, Options, Transport
+from tierd.client.forks import Bound
 from tierd.client.lease import Lease
 from tierd.client.local import LocalTransport
 from tierd.client.reservation import Reservation
@@ -41,7 +42,7 @@ def in_a_hurry(options: Options) -> Options:
     return replace(options, connect_timeout_s=HURRY_S, is_patient=False)
 
 
-class Client:
+class Client(Bound):
     """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only), host:port?codec=lz4 where chunks shall
     travel encoded; None: TIERD_TARGET.
 

@@ -8,12 +8,15 @@ told when there are none, so that it need not keep their pages for the life of t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +29,7 @@ from tierd.client.protocol import CREDENTIAL_KEY, SESSION_KEY
 from tierd.client.session import Session, connect_session
 from tierd.client.spares import Spares
 from tierd.client.target import RemoteTarget, Target
-from tierd.errors import ConfigError, RetryError, TierdError, Unavailable
+from tierd.errors import ConfigError, DeadlineExceeded, RetryError, TierdError, Unavailable
 from tierd.wire_codecs import WireCodec, open_codec
 
 FIRST_PAUSE_S = 0.05
@@ -98,6 +101,8 @@ class Link:
         self.known = Known()
         self.spares: Spares | None = None
         """Of a transport whose calls can be sent without waiting."""
+        self.patience_s = math.inf
+        """After so long without an answer the daemon is asked for a sign of life."""
         self.codec: WireCodec | None = None
         """By which chunks may be encoded, once the daemon has told that it knows it too."""
         self.pins: set[object] = set()
@@ -160,6 +165,7 @@ class Connector:
         self._next_try = 0.0
         self._last_error: TierdError | None = None
         self._is_closed = False
+        self._opening: Future[Link] | None = None
         forks.register(self)
 
     def introduce(self, engine: Mapping[str, str]) -> None:
@@ -194,22 +200,42 @@ class Connector:
             link = self.current() if self._link is not instead_of else None
             if link is None:
                 self.lose(self._link)
-                link = self._link = self._try(timeout_s=min(timeout_s, self._options.connect_timeout_s))
+                link = self._link = self._try(timeout_s)
                 with contextlib.suppress(IndexError):  # there are no more, or another thread tells them
                     while True:
                         self.forgettable.append(self._closed.popleft())
         self.forget()
         return link
 
-    def _try(self, *, timeout_s: float) -> Link:
+    def _try(self, timeout_s: float) -> Link:
+        most_s = self._options.connect_timeout_s
         try:
-            link = self._open(timeout_s=timeout_s)
+            link = self._open(min(timeout_s, most_s)) if self._options.is_patient else self._opened(timeout_s, most_s)
         except RetryError as error:
+            if self._opening is not None:
+                raise  # it goes on
             self._last_error = error
             self._next_try = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             raise
         self._pause_s, self._last_error = FIRST_PAUSE_S, None
+        return link
+
+    def _opened(self, timeout_s: float, most_s: float) -> Link:
+        """A link, by a thread that may take longer than the call has: a later call takes it then."""
+        opening = self._opening
+        if opening is None:
+            opening = self._opening = Future()
+            threading.Thread(target=_fulfil, args=(opening, lambda: self._open(most_s)), daemon=True).start()
+        try:
+            link = opening.result(timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"daemon at {self.target}: not connected within {timeout_s:.3g} s; a later call may be served"
+            ) from None
+        finally:
+            if opening.done():
+                self._opening = None
         return link
 
     def lose(self, link: Link | None) -> None:
@@ -252,19 +278,23 @@ class Connector:
             # Only this process's copy of the descriptor; the parent's session goes on.
             self._link.session.close()
         self._turn = threading.Lock()
-        self._link, self._last_error = None, None
+        self._link, self._last_error, self._opening = None, None, None
         self.forgettable.clear()
         self._closed.clear()
 
-    def _open(self, *, timeout_s: float) -> Link:
+    def _open(self, timeout_s: float) -> Link:
         self._numbers += 1
         options = self._options
         if isinstance(self.target, RemoteTarget):
-            return self._open_remote(self.target, options.credential_file, timeout_s=timeout_s)
+            link = self._open_remote(self.target, options.credential_file, timeout_s=timeout_s)
+            link.patience_s = math.inf if options.is_patient else options.connect_timeout_s
+            return link
         credential = _read_credential(options.credential_file)
         session = connect_session(
             self.target, name=options.name, engine=options.engine, credential=credential, timeout_s=timeout_s
         )
+        if not options.is_patient:
+            session.patience_s = options.connect_timeout_s
         address, metadata = f"unix:{self.target.rpc_path}", ((SESSION_KEY, session.token),)
         link = Link(self._numbers, session, metadata=metadata, address=address)
         link.on_idle = self._idle
@@ -290,6 +320,13 @@ class Connector:
         if link.session and link.pid == os.getpid():
             link.session.leave()
             (self._closed if self._is_closed else self.forgettable).append(link.session.id)
+
+
+def _fulfil(future: Future[Link], make: Callable[[], Link]) -> None:
+    try:
+        future.set_result(make())
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        future.set_exception(error)
 
 
 def _read_credential(path: str) -> str | None:

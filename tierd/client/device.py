@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tierd.client import buffers, mapping
+from tierd.client.forks import Bound
 from tierd.client.work import pauses
 from tierd.core.words import Words
 from tierd.errors import DeadlineExceeded, InvalidArgument, Unsupported
@@ -215,7 +216,7 @@ class DeviceSegment:
         return DevicePage(memory, memory.address, memory.length_bytes, pin=pin, writable=writable and self.is_writable)
 
 
-class DevicePage:
+class DevicePage(Bound):
     """Bytes on the GPU, uint8 [n], as kernels take them: by `__cuda_array_interface__` (version 3) or by `address`.
 
     It and its slices, and the arrays of cupy made from them, keep the pages pinned. A kernel that was launched keeps nothing: hold the page until its work is done, or name that

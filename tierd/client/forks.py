@@ -13,7 +13,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+from tierd.errors import Unsupported
 
 FORK_WAIT_S = 1.0
 """How long a fork waits for calls in flight."""
@@ -24,6 +26,19 @@ class Forkable(Protocol):
 
     def forked(self) -> None:
         """Called in the child, before anything else runs there."""
+
+
+class Bound:
+    """What is of use in the process that made it alone."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        """For pickle and copy. Raises Unsupported."""
+        name = type(self).__name__
+        raise Unsupported(
+            f"{name}: it belongs to process {os.getpid()} and cannot be pickled or copied; make one in each process, and send tokens, hashes or numpy.array(view)"
+        )
 
 
 class _Gate:

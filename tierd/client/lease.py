@@ -18,6 +18,7 @@ import numpy as np
 
 from tierd.client import buffers
 from tierd.client.early import EarlyCopy
+from tierd.client.forks import Bound
 from tierd.client.mapping import still_hold
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import Leased, LeasedGroup, every, joined, leading_tokens, valid_blocks
@@ -32,7 +33,7 @@ ROWS_LEAST = 8
 """From so many pages on it is looked whether they lie in a row."""
 
 
-class Lease:
+class Lease(Bound):
     """What acquire gave: false if nothing. A context manager, which refuses to end while views are alive.
 
     tokens: servable. handles: HANDLE [n], groups in order, within a group rank-major. groups: the same by group.

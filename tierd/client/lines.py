@@ -61,7 +61,7 @@ class Line:
         """The same, or it comes to that in so long."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(within_s * 1000))
+        return bool(self._rest or poll.poll(within_s * 1000))
 
     def receive(self, *, deadline: float) -> bytes:
         """The second half of `ask`: the next message."""

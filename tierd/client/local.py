@@ -102,6 +102,10 @@ class Sent:
         return True
 
     def _receive(self, deadline: float) -> pb.Answer:
+        session = self._link.session
+        assert session is not None
+        while deadline - time.monotonic() > session.patience_s and not self._line.comes(session.patience_s):
+            session.ask({"op": "ping"}, timeout_s=session.patience_s)  # it may take its time, and not be silent
         return pb.Answer.FromString(self._line.receive(deadline=deadline))
 
     def _revoke(self) -> None:

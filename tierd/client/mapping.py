@@ -1,8 +1,7 @@
 """Segments mapped into this process, for exactly as long as an array made from them is alive.
 
 Purpose: a descriptor to an array. Non-purpose: which segment. Invariants: no descriptor is kept; a mapping is read-only unless this
-session is the segment's writer; a forked child has nothing but a fence where a writable one was, so that touching it ends the child and
-never reads other memory; nothing is unmapped twice or in the wrong process. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
+session is the segment's writer; in a forked child all are, so that views read on and a write ends the child; nothing is unmapped twice. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from tierd.huge_pages import free_boundary
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -42,7 +42,6 @@ _writable: dict[int, int] = {}
 """Address to length of what this process has mapped for writing."""
 
 _FAILED = ctypes.c_void_p(-1).value
-_MAP_FIXED = 0x10  # the module mmap has no name for it
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
 
 
@@ -114,7 +113,7 @@ def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
         code = ctypes.get_errno()
         raise TierFailed(f"mmap of {length} bytes: {os.strerror(code)}; close other mappings or raise vm.max_map_count")
     memory = (ctypes.c_ubyte * length).from_address(address)
-    weakref.finalize(memory, _unmap, address, length, os.getpid() if writable else 0).atexit = False
+    weakref.finalize(memory, _unmap, address, length).atexit = False
     _libc.madvise(address, length, mmap.MADV_DONTDUMP)
     if writable:
         _writable[address] = length
@@ -139,23 +138,17 @@ def _populate(segment: Segment, start: int, end: int) -> None:
         _libc.madvise(segment.address + start, end - start, _MADV_POPULATE_WRITE)
 
 
-def _unmap(address: int, length: int, pid: int) -> None:
-    # A child has no copy of a writable mapping, and something of its own may lie at the address.
-    if pid in (0, os.getpid()):
-        _writable.pop(address, None)
-        _libc.munmap(address, length)
+def _unmap(address: int, length: int) -> None:
+    _writable.pop(address, None)
+    _libc.munmap(address, length)
 
 
-def _fence_off() -> None:
-    """In a child: a fence takes the place of what was writable, in one step.
-
-    MADV_DONTFORK would leave a hole until here, and what ran earlier in the child may have put memory of its own into it.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+def _take_writing() -> None:
+    """In a child: what the parent writes can be read here, and not written."""
     for address, length in _writable.items():
-        if _libc.mmap(address, length, 0, flags, -1, 0) == _FAILED:
+        if _libc.mprotect(address, length, mmap.PROT_READ):
             os.abort()  # better no child than one that writes to its parent's pages
     _writable.clear()
 
 
-os.register_at_fork(after_in_child=_fence_off)
+os.register_at_fork(after_in_child=_take_writing)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client.connection import Link
+from tierd.client.forks import Bound
 from tierd.client.mapping import Segment
 from tierd.client.session import Place
 from tierd.errors import ForkedClient, StaleHandle
@@ -49,7 +50,7 @@ class Exposed:
         }
 
 
-class Hold:
+class Hold(Bound):
     """One lease or one reservation of the daemon's (the other is 0)."""
 
     def __init__(self, link: Link, *, lease: int = 0, reservation: int = 0) -> None:

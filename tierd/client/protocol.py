@@ -114,6 +114,10 @@ def take_namespace(namespace: OpenedNamespace, reply: pb.OpenNamespaceReply, *, 
             f"daemon: namespace {reply.namespace} with a digest of {len(reply.digest)} bytes; versions differ?"
         )
     if namespace.is_open and namespace.digest != reply.digest:
+        if namespace.epoch == reply.epoch:
+            raise StaleHandle(
+                f"namespace {namespace.spec.model}: it was opened for another tenant, whose blocks this client cannot see; open it with this client"
+            )
         raise StaleHandle(
             f"namespace {namespace.spec.model}: epoch {namespace.epoch} has become {reply.epoch}; call open_namespace again once"
             " this worker runs the new weights"

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import mapping
+from tierd.client.forks import Bound
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import commit_request, every
@@ -47,7 +48,7 @@ class Ends(Protocol):
         ...
 
 
-class ReservedPages:
+class ReservedPages(Bound):
     """What both faces of a reservation share; false if nothing is reserved, or not any more.
 
     handles: HANDLE [n] and statuses: u2 [n] of BlockStatus (RESERVED, EXISTS, FAILED, NO_ROOM, REJECTED), groups in order. NO_ROOM: others

@@ -7,6 +7,8 @@ has a deadline; every failure leaves as a TierdError; a failure that did not com
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -14,10 +16,10 @@ import grpc
 
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
-from tierd.client import forks, stopping
+from tierd.client import forks, stopping, trusted
 from tierd.client.connection import Link, Meanwhile
 from tierd.client.protocol import GET, GIVING, REQUEST_KEY, error_of
-from tierd.errors import ERROR_KEY, RETRY_KEY, Overloaded, TierdError, Unavailable
+from tierd.errors import ERROR_KEY, RETRY_KEY, DeadlineExceeded, Overloaded, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
 OPTIONS = (
@@ -41,6 +43,8 @@ class SyncTransport:
 
     def __init__(self, link: Link, address: str) -> None:
         self.link = link
+        if link.session is not None:
+            trusted.check(address.removeprefix("unix:"))
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
         # Chunks come encoded, and are decoded where they arrived.
@@ -55,13 +59,13 @@ class SyncTransport:
     def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """As `call`, of one that has had its turn."""
         with named(self.link, method) as metadata, translated(self.link), forks.calling():
-            return _answer(getattr(self.stub, method), request, timeout_s=timeout_s, metadata=metadata)
+            return self._answer(getattr(self.stub, method), request, timeout_s=timeout_s, metadata=metadata)
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
         with translated(self.link), forks.calling():
             call = getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
-            with stopping.ended_by(call.cancel):
+            with stopping.ended_by(call.cancel), self._heard(call):
                 try:
                     for reply in call:
                         take(reply)
@@ -71,7 +75,7 @@ class SyncTransport:
     def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
         """An iterator of requests, one reply."""
         with translated(self.link), forks.calling():
-            return _answer(getattr(self.stub, method), requests, timeout_s=timeout_s, metadata=self.link.metadata)
+            return self._answer(getattr(self.stub, method), requests, timeout_s=timeout_s, metadata=self.link.metadata)
 
     def stream(self, method: str, request: Any) -> Replies:
         """Replies for as long as they are wanted."""
@@ -80,6 +84,43 @@ class SyncTransport:
     def close(self) -> None:
         """Cancels what is in flight."""
         self._channel.close()
+
+    def _answer(self, method: Any, request: Any, *, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> Any:
+        """The one reply to a request, or to an iterator of them."""
+        if not stopping.is_possible() and self.link.patience_s > timeout_s:  # a call that waits passes fewer threads
+            return method(request, timeout=timeout_s, metadata=metadata)
+        call = method.future(request, timeout=timeout_s, metadata=metadata)
+        with stopping.ended_by(call.cancel), self._heard(call):
+            return call.result()
+
+    @contextlib.contextmanager
+    def _heard(self, call: Any) -> Iterator[None]:
+        """Around a call that may take its time, but not of a daemon that is silent: that is DeadlineExceeded."""
+        done, is_silent, patience_s = threading.Event(), threading.Event(), self.link.patience_s
+
+        def look() -> None:
+            while not done.wait(patience_s):
+                try:
+                    with forks.calling():
+                        self.stub.Release(pb.ReleaseRequest(), timeout=patience_s, metadata=self.link.metadata)
+                except grpc.RpcError as error:
+                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not done.is_set():
+                        is_silent.set()
+                        call.cancel()
+                        return
+                except ValueError:  # the channel was closed
+                    return
+
+        if patience_s != math.inf:
+            threading.Thread(target=look, daemon=True).start()
+        try:
+            yield
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            if is_silent.is_set():
+                raise DeadlineExceeded(f"daemon: silent for {patience_s:g} s; a miss until it answers") from None
+            raise
+        finally:
+            done.set()
 
 
 class Replies:
@@ -103,15 +144,6 @@ class Replies:
         """Ends it, and who waits for the next."""
         self._is_closed = True
         self._call.cancel()
-
-
-def _answer(method: Any, request: Any, *, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> Any:
-    """The one reply to a request, or to an iterator of them."""
-    if not stopping.is_possible():  # a call that waits passes fewer threads
-        return method(request, timeout=timeout_s, metadata=metadata)
-    call = method.future(request, timeout=timeout_s, metadata=metadata)
-    with stopping.ended_by(call.cancel):
-        return call.result()
 
 
 @contextlib.contextmanager

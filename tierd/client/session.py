@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import select
 import socket
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tierd
+from tierd.client import trusted
 from tierd.client.mailbox import IDS_PER_MESSAGE, Mailbox
 from tierd.client.mapping import Segment, map_file, map_segment
 from tierd.client.progress import Board
@@ -35,7 +37,6 @@ from tierd.client.target import LocalTarget
 from tierd.core.model import StructArray
 from tierd.errors import (
     DeadlineExceeded,
-    NotPermitted,
     OperatorError,
     Overloaded,
     SessionLost,
@@ -72,6 +73,8 @@ class Session:
             i: tier["gpu"] for i, tier in enumerate(hello.get("tiers", ())) if "gpu" in tier
         }
         """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
+        self.patience_s = math.inf
+        """For what a daemon answers at once; then its reply is read, and thrown away, before the next request, and the session goes on."""
         self.credits = int(hello.get("credits", 0))
         self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
@@ -266,6 +269,7 @@ class Session:
     @contextlib.contextmanager
     def _turned(self, timeout_s: float) -> Iterator[float]:
         """One thread at a time; the seconds left. Raises DeadlineExceeded."""
+        timeout_s = min(timeout_s, self.patience_s)
         deadline = time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=max(timeout_s, 0.0)):
             raise DeadlineExceeded(
@@ -289,7 +293,7 @@ class Session:
             self._owed += 1
             data, fds = self._reply(deadline)
         except TimeoutError as error:
-            if is_vital:
+            if is_vital and self.patience_s == math.inf:
                 with contextlib.suppress(OSError):
                     # Told at once, though a child that is just being forked has a copy: what is told of this session next is told to one that has ended.
                     self._connection.shutdown(socket.SHUT_RDWR)
@@ -361,7 +365,7 @@ def connect_session(
     }
     try:
         connection.settimeout(max(timeout_s, 0.001))
-        _connect(connection, target.session_path)
+        trusted.connect(connection, target.session_path)
         connection.sendall(msgpack.packb(hello))
         data, fds = _receive(connection)
         _close(fds)
@@ -427,21 +431,6 @@ def _hang_up(connection: socket.socket) -> None:
         connection.settimeout(0)
         connection.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
     connection.close()
-
-
-def _connect(connection: socket.socket, path: str) -> None:
-    try:
-        connection.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError) as error:
-        raise Unavailable(
-            f"no daemon at {path} ({error.strerror}); start `tierd serve`, or set TIERD_TARGET"
-        ) from error
-    except PermissionError as error:
-        raise NotPermitted(
-            f"daemon at {path}: this user may not connect; join the daemon's group, or run one of your own"
-        ) from error
-    except BlockingIOError as error:
-        raise Overloaded(f"daemon at {path}: its queue of new connections is full; try again") from error
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 from tierd.errors import InvalidArgument
 from tierd.places import SESSION_SOCKET_NAME, SOCKET_NAME, SOCKET_PATH_MAX_BYTES, runtime_dir
+from tierd.trust import find_stranger
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +75,16 @@ def resolve_target(text: str | None = None, *, environ: Mapping[str, str] = os.e
 
 
 def _default(environ: Mapping[str, str]) -> str:
-    """The first directory that holds a socket: where this user's daemon would be, then the machine's."""
+    """The first directory that holds a socket and that no stranger laid: where this user's daemon would be, then the machine's."""
     own = runtime_dir(environ, uid=os.getuid())
     if environ.get("TIERD_RUNTIME_DIR"):
         return own
     # A daemon of another user may serve this one too; where this user could not write, it was not looked for.
     places = (own, "/run/tierd")
     hidden = [place for place in places if Path(place).is_dir() and not os.access(place, os.X_OK)]  # connecting says so
-    return next((place for place in places if place in hidden or (Path(place) / SESSION_SOCKET_NAME).exists()), own)
+    sockets = {place: Path(place) / SESSION_SOCKET_NAME for place in places if place not in hidden}
+    found = {place for place, socket in sockets.items() if socket.exists() and not find_stranger(place)}
+    return next((place for place in places if place in hidden or place in found), own)
 
 
 def _remote(text: str) -> RemoteTarget:

@@ -37,6 +37,10 @@ class OpenedNamespace:
     link: int = field(default=0, repr=False)  # number of the connection that it was last opened over
     owner: object = field(default=None, repr=False)  # whose connection that was
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: it is opened again where it comes to be used."""
+        return OpenedNamespace, (self.spec, self.id, self.digest, self.epoch)
+
     @property
     def is_open(self) -> bool:
         """Whether a daemon has given it an id."""

@@ -441,12 +441,14 @@ class Verbs:
 
     def _shrunk(self, steps: Steps[T], nothing: Callable[[], T]) -> Steps[T]:
         """With best_effort a failure is `nothing`, and said once a minute."""
+        begun = time.monotonic()
         try:
             return (yield from steps)
         except TierdError as error:
             if not self._best_effort:
                 raise
-            self._is_silent |= isinstance(error, DeadlineExceeded)
+            # A call that had less time than a sign of life may take says nothing of the daemon.
+            self._is_silent |= isinstance(error, DeadlineExceeded) and time.monotonic() - begun >= PROBE_S
             self._complaints.note(error)
             return nothing()
 

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from tierd.core.blocks import ABOVE_LIMIT, Blocks
 from tierd.core.draft import no_ids
-from tierd.core.model import PRIORITY_DEFAULT, StructArray
+from tierd.core.model import PRIORITY_DEFAULT, RETENTION_LIMIT_S, StructArray
 from tierd.core.plan import Bools, Bytes, Ids, Lengths
 from tierd.core.sets import in_order, some
 
 _LAST_S = (1 << 32) - 1
 _RANK_BITS = 32
+_LONGEST_S = RETENTION_LIMIT_S + 1
 _NOTHING = PRIORITY_DEFAULT << _RANK_BITS | _LAST_S
 """Rank of a word that was not said, or has run out."""
 FIRST_LOOK = 16
@@ -58,8 +59,9 @@ class Said(NamedTuple):
         return Said(self.codes[rows], self.until_s[rows])
 
     def hold(self, time_s: float) -> Bools:
-        """Which were said, and have not run out at a Unix time."""
-        return np.asarray((self.codes > 0) & ((self.until_s == 0) | (self.until_s > time_s)), bool)
+        """Which were said, and have not run out at a Unix time. No end is later than any put can say, unless the clock was set back: such words have run out."""
+        is_left = (self.until_s > time_s) & (self.until_s <= time_s + _LONGEST_S)
+        return np.asarray((self.codes > 0) & ((self.until_s == 0) | is_left), bool)
 
     def ranks(self, time_s: float) -> Ranks:
         """At a Unix time."""
@@ -134,6 +136,6 @@ def _raise_above(blocks: Blocks, start: int, rank: int, time_s: float, *, most: 
 def _rank(blocks: Blocks, block: int, time_s: float) -> int:
     """As Said.ranks, of one block."""
     code, until_s = int(blocks.priority[block]), int(blocks.until_s[block])
-    if not code or 0 < until_s <= time_s:
+    if not code or (until_s and not time_s < until_s <= time_s + _LONGEST_S):
         return _NOTHING
     return code - 1 << _RANK_BITS | (until_s - 1 if until_s else _LAST_S)

@@ -20,7 +20,7 @@ from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
 from tierd.cache.scrub import Scrub
 from tierd.core.admission import Verdict
-from tierd.core.model import PRIORITY_DEFAULT, PageState, StructArray
+from tierd.core.model import PRIORITY_DEFAULT, RETENTION_LIMIT_S, PageState, StructArray
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
 from tierd.errors import InvalidArgument
@@ -228,7 +228,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def _said(self, row: StructArray) -> tuple[int, float]:
         """The block's priority, and for how long it still holds, 0 for good."""
         left_s = float(row["until_s"]) - self._cache.core.unix_s(self._cache.clock.now())
-        if not row["priority"] or (row["until_s"] and left_s <= 0):
+        if not row["priority"] or (row["until_s"] and not 0 < left_s <= RETENTION_LIMIT_S + 1):
             return PRIORITY_DEFAULT, 0.0
         return int(row["priority"]) - 1, left_s if row["until_s"] else 0.0
 

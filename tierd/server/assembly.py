@@ -47,6 +47,7 @@ from tierd.tiers.arena import Arena
 from tierd.tiers.cuda import CudaTier, GpuOptions
 from tierd.tiers.heads import check_versions
 from tierd.tiers.holds import FormerHolder, HoldTable
+from tierd.tiers.lock import check_way
 from tierd.tiers.nvme import NvmeStore, Patience
 from tierd.tiers.slots import HEADER_BYTES
 from tierd.tiers.tier import Recovered, Tier, is_device, is_stored
@@ -198,8 +199,11 @@ async def _find_direct(tiers: Sequence[Tier]) -> None:
 
 
 def _directory(tier: Tier) -> Path:
-    """Where the files lie whose heads name a version."""
-    return tier.choose().tables if isinstance(tier, Arena | CudaTier) else Path(tier.place)
+    """Where the files lie whose heads name a version. Raises ConfigError."""
+    if isinstance(tier, Arena | CudaTier):
+        return tier.choose().tables
+    check_way(Path(tier.place))
+    return Path(tier.place)
 
 
 async def _close(tier: Tier, find: Callable[[], Assembly | None]) -> None:

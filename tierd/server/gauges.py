@@ -82,8 +82,9 @@ class Gauges:
             ):
                 metrics.tier_bytes.labels(tier=tier.name, state=state).set(size)
             self._count_declined(tier)
-            for state in ("free", "reserved", "ready", "retiring", "quarantined", "pinned"):
+            for state in ("free", "reserved", "ready", "retiring", "quarantined"):
                 metrics.tier_pages.labels(tier=tier.name, state=state).set(getattr(tier, f"pages_{state}"))
+            metrics.tier_pinned_pages.labels(tier=tier.name).set(tier.pages_pinned)
 
     def _refresh_memory(self) -> None:
         for tier in self._daemon.tiers:

@@ -30,7 +30,6 @@ from tierd.errors import (
     InvalidArgument,
     NotPermitted,
     Overloaded,
-    SessionLost,
     TierdError,
     Unsupported,
 )
@@ -128,6 +127,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self.call_timeout_s = call_timeout_s
         self._credential = credential
         self._remote = remote
+        self.admit_peer: Callable[[str], None] = lambda _: None
+        """Hears from where calls with the credential of TCP come. Raises Overloaded."""
         self._counted: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     @property
@@ -247,7 +248,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         session, tenant, is_admin = self._identify(metadata)
         if method.startswith("/tierd.v1.Admin/") and not is_admin:
             raise NotPermitted(f"{method}: for root and the daemon's own user; ask whoever runs the daemon")
-        if self._remote and session == self._remote[0] and method in LOCAL:
+        is_remote = self._remote is not None and session == self._remote[0]
+        if is_remote:
+            self.admit_peer(context.peer())
+        if is_remote and method in LOCAL:
             raise Unsupported(f"{method}: handles need shared memory, which there is none of over TCP; use Put and Get")
         self._advance_clock(metadata)
         return Caller(session, tenant, is_admin, request, self._deadline(method, context))
@@ -261,12 +265,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def _identify(self, metadata: dict[str, str]) -> tuple[int, str, bool]:
         token = metadata.get("tierd-session")
-        if token:
+        if token is not None:
             return self._authenticate(token)
         bearer = metadata.get("authorization", "").removeprefix("Bearer ")
         if self._remote and bearer and hmac.compare_digest(bearer.encode(), self._credential.encode()):
             return (*self._remote, False)
-        raise SessionLost("call: neither a session's token nor a known credential; connect to the session socket first")
+        raise NotPermitted(
+            "call: neither a session's token nor the credential of server.tcp_credential_file; correct credential_file, or connect to the session socket first"
+        )
 
     def _advance_clock(self, metadata: dict[str, str]) -> None:
         at_ms = metadata.get("tierd-time-ms")

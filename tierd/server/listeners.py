@@ -35,6 +35,7 @@ from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_
 from tierd.server.learned import Learned
 from tierd.server.lines import LINES, Lines
 from tierd.server.mailboxes import Mailboxes
+from tierd.server.newcomers import Newcomers
 from tierd.server.recorder import Recorder
 from tierd.server.rpc import Rpc
 from tierd.server.service import CacheService
@@ -42,6 +43,7 @@ from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, Session, SessionCalls, Sessions
 from tierd.server.wear import Wear
 from tierd.tiers.holds import Holder, read_boot_id
+from tierd.tiers.lock import check_way
 from tierd.tiers.tier import Tier, is_device, is_shared
 
 log = structlog.get_logger(__name__)
@@ -118,6 +120,7 @@ class Listeners:
         self._rpc = self._build_rpc(guard)
         self._gauges = Gauges(daemon, sessions=self.sessions)
         self._metrics: metrics.Listener | None = None
+        self._newcomers: Newcomers | None = None
 
     async def __aenter__(self) -> Self:
         self._watch_former()
@@ -128,6 +131,8 @@ class Listeners:
     ) -> None:
         self._mailboxes.close()
         self._socket.close()
+        if self._newcomers:
+            self._newcomers.close()
         await asyncio.gather(self._lines.finish(timeout_s=0), self._rpc.stop(grace_s=0))
         self._gauges.stop()
         if self._metrics:
@@ -143,7 +148,7 @@ class Listeners:
         self._socket.open()
         self._rpc.listen_unix(self.directory / places.SOCKET_NAME)
         if server.tcp_listen:
-            self._rpc.listen_tcp(server.tcp_listen)
+            self._newcomers = self._rpc.listen_tcp(server.tcp_listen)
         await self._rpc.start()
         if server.metrics_listen:
             self._metrics = self._listen_metrics(server.metrics_listen)
@@ -313,7 +318,9 @@ def _described(tier: Tier) -> dict[str, Any]:
 
 def make_runtime_directory(path: Path) -> None:
     """The sockets' directory, made 0750 if missing: members of the daemon's group may connect. Raises ConfigError."""
+    check_way(path)
     path.mkdir(mode=0o750, parents=True, exist_ok=True)
+    check_way(path)  # somebody may have been quicker
     found = path.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(

@@ -10,9 +10,9 @@ import errno
 import os
 import re
 import socket
-import struct
 from pathlib import Path
 
+from tierd import trust
 from tierd.errors import NotPermitted, Unsupported
 from tierd.processes import find_start_time, has_ended
 from tierd.server.identity import Peer
@@ -20,15 +20,13 @@ from tierd.server.identity import Peer
 SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 """Linux 6.5 and newer; Python has no name for it yet."""
 
-_CREDENTIALS = struct.Struct("3i")
 _ENDED = (errno.EINVAL, errno.ESRCH, errno.ENODATA)
 """What SO_PEERPIDFD answers for a process that is gone."""
 
 
 def peer_of(connection: socket.socket) -> tuple[Peer, int]:
     """The process that connected, and its pidfd, which the caller closes. Raises NotPermitted, Unsupported."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    pid, uid = trust.peer_of(connection)
     if pid <= 0:
         raise NotPermitted(
             "session: the client's process is in a pid namespace that the daemon cannot see; run the daemon in the host's"

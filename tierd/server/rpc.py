@@ -23,6 +23,7 @@ from tierd.errors import ConfigError
 from tierd.server import streams
 from tierd.server.admin import AdminService
 from tierd.server.guard import OVER, Guard
+from tierd.server.newcomers import Newcomers
 from tierd.server.service import CacheService
 from tierd.server.unnamed import Health, Unnamed
 
@@ -32,6 +33,7 @@ OPTIONS = (
     ("grpc.max_send_message_length", 8 << 20),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 5000),
 )
 GRPC_LOG = "grpc._cython.cygrpc"
 """Where grpc.aio writes what a handler has raised, and that the reply of a unary call could not be sent: it sends that outside the guard."""
@@ -43,7 +45,7 @@ CONNECTIONS_FACTOR = 4
 BACKLOG = 16
 """Calls in each server, as a multiple of the queue: so that the guard is what answers."""
 SPARE = 1024
-"""Calls in each server beside those: endless ones, refused ones, replies that nobody has read."""
+"""Calls in each server beside those: endless ones, refused ones, replies that nobody has read. And connections to TCP, which newcomers.py keeps from being taken."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -65,12 +67,12 @@ class Rpc:
         self._cache, self._admin, self._limits = cache, admin, limits
         self._servers: list[grpc.aio.Server] = []
 
-    def _build(self) -> grpc.aio.Server:
+    def _build(self, *, spare: int) -> grpc.aio.Server:
         limits = self._limits
         options = (
             *OPTIONS,
             ("grpc.max_concurrent_streams", STREAMS_FACTOR * limits.session_credits),
-            ("grpc.max_allowed_incoming_connections", CONNECTIONS_FACTOR * limits.session_limit),
+            ("grpc.max_allowed_incoming_connections", CONNECTIONS_FACTOR * limits.session_limit + spare),
         )
         most = limits.queue_limit * BACKLOG + SPARE
         server = grpc.aio.server(interceptors=[self.guard], options=options, maximum_concurrent_rpcs=most)
@@ -86,12 +88,15 @@ class Rpc:
     def listen_unix(self, path: Path) -> None:
         """Binds the unix socket, 0660. Raises ConfigError."""
         path.unlink(missing_ok=True)
-        self._bind(f"unix:{path}")
+        self._bind(f"unix:{path}", spare=0)
         path.chmod(0o660)
 
-    def listen_tcp(self, address: str) -> int:
-        """Binds a loopback address; the port. Raises ConfigError."""
-        return self._bind(address)
+    def listen_tcp(self, address: str) -> Newcomers:
+        """Binds a loopback address. Raises ConfigError."""
+        port = self._bind(address, spare=SPARE)
+        newcomers = Newcomers(port, limit=CONNECTIONS_FACTOR * self._limits.session_limit)
+        self.guard.admit_peer = newcomers.admit
+        return newcomers
 
     async def start(self) -> None:
         """Begins to serve."""
@@ -103,8 +108,9 @@ class Rpc:
         """Refuses new calls, lets those in progress finish within the grace, cancels the rest."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
-    def _bind(self, address: str) -> int:
+    def _bind(self, address: str, *, spare: int) -> int:
+        """spare: connections beside those that are meant."""
         try:
-            return int(self._build().add_insecure_port(address))
+            return int(self._build(spare=spare).add_insecure_port(address))
         except RuntimeError as error:
             raise ConfigError(f"listen {address}: {error}; is another program using it?") from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from tierd.core.model import TierSpec
 from tierd.errors import ConfigError
 from tierd.huge_pages import HUGE_BYTES
-from tierd.tiers.lock import private_directory
+from tierd.tiers.lock import check_way, private_directory
 from tierd.tiers.mapping import address_of, allocate, map_file, populate
 
 SHM = Path("/dev/shm")
@@ -68,6 +68,7 @@ def choose_place(spec: TierSpec, *, instance: str, arena_dir: str = "") -> Arena
         )
     mounts = list(read_mounts())
     if arena_dir:
+        check_way(Path(arena_dir))
         base = Path(arena_dir).resolve()
         data, mode = base, _mode_of(base, mounts)
     else:

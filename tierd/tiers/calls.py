@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from tierd.tiers.tier import Health
+
 Kind = Literal["read", "write"]
 KINDS: tuple[Kind, ...] = ("read", "write")
 
@@ -40,6 +42,7 @@ class Calls:
         self.unread = 0
         self.stir: Callable[[], None] = lambda: None
         self._under_way: set[Call] = set()
+        self._last_error = ""
 
     def begin(self, kind: Kind) -> Call:
         """A call is under way until `end`."""
@@ -61,15 +64,24 @@ class Calls:
         finally:
             self.end(call)
 
-    def fail(self, kind: Kind) -> None:
+    def fail(self, kind: Kind, error: str) -> None:
         """A call has failed, for good: what is tried again in smaller parts has not."""
+        self._last_error = error
         self.errors[kind] += 1
         self.unread += kind == "read"
 
-    @property
-    def under_way(self) -> int:
-        """How many there are now."""
-        return len(self._under_way)
+    def health(self, *, fault: str) -> Health:
+        """As `WatchedTier.health`."""
+        return Health(
+            fault=fault,
+            last_error=self._last_error,
+            read_errors=self.errors["read"],
+            write_errors=self.errors["write"],
+            unread=self.unread,
+            calls=len(self._under_way),
+            read_age_s=self.age_s("read"),
+            write_age_s=self.age_s("write"),
+        )
 
     def age_s(self, *kinds: Kind) -> float:
         """Of the oldest call under way, of these kinds or all; 0.0: there is none."""

@@ -230,8 +230,8 @@ class Ledger:
             raise self._not_begun(files, records, e) from e
         finally:
             self._calls.end(call)
-        for _ in (*failed, *error):
-            self._calls.fail("write")
+        for fault in (*failed.values(), *error):
+            self._calls.fail("write", str(fault))
         self._check_data(failed, files, records)
         self._check_journal(error, records)
 
@@ -418,8 +418,8 @@ class Ledger:
         with self._calls.one("write"):
             try:
                 return await self._in_thread(work, *args)
-            except OSError:
-                self._calls.fail("write")
+            except OSError as error:
+                self._calls.fail("write", str(error))
                 raise
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from tierd.errors import AlreadyOwned, ConfigError
+from tierd.trust import find_stranger
 
 _ATTEMPTS = 5
 _PAUSE_S = 0.01  # a look by `find_owner` may hold the lock for a moment
@@ -40,8 +41,9 @@ class OwnerLock:
 def take_lock(path: Path, *, what: str) -> OwnerLock:
     """The lock on path, a file in an existing directory that is made if missing. what: the thing it guards, for the message.
 
-    Raises AlreadyOwned naming the holder's process id; OSError if the file cannot be opened.
+    Raises AlreadyOwned naming the holder's process id; ConfigError where a stranger laid the way to it; OSError if the file cannot be opened.
     """
+    check_way(path.parent)
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE_S)
@@ -75,6 +77,7 @@ def private_directory(path: Path) -> Path:
 
     Raises ConfigError if another user owns it or others may write to it or swap it: what lies in it is trusted.
     """
+    check_way(path)
     if not path.parent.exists():
         private_directory(path.parent)
     parent = path.parent.stat()
@@ -88,6 +91,12 @@ def private_directory(path: Path) -> Path:
     if stat.S_IMODE(found.st_mode) != 0o700:
         path.chmod(0o700)
     return path
+
+
+def check_way(path: Path) -> None:
+    """Raises ConfigError where another user laid a step on the way to a path, a link for example."""
+    if stranger := find_stranger(path):
+        raise ConfigError(f"{path}: {stranger}, lies on the way there; remove it, or use another directory")
 
 
 def _refusal(path: Path, found: os.stat_result) -> str:

@@ -106,6 +106,8 @@ class Batch:
     """Rows with a known table, until all of their bytes were hashed."""
     wrong: list[int] = field(default_factory=list)
     """Rows whose bytes are not those of their table."""
+    fault: str = ""
+    """Why the last call failed that did."""
 
     def __post_init__(self) -> None:
         known = self.known or [None] * len(self.extents)
@@ -170,12 +172,14 @@ class _RunJob:
         except OSError as error:
             if len(self._run.rows) > 1:
                 return self._one_by_one(self._run.rows)
+            self._batch.fault = str(error)
             if not isinstance(error, GoneError):
                 self._batch.outcomes.append(False)
             return ()
 
     def give_up(self) -> None:
         """As `Job.give_up`."""
+        self._batch.fault = "the disk hangs"
         self._batch.outcomes.append(False)
 
     def _move(self) -> Sequence[Self]:

@@ -183,16 +183,7 @@ class NvmeStore:
 
     def health(self) -> Health:
         """As `StoredTier.health`."""
-        calls = self._calls
-        return Health(
-            fault=self._ledger.failure,
-            read_errors=calls.errors["read"],
-            write_errors=calls.errors["write"],
-            unread=calls.unread,
-            calls=calls.under_way,
-            read_age_s=calls.age_s("read"),
-            write_age_s=calls.age_s("write"),
-        )
+        return self._calls.health(fault=self._ledger.failure)
 
     def heed(self, stir: Callable[[], None]) -> None:
         """As `WatchedTier.heed`: whatever fails or hangs began as a call."""
@@ -464,7 +455,7 @@ class NvmeStore:
             batch.conclude()
             for is_done in batch.outcomes:
                 if not is_done:
-                    self._calls.fail(job.kind)
+                    self._calls.fail(job.kind, batch.fault)
                 elif job.kind == "read":
                     self._calls.unread = 0
 

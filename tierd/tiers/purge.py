@@ -14,6 +14,7 @@ from pathlib import Path
 from tierd.tiers.arena_files import LOCK_NAME, SHM, read_mounts, tables_base, user_directory
 from tierd.tiers.lock import find_owner, private_directory, take_lock
 from tierd.tiers.store_files import LOCK_NAME as STORE_LOCK
+from tierd.trust import find_stranger
 
 STORE_FILES = ("store.json*", "seg-*.slots*", "snapshot-*.bin*", "journal-*.log*", "probe.tmp")
 
@@ -37,6 +38,8 @@ def list_arenas(arena_dirs: Iterable[str] = ()) -> list[ArenaFiles]:
     huge = [mount.path for mount in mounts if mount.kind == "hugetlbfs"]
     found: dict[Path, ArenaFiles] = {}
     for base in dict.fromkeys([*huge, *(Path(d).resolve() for d in arena_dirs if d), SHM]):
+        if find_stranger(user_directory(base)):
+            continue  # not ours
         for data in sorted(user_directory(base).glob("*/*")):
             tables = user_directory(tables_base(base, mounts)) / data.parent.name / data.name
             if data.is_dir() and not data.is_symlink() and tables not in found:

@@ -297,6 +297,8 @@ class SegmentBooks(Generic[Memory]):
                 failpoint("arena.prepare.before_memory")
                 self._give(segment, self._data.take(name))
         except OSError as error:
+            if self._segments.get(name) is not segment:
+                return  # its life has ended meanwhile, and its files with it
             raise TierFailed(
                 f"{self.spec.name}: segment {name} cannot be allocated in {self.place}: {error}"
             ) from error

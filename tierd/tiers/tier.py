@@ -76,11 +76,12 @@ class ReadResult:
 class Health:
     """How a watched tier fares. Counts are since it was opened.
 
-    fault: why nothing can be written, for people; empty if it can. read_errors, write_errors: calls that failed; a sync counts as a write.
+    fault: why nothing can be written, for people; empty if it can. last_error: of the last call that failed. read_errors, write_errors: calls that failed; a sync counts as a write.
     unread: reads that failed since one has succeeded. calls: under way. read_age_s, write_age_s: of the oldest call under way, 0.0 if there is none.
     """
 
     fault: str = ""
+    last_error: str = ""
     read_errors: int = 0
     write_errors: int = 0
     unread: int = 0

@@ -13,7 +13,7 @@ from tierd.cli import look, top
 from tierd.cli.advice import Engine
 from tierd.cli.engines import draw_engines, engine_row
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
-from tierd.cli.render import Column, fitting, plain_lines
+from tierd.cli.render import Column, bar, fitting, plain_lines
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,10 @@ def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
     one = top.Sample(10.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
     change = top.Change(one, top.Sample(12.0, one.status, one.tiers, one.sessions))
     assert (change.per_second(100, 300), change.per_second(100, 20)) == (100.0, 10.0)
+
+
+@pytest.mark.parametrize("part", [0, 3, 8])
+def test_bars_without_colour(part: int) -> None:
+    """How full a bar is can be read where there are no colours."""
+    assert bar(part, 8).plain.count("━") == part
+    assert len(bar(part, 8).plain) == 8

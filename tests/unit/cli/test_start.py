@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
+import pytest
+
+from tierd.cli.ctl import VERBS, cli
+
 PROGRAM = """
 import gc
 from tierd.cli.daemon import run_daemon
@@ -60,3 +65,28 @@ def test_no_plugin_gets_into_the_programs(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=60, check=True
     )
     assert "loaded" not in ran.stdout + ran.stderr
+
+
+HEAVY = ("pydantic", "prometheus_client", "tierd.server", "tierd.simulator", "tierd.policies")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more"), [("--help", ("grpc", "numpy", "rich")), ("status", ()), ("tiers", ()), ("top", ())]
+)
+def test_tierctl_loads_little(tmp_path: Path, arguments: str, more: tuple[str, ...]) -> None:
+    """What a verb does not need is not loaded for it; no daemon's code, no simulator, for those that ask a daemon."""
+    code = (
+        f"import sys; sys.argv = ['tierctl', {arguments!r}]\nfrom tierd.cli.ctl import main\ntry: main()\nexcept SystemExit: pass\n"
+        f"print([name for name in {HEAVY + more!r} if name in sys.modules])"
+    )
+    env = os.environ | {"TIERD_TARGET": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_list_of_verbs_says_what_they_say(name: str) -> None:
+    """The list that is shown without loading a verb has its name, and the first sentence of its help."""
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert (command.name, command.get_short_help_str(200)) == (name, VERBS[name][1])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, TOKENS, Kit, chain, commit_blocks, group, tier
-from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus
+from tierd.core.model import PRIORITY_DEFAULT, PUT_BLOCK, RETENTION_LIMIT_S, ROOT, BlockStatus
 from tierd.core.plan import PutQuery, Start
-from tierd.core.said import raise_before
+from tierd.core.said import raise_before, said_by
 from tierd.policies.eviction import EVICTION
 
 
@@ -280,3 +280,14 @@ def test_other_policies_go_by_other_things(eviction: str) -> None:
             put(kit, names[number], *([[50 + turn]] if is_said and number < 2 else []))
         left.append([held(kit, one) for one in names])
     assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("years", [11, 20, 60])
+def test_words_from_beyond_a_clock_that_was_set_back(years: int) -> None:
+    """An end later than any put can say, as after a clock was set back, keeps nothing: its word has run out, alone and beside others."""
+    now = 1.8e9
+    word = said_by(np.full(1, 90, np.uint8), np.full(1, RETENTION_LIMIT_S, np.uint32), time_s=now)
+    assert word.priorities(now).tolist() == [90]
+    back = now - years * 366 * 86400
+    assert word.priorities(back).tolist() == [PRIORITY_DEFAULT]
+    assert not word.hold(back).any()

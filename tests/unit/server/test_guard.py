@@ -117,10 +117,13 @@ def group() -> pb.Group:
 
 
 async def test_nobody_gets_in_without_a_name() -> None:
-    """A call without a token, with a made-up one or with a wrong credential is SessionLost."""
+    """A call with a made-up token is SessionLost, one without a token or with a wrong credential NotPermitted."""
     async with rigged() as rig, rig.stubs() as (cache, _):
-        for metadata in ((), (("tierd-session", "1.00"),), (("tierd-session", "x"),), (("authorization", "Bearer x"),)):
-            assert await error_of(cache.Lookup(pb.LookupRequest(), metadata=metadata)) == "SessionLost"
+        for token in ("1.00", "x", ""):
+            made_up = (("tierd-session", token),)
+            assert await error_of(cache.Lookup(pb.LookupRequest(), metadata=made_up)) == "SessionLost"
+        for metadata in ((), (("authorization", "Bearer x"),)):
+            assert await error_of(cache.Lookup(pb.LookupRequest(), metadata=metadata)) == "NotPermitted"
 
 
 async def test_operators_only() -> None:

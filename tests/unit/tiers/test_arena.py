@@ -333,6 +333,22 @@ async def test_memory_for_a_segment_that_has_ended(directory: Path) -> None:
     await takes_all_places(arena, directory)
 
 
+async def test_files_of_a_segment_that_has_ended(directory: Path) -> None:
+    """Where a segment's life ends while its files are made, it is no failure that they are gone."""
+    failpoint.arm("arena.prepare.before_catalogue", "delay:0.3x1")
+    try:
+        arena, _ = await opened(directory)
+        arena.apply(Plan(segments=[segment(1)]))
+        preparing = asyncio.ensure_future(arena.prepare([segment(1)]))
+        point = "arena.prepare.before_catalogue"
+        assert await asyncio.to_thread(failpoint.await_hits, point, count=1, timeout_s=SOON_S)
+        arena.apply(Plan(segments=[segment(2, replaces=1)]))
+        await preparing
+    finally:
+        failpoint.disarm()
+    await takes_all_places(arena, directory)
+
+
 async def takes_all_places(arena: Arena, directory: Path) -> None:
     """Segment 2 has begun at the first of four places: three more get a file each, a fifth none."""
     rest = [segment(number, place=number - 2) for number in (2, 3, 4, 5)]
