@@ -21,7 +21,7 @@ from tierd.policies.eviction.shadows import Shadows, Uses
 from tierd.policies.reuse import Traffic
 
 WINDOW_SHARE = 1 / 256
-"""On the developers' traces a window of a hundredth costs a fiftieth of what the order by worth brings, and protects no put more."""
+"""A window of a hundredth costs 0.01 to 0.08 points more on the developers' chat trace."""
 NEW, DURABLE = 0, 1
 """Queues of those that wait; their stamps are those of `_lru`, give or take a call's blocks."""
 

@@ -28,6 +28,7 @@ from tierd.policies.reuse import Traffic
 
 SAMPLED = 4096
 """Names that a shadow holds at most."""
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # so that names which are plain numbers are spread too
 PROOF, LEAST = 2.5, 1 / 64
 """A lead is believed from so many standard deviations of chance on, and from this share of what a shadow holds."""
 
@@ -62,9 +63,9 @@ class Shadows:
         while size >> self._bits > SAMPLED:
             self._bits += 1
             rows = np.fromiter(self._row.values(), np.int64)
-            self._drop(rows[self._spread[rows] >> np.uint64(64 - self._bits) > 0])
+            self._drop(rows[(self._spread[rows] * _MIX) >> np.uint64(64 - self._bits) > 0])
         self._size = size >> self._bits
-        return true_rows(spread >> np.uint64(64 - self._bits) == 0) if self._bits else np.arange(len(spread))
+        return true_rows((spread * _MIX) >> np.uint64(64 - self._bits) == 0) if self._bits else np.arange(len(spread))
 
     def use(self, uses: Uses, now: float) -> None:
         """Sampled names were used in the tier."""
