@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import mapping
+from tierd.client.calls import seconds_of
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import commit_request, every
@@ -143,13 +144,13 @@ class ReservedPages:
     def _commit(
         self, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool, timeout_s: float
     ) -> Steps:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + seconds_of(timeout_s)
         yield from self._worked(deadline)
         request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
         return (yield from self._ends.commit(self, request, deadline))
 
     def _abort(self, timeout_s: float) -> Steps:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + seconds_of(timeout_s)
         yield from self._worked(deadline)
         yield from self._ends.abort(self, deadline)
 
@@ -208,11 +209,11 @@ class Reservation(ReservedPages):
         committed. keep_open: blocks not named stay reserved. Raises DeadlineExceeded after timeout_s: the blocks may be published even so.
         """
         steps = self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open, timeout_s=timeout_s)
-        return self._run(steps)  # type: ignore[no-any-return]
+        return self._run(steps, timeout_s)  # type: ignore[no-any-return]
 
     def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Gives the pages back as if nothing had been."""
-        self._run(self._abort(timeout_s))
+        self._run(self._abort(timeout_s), timeout_s)
 
     def __enter__(self) -> Self:
         return self
