@@ -148,7 +148,8 @@ def check(config: Config) -> None:
     for (one, path), (other, outer) in itertools.permutations(enumerate(paths), 2):
         if path.startswith(outer) and (path != outer or other < one):
             _refuse(
-                f"nvme[{one}].path", f"{path} is in the store of nvme[{other}], {outer}; give each a directory of its own"
+                f"nvme[{one}].path",
+                f"{path} is in the store of nvme[{other}], {outer}; give each a directory of its own",
             )
 
 
@@ -301,7 +302,7 @@ def _check_wear(name: str, store: NvmeConfig) -> None:
 def _check_segment(name: str, *, capacity_bytes: int, segment_bytes: int) -> None:
     capacity, segment = format_bytes(capacity_bytes), format_bytes(segment_bytes)
     if segment_bytes % PAGE_ALIGN_BYTES or not segment_bytes:
-        _refuse(f"{name}.segment", f"{segment} is not a multiple of 4 KiB; round it, or write \"auto\"")
+        _refuse(f"{name}.segment", f'{segment} is not a multiple of 4 KiB; round it, or write "auto"')
     if segment_bytes > capacity_bytes:
         _refuse(f"{name}.segment", f'{segment} is above the capacity of {capacity}; lower it or write "auto"')
     if capacity_bytes % segment_bytes:

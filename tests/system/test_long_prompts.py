@@ -25,6 +25,7 @@ BYTES = 64
 SPEC = NamespaceSpec(model="long", tokens_per_block=16, block_bytes=BYTES, rank_count=8)
 TOKENS = np.arange(16 * COUNT + 5, dtype=np.uint32)
 CONFIG = """\
+{store}
 [server]
 max_batch_blocks = {limit}
 tcp_listen = "127.0.0.1:{port}"
@@ -49,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, di
     secret.write_text("hush" * 8 + "\n")
     secret.chmod(0o600)
     port = free_port()
-    with Daemon(CONFIG.format(limit=LIMIT, port=port, secret=secret)) as daemon:
+    with Daemon(CONFIG.format(store="nvme = []", limit=LIMIT, port=port, secret=secret)) as daemon:
         yield daemon, {"target": f"127.0.0.1:{port}", "credential_file": str(secret)}
 
 
@@ -103,7 +104,9 @@ def test_ranks_and_groups_count(place: Any) -> None:
         hashes, halves = chain(1, 40), chain(2, 20)
         for rank in range(8):
             assert client.put(first, PutGroup(first, hashes, rank=rank), bodies(40, tail=0))
-            assert client.put(second, PutGroup(second, halves[: 20 - rank % 2], rank=rank), bodies(20 - rank % 2, tail=0))
+            assert client.put(
+                second, PutGroup(second, halves[: 20 - rank % 2], rank=rank), bodies(20 - rank % 2, tail=0)
+            )
         ranks = tuple(range(8))
         whole, odd = Group(first, hashes, ranks=ranks), Group(second, halves, ranks=ranks)
         found = client.lookup(whole)
@@ -144,7 +147,10 @@ def test_a_put_that_finds_no_room_ends_there(tmp_path: Path) -> None:
     with Daemon(f"nvme = []\n{config}") as daemon, Client(daemon.target) as client:
         ns = client.open_namespace(SPEC)
         hashes = chain(4, 900)
-        with client.reserve([PutGroup(ns, chain(5, 100)), PutGroup(ns, chain(6, 0))]), client.reserve(PutGroup.private(ns, 100)):
+        with (
+            client.reserve([PutGroup(ns, chain(5, 100)), PutGroup(ns, chain(6, 0))]),
+            client.reserve(PutGroup.private(ns, 100)),
+        ):
             done = client.put(ns, hashes, bodies(900, tail=0))
         assert len(done.statuses) == 900
         assert client.get(ns, hashes).blocks <= max(done.stored, 900)
@@ -206,7 +212,11 @@ def test_ten_million_tokens(tmp_path: Path, way: str) -> None:
     secret, port = tmp_path / "secret", free_port()
     secret.write_text("hush" * 8 + "\n")
     secret.chmod(0o600)
-    config = CONFIG.format(limit=65536, port=port, secret=secret).replace('"64 MiB"', '"2 GiB"').replace("4 MiB", "64 MiB")
+    config = (
+        CONFIG.format(store="", limit=65536, port=port, secret=secret)
+        .replace('"64 MiB"', '"2 GiB"')
+        .replace("4 MiB", "64 MiB")
+    )
     config += '[[nvme]]\ncapacity = "6 GiB"\nadmission = "all"\n'
     count = 625_000
     tokens = np.arange(16 * count, dtype=np.uint32)

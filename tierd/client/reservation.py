@@ -12,6 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -39,7 +40,7 @@ COMMIT_TIMEOUT_S = 30.0
 class Ends(Protocol):
     """How reservations end, as steps."""
 
-    def commit(self, pages: Any, request: Any, deadline: float) -> Steps:
+    def commit(self, pages: Any, make: Callable[[], Any], deadline: float) -> Steps:
         """Publishes."""
         ...
 
@@ -146,8 +147,8 @@ class ReservedPages:
     ) -> Steps:
         deadline = time.monotonic() + seconds_of(timeout_s)
         yield from self._worked(deadline)
-        request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
-        return (yield from self._ends.commit(self, request, deadline))
+        make = partial(commit_request, self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
+        return (yield from self._ends.commit(self, make, deadline))
 
     def _abort(self, timeout_s: float) -> Steps:
         deadline = time.monotonic() + seconds_of(timeout_s)

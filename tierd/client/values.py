@@ -211,6 +211,7 @@ def listed(what: Any, kind: type[T]) -> list[T]:
             raise InvalidArgument(
                 f"groups: {group!r:.80} is no {kind.__name__} of a namespace that was opened; pass one"
             )
+        checked_hashes(group.hashes)  # type: ignore[attr-defined]
     if not groups:
         raise InvalidArgument("groups: none; a plain model has one")
     return groups

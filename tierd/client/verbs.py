@@ -8,6 +8,7 @@ a daemon has gone (but a put, whose blocks either exist then or do not), and wha
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -100,7 +101,8 @@ class Verbs:
         """Attention mass per rank and block of a lease's group."""
 
         def steps() -> Steps[None]:
-            data = np.ascontiguousarray(mass, dtype="<f4").tobytes()
+            with np.errstate(all="ignore"):
+                data = np.ascontiguousarray(mass, dtype="<f4").tobytes()
             if lease.hold is not None:
                 request = pb.ReportAttentionRequest(lease=lease.id, group=group, mass=data)
                 yield from self._ask_holder(lease.hold, "ReportAttention", request, deadline)
@@ -127,9 +129,9 @@ class Verbs:
             lambda: self._put(namespace, what, blocks, deadline, durable=durable), lambda: _dropped(blocks)
         )
 
-    def commit(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
+    def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: float) -> Steps[Committed]:
         """Publishes a reservation's pages."""
-        return self.shrunk(lambda: self.committed(pages, request, deadline), lambda: _not_committed(pages))
+        return self.shrunk(lambda: self.committed(pages, make(), deadline), lambda: _not_committed(pages))
 
     def abort(self, pages: ReservedPages, deadline: float) -> Steps[None]:
         """Gives a reservation's pages back."""
@@ -499,7 +501,7 @@ def _is_empty(groups: Sequence[Group]) -> bool:
 
 
 def _dropped(blocks: Any) -> PutResult:
-    return PutResult(protocol.all_statuses(len(blocks) if hasattr(blocks, "__len__") else 0, BlockStatus.FAILED))
+    return PutResult(protocol.all_statuses(operator.length_hint(blocks), BlockStatus.FAILED))
 
 
 def _not_committed(pages: ReservedPages) -> Committed:
