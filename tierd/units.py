@@ -7,7 +7,6 @@ remedy, and the caller puts the thing's name in front.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -37,8 +36,10 @@ _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 def parse_bytes(value: object) -> int:
     """The bytes of a whole number, or of a text such as "512 MiB". Raises ValueError."""
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    size = value if is_number else _scaled(value, BYTE_UNITS, example='"512 MiB"')
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        size: float = value
+    else:
+        size = _scaled(value, BYTE_UNITS, example='"512 MiB"')
     if size > BYTES_LIMIT:
         raise ValueError(f"{value!r:.40} is more than 1 EiB; write less")
     if size != int(size):
@@ -58,8 +59,10 @@ def parse_rate(value: object) -> int:
 
 def parse_seconds(value: object) -> float:
     """The seconds of a number, or of a text such as "5 s" or "250 ms". Raises ValueError."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    duration_s = value if is_number else _scaled(value, SECOND_UNITS, example='"5 s"')
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        duration_s: float = value
+    else:
+        duration_s = _scaled(value, SECOND_UNITS, example='"5 s"')
     if duration_s > SECONDS_LIMIT:
         raise ValueError(f"{value!r:.40} is more than ten years; write less")
     return float(duration_s)

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
-from tierd.client.client import Face, no_timeout, open_transport
+from tierd.client.calls import NO_TIMEOUT
+from tierd.client.client import Face, open_transport
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
 from tierd.client.steps import Steps, fail, run
@@ -22,6 +23,7 @@ from tierd.client.threads import NotBegun, Threads
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import StructArray
+from tierd.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -146,7 +148,7 @@ class AsyncClient(Face):
     async def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
         patience_s = self._seconds(timeout_s)
         if math.isnan(patience_s):
-            return fail(steps, no_timeout(timeout_s))
+            return fail(steps, InvalidArgument(NO_TIMEOUT.format(timeout_s)))
         try:
             return await self._threads.run(partial(run, steps, open_transport), timeout_s=patience_s)
         except NotBegun as error:

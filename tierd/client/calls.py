@@ -18,6 +18,7 @@ from tierd.errors import DeadlineExceeded, Overloaded
 
 LONGEST_S = 86400.0
 """What a timeout of infinity comes to; no wait of the system takes much more than 24 days."""
+NO_TIMEOUT = "timeout_s: {!r} is no number of seconds; give one, or math.inf"
 
 
 def seconds_of(timeout_s: Any) -> float:

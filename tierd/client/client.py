@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
-from tierd.client.calls import seconds_of
+from tierd.client.calls import NO_TIMEOUT, seconds_of
 from tierd.client.connection import Connector, Link, Options, Transport
 from tierd.client.lease import Lease
 from tierd.client.local import LocalTransport
@@ -218,13 +218,8 @@ class Client(Face):
 
     def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
         if math.isnan(self._seconds(timeout_s)):
-            return fail(steps, no_timeout(timeout_s))
+            return fail(steps, InvalidArgument(NO_TIMEOUT.format(timeout_s)))
         return run(steps, open_transport)
-
-
-def no_timeout(timeout_s: Any) -> InvalidArgument:
-    """Of a timeout that is no number."""
-    return InvalidArgument(f"timeout_s: {timeout_s!r} is no number of seconds; give one, or math.inf")
 
 
 def open_transport(link: Link, address: str) -> Transport:

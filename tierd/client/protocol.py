@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,6 @@ from tierd.core.model import (
     RETENTION_LIMIT_S,
     BlockStatus,
     Durability,
-    Need,
     StructArray,
     TierKind,
 )
@@ -58,7 +56,6 @@ GIVING = frozenset({"Acquire", "Reserve", "Commit"})
 ABOUT_BYTES = 2 << 20
 """Of hashes, and of tokens, that an engine says of one group: with them a message stays below the 8 MiB that gRPC takes."""
 
-_NEEDS = frozenset(Need)
 TIER_DIGITS = 5
 """Of a tier's index: no daemon has so many."""
 
@@ -180,11 +177,11 @@ def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *
 
 def _filled(group: PutGroup, lengths: Sequence[int]) -> PutGroup:
     """The group, whose buffers are so long. Raises InvalidArgument where that is not what its blocks are."""
-    for i, (length, wanted) in enumerate(zip_longest(lengths, put_lengths(group).tolist())):
-        if length != wanted:
-            raise InvalidArgument(
-                f"buffer {i}: {length} bytes for a block of {wanted}; pass one each, as long, or say the lengths in a PutGroup"
-            )
+    wanted = put_lengths(group).tolist()
+    for i, length in enumerate(lengths if wanted != list(lengths) else ()):
+        if i >= len(wanted) or length != wanted[i]:
+            what = f"{length} bytes for a block of {wanted[i : i + 1]}"
+            raise InvalidArgument(f"buffer {i}: {what}; pass as many, or say the lengths of blocks in a PutGroup")
     return group
 
 
@@ -210,15 +207,13 @@ def groups_message(groups: Iterable[Group]) -> list[pb.Group]:
 
 def _group_message(group: Group) -> pb.Group:
     hashes = checked_hashes(group.hashes)
-    if group.need not in _NEEDS:
-        raise InvalidArgument(f"need: {group.need!r} is unknown; give one of tierd.client.Need")
     return pb.Group(
         namespace=group.namespace.id,
         ranks=[whole("ranks", rank, U4_MAX, remedy="count ranks from 0") for rank in group.ranks],
         hashes=hashes.tobytes(),
         tokens_per_block=group.namespace.spec.tokens_per_block,
         tokens=group.namespace.tokens_in(len(hashes), tokens=group.tokens),
-        need=int(group.need),  # type: ignore[arg-type]
+        need=whole("need", group.need, 2, remedy="give one of tierd.client.Need"),  # type: ignore[arg-type]
         need_tokens=whole(
             "need_tokens", group.need_tokens, (1 << 63) - 1, remedy="count the last tokens that it needs"
         ),
@@ -423,11 +418,6 @@ def valid_blocks(groups: Sequence[LeasedGroup], good: NDArray[np.bool_]) -> int:
 def every(mask: NDArray[np.bool_]) -> bool:
     """Whether all are true, in a third of the time of `mask.all()`."""
     return int(np.count_nonzero(mask)) == mask.size
-
-
-def leading_tokens(handles: StructArray, blocks: int) -> int:
-    """Tokens that the first so many blocks cover."""
-    return int(handles["tokens"][:blocks].sum())
 
 
 # -- chunks, for clients that share no memory

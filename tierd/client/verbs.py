@@ -33,7 +33,6 @@ from tierd.core.block import NamespaceSpec
 from tierd.core.model import HANDLE, BlockStatus, StructArray
 from tierd.errors import (
     DeadlineExceeded,
-    InvalidArgument,
     SessionLost,
     StaleHandle,
     TierdError,
@@ -43,10 +42,6 @@ from tierd.errors import (
 
 T = TypeVar("T")
 
-Asked = tuple[Any, Any, Any]
-"""What protocol.groups_of makes groups of."""
-BATCH_BLOCKS = 1 << 16
-"""Of a call to a daemon that does not say."""
 PROBE_S, PROBE_PAUSE_S = 0.1, 1.0
 """With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life, for so long, so often."""
 
@@ -73,21 +68,17 @@ class Verbs:
         yield from self.shrunk(lambda: self.opened([namespace], deadline), lambda: None)
         return namespace
 
-    def connected(self, deadline: float) -> Steps[Link]:
-        """A usable link, best effort or not."""
-        return (yield from self._link(deadline))
-
     # -- gets. asked: what `protocol.groups_of` makes groups of
 
-    def lookup(self, asked: Asked, deadline: float) -> Steps[Found]:
+    def lookup(self, asked: Any, deadline: float) -> Steps[Found]:
         """What could be served."""
         return self.shrunk(lambda: splitting.lookup(self, protocol.groups_of(*asked), deadline), Found)
 
-    def prefetch(self, asked: Asked, tier: str, deadline: float) -> Steps[int]:
+    def prefetch(self, asked: Any, tier: str, deadline: float) -> Steps[int]:
         """Blocks that are on their way because of this."""
         return self.shrunk(lambda: splitting.prefetch(self, protocol.groups_of(*asked), tier, deadline), int)
 
-    def acquire(self, asked: Asked, tier: str, deadline: float) -> Steps[Lease]:
+    def acquire(self, asked: Any, tier: str, deadline: float) -> Steps[Lease]:
         """A lease on the longest servable prefix, its segments mapped."""
         return self.shrunk(
             lambda: splitting.acquire(self, protocol.groups_of(*asked), tier, deadline), self._empty_lease
@@ -247,7 +238,7 @@ class Verbs:
 
     def _early(self, group: Group, out: Any, deadline: float) -> Steps[EarlyCopy | None]:
         """The copy that may begin before the daemon has answered."""
-        link = yield from self._link(deadline)
+        link = yield from self.connected(deadline)
         if link.session is None:
             return None
         known = link.known.find(group) if self.knows(group.namespace, link) else None
@@ -296,7 +287,7 @@ class Verbs:
                 lambda link: remote.put(link, write), [write.group.namespace], write.deadline
             )
             return done
-        link = yield from self._link(write.deadline)
+        link = yield from self.connected(write.deadline)
         return (yield from writing.put(self, link, write))
 
     def committed(
@@ -327,7 +318,7 @@ class Verbs:
     def _check_device(self, tier: str, deadline: float) -> Steps[None]:
         """Before anything is taken for a process that could not map it. Raises Unsupported."""
         if tier.startswith("device"):
-            session = (yield from self._link(deadline)).session
+            session = (yield from self.connected(deadline)).session
             if session is not None and session.gpus:
                 yield Do(lambda: session.check_gpus(tier))
 
@@ -389,7 +380,7 @@ class Verbs:
         """What is done over the current link, its namespaces opened there; once more over a new link if the daemon has gone."""
         is_first = True
         while True:
-            link = yield from self._link(deadline)
+            link = yield from self.connected(deadline)
             try:
                 for namespace in namespaces:
                     yield from self._open(namespace, link, deadline)
@@ -425,7 +416,8 @@ class Verbs:
             hold.link.is_broken = True
             raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
 
-    def _link(self, deadline: float) -> Steps[Link]:
+    def connected(self, deadline: float) -> Steps[Link]:
+        """A usable link, best effort or not."""
         link = self.connector.current()
         if link is None:
             seen = self.connector.link
@@ -458,7 +450,7 @@ class Verbs:
             reply = yield from called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
             protocol.take_namespace(namespace, reply, link=link.number)
             link.codec = protocol.agreed_codec(self.connector.codec, reply)
-            link.batch_blocks = reply.batch_blocks or BATCH_BLOCKS
+            link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
             namespace.owner = self
 
     # -- failures
@@ -485,13 +477,10 @@ class Verbs:
 
 
 def _nothing(_link: Link) -> Steps[None]:
-    """No step."""
     yield from ()
 
 
 def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:
-    if not groups:
-        raise InvalidArgument("groups: none; a plain model has one")
     return [group.namespace for group in groups]
 
 
