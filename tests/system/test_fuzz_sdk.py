@@ -167,7 +167,7 @@ def test_client(daemon: Daemon, best_effort: bool) -> None:
                 error = raised
             note(tally, call, error, best_effort=best_effort)
         calls.lease = given = None
-    report("fuzz sdk", best_effort=best_effort, **{key: n for key, n in tally.items()})
+    report("fuzz sdk", best_effort=best_effort, **dict(tally.items()))
     assert {f"{verb} OK" for verb in VERBS} <= set(tally)
     assert best_effort or {f"{verb} InvalidArgument" for verb in VERBS if verb != "report_attention"} <= set(tally)
     check(daemon)

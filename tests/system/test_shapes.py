@@ -53,10 +53,10 @@ def test_blocks_of_any_number_of_tokens(daemon: Daemon, size: int, block_bytes: 
 
 @pytest.mark.parametrize(
     "lengths",
-    [[4096, 4096, 2047], [4096, 8, 2048], [4096, 4096, 4096], [1, 4096, 2048], [4096, 4097, 2048], [0, 4096, 2048]],
+    [[4096, 4096, 2047], [4096, 8, 2048], [4096, 4096, 4097], [1, 4096, 2048], [4096, 4097, 2048], [0, 4096, 2048]],
 )
 def test_buffers_are_as_long_as_their_blocks(daemon: Daemon, lengths: list[int]) -> None:
-    """A buffer that is not as long as its block is refused with both lengths, in puts of tokens and of hashes; where the lengths are said it is stored with them."""
+    """A buffer that is shorter than what its block covers, or longer than a full block, is refused with both lengths; where the lengths are said it is stored with them."""
     with Client(daemon.target) as client, Client(daemon.target, best_effort=True) as careless:
         ns, other = (
             each.open_namespace(NamespaceSpec(model="lengths", tokens_per_block=16, block_bytes=4096))
@@ -69,10 +69,10 @@ def test_buffers_are_as_long_as_their_blocks(daemon: Daemon, lengths: list[int])
         with pytest.raises(InvalidArgument, match=rf"buffer {wrong}: {lengths[wrong]} bytes .* say the lengths"):
             client.put(ns, tokens, blocks)
         with pytest.raises(InvalidArgument, match=r"buffer \d: \d+ bytes"):
-            client.put(ns, chain(3, 3), blocks)
+            client.put(ns, chain(3, 3), [*blocks[:2], bytes(9)])
         assert set(careless.put(other, tokens, blocks).statuses) == {BlockStatus.FAILED}
         assert client.lookup(ns, ns.hash(tokens, with_tail=True), tokens=40).tokens == 0
-        if 0 < min(lengths) and max(lengths) <= 4096:
+        if min(lengths) > 0 and max(lengths) <= 4096:
             said = PutGroup(ns, chain(4 + sum(lengths), 3), lengths=lengths)
             assert client.put(ns, said, blocks)
             assert [len(view) for view in client.get(ns, said.hashes).views] == lengths

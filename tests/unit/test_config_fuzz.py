@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import Any
@@ -79,11 +80,12 @@ def config_of(written: list[tuple[str, str, Any]]) -> Config:
 def test_every_key_with_each_odd_value(section: str, key: str) -> None:
     """Each setting takes a value, or refuses it with the setting's own name and the way out; a refusal that is about another one names that."""
     for value in [*TEXTS, *NUMBERS, True, [], {}]:
+        said = ""
         try:
             config_of([(section, key, value)])
         except ConfigError as error:
-            assert key in str(error) or "TOML" in str(error) or section in str(error), (value, str(error))
-            assert ";" in str(error), str(error)
+            said = str(error)
+        assert not said or (";" in said and any(word in said for word in (key, section, "TOML"))), (value, said)
 
 
 @settings(
@@ -106,10 +108,8 @@ def test_settings_together(written: list[tuple[tuple[str, str], Any]]) -> None:
 @given(st.one_of(st.text(), st.text(alphabet="[]{}=\"'.,#\n ahostnvme0123", max_size=60)))
 def test_any_text(text: str) -> None:
     """Any text at all is a configuration or a ConfigError."""
-    try:
+    with contextlib.suppress(ConfigError):
         resolve(read_config(text), environ=ENVIRON)
-    except ConfigError:
-        pass
 
 
 @pytest.mark.parametrize("path", ["x", "./x", "../x", "~", "~/x", "~root/x", "/x\0"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -176,13 +176,13 @@ def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *
 
 
 def _filled(group: PutGroup, lengths: Sequence[int]) -> PutGroup:
-    """The group, whose buffers are so long. Raises InvalidArgument where that is not what its blocks are."""
-    wanted = put_lengths(group).tolist()
-    for i, length in enumerate(lengths if wanted != list(lengths) else ()):
-        if i >= len(wanted) or length != wanted[i]:
-            what = f"{length} bytes for a block of {wanted[i : i + 1]}"
+    """The group, of buffers that are so long. Raises InvalidArgument where one is shorter than what its block covers, or longer than a full one."""
+    wanted, most = put_lengths(group).tolist(), group.namespace.spec.block_bytes
+    for i, (length, least) in enumerate(zip(lengths, wanted, strict=False) if lengths != wanted else ()):
+        if not least <= length <= most:
+            what = f"{length} bytes for a block of {least} (at most {most})"
             raise InvalidArgument(f"buffer {i}: {what}; pass as many, or say the lengths of blocks in a PutGroup")
-    return group
+    return replace(group, lengths=lengths)
 
 
 def _is_hashes(what: Tokens | Hashes) -> bool:
