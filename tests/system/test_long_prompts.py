@@ -120,6 +120,8 @@ def test_ranks_and_groups_count(place: Any) -> None:
             assert [group.handles.shape for group in lease.groups] == [(8, 8), (8, 4)]
         last = Group(second, halves, ranks=ranks, need=Need.LAST_TOKENS, need_tokens=32)
         assert client.acquire([whole, last]).tokens == 4 * 32
+        cut = client.lookup([whole, last])
+        assert (cut.tokens, [tiers.shape for tiers in cut.tier_of]) == (4 * 32, [(8, 40), (8, 20)])
         await_nothing_held(daemon, "the leases")
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[Found]:
     """What could be served."""
     parts = yield from _parts(verbs, groups, deadline)
-    if len(parts) == 1:
-        return (yield from verbs.found(parts[0], deadline))
+    if parts[0] is groups:
+        return (yield from verbs.found(groups, deadline))
     got, tier_of, is_whole = GetResult(), [], True
     for part in parts:
         found = yield from verbs.found(part, deadline)
@@ -36,8 +36,10 @@ def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[Foun
         if is_whole:
             got = got.followed_by(GetResult(found.tokens, tier_tokens=found.tier_tokens))
         is_whole &= found.tokens == _tokens_of(part)
-    tiers = tuple(np.concatenate(each, axis=1) for each in zip(*tier_of, strict=True))
-    return Found(got.tokens, tiers, got.tier_tokens)
+    tiers = [np.concatenate(each, axis=1) for each in zip(*tier_of, strict=True)]
+    left = [len(group.hashes) - its.shape[1] for group, its in zip(groups, tiers, strict=True)]  # not asked for
+    padded = (np.pad(its, ((0, 0), (0, n)), constant_values=-1) for its, n in zip(tiers, left, strict=True))
+    return Found(got.tokens, tuple(padded), got.tier_tokens)
 
 
 def prefetch(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Steps[int]:
