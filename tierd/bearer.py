@@ -18,7 +18,7 @@ def read_bearer(path: str, *, setting: str) -> str:
     """What the file holds, without the blanks around it. setting: which gave the path. Raises ConfigError."""
     try:
         bearer = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}: {path} cannot be read ({error}); give the path of a text file") from error
     if not _SENDABLE.fullmatch(bearer):
         raise ConfigError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import itertools
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from tierd import places
 from tierd.core.model import PAGE_ALIGN_BYTES
 from tierd.errors import ConfigError
 from tierd.settings import (
+    AUTO,
     SECTIONS,
     TIER_SECTIONS,
     Config,
@@ -74,7 +76,7 @@ def load_config(path: str | Path | None = None, *, environ: Mapping[str, str] = 
         return resolve(Config(), environ=environ)
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config {path}: cannot be read ({error}); give the path of a TOML file in UTF-8") from error
     try:
         return resolve(read_config(text), environ=environ)
@@ -86,7 +88,7 @@ def read_config(text: str) -> Config:
     """The config as it is written in TOML, defaults filled in, nothing resolved. Raises ConfigError."""
     try:
         written = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not valid TOML: {error}; correct the line") from error
     _check_keys(written)
     try:
@@ -129,6 +131,7 @@ def auto_segment_bytes(capacity_bytes: int) -> int:
 
 def check(config: Config) -> None:
     """Refuses what cannot work, before anything opens. Raises ConfigError with thing, fault, value, limit and remedy."""
+    _check_paths(config)
     _check_server(config.server)
     _check_identity(config.identity)
     _check_events(config.events)
@@ -141,11 +144,12 @@ def check(config: Config) -> None:
         _check_tier(name, tier)
     for index, store in enumerate(config.nvme):
         _check_wear(f"nvme[{index}]", store)
-    paths = [tier.path for tier in config.nvme]
-    for index, path in enumerate(paths):
-        if path in paths[:index]:
+    paths = [os.path.join(os.path.realpath(tier.path), "") for tier in config.nvme]
+    for (one, path), (other, outer) in itertools.permutations(enumerate(paths), 2):
+        if path.startswith(outer) and (path != outer or other < one):
             _refuse(
-                f"nvme[{index}].path", f"{path} is the store of nvme[{paths.index(path)}] already; give each its own"
+                f"nvme[{one}].path",
+                f"{path} is in the store of nvme[{other}], {outer}; give each a directory of its own",
             )
 
 
@@ -169,7 +173,7 @@ def _tiers(config: Config) -> Iterator[tuple[str, DeviceConfig | HostConfig | Nv
 
 
 def _with_segment(tier: Tier, name: str) -> Tier:
-    if tier.segment:
+    if tier.segment != AUTO:
         return tier
     segment = auto_segment_bytes(tier.capacity)
     capacity = tier.capacity // segment * segment
@@ -191,6 +195,16 @@ def _check_devices(config: Config) -> None:
     for index, ordinal in enumerate(ordinals):
         if ordinal in ordinals[:index]:
             _refuse(f"device[{index}].ordinal", f"{ordinal} is another device's; give each GPU one table")
+
+
+def _check_paths(config: Config) -> None:
+    """Every directory and file is where it is for whatever starts the daemon, wherever from."""
+    tables = [(name, getattr(config, name)) for name in SECTIONS if name not in TIER_SECTIONS]
+    for name, table in (*tables, *_tiers(config)):
+        for key, field in type(table).__pydantic_fields__.items():
+            path = getattr(table, key)
+            if field.json_schema_extra["unit"] == "path" and path and (not os.path.isabs(path) or "\0" in path):
+                _refuse(f"{name}.{key}", f"{path!r} is no absolute path; write one that begins with /")
 
 
 def _check_server(server: ServerConfig) -> None:
@@ -287,8 +301,8 @@ def _check_wear(name: str, store: NvmeConfig) -> None:
 
 def _check_segment(name: str, *, capacity_bytes: int, segment_bytes: int) -> None:
     capacity, segment = format_bytes(capacity_bytes), format_bytes(segment_bytes)
-    if segment_bytes % PAGE_ALIGN_BYTES:
-        _refuse(f"{name}.segment", f"{segment} is not a multiple of 4 KiB; round it")
+    if segment_bytes % PAGE_ALIGN_BYTES or not segment_bytes:
+        _refuse(f"{name}.segment", f'{segment} is not a multiple of 4 KiB; round it, or write "auto"')
     if segment_bytes > capacity_bytes:
         _refuse(f"{name}.segment", f'{segment} is above the capacity of {capacity}; lower it or write "auto"')
     if capacity_bytes % segment_bytes:

@@ -24,8 +24,9 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 """A float in seconds; in TOML also a text such as "5 s"."""
 Rate = Annotated[int, BeforeValidator(parse_rate)]
 """An int in bytes per second; in TOML also a text such as "100 MiB/s"."""
-SegmentSize = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else parse_bytes(value))]
-"""Bytes; 0 stands for "auto" until the config is resolved, then it is the size."""
+SegmentSize = Annotated[int, BeforeValidator(lambda value: AUTO if value == "auto" else parse_bytes(value))]
+"""Bytes; AUTO until the config is resolved, then it is the size."""
+AUTO = -1
 
 RATED_YEARS = 5.0
 """What makers rate drive writes per day over."""

@@ -7,7 +7,6 @@ remedy, and the caller puts the thing's name in front.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -28,14 +27,21 @@ BYTE_UNITS: Mapping[str, int] = {
 SECOND_UNITS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 """Seconds per unit."""
 
+BYTES_LIMIT = 1 << 60
+SECONDS_LIMIT = 10 * 365 * 86400.0
+"""An EiB, and ten years: nothing has more, and what reckons with them takes that much."""
+
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def parse_bytes(value: object) -> int:
     """The bytes of a whole number, or of a text such as "512 MiB". Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    size = _scaled(value, BYTE_UNITS, example='"512 MiB"')
+        size: float = value
+    else:
+        size = _scaled(value, BYTE_UNITS, example='"512 MiB"')
+    if size > BYTES_LIMIT:
+        raise ValueError(f"{value!r:.40} is more than 1 EiB; write less")
     if size != int(size):
         raise ValueError(f"{value!r} is not a whole number of bytes; write a smaller unit")
     return int(size)
@@ -53,9 +59,13 @@ def parse_rate(value: object) -> int:
 
 def parse_seconds(value: object) -> float:
     """The seconds of a number, or of a text such as "5 s" or "250 ms". Raises ValueError."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
-        return float(value)
-    return _scaled(value, SECOND_UNITS, example='"5 s"')
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        duration_s: float = value
+    else:
+        duration_s = _scaled(value, SECOND_UNITS, example='"5 s"')
+    if duration_s > SECONDS_LIMIT:
+        raise ValueError(f"{value!r:.40} is more than ten years; write less")
+    return float(duration_s)
 
 
 def format_bytes(size: int) -> str:
@@ -80,4 +90,4 @@ def _scaled(value: object, units: Mapping[str, float], *, example: str) -> float
 
 def _exact(number: str, scale: float) -> float:
     """Multiplied without rounding where the number is whole, so that sizes above 2**53 bytes stay exact."""
-    return int(number) * scale if "." not in number else float(number) * scale
+    return int(number) * scale if number.isdecimal() and len(number) < 20 else float(number) * scale

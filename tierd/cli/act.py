@@ -109,7 +109,7 @@ def epoch() -> None:
 
 @epoch.command()
 @click.option("--model", default="", help="Every namespace of this model.")
-@click.option("--namespace", type=click.IntRange(0), default=None, help="Just this namespace id.")
+@click.option("--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Just this namespace id.")
 @verb
 def bump(ask: Ask, *, model: str, namespace: int | None) -> None:
     """Begins a new epoch; leases in flight finish."""

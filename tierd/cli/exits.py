@@ -7,11 +7,12 @@ trust. Non-purpose: wording; errors carry their own messages. Invariant: no trac
 from __future__ import annotations
 
 import enum
+import os
 from typing import Any, NoReturn
 
 import click
 
-from tierd.errors import InvalidArgument, TierdError, Unavailable
+from tierd.errors import InvalidArgument, OperatorError, TierdError, Unavailable
 
 
 class ExitCode(enum.IntEnum):
@@ -35,6 +36,14 @@ class Program(click.Group):
             return super().invoke(ctx)
         except TierdError as error:
             end(self.name or "tierd", error)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            where, whose = error.filename or ctx.invoked_subcommand, f"this process (uid {os.geteuid()})"
+            end(
+                self.name or "tierd",
+                OperatorError(f"{where}: {error.strerror}; give {whose} one that it may use, or name another path"),
+            )
         except KeyboardInterrupt:
             raise click.exceptions.Exit(130) from None
 

@@ -247,14 +247,16 @@ def class_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
 
 @click.command()
 @click.option("--tier", default="", metavar="NAME", help="Only blocks in this tier, such as host.0.")
-@click.option("--namespace", type=click.IntRange(0), default=None, help="Only blocks of this namespace id.")
+@click.option(
+    "--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Only blocks of this namespace id."
+)
 @click.option("--pinned", is_flag=True, help="Only blocks that somebody holds.")
 @click.option("--prefix", "hash_prefix", default="", metavar="HEX", help="Only hashes that begin like this.")
 @click.option(
     "--sort", type=click.Choice([*SORTS, *(f"-{sort}" for sort in SORTS)]), default="recent", show_default=True
 )
 @click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Blocks on a page.")
-@click.option("--offset", type=click.IntRange(0), default=0, help="Blocks before the page.")
+@click.option("--offset", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Blocks before the page.")
 @verb
 def blocks(ask: Ask, *, namespace: int | None, hash_prefix: str, offset: int, **filters: str | int | bool) -> None:
     """Lists blocks: filtered, sorted, a page at a time."""

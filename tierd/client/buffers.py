@@ -83,6 +83,13 @@ def _address(array: Bytes, *, writable: bool = False) -> int:
         return int(array.__array_interface__["data"][0])
 
 
+def after(out: Any, lengths: Sequence[int]) -> Any:
+    """What is left of a caller's buffers after blocks of these lengths."""
+    if out is None or isinstance(out, list | tuple):
+        return out and out[len(lengths) :]
+    return flat(out, writable=True)[int(np.sum(lengths)) :]
+
+
 def pieces(buffers: Any, lengths: Sequence[int], *, writable: bool = False) -> list[Bytes]:
     """One flat view a block: of a list of buffers, or of one buffer that holds the blocks one behind the other.
 

@@ -6,6 +6,7 @@ where the daemon has not begun it, and within its deadline.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,18 @@ from tierd.client.connection import Link, Meanwhile
 from tierd.client.credits import pause_s
 from tierd.client.steps import Call, Pause, Pull, Push, Steps
 from tierd.errors import DeadlineExceeded, Overloaded
+
+LONGEST_S = 86400.0
+"""What a timeout of infinity comes to; no wait of the system takes much more than 24 days."""
+NO_TIMEOUT = "timeout_s: {!r} is no number of seconds; give one, or math.inf"
+
+
+def seconds_of(timeout_s: Any) -> float:
+    """A timeout as it is kept to; NaN: it is none."""
+    try:
+        return min(float(timeout_s), LONGEST_S)
+    except (TypeError, ValueError, OverflowError):
+        return LONGEST_S if isinstance(timeout_s, int) and timeout_s > 0 else math.nan
 
 
 def called(link: Link, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None) -> Steps[Any]:

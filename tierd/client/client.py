@@ -11,6 +11,7 @@ awaited.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,17 +19,19 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
+from tierd.client.calls import NO_TIMEOUT, seconds_of
 from tierd.client.connection import Connector, Link, Options, Transport
 from tierd.client.forks import Bound
 from tierd.client.lease import Lease
 from tierd.client.local import LocalTransport
 from tierd.client.reservation import Reservation
-from tierd.client.steps import Steps, run
+from tierd.client.steps import Steps, fail, run
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import StructArray
+from tierd.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -42,14 +45,11 @@ def in_a_hurry(options: Options) -> Options:
     return replace(options, connect_timeout_s=HURRY_S, is_patient=False)
 
 
-class Client(Bound):
-    """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only), host:port?codec=lz4 where chunks shall
-    travel encoded; None: TIERD_TARGET.
+class Face(Bound):
+    """What both clients share: where the daemon is, and what it said of itself."""
 
-    name: shown to operators. timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
-    Nothing connects before the first call; after a daemon's restart or a fork the next call connects again. Every verb but those of
-    a best-effort client raises the errors of tierd.errors.
-    """
+    _is_acknowledged: bool
+    """Whether an explicit release waits for the daemon."""
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class Client(Bound):
         self._timeout_s = timeout_s
         how = Options(name, credential_file)
         self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
-        self._verbs = Verbs(self._connector, best_effort=best_effort, is_acknowledged=True, pages=self._reservation)
+        self._verbs = Verbs(
+            self._connector, best_effort=best_effort, is_acknowledged=self._is_acknowledged, pages=self._reservation
+        )
 
     @property
     def target(self) -> str:
@@ -91,13 +93,35 @@ class Client(Bound):
         """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection, which the next call makes."""
         self._connector.introduce(engine)
 
+    def _reservation(self, hold: Any, handles: StructArray) -> Any:
+        raise NotImplementedError
+
+    def _seconds(self, timeout_s: float | None) -> float:
+        return seconds_of(self._timeout_s if timeout_s is None else timeout_s)
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + self._seconds(timeout_s)
+
+
+class Client(Face):
+    """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only), host:port?codec=lz4 where chunks shall
+    travel encoded; None: TIERD_TARGET.
+
+    name: shown to operators. timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
+    Nothing connects before the first call; after a daemon's restart or a fork the next call connects again. Every verb but those of
+    a best-effort client raises the errors of tierd.errors.
+    """
+
+    _is_acknowledged = True
+
     def connect(self, *, timeout_s: float | None = None) -> None:
         """Connects now, where there is no connection."""
-        self._run(self._verbs._shrunk(self._verbs._opened([], self._deadline(timeout_s)), lambda: None))
+        deadline = self._deadline(timeout_s)
+        self._run(self._verbs.shrunk(lambda: self._verbs.connected(deadline), lambda: None), timeout_s)
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
-        """Names a namespace; the daemon adds the tenant. Raises InvalidArgument for an impossible spec, best effort or not."""
-        return self._run(self._verbs.open_namespace(spec.checked(), self._deadline(timeout_s)))
+        """Names a namespace; the daemon adds the tenant. With best effort an impossible spec, too, is one that never opens."""
+        return self._run(self._verbs.open_namespace(spec, self._deadline(timeout_s)), timeout_s)
 
     def lookup(
         self,
@@ -108,8 +132,8 @@ class Client(Bound):
         timeout_s: float | None = None,
     ) -> Found:
         """How much of a sequence could be served, and from where. groups, or a namespace and its hashes."""
-        wanted = protocol.groups_of(groups, hashes, tokens)
-        return self._run(self._verbs.lookup(wanted, self._deadline(timeout_s)))
+        wanted = (groups, hashes, tokens)
+        return self._run(self._verbs.lookup(wanted, self._deadline(timeout_s)), timeout_s)
 
     def prefetch(
         self,
@@ -121,8 +145,8 @@ class Client(Bound):
         timeout_s: float | None = None,
     ) -> int:
         """Begins to bring blocks near and returns at once: how many are on their way because of this."""
-        wanted = protocol.groups_of(groups, hashes, tokens)
-        return self._run(self._verbs.prefetch(wanted, tier, self._deadline(timeout_s)))
+        wanted = (groups, hashes, tokens)
+        return self._run(self._verbs.prefetch(wanted, tier, self._deadline(timeout_s)), timeout_s)
 
     def acquire(
         self,
@@ -134,8 +158,8 @@ class Client(Bound):
         timeout_s: float | None = None,
     ) -> Lease:
         """Pins the longest servable prefix in the wanted tier; a lease that is false if there is none."""
-        wanted = protocol.groups_of(groups, hashes, tokens)
-        return self._run(self._verbs.acquire(wanted, tier, self._deadline(timeout_s)))
+        wanted = (groups, hashes, tokens)
+        return self._run(self._verbs.acquire(wanted, tier, self._deadline(timeout_s)), timeout_s)
 
     def get(
         self,
@@ -146,14 +170,13 @@ class Client(Bound):
         timeout_s: float | None = None,
     ) -> GetResult:
         """The servable prefix of tokens, hashes or a group: as views, or copied into `out`, a list of buffers or one buffer."""
-        return self._run(self._verbs.get(namespace, what, out, self._deadline(timeout_s)))
+        return self._run(self._verbs.get(namespace, what, out, self._deadline(timeout_s)), timeout_s)
 
     def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None
     ) -> Reservation:
         """Sets pages aside to be written in place."""
-        wanted = [groups] if isinstance(groups, PutGroup) else list(groups)
-        return self._run(self._verbs.reserve(wanted, tier, self._deadline(timeout_s)))  # type: ignore[return-value]
+        return self._run(self._verbs.reserve(groups, tier, self._deadline(timeout_s)), timeout_s)  # type: ignore[return-value]
 
     def put(
         self,
@@ -165,11 +188,13 @@ class Client(Bound):
         timeout_s: float | None = None,
     ) -> PutResult:
         """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced before it returns."""
-        return self._run(self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable))
+        return self._run(
+            self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable), timeout_s
+        )
 
     def report_attention(self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None) -> None:
         """Attention mass per rank and block of a lease's group, f32 [ranks, count]: a hint for eviction."""
-        self._run(self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s)))
+        self._run(self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s)), timeout_s)
 
     def watch(self, *, after: int = 0) -> Iterator[Event]:
         """Blocks stored and removed, as they happen; after: the last sequence number seen. Ends by raising when the daemon goes."""
@@ -197,10 +222,9 @@ class Client(Bound):
     def _reservation(self, hold: Any, handles: StructArray) -> Reservation:
         return Reservation(hold, handles, ends=self._verbs, run=self._run)
 
-    def _deadline(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-
-    def _run(self, steps: Steps[T]) -> T:
+    def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
+        if math.isnan(self._seconds(timeout_s)):
+            return fail(steps, InvalidArgument(NO_TIMEOUT.format(timeout_s)))
         return run(steps, open_transport)
 
 

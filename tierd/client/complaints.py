@@ -1,4 +1,4 @@
-"""One log line a minute for what best_effort swallows.
+"""What best_effort makes of failures: a smaller hit, and one log line a minute.
 
 Purpose: an operator learns that something fails, and a worker's log is not flooded. Non-purpose: metrics.
 """
@@ -7,23 +7,48 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
-from tierd.errors import TierdError
+from tierd.client.steps import Steps
+from tierd.errors import DeadlineExceeded, InvalidArgument, TierdError
 
 log = logging.getLogger("tierd.client")
 
+T = TypeVar("T")
 INTERVAL_S = 60.0
+PROBE_S = 0.1
+"""A sign of life of the daemon may take so long."""
+ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError, AttributeError, LookupError, BufferError)
+"""As Python raises them for arguments of a wrong kind."""
 
 
 class Complaints:
-    """Failures of one client."""
+    """Failures of one client. is_silent: a call has ended at its deadline, and no sign of life came since."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target
+    def __init__(self, target: str, *, best_effort: bool) -> None:
+        self.is_silent = False
+        self._target, self._best_effort = target, best_effort
         self._next = 0.0
         self._unsaid = 0
 
-    def note(self, error: TierdError) -> None:
+    def shrunk(self, steps: Callable[[], Steps[T]], nothing: Callable[[], T]) -> Steps[T]:
+        """With best_effort a failure is `nothing`. Raises InvalidArgument for what Python refuses, else what is raised."""
+        begun = time.monotonic()
+        try:
+            return (yield from steps())
+        except Exception as raised:  # noqa: BLE001 - raised again, or a miss
+            error = raised
+            if isinstance(raised, ARGUMENT_ERRORS) and not isinstance(raised, TierdError):
+                error = InvalidArgument(f"arguments: {raised} ({type(raised).__name__}); give what the verb describes")
+            if not self._best_effort:
+                raise error from error.__cause__ or (None if error is raised else raised)
+            # A call that had less time than a sign of life may take says nothing of the daemon.
+            self.is_silent |= isinstance(error, DeadlineExceeded) and time.monotonic() - begun >= PROBE_S
+            self.note(error)
+            return nothing()
+
+    def note(self, error: Exception) -> None:
         """Logs the error if the last line is a minute old, with how many were not said since."""
         now = time.monotonic()
         if now < self._next:

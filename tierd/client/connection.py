@@ -105,6 +105,8 @@ class Link:
         """After so long without an answer the daemon is asked for a sign of life."""
         self.codec: WireCodec | None = None
         """By which chunks may be encoded, once the daemon has told that it knows it too."""
+        self.batch_blocks = 0
+        """How many a call may have, counted over ranks and groups; 0: not told yet, as it is with the first namespace that is opened."""
         self.pins: set[object] = set()
         """Views into its segments that are alive."""
         self.is_broken = False
@@ -334,5 +336,5 @@ def _read_credential(path: str) -> str | None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"credential_file: {path} cannot be read ({error}); give the path of a text file") from error

@@ -21,7 +21,7 @@ from tierd.client.early import EarlyCopy
 from tierd.client.forks import Bound
 from tierd.client.mapping import still_hold
 from tierd.client.pins import Bytes, Hold
-from tierd.client.protocol import Leased, LeasedGroup, every, joined, leading_tokens, valid_blocks
+from tierd.client.protocol import Leased, LeasedGroup, every, joined, valid_blocks
 from tierd.client.session import Parts, by_place
 from tierd.client.work import pauses
 from tierd.core.model import StructArray
@@ -108,7 +108,7 @@ class Lease(Bound):
     def tokens_of(self, blocks: int) -> int:
         """Tokens that can be served with so many blocks of those leased."""
         if len(self.groups) == 1 and self.groups[0].first == 0:
-            return min(self.tokens, leading_tokens(self.groups[0].handles[0], blocks))
+            return min(self.tokens, int(self.groups[0].handles["tokens"][0, :blocks].sum()))
         return self.tokens if blocks == max((group.count for group in self.groups), default=0) else 0
 
     def after(self, *work: Any) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,20 @@ from tierd import errors
 from tierd._proto import cache_pb2 as pb
 from tierd.chunks import CHUNK_BYTES, Chunk, Codec
 from tierd.client.buffers import copy_all
-from tierd.client.values import About, Event, EventKind, Found, Group, Hashes, OpenedNamespace, PutGroup, Tokens
-from tierd.core.block import NamespaceSpec
+from tierd.client.values import (
+    About,
+    Event,
+    EventKind,
+    Found,
+    Group,
+    Hashes,
+    OpenedNamespace,
+    PutGroup,
+    Tokens,
+    checked_hashes,
+    listed,
+)
+from tierd.core.block import NamespaceSpec, token_array, whole
 from tierd.core.model import (
     COMMIT_BLOCK,
     HANDLE,
@@ -47,8 +59,7 @@ ABOUT_BYTES = 2 << 20
 TIER_DIGITS = 5
 """Of a tier's index: no daemon has so many."""
 
-GROUP_BLOCKS_MAX = 1 << 20
-"""Nothing a daemon would take comes near; it keeps a mistake from building a message of gigabytes."""
+U4_MAX = (1 << 32) - 1
 
 
 # -- errors
@@ -135,10 +146,10 @@ def groups_of(
     if isinstance(what, OpenedNamespace):
         if hashes is None:
             raise InvalidArgument("hashes: none for the namespace; pass namespace.hash(tokens)")
-        return [Group(what, hashes, tokens)]
+        return [Group(what, checked_hashes(hashes), tokens)]
     if hashes is not None or tokens is not None:
         raise InvalidArgument("hashes: given beside groups, which have their own; pass one or the other")
-    return [what] if isinstance(what, Group) else list(what)
+    return listed(what, Group)
 
 
 def sequence_group(namespace: OpenedNamespace, what: Tokens | Hashes | Group) -> Group:
@@ -155,7 +166,7 @@ def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *
     if isinstance(what, PutGroup):
         return what
     if _is_hashes(what):
-        return PutGroup(namespace, checked_hashes(what), lengths=lengths)  # type: ignore[arg-type]
+        return _filled(PutGroup(namespace, checked_hashes(what)), lengths)  # type: ignore[arg-type]
     size, count = namespace.spec.tokens_per_block, len(what)
     full = count // size
     if len(lengths) not in (full, -(-count // size)):
@@ -165,26 +176,26 @@ def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *
         )
     tail = len(lengths) > full
     hashes, covered = namespace.hash(what, with_tail=tail), count if tail else full * size
-    return PutGroup(namespace, hashes, covered, lengths, about=About(tokens=what[:covered]))
+    return _filled(PutGroup(namespace, hashes, covered, about=About(tokens=what[:covered])), lengths)
+
+
+def _filled(group: PutGroup, lengths: Sequence[int]) -> PutGroup:
+    """The group, of buffers that are so long. Raises InvalidArgument where one is shorter than what its block covers, or longer than a full one."""
+    wanted, most = put_lengths(group).tolist(), group.namespace.spec.block_bytes
+    for i, (length, least) in enumerate(zip(lengths, wanted, strict=False) if lengths != wanted else ()):
+        if not least <= length <= most:
+            what = f"{length} bytes for a block of {least} (at most {most})"
+            raise InvalidArgument(f"buffer {i}: {what}; pass as many, or say the lengths of blocks in a PutGroup")
+    return replace(group, lengths=lengths)
 
 
 def _is_hashes(what: Tokens | Hashes) -> bool:
     return isinstance(what, np.ndarray) and what.ndim == 2
 
 
-def checked_hashes(hashes: Hashes) -> Hashes:
-    """uint8 [n, 32]. Raises InvalidArgument."""
-    array = np.ascontiguousarray(hashes)
-    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != HASH_BYTES or len(array) > GROUP_BLOCKS_MAX:
-        raise InvalidArgument(
-            f"hashes: {array.dtype} {array.shape} is not uint8 [blocks, {HASH_BYTES}]; pass what namespace.hash gives"
-        )
-    return array
-
-
 def wanted_tier(name: str) -> dict[str, Any]:
     """The fields that say where handles shall point: any tier of a kind (`host`), or one (`device.1`). Raises InvalidArgument."""
-    kind, dot, index = name.partition(".")
+    kind, dot, index = str(name).partition(".")
     kinds = {"device": TierKind.DEVICE, "host": TierKind.HOST}
     if kind not in kinds or (dot and not (index.isdecimal() and len(index) <= TIER_DIGITS)):
         raise InvalidArgument(
@@ -202,12 +213,14 @@ def _group_message(group: Group) -> pb.Group:
     hashes = checked_hashes(group.hashes)
     return pb.Group(
         namespace=group.namespace.id,
-        ranks=group.ranks,
+        ranks=[whole("ranks", rank, U4_MAX, remedy="count ranks from 0") for rank in group.ranks],
         hashes=hashes.tobytes(),
         tokens_per_block=group.namespace.spec.tokens_per_block,
         tokens=group.namespace.tokens_in(len(hashes), tokens=group.tokens),
-        need=group.need.value,  # type: ignore[arg-type]
-        need_tokens=group.need_tokens,
+        need=whole("need", group.need, 2, remedy="give one of tierd.client.Need"),  # type: ignore[arg-type]
+        need_tokens=whole(
+            "need_tokens", group.need_tokens, (1 << 63) - 1, remedy="count the last tokens that it needs"
+        ),
         digest=group.namespace.digest,
     )
 
@@ -219,7 +232,7 @@ def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
         return group.namespace.block_lengths(covered)
     if len(group.lengths) != len(covered):
         raise InvalidArgument(f"lengths: {len(group.lengths)} for {len(covered)} blocks; pass one each")
-    return np.asarray(group.lengths, dtype=np.uint32)
+    return np.asarray([whole("lengths", length, U4_MAX, remedy="in bytes") for length in group.lengths], np.uint32)
 
 
 def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
@@ -231,9 +244,9 @@ def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
     blocks["length"] = put_lengths(group)
     message = pb.PutGroup(
         namespace=group.namespace.id,
-        rank=group.rank,
+        rank=whole("rank", group.rank, U4_MAX, remedy="count ranks from 0"),
         parent=group.parent,
-        position=group.position,
+        position=whole("position", group.position, U4_MAX, remedy="count blocks from the sequence's first"),
         blocks=blocks.tobytes(),
         digest=group.namespace.digest,
     )
@@ -251,11 +264,7 @@ def _say(message: pb.PutGroup, group: PutGroup) -> None:
             f"retention_s: {group.retention_s} of no priority; give the priority that it limits, or neither"
         )
     for value in _of_each(group, "priority"):
-        if value is None or not 0 <= value <= PRIORITY_LIMIT or value != int(value):
-            raise InvalidArgument(
-                f"priority: {value} is no integer from 0 to {PRIORITY_LIMIT}; leave it out for the default"
-            )
-        message.priorities.append(int(value))
+        message.priorities.append(whole("priority", value, PRIORITY_LIMIT, remedy="leave it out for the default"))
     for value in _of_each(group, "retention_s") if group.retention_s is not None else ():
         if value is not None and not 0 < value <= RETENTION_LIMIT_S:
             raise InvalidArgument(
@@ -276,7 +285,7 @@ def _of_each(group: PutGroup, name: str) -> Sequence[float | None]:
 
 def _tell(message: pb.PutGroup, about: About) -> None:
     """What is too much for a message is left out: the blocks matter more than what is said of them."""
-    hashes, tokens = b"".join(about.hashes), np.asarray(about.tokens, dtype="<u4").tobytes()
+    hashes, tokens = b"".join(about.hashes), token_array(about.tokens).tobytes()
     if len(hashes) <= ABOUT_BYTES:
         message.engine_hashes, message.engine_per_block = hashes, about.per_block if hashes else 0
         message.engine_parent = about.parent if hashes else b""
@@ -296,7 +305,9 @@ def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tel
 def commit_request(
     reservation: int, blocks: StructArray | None, *, durable: bool, lease: bool = False, keep_open: bool = False
 ) -> pb.CommitRequest:
-    """blocks: COMMIT_BLOCK [n]; None: every block as it was named in Reserve."""
+    """blocks: COMMIT_BLOCK [n]; None: every block as it was named in Reserve. Raises InvalidArgument."""
+    if blocks is not None and getattr(blocks, "dtype", None) != COMMIT_BLOCK:
+        raise InvalidArgument(f"blocks: {type(blocks).__name__} is no array of COMMIT_BLOCK; pass what naming gives")
     return pb.CommitRequest(
         reservation=reservation,
         blocks=None if blocks is None else pb.CommitGroup(blocks=blocks.tobytes()),
@@ -389,7 +400,7 @@ def all_statuses(count: int, status: int) -> NDArray[np.uint16]:
 
 def watch_request(after: int) -> pb.WatchRequest:
     """after: sequence number of the last event seen."""
-    return pb.WatchRequest(after=after)
+    return pb.WatchRequest(after=whole("after", after, (1 << 64) - 1, remedy="give an event's sequence number"))
 
 
 def events_of(message: pb.Events) -> Iterator[Event]:
@@ -411,11 +422,6 @@ def valid_blocks(groups: Sequence[LeasedGroup], good: NDArray[np.bool_]) -> int:
 def every(mask: NDArray[np.bool_]) -> bool:
     """Whether all are true, in a third of the time of `mask.all()`."""
     return int(np.count_nonzero(mask)) == mask.size
-
-
-def leading_tokens(handles: StructArray, blocks: int) -> int:
-    """Tokens that the first so many blocks cover."""
-    return int(handles["tokens"][:blocks].sum())
 
 
 # -- chunks, for clients that share no memory

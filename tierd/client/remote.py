@@ -6,7 +6,6 @@ chunks did not all hold is no block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,26 @@ from tierd.client import buffers, protocol
 from tierd.client.calls import insisted, left_s
 from tierd.client.connection import Link
 from tierd.client.steps import Pull, Push, Steps
-from tierd.client.values import GetResult, Group, PutGroup, PutResult
+from tierd.client.values import GetResult, Group, PutResult
+from tierd.client.writing import Write
 from tierd.core.model import Need
 from tierd.errors import OperatorError, Unsupported
 
 
-def put(
-    link: Link, group: PutGroup, sources: Sequence[buffers.Bytes], *, durable: bool, deadline: float
-) -> Steps[PutResult]:
+def put(link: Link, write: Write) -> Steps[PutResult]:
     """Sends blocks."""
-    message, codec = protocol.put_group_message(group), link.codec
+    message, codec = protocol.put_group_message(write.group), link.codec
 
     def push() -> Push:
-        chunks = protocol.put_chunks(message, sources, durable=durable, codec=codec)
-        return Push(link, "Put", chunks, left_s(deadline))
+        chunks = protocol.put_chunks(message, write.sources, durable=write.durable, codec=codec)
+        return Push(link, "Put", chunks, left_s(write.deadline))
 
-    reply = yield from insisted(push, deadline)
-    return PutResult(protocol.statuses_of(reply.statuses, count=len(sources)))
+    reply = yield from insisted(push, write.deadline)
+    return PutResult(protocol.statuses_of(reply.statuses, count=len(write.sources)))
 
 
-def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[GetResult]:
-    """Receives the servable prefix, into out or into arrays of its own. Raises Unsupported for a group that needs anything else."""
+def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[tuple[GetResult, list[int]]]:
+    """Receives the servable prefix, into out or into arrays of its own, and says how long its blocks are. Raises Unsupported for a group that needs anything else."""
     if group.need is not Need.PREFIX:
         raise Unsupported(
             f"get: a group that needs {group.need.name} and no prefix, over TCP, where blocks travel from the first one on; ask for a"
@@ -49,7 +47,8 @@ def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[GetResult]
     covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)
     for array in assembly.whole if out is None else ():
         array.flags.writeable = False
-    return GetResult(int(covered[:blocks].sum()), blocks, tuple(assembly.whole) if out is None else ())
+    views = tuple(assembly.whole) if out is None else ()
+    return GetResult(int(covered[:blocks].sum()), blocks, views), list(map(len, assembly.whole))
 
 
 class _Targets:

@@ -12,6 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import mapping
+from tierd.client.calls import seconds_of
 from tierd.client.forks import Bound
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
@@ -39,7 +41,7 @@ COMMIT_TIMEOUT_S = 30.0
 class Ends(Protocol):
     """How reservations end, as steps."""
 
-    def commit(self, pages: Any, request: Any, deadline: float) -> Steps:
+    def commit(self, pages: Any, make: Callable[[], Any], deadline: float) -> Steps:
         """Publishes."""
         ...
 
@@ -144,13 +146,13 @@ class ReservedPages(Bound):
     def _commit(
         self, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool, timeout_s: float
     ) -> Steps:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + seconds_of(timeout_s)
         yield from self._worked(deadline)
-        request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
-        return (yield from self._ends.commit(self, request, deadline))
+        make = partial(commit_request, self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
+        return (yield from self._ends.commit(self, make, deadline))
 
     def _abort(self, timeout_s: float) -> Steps:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + seconds_of(timeout_s)
         yield from self._worked(deadline)
         yield from self._ends.abort(self, deadline)
 
@@ -209,11 +211,11 @@ class Reservation(ReservedPages):
         committed. keep_open: blocks not named stay reserved. Raises DeadlineExceeded after timeout_s: the blocks may be published even so.
         """
         steps = self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open, timeout_s=timeout_s)
-        return self._run(steps)  # type: ignore[no-any-return]
+        return self._run(steps, timeout_s)  # type: ignore[no-any-return]
 
     def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Gives the pages back as if nothing had been."""
-        self._run(self._abort(timeout_s))
+        self._run(self._abort(timeout_s), timeout_s)
 
     def __enter__(self) -> Self:
         return self

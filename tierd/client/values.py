@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens
+from tierd.core.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens, whole
 from tierd.core.model import COMMIT_BLOCK, HASH_BYTES, ROOT, BlockStatus, Need, StructArray
 from tierd.errors import InvalidArgument
 
 Hashes = NDArray[np.uint8]
 """uint8 [blocks, 32], first to last."""
 Tokens = Sequence[int] | NDArray[np.integer]
+T = TypeVar("T")
 NO_HASHES: Hashes = np.zeros((0, HASH_BYTES), dtype=np.uint8)
 
 
@@ -72,18 +74,24 @@ class OpenedNamespace:
     def tokens_in(self, blocks: int, *, tokens: int | None = None) -> int:
         """Tokens that so many consecutive blocks cover: `tokens`, or if None as many as fill them. Raises InvalidArgument where they are another number of blocks."""
         size = self.spec.tokens_per_block
-        total = blocks * size if tokens is None else tokens
+        total = (
+            blocks * size if tokens is None else whole("tokens", tokens, 1 << 63, remedy="count those of all blocks")
+        )
         if -(-total // size) != blocks:
             raise InvalidArgument(
                 f"tokens: {total} are {-(-total // size)} blocks of {size}, {blocks} were given; give one each"
             )
         return total
 
+    def covered_in(self, first: int, stop: int, blocks: int, *, tokens: int | None) -> int | None:
+        """Tokens that blocks first to stop - 1 of so many cover."""
+        size = self.spec.tokens_per_block
+        return tokens and max(0, min(self.tokens_in(blocks, tokens=tokens), stop * size) - first * size)
+
     def block_lengths(self, covered: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Bytes of blocks that cover so many tokens, in proportion to a full one's. u4 [blocks]."""
-        return np.asarray(
-            -(-covered.astype(np.uint64) * self.spec.block_bytes // self.spec.tokens_per_block), dtype=np.uint32
-        )
+        size = self.spec.tokens_per_block
+        return ((covered.astype(np.int64) * self.spec.block_bytes + size - 1) // size).astype(np.uint32)
 
     def naming(
         self,
@@ -99,6 +107,11 @@ class OpenedNamespace:
         parent, position: of the first. tokens: covered by all (None: all blocks are full).
         """
         blocks = np.zeros(len(hashes), dtype=COMMIT_BLOCK)
+        whole("position", position, (1 << 32) - len(hashes), remedy="count blocks from the sequence's first")
+        if len(index) != len(hashes) or len(parent) != HASH_BYTES:
+            raise InvalidArgument(
+                f"naming: {len(index)} indices and a parent of {len(parent)} bytes for {len(hashes)} hashes of {HASH_BYTES}; give one index each"
+            )
         blocks["hash"], blocks["index"] = hashes, index
         blocks["parent"][:1], blocks["parent"][1:] = np.frombuffer(parent, dtype=np.uint8), hashes[:-1]
         blocks["position"] = position + np.arange(len(hashes))
@@ -117,6 +130,11 @@ class Group:
     ranks: tuple[int, ...] = (0,)
     need: Need = Need.PREFIX
     need_tokens: int = 0
+
+    def part(self, first: int, stop: int) -> Group:
+        """Its blocks first to stop - 1, as far as there are any."""
+        covered = self.namespace.covered_in(first, stop, len(self.hashes), tokens=self.tokens)
+        return replace(self, hashes=self.hashes[first:stop], tokens=covered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +173,52 @@ class PutGroup:
     priority: int | Sequence[int] | None = None
     retention_s: float | Sequence[float | None] | None = None
 
+    def part(self, first: int, stop: int) -> PutGroup:
+        """Its blocks first to stop - 1, as far as there are any."""
+
+        def cut(values: Any) -> Any:
+            return values[first:stop] if isinstance(values, Sequence | np.ndarray) else values
+
+        return replace(
+            self,
+            hashes=self.hashes[first:stop],
+            tokens=self.namespace.covered_in(first, stop, len(self.hashes), tokens=self.tokens),
+            lengths=cut(self.lengths),
+            parent=self.hashes[first - 1].tobytes() if first else self.parent,
+            position=self.position + first,
+            about=self.about and self.about.part(first, stop, size=self.namespace.spec.tokens_per_block),
+            priority=cut(self.priority),
+            retention_s=cut(self.retention_s),
+        )
+
     @classmethod
     def private(cls, namespace: OpenedNamespace, count: int) -> PutGroup:
         """So many pages that get their names at commit."""
         return cls(namespace, np.zeros((count, HASH_BYTES), dtype=np.uint8))
+
+
+def checked_hashes(hashes: Hashes) -> Hashes:
+    """uint8 [n, 32]. Raises InvalidArgument."""
+    array = np.ascontiguousarray(hashes)
+    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != HASH_BYTES:
+        raise InvalidArgument(
+            f"hashes: {array.dtype} {array.shape} is not uint8 [blocks, {HASH_BYTES}]; pass what namespace.hash gives"
+        )
+    return array
+
+
+def listed(what: Any, kind: type[T]) -> list[T]:
+    """One or several of a kind. Raises InvalidArgument."""
+    groups = [what] if isinstance(what, kind) else list(what)
+    for group in groups:
+        if not isinstance(group, kind) or not isinstance(group.namespace, OpenedNamespace):  # type: ignore[attr-defined]
+            raise InvalidArgument(
+                f"groups: {group!r:.80} is no {kind.__name__} of a namespace that was opened; pass one"
+            )
+        checked_hashes(group.hashes)  # type: ignore[attr-defined]
+    if not groups:
+        raise InvalidArgument("groups: none; a plain model has one")
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +261,11 @@ class GetResult:
 
     def __bool__(self) -> bool:
         return self.tokens > 0
+
+    def followed_by(self, more: GetResult) -> GetResult:
+        """Both as one, of a sequence that was asked for in parts."""
+        tier_tokens = tuple(map(sum, zip_longest(self.tier_tokens, more.tier_tokens, fillvalue=0)))
+        return GetResult(self.tokens + more.tokens, self.blocks + more.blocks, self.views + more.views, tier_tokens)
 
 
 class EventKind(enum.IntEnum):

@@ -8,6 +8,7 @@ a daemon has gone (but a put, whose blocks either exist then or do not), and wha
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers, protocol, remote, writing
+from tierd.client import buffers, protocol, remote, splitting, writing
 from tierd.client.calls import called, left_s
-from tierd.client.complaints import Complaints
+from tierd.client.complaints import PROBE_S, Complaints
 from tierd.client.connection import Connector, Link, Meanwhile
 from tierd.client.early import EarlyCopy
 from tierd.client.lease import Lease
@@ -27,12 +28,11 @@ from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
 from tierd.client.steps import Call, Do, Steps
 from tierd.client.target import RemoteTarget
-from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
+from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult, listed
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import HANDLE, BlockStatus, StructArray
 from tierd.errors import (
     DeadlineExceeded,
-    InvalidArgument,
     SessionLost,
     StaleHandle,
     TierdError,
@@ -42,8 +42,8 @@ from tierd.errors import (
 
 T = TypeVar("T")
 
-PROBE_S, PROBE_PAUSE_S = 0.1, 1.0
-"""With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life, for so long, so often."""
+PROBE_PAUSE_S = 1.0
+"""With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life so often."""
 
 
 class Verbs:
@@ -54,91 +54,75 @@ class Verbs:
     ) -> None:
         """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a reservation's face."""
         self.connector = connector
-        self._best_effort = best_effort
         self._is_acknowledged = is_acknowledged
         self.pages = pages
-        self._complaints = Complaints(str(connector.target))
-        self._is_silent, self._probe_at = False, 0.0  # a call has ended at its deadline, and no sign of life came since
+        self._complaints = Complaints(str(connector.target), best_effort=best_effort)
+        self.shrunk = self._complaints.shrunk
+        self._probe_at = 0.0
 
     # -- namespaces
 
     def open_namespace(self, spec: NamespaceSpec, deadline: float) -> Steps[OpenedNamespace]:
         """The namespace; with best_effort and no daemon an unopened one, which opens itself with the first call that gets through."""
         namespace = OpenedNamespace(spec)
-        yield from self._shrunk(self._opened([namespace], deadline), lambda: None)
+        yield from self.shrunk(lambda: self.opened([namespace], deadline), lambda: None)
         return namespace
 
-    def connected(self, deadline: float) -> Steps[Link]:
-        """A usable link, best effort or not."""
-        return (yield from self._link(deadline))
+    # -- gets. asked: what `protocol.groups_of` makes groups of
 
-    # -- gets
-
-    def lookup(self, groups: Sequence[Group], deadline: float) -> Steps[Found]:
+    def lookup(self, asked: Any, deadline: float) -> Steps[Found]:
         """What could be served."""
+        return self.shrunk(lambda: splitting.lookup(self, protocol.groups_of(*asked), deadline), Found)
 
-        def steps() -> Steps[Found]:
-            if _is_empty(groups):
-                yield from self._opened(_spaces(groups), deadline)
-                return Found()
-            _, reply = yield from self._ask(
-                lambda: ("Lookup", pb.LookupRequest(groups=protocol.groups_message(groups))), _spaces(groups), deadline
-            )
-            return protocol.found(reply, groups)
-
-        return (yield from self._shrunk(steps(), Found))
-
-    def prefetch(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[int]:
+    def prefetch(self, asked: Any, tier: str, deadline: float) -> Steps[int]:
         """Blocks that are on their way because of this."""
+        return self.shrunk(lambda: splitting.prefetch(self, protocol.groups_of(*asked), tier, deadline), int)
 
-        def steps() -> Steps[int]:
-            wanted = protocol.wanted_tier(tier)
-            if _is_empty(groups):
-                return 0
-            _, reply = yield from self._ask(
-                lambda: ("Prefetch", pb.PrefetchRequest(groups=protocol.groups_message(groups), **wanted)),
-                _spaces(groups),
-                deadline,
-            )
-            return int(reply.started)
-
-        return (yield from self._shrunk(steps(), int))
-
-    def acquire(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
+    def acquire(self, asked: Any, tier: str, deadline: float) -> Steps[Lease]:
         """A lease on the longest servable prefix, its segments mapped."""
-        return (yield from self._shrunk(self._acquire(groups, tier, deadline), self._empty_lease))
+        return self.shrunk(
+            lambda: splitting.acquire(self, protocol.groups_of(*asked), tier, deadline), self._empty_lease
+        )
 
     def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> Steps[GetResult]:
         """The servable prefix of a sequence, as views or copied into out."""
-        return (yield from self._shrunk(self._get(namespace, what, out, deadline), GetResult))
+        return self.shrunk(lambda: self._get(namespace, what, out, deadline), GetResult)
 
     def report_attention(self, lease: Lease, mass: Any, group: int, deadline: float) -> Steps[None]:
         """Attention mass per rank and block of a lease's group."""
 
         def steps() -> Steps[None]:
-            data = np.ascontiguousarray(mass, dtype="<f4").tobytes()
+            with np.errstate(all="ignore"):
+                data = np.ascontiguousarray(mass, dtype="<f4").tobytes()
             if lease.hold is not None:
                 request = pb.ReportAttentionRequest(lease=lease.id, group=group, mass=data)
                 yield from self._ask_holder(lease.hold, "ReportAttention", request, deadline)
 
-        yield from self._shrunk(steps(), lambda: None)
+        return self.shrunk(steps, lambda: None)
 
     # -- puts
 
-    def reserve(self, groups: Sequence[PutGroup], tier: str, deadline: float) -> Steps[ReservedPages]:
+    def reserve(self, groups: Any, tier: str, deadline: float) -> Steps[ReservedPages]:
         """Pages to write, their segments mapped."""
-        return (yield from self._shrunk(self.reserved(groups, tier, deadline), lambda: self._no_pages(groups)))
+        wanted: list[PutGroup] = []
+
+        def steps() -> Steps[ReservedPages]:
+            wanted.extend(listed(groups, PutGroup))
+            return self.reserved(wanted, tier, deadline)
+
+        return self.shrunk(steps, lambda: self._no_pages(wanted))
 
     def put(
         self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool
     ) -> Steps[PutResult]:
         """Stores blocks: reserve, copy, commit."""
-        steps = self._put(namespace, what, blocks, deadline, durable=durable)
-        return (yield from self._shrunk(steps, lambda: _dropped(blocks)))
+        return self.shrunk(
+            lambda: self._put(namespace, what, blocks, deadline, durable=durable), lambda: _dropped(blocks)
+        )
 
-    def commit(self, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> Steps[Committed]:
+    def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: float) -> Steps[Committed]:
         """Publishes a reservation's pages."""
-        return (yield from self._shrunk(self.committed(pages, request, deadline), lambda: _not_committed(pages)))
+        return self.shrunk(lambda: self.committed(pages, make(), deadline), lambda: _not_committed(pages))
 
     def abort(self, pages: ReservedPages, deadline: float) -> Steps[None]:
         """Gives a reservation's pages back."""
@@ -152,17 +136,40 @@ class Verbs:
             yield from self._ask_holder(hold, "Abort", request, deadline)
             hold.settle()
 
-        yield from self._shrunk(steps(), lambda: None)
+        return self.shrunk(steps, lambda: None)
 
-    # -- inner steps
+    # -- inner steps: one call each
 
-    def _acquire(
+    def found(self, groups: Sequence[Group], deadline: float) -> Steps[Found]:
+        """What could be served, of as many blocks as go into a call."""
+        if _is_empty(groups):
+            yield from self.opened(_spaces(groups), deadline)
+            return Found()
+        _, reply = yield from self._ask(
+            lambda: ("Lookup", pb.LookupRequest(groups=protocol.groups_message(groups))), _spaces(groups), deadline
+        )
+        return protocol.found(reply, groups)
+
+    def begun(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[int]:
+        """How many of these blocks are on their way because of this call."""
+        wanted = protocol.wanted_tier(tier)
+        if _is_empty(groups):
+            return 0
+        _, reply = yield from self._ask(
+            lambda: ("Prefetch", pb.PrefetchRequest(groups=protocol.groups_message(groups), **wanted)),
+            _spaces(groups),
+            deadline,
+        )
+        return int(reply.started)
+
+    def leased(
         self, groups: Sequence[Group], tier: str, deadline: float, *, early: EarlyCopy | None = None
     ) -> Steps[Lease]:
+        """A lease of the daemon's, its segments mapped."""
         self._check_local("acquire")
         wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
-            yield from self._opened(_spaces(groups), deadline)
+            yield from self.opened(_spaces(groups), deadline)
             return self._empty_lease()
         yield from self._check_device(tier, deadline)
         link, lease = yield from self._leased(groups, wanted, deadline, early=early)
@@ -201,33 +208,37 @@ class Verbs:
         group = protocol.sequence_group(namespace, what)
         if not len(group.hashes):
             return GetResult()
+        return (yield from splitting.get(self, group, out, deadline))
+
+    def got(self, group: Group, out: Any, deadline: float) -> Steps[tuple[GetResult, Any]]:
+        """The servable prefix of a group, and how long the blocks are that were copied."""
         if isinstance(self.connector.target, RemoteTarget):
-            _, got = yield from self._over(
+            _, (got, lengths) = yield from self._over(
                 lambda link: remote.get(link, group, out, deadline), [group.namespace], deadline
             )
-            return got
+            return got, lengths
         early = (yield from self._early(group, out, deadline)) if out is not None else None
         if early is not None and early.may_be_alone and (done := (yield Do(early.alone))) is not None:
-            return done  # type: ignore[no-any-return]
-        lease = yield from self._acquire([group], "host", deadline, early=early)
+            return done, early.handles["length"]
+        lease = yield from self.leased([group], "host", deadline, early=early)
         if not lease:
-            return GetResult()
+            return GetResult(), ()
         try:
             if out is None:
                 views = tuple(lease.views())
-                return GetResult(lease.tokens, len(views), views, lease.tier_tokens)
+                return GetResult(lease.tokens, len(views), views, lease.tier_tokens), ()
             if lease.hold is not None and early is not None and early.session is not lease.hold.link.session:
                 early = None  # another daemon has answered, whose handles may look like those of the one that has gone
             blocks = yield Do(lambda: lease.copy_into(out, early=early))
             if lease.hold is not None and self.knows(group.namespace, lease.hold.link):
                 lease.hold.link.known.note(group, lease.handles)
-            return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens)
+            return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
         finally:
             lease.detach()
 
     def _early(self, group: Group, out: Any, deadline: float) -> Steps[EarlyCopy | None]:
         """The copy that may begin before the daemon has answered."""
-        link = yield from self._link(deadline)
+        link = yield from self.connected(deadline)
         if link.session is None:
             return None
         known = link.known.find(group) if self.knows(group.namespace, link) else None
@@ -267,15 +278,17 @@ class Verbs:
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
             return PutResult(protocol.all_statuses(0, BlockStatus.READY))
+        return (yield from splitting.put(self, writing.Write(group, sources, deadline, durable)))
+
+    def stored(self, write: writing.Write) -> Steps[PutResult]:
+        """What became of the blocks of one call."""
         if isinstance(self.connector.target, RemoteTarget):
             _, done = yield from self._over(
-                lambda link: remote.put(link, group, sources, durable=durable, deadline=deadline),
-                [group.namespace],
-                deadline,
+                lambda link: remote.put(link, write), [write.group.namespace], write.deadline
             )
             return done
-        link = yield from self._link(deadline)
-        return (yield from writing.put(self, link, writing.Write(group, sources, deadline, durable)))
+        link = yield from self.connected(write.deadline)
+        return (yield from writing.put(self, link, write))
 
     def committed(
         self,
@@ -305,7 +318,7 @@ class Verbs:
     def _check_device(self, tier: str, deadline: float) -> Steps[None]:
         """Before anything is taken for a process that could not map it. Raises Unsupported."""
         if tier.startswith("device"):
-            session = (yield from self._link(deadline)).session
+            session = (yield from self.connected(deadline)).session
             if session is not None and session.gpus:
                 yield Do(lambda: session.check_gpus(tier))
 
@@ -367,7 +380,7 @@ class Verbs:
         """What is done over the current link, its namespaces opened there; once more over a new link if the daemon has gone."""
         is_first = True
         while True:
-            link = yield from self._link(deadline)
+            link = yield from self.connected(deadline)
             try:
                 for namespace in namespaces:
                     yield from self._open(namespace, link, deadline)
@@ -381,13 +394,14 @@ class Verbs:
                     raise
             is_first = False
 
-    def _opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Steps[None]:
-        yield from self._over(_nothing, namespaces, deadline)
+    def opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Steps[Link]:
+        """A usable link, over which they are open."""
+        return (yield from self._over(_nothing, namespaces, deadline))[0]
 
     def _named(self, namespace: OpenedNamespace, deadline: float) -> Steps[None]:
         """A namespace that can hash. The call that follows opens it again where a new daemon is to know it."""
         if not namespace.is_open or isinstance(self.connector.target, RemoteTarget):
-            yield from self._opened([namespace], deadline)
+            yield from self.opened([namespace], deadline)
 
     def _ask_holder(
         self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
@@ -402,7 +416,8 @@ class Verbs:
             hold.link.is_broken = True
             raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
 
-    def _link(self, deadline: float) -> Steps[Link]:
+    def connected(self, deadline: float) -> Steps[Link]:
+        """A usable link, best effort or not."""
         link = self.connector.current()
         if link is None:
             seen = self.connector.link
@@ -412,7 +427,7 @@ class Verbs:
         if link.spares is not None and link.spares.is_stale:
             spares = link.spares
             yield Do(lambda: spares.give_back(deadline))
-        if self._is_silent:
+        if self._complaints.is_silent:
             yield from self._probe(link)
         return link
 
@@ -428,29 +443,17 @@ class Verbs:
             raise
         except TierdError:
             pass  # a refusal is a sign of life
-        self._is_silent = False
+        self._complaints.is_silent = False
 
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
         if not self.knows(namespace, link):
             reply = yield from called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
             protocol.take_namespace(namespace, reply, link=link.number)
             link.codec = protocol.agreed_codec(self.connector.codec, reply)
+            link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
             namespace.owner = self
 
     # -- failures
-
-    def _shrunk(self, steps: Steps[T], nothing: Callable[[], T]) -> Steps[T]:
-        """With best_effort a failure is `nothing`, and said once a minute."""
-        begun = time.monotonic()
-        try:
-            return (yield from steps)
-        except TierdError as error:
-            if not self._best_effort:
-                raise
-            # A call that had less time than a sign of life may take says nothing of the daemon.
-            self._is_silent |= isinstance(error, DeadlineExceeded) and time.monotonic() - begun >= PROBE_S
-            self._complaints.note(error)
-            return nothing()
 
     @property
     def tells_events(self) -> bool:
@@ -474,13 +477,10 @@ class Verbs:
 
 
 def _nothing(_link: Link) -> Steps[None]:
-    """No step."""
     yield from ()
 
 
 def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:
-    if not groups:
-        raise InvalidArgument("groups: none; a plain model has one")
     return [group.namespace for group in groups]
 
 
@@ -490,7 +490,7 @@ def _is_empty(groups: Sequence[Group]) -> bool:
 
 
 def _dropped(blocks: Any) -> PutResult:
-    return PutResult(protocol.all_statuses(len(blocks) if hasattr(blocks, "__len__") else 0, BlockStatus.FAILED))
+    return PutResult(protocol.all_statuses(operator.length_hint(blocks), BlockStatus.FAILED))
 
 
 def _not_committed(pages: ReservedPages) -> Committed:

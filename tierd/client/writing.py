@@ -21,7 +21,7 @@ from tierd.client.progress import Progress
 from tierd.client.reservation import ReservedPages
 from tierd.client.spares import Spares
 from tierd.client.steps import Do, Steps
-from tierd.client.values import PutGroup, PutResult
+from tierd.client.values import PutGroup, PutResult, checked_hashes
 from tierd.core.block import size_class
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
 from tierd.errors import NotFound, SessionLost, StaleHandle
@@ -128,7 +128,7 @@ def _names(write: Write) -> StructArray:
     """COMMIT_BLOCK [n], whose lengths are to be filled in."""
     group = write.group
     return group.namespace.naming(
-        protocol.checked_hashes(group.hashes),
+        checked_hashes(group.hashes),
         index=range(len(write.sources)),
         parent=group.parent,
         position=group.position,

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,18 +69,23 @@ class NamespaceSpec:
             ("block_bytes", self.block_bytes, 1 << 31),
             ("rank_count", self.rank_count, 4096),
         ):
-            if not 1 <= value <= top:
-                raise InvalidArgument(
-                    f"namespace.{name}: {value} is outside 1 to {top}; set it from the model's configuration"
-                )
+            whole(f"namespace.{name}", value, top, least=1, remedy="set it from the model's configuration")
+        for name in ("layers", "kv_heads", "head_dim"):
+            whole(f"namespace.geometry.{name}", getattr(self.geometry, name), (1 << 32) - 1, remedy="or leave it out")
+        for name, text in self._texts().items():
+            if not isinstance(text, str) or text != text.encode(errors="ignore").decode():
+                raise InvalidArgument(f"namespace.{name}: {text!r} is no text in UTF-8; give a name or a digest")
         if not self.model:
             raise InvalidArgument("namespace.model: empty; name the model")
         return self
 
+    def _texts(self) -> dict[str, str]:
+        texts = {name: getattr(self, name) for name in ("model", "weights_digest", "adapter", "group", "salt")}
+        return texts | {"dtype": self.geometry.dtype, "layout": self.geometry.layout}
+
     def check_texts(self) -> None:
         """Of a spec that is new here; what was kept before is not measured again. Raises InvalidArgument for a text that is too long."""
-        texts = {name: getattr(self, name) for name in ("model", "weights_digest", "adapter", "group", "salt")}
-        for name, text in (texts | {"dtype": self.geometry.dtype, "layout": self.geometry.layout}).items():
+        for name, text in self._texts().items():
             if len(text) > TEXT_LIMIT:
                 raise InvalidArgument(
                     f"namespace.{name}: {len(text)} characters, {TEXT_LIMIT} are the most; give a name or a digest"
@@ -131,14 +137,40 @@ def hash_tokens(
     with_tail: bool = False,
 ) -> NDArray[np.uint8]:
     """The chain of block hashes of a sequence: uint8 [blocks, 32]; the short last block only if asked for."""
-    array = np.asarray(tokens, dtype="<u4")
-    if array.ndim != 1:
-        raise InvalidArgument(f"tokens: {array.ndim} dimensions instead of 1; pass one sequence")
+    array = token_array(tokens)
+    if len(parent) != HASH_BYTES:
+        raise InvalidArgument(f"parent: {len(parent)} bytes instead of {HASH_BYTES}; pass the hash of the block before")
     hashes = bytearray()
     for start, stop in block_spans(len(array), tokens_per_block, with_tail=with_tail):
         parent = hash_block(parent, array[start:stop], digest)
         hashes += parent
     return np.frombuffer(bytes(hashes), dtype=np.uint8).reshape(-1, HASH_BYTES)
+
+
+def token_array(tokens: Any) -> NDArray[np.uint32]:
+    """Tokens as they are hashed, u4 [n]. Raises InvalidArgument for what is no sequence of whole numbers from 0 to 2^32 - 1."""
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"tokens: {error}; pass one sequence of token ids") from error
+    if array.ndim != 1:
+        raise InvalidArgument(f"tokens: {array.ndim} dimensions instead of 1; pass one sequence")
+    if len(array) and array.dtype.kind not in "iu":
+        raise InvalidArgument(f"tokens: {array.dtype}, of {array[0]!r} and others; pass whole numbers below 2^32")
+    if len(array) and array.dtype != np.uint32 and not 0 <= int(array.min()) <= int(array.max()) < 1 << 32:
+        raise InvalidArgument(f"tokens: {array.min()} to {array.max()} lie outside 0 to 2^32 - 1; pass token ids")
+    return array.astype("<u4", copy=False)
+
+
+def whole(thing: str, value: Any, most: int, *, least: int = 0, remedy: str = "give one") -> int:
+    """The value as an int. Raises InvalidArgument for what is no whole number within the bounds."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number <= most:
+        raise InvalidArgument(f"{thing}: {value!r} is no integer from {least} to {most}; {remedy}")
+    return number
 
 
 def fold_hashes(hashes: Sequence[bytes], *, digest: bytes) -> NDArray[np.uint8]:

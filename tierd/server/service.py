@@ -56,7 +56,11 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._cache.tenant_of(session)
         self.openings.note(session, namespace.id)
         return pb.OpenNamespaceReply(
-            namespace=namespace.id, digest=namespace.digest, epoch=namespace.epoch, codecs=WIRE_CODECS
+            namespace=namespace.id,
+            digest=namespace.digest,
+            epoch=namespace.epoch,
+            codecs=WIRE_CODECS,
+            batch_blocks=self._batch_limit,
         )
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:

@@ -350,7 +350,9 @@ def silent_target():
 
 @pytest.fixture
 def blocks():
-    return [np.random.default_rng(i).integers(0, 256, CLASS_BYTES, dtype=np.uint8) for i in range(2)] + [b"tail" * 8]
+    return [np.random.default_rng(i).integers(0, 256, CLASS_BYTES, dtype=np.uint8) for i in range(2)] + [
+        b"tail" * (CLASS_BYTES // 8)
+    ]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tierd.client import AsyncClient, BlockStatus, Client, PutGroup
 from tierd.errors import DeadlineExceeded, StaleHandle, TierFailed, Unavailable
 
 TOKENS = list(range(40))
-BLOCKS = [bytes([1]) * CLASS_BYTES, bytes([2]) * CLASS_BYTES, b"tail"]
+BLOCKS = [bytes([1]) * CLASS_BYTES, bytes([2]) * CLASS_BYTES, b"tail" * (CLASS_BYTES // 8)]
 
 
 def test_the_faces_are_the_same():
@@ -36,7 +36,7 @@ async def test_put_and_get(daemon):
         got = await client.get(ns, TOKENS)
         assert [bytes(view) for view in got.views] == BLOCKS
         assert (await client.lookup(ns, ns.hash(TOKENS))).tokens == 32
-        out = bytearray(2 * CLASS_BYTES + 4)
+        out = bytearray(2 * CLASS_BYTES + CLASS_BYTES // 2)
         assert (await client.get(ns, TOKENS, out=out)).tokens == 40
         assert out == b"".join(BLOCKS)
         assert len(daemon.leases) >= 1
@@ -62,10 +62,10 @@ async def test_many_at_once(daemon):
     """Verbs that run at the same time share one session."""
     async with AsyncClient(daemon.target) as client:
         ns = await client.open_namespace(SPEC)
-        results = await asyncio.gather(*(client.put(ns, [i] * 16, [bytes([i])]) for i in range(20)))
+        results = await asyncio.gather(*(client.put(ns, [i] * 16, [bytes([i]) * CLASS_BYTES]) for i in range(20)))
         assert all(results)
         got = await asyncio.gather(*(client.get(ns, [i] * 16) for i in range(20)))
-        assert [bytes(g.views[0]) for g in got] == [bytes([i]) for i in range(20)]
+        assert [bytes(g.views[0]) for g in got] == [bytes([i]) * CLASS_BYTES for i in range(20)]
         assert len(daemon.sessions.list()) == 1
 
 

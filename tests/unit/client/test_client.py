@@ -33,7 +33,7 @@ def test_put_then_get(client, stored, blocks):
 def test_calls_do_not_grow_with_blocks(client, daemon, ns):
     """A get and a put of any number of blocks is a constant number of calls."""
     tokens = list(range(16 * 32))
-    assert client.put(ns, tokens, [bytes(100)] * 32)
+    assert client.put(ns, PutGroup(ns, ns.hash(tokens), lengths=[100] * 32), [bytes(100)] * 32)
     client.get(ns, tokens)
     client.get(ns, tokens, out=bytearray(3200))
     assert {m: daemon.calls[m] for m in ("OpenNamespace", "Reserve", "Commit", "Acquire", "map")} == {
@@ -58,7 +58,7 @@ def test_put_without_the_short_block(client, ns, blocks):
 
 def test_put_beyond_the_room(client, ns):
     """What does not fit is reported per block, and the prefix is stored."""
-    result = client.put(ns, list(range(16 * 70)), [bytes(8)] * 70)
+    result = client.put(ns, list(range(16 * 70)), [bytes(CLASS_BYTES)] * 70)
     assert (result.stored, bool(result)) == (64, False)
     assert set(result.statuses[64:]) == {BlockStatus.NO_ROOM}
 
@@ -89,10 +89,10 @@ def test_hashes_instead_of_tokens(client, ns, blocks):
 @pytest.mark.parametrize("form", ["one", "list", "memoryviews", "longer"])
 def test_copies(client, daemon, stored, blocks, form):
     """Blocks are copied into one buffer or into one each, and the lease is over."""
-    total = 2 * CLASS_BYTES + 32
+    total = 2 * CLASS_BYTES + CLASS_BYTES // 2
     outs = {
         "one": np.zeros(total, dtype=np.uint8),
-        "list": [np.zeros(CLASS_BYTES // 4, dtype=np.float32), bytearray(CLASS_BYTES), bytearray(32)],
+        "list": [np.zeros(CLASS_BYTES // 4, dtype=np.float32), bytearray(CLASS_BYTES), bytearray(CLASS_BYTES // 2)],
         "memoryviews": [memoryview(bytearray(len(block))) for block in blocks],
         "longer": [np.zeros((4, CLASS_BYTES), dtype=np.uint8) for _ in range(4)],
     }
@@ -288,7 +288,7 @@ def test_a_put_that_fails_gives_its_pages_back(client, daemon, ns, monkeypatch):
     """When copying or committing fails, the reservation is given back."""
     daemon.faults["Commit"] = TierFailed("host.0: no")
     with pytest.raises(TierFailed) as caught:  # kept: its traceback must not keep the pages
-        client.put(ns, TOKENS, [bytes(8)] * 2)
+        client.put(ns, TOKENS, [bytes(CLASS_BYTES)] * 2)
     daemon.until(lambda: not daemon.reservations)
     assert caught.value.args == ("host.0: no",)
 
@@ -349,8 +349,8 @@ def test_many_threads(client, stored, blocks):
 
     def work(i):
         tokens = [i] * 16
-        client.put(stored, tokens, [bytes([i]) * 50])
+        client.put(stored, tokens, [bytes([i]) * CLASS_BYTES])
         return bytes(client.get(stored, tokens).views[0])
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(work, range(24))) == [bytes([i]) * 50 for i in range(24)]
+        assert list(pool.map(work, range(24))) == [bytes([i]) * CLASS_BYTES for i in range(24)]

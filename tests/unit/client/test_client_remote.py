@@ -34,7 +34,7 @@ def test_remote_put(daemon, tmp_path):
     """Over TCP blocks travel as checksummed chunks, of blocks larger than a chunk too."""
     spec = NamespaceSpec(model="big", tokens_per_block=16, block_bytes=3 << 20)
     with remote(daemon, tmp_path) as client:
-        result = client.put(client.open_namespace(spec), TOKENS, [bytes(3 << 20), b"x" * (1 << 20), b"y"])
+        result = client.put(client.open_namespace(spec), TOKENS, [bytes(3 << 20), bytes(3 << 20), bytes(3 << 19)])
     assert result.stored == 3
 
 
@@ -79,7 +79,7 @@ def test_refused_stream_is_made_again(daemon, tmp_path, method):
     daemon.before[method] = note
     with remote(daemon, tmp_path) as client:
         ns = client.open_namespace(SPEC)
-        assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y"]).stored == 3
+        assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y" * (CLASS_BYTES // 2)]).stored == 3
         got = client.get(ns, list(range(16 * 6)), out=(out := bytearray(8 * CLASS_BYTES)))
         assert (got.blocks, out[2 * CLASS_BYTES]) == (3, 3)
     assert daemon.calls[method] == 3
@@ -107,7 +107,7 @@ def test_codec_of_a_daemon_that_knows_none(daemon, tmp_path):
     """A client that wants a codec puts to and gets from a daemon that does not know of codecs as if it wanted none."""
     with remote(daemon, tmp_path, asking="?codec=lz4") as client:
         ns = client.open_namespace(SPEC)
-        assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y"]).stored == 3
+        assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y" * (CLASS_BYTES // 2)]).stored == 3
         assert client.get(ns, list(range(16 * 6))).blocks == 3
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.unit.client.conftest import SPEC, TOKENS
+from tests.unit.client.conftest import CLASS_BYTES, SPEC, TOKENS
 from tierd.client import BlockStatus, Client, PutGroup
 from tierd.errors import (
     DeadlineExceeded,
@@ -163,7 +163,7 @@ def test_descriptors_do_not_pile_up(client, daemon, stored):
     gc.collect()  # clients of other tests that nobody closed
     before = len(os.listdir("/proc/self/fd"))
     for i in range(5):
-        client.put(stored, [i] * 16, [bytes(8)])
+        client.put(stored, [i] * 16, [bytes(CLASS_BYTES)])
         client.get(stored, TOKENS)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -180,7 +180,7 @@ def test_best_effort_without_a_daemon(tmp_path, caplog):
         assert client.lookup(ns, ns.hash(TOKENS)).tokens == 0
         assert not client.acquire(ns, ns.hash(TOKENS))
         assert client.prefetch(ns, ns.hash(TOKENS)) == 0
-        result = client.put(ns, TOKENS, [bytes(8)] * 2)
+        result = client.put(ns, TOKENS, [bytes(CLASS_BYTES)] * 2)
         assert (result.stored, result.statuses.tolist()) == (0, [BlockStatus.FAILED] * 2)
         reservation = client.reserve(PutGroup.private(ns, 2))
         assert not reservation
@@ -218,7 +218,7 @@ def test_best_effort_recovers(place, caplog):
         assert not client.get(ns, TOKENS)
         place.restart()
         client._connector._next_try = 0.0
-        assert client.put(ns, TOKENS, [bytes(8)] * 2)
+        assert client.put(ns, TOKENS, [bytes(CLASS_BYTES)] * 2)
         assert client.get(ns, TOKENS).tokens == 32
 
 
@@ -236,5 +236,5 @@ def test_best_effort_with_a_failing_daemon(daemon, method):
     daemon.faults[method] = TierFailed("host.0: no")
     with Client(daemon.target, best_effort=True) as client:
         ns = client.open_namespace(SPEC)
-        client.put(ns, TOKENS, [bytes(8)] * 2)
+        client.put(ns, TOKENS, [bytes(CLASS_BYTES)] * 2)
         assert not client.get(ns, TOKENS)

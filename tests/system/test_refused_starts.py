@@ -1,0 +1,88 @@
+"""A daemon that cannot start says why in one line: which path or setting, and what to do; no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system.warm import Daemon
+from tierd.errors import Unavailable
+
+SMALL = 'nvme = []\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
+
+
+def log_of(tmp_path: Path, config: str = SMALL, **env: str) -> str:
+    """What a daemon says that does not start."""
+    daemon = Daemon(config, root=tmp_path, env=env)
+    with pytest.raises(Unavailable, match=r"exit status \d"), daemon:
+        pass
+    return daemon.log
+
+
+@pytest.mark.parametrize("name", ["TIERD_RUNTIME_DIR", "TIERD_STATE_DIR"])
+@pytest.mark.parametrize("place", ["/sys/tierd", "/proc/self/tierd/deep", "file/below"])
+def test_directories_that_cannot_be_made(tmp_path: Path, name: str, place: str) -> None:
+    """A runtime or state directory on a file system that is read-only to it, or below a file, is named with the system's reason."""
+    (tmp_path / "file").write_text("")
+    wanted = str(tmp_path / place)
+    log = log_of(tmp_path, **{name: wanted})
+    assert "Traceback" not in log
+    assert f"tierd: {os.path.dirname(wanted) if 'file' in place or 'deep' in place else wanted}" in log, log
+
+
+@pytest.mark.parametrize("link", ["tierd.lock", "instance"])
+def test_links_in_the_place_of_files(tmp_path: Path, link: str) -> None:
+    """A symlink where the daemon has a file of its own is not followed; where that keeps it from starting, the link is named."""
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    (state / link).symlink_to(tmp_path / "elsewhere")
+    daemon = Daemon(SMALL, root=tmp_path)
+    try:
+        with daemon:
+            pass
+    except Unavailable:
+        assert f"tierd: {state / link}: Too many levels of symbolic links" in daemon.log
+    assert "Traceback" not in daemon.log
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'server = { runtime_dir = "/x\\u0000" }',
+        'host = [{ arena_dir = "/x\\u0000" }]',
+        'nvme = [{ path = "/x\\u0000y" }]',
+    ],
+)
+def test_paths_with_nul(tmp_path: Path, text: str) -> None:
+    """A path that no file can have is refused with its setting."""
+    log = log_of(tmp_path, f"{text}\n" if "host" in text else f'{text}\n[[host]]\ncapacity = "4 MiB"\n')
+    assert "Traceback" not in log
+    assert "is no absolute path" in log
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["epoch", "bump", "--namespace", "4294967296"],
+        ["epoch", "bump", "--namespace", "-1"],
+        ["epoch", "bump", "--model", "\udcff"],
+        ["blocks", "--namespace", "4294967296"],
+        ["blocks", "--offset", "18446744073709551616"],
+        ["status", "--target", "/x" * 100],
+        ["status", "--target", "127.0.0.1:0"],
+    ],
+    ids=" ".join,
+)
+def test_operators_arguments(arguments: list[str]) -> None:
+    """An operator's argument that no message can carry is refused in a line."""
+    with Daemon(SMALL) as daemon:
+        env = os.environ | {"TIERD_TARGET": daemon.target}
+        command = [sys.executable, "-m", "tierd.cli.ctl", *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
+    assert done.returncode in (1, 2)
+    assert b"Traceback" not in done.stderr

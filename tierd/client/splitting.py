@@ -1,0 +1,123 @@
+"""Calls of more blocks than the daemon takes in one, counted over ranks and groups: they are made in parts, from the first token on.
+
+Purpose: prompts of any length. Non-purpose: what one call does (verbs.py). Invariants: a part ends where a block of each group ends; after a part that was not served or stored whole
+comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes; a call that fits is one call, as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierd.client import buffers, protocol
+from tierd.client.lease import Lease
+from tierd.client.steps import Steps
+from tierd.client.values import Found, GetResult, Group, OpenedNamespace, PutResult
+from tierd.client.writing import Write
+from tierd.core.model import BlockStatus, Need
+
+if TYPE_CHECKING:
+    from tierd.client.verbs import Verbs
+
+
+def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[Found]:
+    """What could be served."""
+    parts = yield from _parts(verbs, groups, deadline)
+    if parts[0] is groups:
+        return (yield from verbs.found(groups, deadline))
+    got, tier_of, is_whole = GetResult(), [], True
+    for part in parts:
+        found = yield from verbs.found(part, deadline)
+        tier_of.append(found.tier_of)
+        if is_whole:
+            got = got.followed_by(GetResult(found.tokens, tier_tokens=found.tier_tokens))
+        is_whole &= found.tokens == _tokens_of(part)
+    tiers = [np.concatenate(each, axis=1) for each in zip(*tier_of, strict=True)]
+    left = [len(group.hashes) - its.shape[1] for group, its in zip(groups, tiers, strict=True)]  # not asked for
+    padded = (np.pad(its, ((0, 0), (0, n)), constant_values=-1) for its, n in zip(tiers, left, strict=True))
+    return Found(got.tokens, tuple(padded), got.tier_tokens)
+
+
+def prefetch(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Steps[int]:
+    """How many blocks are on their way because of this."""
+    started = 0
+    for part in (yield from _parts(verbs, groups, deadline)):
+        started += yield from verbs.begun(part, tier, deadline)
+    return started
+
+
+def acquire(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
+    """A lease on what is servable of the first part."""
+    return (yield from verbs.leased((yield from _parts(verbs, groups, deadline))[0], tier, deadline))
+
+
+def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> Steps[GetResult]:
+    """The servable prefix. What is copied of a part is let go of before the next is asked for."""
+    parts = yield from _parts(verbs, [group], deadline)
+    if len(parts) == 1 or len(group.ranks) > 1:  # whose blocks lie rank by rank
+        return (yield from verbs.got(parts[0][0], out, deadline))[0]
+    got = GetResult()
+    for (part,) in parts:
+        more, lengths = yield from verbs.shrunk(
+            lambda part=part, out=out: verbs.got(part, out, deadline),  # type: ignore[misc]
+            lambda: (GetResult(), ()),
+        )
+        got, out = got.followed_by(more), buffers.after(out, lengths)
+        if more.blocks < len(part.hashes):
+            break
+    return got
+
+
+def put(verbs: Verbs, write: Write) -> Steps[PutResult]:
+    """Stores blocks. Of those after a part that was not stored whole it is said what became of the first that was not."""
+    count = len(write.sources)
+    limit = yield from _limit(verbs, [write.group.namespace], count, write.deadline)
+    if count <= limit:
+        return (yield from verbs.stored(write))
+    statuses = protocol.all_statuses(count, BlockStatus.FAILED)
+    for first in range(0, count, limit):
+        stop = min(first + limit, count)
+        part = replace(write, group=write.group.part(first, stop), sources=write.sources[first:stop])
+        done = yield from verbs.shrunk(
+            lambda part=part: verbs.stored(part),  # type: ignore[misc]
+            lambda first=first, stop=stop: PutResult(statuses[first:stop]),  # type: ignore[misc]
+        )
+        statuses[first:stop] = done.statuses
+        if not done:
+            statuses[stop:] = done.statuses[done.stored]
+            break
+    return PutResult(statuses)
+
+
+def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline: float) -> Steps[int]:
+    """Blocks that one call may have."""
+    link = verbs.connector.link
+    if link is None or count > link.batch_blocks:
+        link = yield from verbs.opened(spaces, deadline)
+    return link.batch_blocks
+
+
+def _parts(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[list[Sequence[Group]]]:
+    """The groups of each call, one after another."""
+    ranks = [max(1, len(group.ranks)) for group in groups]
+    count = sum(len(group.hashes) * n for group, n in zip(groups, ranks, strict=True))
+    limit = yield from _limit(verbs, [group.namespace for group in groups], count, deadline)
+    if count <= limit:
+        return [groups]
+    sizes = [group.namespace.spec.tokens_per_block for group in groups]
+    step = math.lcm(*sizes)
+    stride = max(1, limit // sum(step // size * n for size, n in zip(sizes, ranks, strict=True))) * step
+    stop = max(map(_tokens_of, ([group] for group in groups)))
+    starts = range(0, stop if all(group.need == Need.PREFIX for group in groups) else 1, stride)
+    return [
+        [group.part(at // size, (at + stride) // size) for group, size in zip(groups, sizes, strict=True)]
+        for at in starts
+    ]
+
+
+def _tokens_of(groups: Sequence[Group]) -> int:
+    return min(group.namespace.tokens_in(len(group.hashes), tokens=group.tokens) for group in groups)
