@@ -143,8 +143,8 @@ def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
     if free is not None and needed > free:
         raise ConfigError(
             f"{spec.name}.capacity: {_mib(spec.capacity_bytes)} needs {_mib(needed)} more in {place.data}, where {_mib(free)} "
-            "are free; lower the capacity, enlarge the file system (mount -o remount,size=...), or set arena_dir; `tierctl doctor` "
-            "lists arenas that nobody uses"
+            "are free; lower the capacity, enlarge the file system (mount -o remount,size=...), or set arena_dir; `tierd purge "
+            "--orphans` frees arenas that nobody uses"
         )
     limit = find_memory_limit()
     if limit is not None and spec.capacity_bytes > limit:
