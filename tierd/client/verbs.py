@@ -267,15 +267,19 @@ class Verbs:
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
             return PutResult(protocol.all_statuses(0, BlockStatus.READY))
-        if isinstance(self.connector.target, RemoteTarget):
-            _, done = yield from self._over(
-                lambda link: remote.put(link, group, sources, durable=durable, deadline=deadline),
-                [group.namespace],
-                deadline,
-            )
-            return done
-        link = yield from self._link(deadline)
-        return (yield from writing.put(self, link, writing.Write(group, sources, deadline, durable)))
+
+        def once() -> Steps[PutResult]:
+            if isinstance(self.connector.target, RemoteTarget):
+                done = yield from self._over(
+                    lambda link: remote.put(link, group, sources, durable=durable, deadline=deadline),
+                    [group.namespace],
+                    deadline,
+                )
+                return done[1]
+            link = yield from self._link(deadline)
+            return (yield from writing.put(self, link, writing.Write(group, sources, deadline, durable)))
+
+        return (yield from writing.kept(once, deadline, durable=durable))
 
     def committed(
         self,
