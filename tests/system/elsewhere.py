@@ -190,7 +190,9 @@ def main() -> None:
 
 def _hold_paths() -> None:
     """From now on packages are found by descriptors of their folders."""
-    held = {path: f"/proc/self/fd/{os.open(path, os.O_PATH | os.O_DIRECTORY)}" for path in sys.path if os.path.isdir(path)}
+    held = {
+        path: f"/proc/self/fd/{os.open(path, os.O_PATH | os.O_DIRECTORY)}" for path in sys.path if os.path.isdir(path)
+    }
     held = dict(sorted(held.items(), key=lambda pair: -len(pair[0])))  # the innermost first
 
     def found(path: str) -> str:

@@ -159,7 +159,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         for tier in tiers:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
             # The flag is read when the daemon ends; a start that fails keeps everything.
-            stack.push_async_callback(_close, tier, lambda: daemon is not None and daemon.release)
+            stack.push_async_callback(_close, tier, lambda: daemon)
         await _find_direct(tiers)
         holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
@@ -202,9 +202,13 @@ def _directory(tier: Tier) -> Path:
     return tier.choose().tables if isinstance(tier, Arena | CudaTier) else Path(tier.place)
 
 
-async def _close(tier: Tier, release: object) -> None:
-    assert callable(release)
-    await tier.close(release=bool(release()) and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST))
+async def _close(tier: Tier, of: Callable[[], Assembly | None]) -> None:
+    """of: its daemon, None if the start has failed before there was one."""
+    daemon = of()
+    if isinstance(tier, Arena | NvmeStore):
+        tier.has_failed = daemon is None or daemon.state == "starting"
+    is_freed = daemon is not None and daemon.release and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST)
+    await tier.close(release=is_freed)
 
 
 def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assembly:

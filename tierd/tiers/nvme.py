@@ -39,7 +39,7 @@ from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.calls import KINDS, Calls, Kind
-from tierd.tiers.files import OS, Files
+from tierd.tiers.files import OS, Files, remedy_of
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
@@ -90,6 +90,8 @@ class NvmeStore:
 
     disk: Files = OS
     patience: Patience = Patience()
+    has_failed = False
+    """The daemon does not start: `close` gives back what `open` has set aside."""
     zero_ahead = False
     """Whether space that was never written is written over once, in the background; set before `open`."""
 
@@ -150,8 +152,8 @@ class NvmeStore:
         return found
 
     def _open(self, buffered: SlotIO) -> OpenStore:
-        directory = Path(self.place)
-        return open_store(self.spec, directory=directory, direct=self._direct, buffered=buffered, disk=self.disk)
+        where = Path(self.place)
+        return open_store(self.spec, directory=where, direct=self._direct, buffered=buffered, disk=self.disk)
 
     async def close(self, *, release: bool) -> None:
         """Ends what is under way, syncs, lets go. With release every file of the store is removed.
@@ -175,7 +177,7 @@ class NvmeStore:
             await lanes.idle()
         failpoint("nvme.close.before_sync")
         await self._ledger.close(fold_until=fold_until)
-        await asyncio.to_thread(self._opened.close, release=release)
+        await asyncio.to_thread(self._opened.close, release=release, undo=self.has_failed)
         for lanes in self._lanes.values():
             lanes.close()
 
@@ -242,6 +244,11 @@ class NvmeStore:
         self._lost.append(lost := lost[lost["generation"] > 0])
         self._remove(lost)  # what is durable tells of them
 
+    async def inspect(self) -> None:
+        """Whether its files are still there: without them it is out of service, and its health says so."""
+        if self._is_open:
+            await self._ledger.inspect()
+
     def take_lost(self) -> StructArray:
         """As `StoredTier.take_lost`."""
         lost, self._lost = self._lost, []
@@ -279,7 +286,7 @@ class NvmeStore:
             self._ledger.is_loading = False
         except OSError as error:
             raise TierFailed(
-                f"{self.spec.name}: {self.place}: {error.strerror or error}; see the system's log of that disk"
+                f"{self.spec.name}: {self.place}: {error.strerror or error}; {remedy_of(error)}"
             ) from error
 
     def _note(self, sift: Callable[[], Stretch]) -> Found:
