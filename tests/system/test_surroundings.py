@@ -142,6 +142,34 @@ def test_full_disk(tmp_path: Path) -> None:
                 assert [get(client, seed) for seed in (1, 2)] == [COUNT, COUNT]
 
 
+def test_memory_filled_by_others(tmp_path: Path) -> None:
+    """Where others have filled the memory file system puts take the place of what is cold, in the segments that there are, or find no room; none raises, and memory that comes back is used."""
+    with small_disk(tmp_path / "memory", "40m") as memory:
+        config = f'[[host]]\narena_dir = "{memory}"\ncapacity = "32 MiB"\nsegment = "1 MiB"\n'
+        with Daemon(config, root=tmp_path) as daemon, connected(daemon) as operator:
+            await_true(lambda: len(list(memory.rglob("spare-*"))) == 32, "all memory made ahead")
+            for path in sorted(memory.rglob("spare-*"))[:-4]:
+                path.unlink()  # as if they were still to be made
+            with Client(daemon.target) as client, Client(daemon.target) as other:
+                assert put(client, 1, durable=False) and operator.open_namespace()
+                fill(memory / "others")
+                for seed in range(1, 41):
+                    assert put(client, seed, durable=False)
+                    fill(memory / f"more-{seed}")
+                assert get(client, 40) == COUNT
+                put(other, 77, durable=False)  # into files of its own: NO_ROOM as long as others map the old ones
+                assert get(client, 77) in (0, COUNT)
+                for path in [memory / "others", *memory.glob("more-*")]:
+                    path.unlink()
+                await_true(lambda: holds(client, range(100, 200)), "more memory in use")
+
+
+def holds(client: Client, seeds: range) -> bool:
+    """Whether memory holds chains of 12.5 MiB at one time."""
+    assert all([put(client, seed, durable=False) for seed in seeds])
+    return get(client, seeds[0]) == COUNT
+
+
 COUNT = 32
 
 

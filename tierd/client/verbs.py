@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -270,12 +271,8 @@ class Verbs:
 
         def once() -> Steps[PutResult]:
             if isinstance(self.connector.target, RemoteTarget):
-                done = yield from self._over(
-                    lambda link: remote.put(link, group, sources, durable=durable, deadline=deadline),
-                    [group.namespace],
-                    deadline,
-                )
-                return done[1]
+                sent = partial(remote.put, group=group, sources=sources, durable=durable, deadline=deadline)
+                return (yield from self._over(sent, [group.namespace], deadline))[1]
             link = yield from self._link(deadline)
             return (yield from writing.put(self, link, writing.Write(group, sources, deadline, durable)))
 

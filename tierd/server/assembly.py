@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,7 +160,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         for tier in tiers:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
             # The flag is read when the daemon ends; a start that fails keeps everything.
-            stack.push_async_callback(_close, tier, lambda: daemon)
+            stack.push_async_exit(partial(_close, tier, lambda: daemon))
         await _find_direct(tiers)
         holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
@@ -202,11 +203,11 @@ def _directory(tier: Tier) -> Path:
     return tier.choose().tables if isinstance(tier, Arena | CudaTier) else Path(tier.place)
 
 
-async def _close(tier: Tier, of: Callable[[], Assembly | None]) -> None:
+async def _close(tier: Tier, of: Callable[[], Assembly | None], error: object, *_: object) -> None:
     """of: its daemon, None if the start has failed before there was one."""
     daemon = of()
     if isinstance(tier, Arena | NvmeStore):
-        tier.has_failed = daemon is None or daemon.state == "starting"
+        tier.has_failed = error is not None and (daemon is None or daemon.state == "starting")
     is_freed = daemon is not None and daemon.release and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST)
     await tier.close(release=is_freed)
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 import structlog
 
+from tierd.core.core import Core
 from tierd.server.assembly import Assembly
 from tierd.server.watchdog import end_now
 from tierd.tiers.arena import Arena
@@ -26,7 +27,11 @@ LOOK_S = 0.5
 @contextlib.asynccontextmanager
 async def watched(daemon: Assembly) -> AsyncIterator[None]:
     """A look every LOOK_S while the context lasts."""
-    tasks = [asyncio.create_task(_watch(tier)) for tier in daemon.tiers if isinstance(tier, Arena | NvmeStore)]
+    tasks = [
+        asyncio.create_task(_watch(tier, daemon.cache.core))
+        for tier in daemon.tiers
+        if isinstance(tier, Arena | NvmeStore)
+    ]
     try:
         yield
     finally:
@@ -36,7 +41,7 @@ async def watched(daemon: Assembly) -> AsyncIterator[None]:
             await asyncio.wait(tasks, timeout=LOOK_S)
 
 
-async def _watch(tier: Tier) -> None:
+async def _watch(tier: Tier, core: Core) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         try:
@@ -44,5 +49,7 @@ async def _watch(tier: Tier) -> None:
                 await tier.inspect()
             elif isinstance(tier, Arena) and (fault := await asyncio.to_thread(tier.find_removed)):
                 end_now(fault)
+            elif isinstance(tier, Arena) and tier.has_room:
+                core.bar(tier.position, None)
         except Exception:
             log.exception("files not looked at", tier=tier.spec.name)

@@ -139,22 +139,24 @@ class Arena(SegmentBooks[memoryview]):
         """Why it is made only when it is wanted; empty where the background is at it."""
         return self._data.idle_reason
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for one more segment."""
+        free = arena_files.find_free(Path(self.place))
+        return self._data.spares > 0 or free is None or free >= self.spec.segment_bytes + self.spec.segment_bytes // 8
+
     def find_removed(self) -> str:
         """Which of its files is not there any more, or was cut short, under processes that go on with what they have mapped; empty: none. Called in a thread."""
-        names = [self.tables / arena_files.LOCK_NAME, self.tables / MARKS_NAME]
-        files = [(path, None, None) for path in names]
-        for number, segment in list(self._segments.items()):
-            if segment.is_ready:
-                files += [(self._catalogue_path(number), number, segment), (self._data.path(number), number, segment)]
-        for path, number, segment in files:
+        files = [(path, -1) for path in (self.tables / arena_files.LOCK_NAME, self.tables / MARKS_NAME)]
+        for number in [number for number, segment in list(self._segments.items()) if segment.is_ready]:
+            files += [(self._catalogue_path(number), number), (self._data.path(number), number)]
+        for path, number in files:
             try:
                 size = path.lstat().st_size
             except FileNotFoundError:
                 size = -1
             wanted = self.spec.segment_bytes if path.suffix == DATA_SUFFIX else max(size, 1)
-            if size != wanted and (
-                number is None or self._segments.get(number) is segment
-            ):  # its life has not ended meanwhile
+            if size != wanted and (number < 0 or number in self._segments):  # its life has not ended meanwhile
                 what = "was removed" if size < 0 else f"was cut to {size} bytes of {wanted}"
                 return f"{self.spec.name}: {path} {what} under the daemon; leave what lies in {self.place} alone"
         return ""

@@ -127,7 +127,7 @@ def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
             continue
         if (
             spec.segment_bytes % os.statvfs(mount.path).f_bsize == 0
-            and (_find_free(mount.path) or 0) >= spec.capacity_bytes
+            and (find_free(mount.path) or 0) >= spec.capacity_bytes
         ):
             return mount.path
     return None
@@ -138,7 +138,7 @@ def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
 
 def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
     """Whether the tier fits. held_bytes: what its files take already. Raises ConfigError with the remedy."""
-    free = _find_free(place.data)
+    free = find_free(place.data)
     needed = spec.capacity_bytes - held_bytes
     if free is not None and needed > free:
         raise ConfigError(
@@ -154,7 +154,7 @@ def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
         )
 
 
-def _find_free(path: Path) -> int | None:
+def find_free(path: Path) -> int | None:
     """Bytes free for new files; None without a limit. A hugetlbfs without a size of its own shares the machine's huge pages."""
     room = os.statvfs(path)
     if room.f_blocks:
