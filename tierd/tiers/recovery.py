@@ -25,6 +25,7 @@ from tierd.tiers.snapshot import open_snapshot, snapshot_path, write_snapshot
 from tierd.tiers.stored_index import Filed, StoredIndex, gathered, replay, told_since
 
 _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
+LOST = "beside slots that hold blocks"
 RETOLD_SHARE = 2
 """A start tells anew what journals told if that is at most one in so many parts of the snapshot; else a snapshot costs little more."""
 RETOLD_JOURNALS = 4
@@ -78,8 +79,9 @@ def open_index(directory: Path, *, store: bytes, below: int | None = None, disk:
     following = [n for n in journals if base is None or n >= base]
     lost = [kind for kind, there in (("snapshot", snapshots), ("journal", following)) if not there]
     if lost and any(_has_begun(directory / name, disk) for name in names if name.endswith(".slots")):
-        what = f"no {' and no '.join(lost)} beside slots that hold blocks"  # every start leaves both
-        notices.append(f"{directory}: {what}; what those told of is a miss")
+        notices.append(
+            f"{directory}: no {' and no '.join(lost)} {LOST}; what those told of is a miss"
+        )  # every start leaves both
     told = _Told([(n, read_journal(directory, store=store, number=n, disk=disk)) for n in following])
     index = replay(snapshot, told)
     next_number = max([0, *snapshots, *journals]) + 1
