@@ -46,7 +46,7 @@ def test_durable_put_beside_eviction(tmp_path: Path, *, is_remote: bool) -> None
 
         def evict() -> None:
             for i in range(PUTS):
-                begun.acquire(timeout=SOON_S)
+                begun.acquire(timeout=60)
                 threading.Event().wait(0.002 * (i % 10))  # another moment of the put each time
                 operator.call(operator.admin.Evict, apb.EvictRequest())
 
@@ -253,7 +253,7 @@ def test_store_lost_between_starts(tmp_path: Path, what: str) -> None:
             path.unlink()
         shutil.rmtree(next(daemon.arena.glob("tierd-*")))
         command = [sys.executable, "-m", "tierd.cli.ctl", "fsck", "--config", str(tmp_path / "tierd.toml")]
-        said = subprocess.run(command, capture_output=True, text=True, check=False, env=daemon._env, timeout=SOON_S)
+        said = subprocess.run(command, capture_output=True, text=True, check=False, env=daemon._env, timeout=60)
         if what != "snapshot":  # an empty one: the journal tells all
             assert said.returncode == 1 and f"{COUNT} " in said.stdout, said
         daemon.start()
