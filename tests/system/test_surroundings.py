@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.system.blocks import SOON_S, await_true, connected
+from tests.system.blocks import await_true, connected
 from tests.system.sdk import SMALL, right
 from tests.system.tcp import free_port, remote_config
 from tests.system.warm import Daemon
