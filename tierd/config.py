@@ -156,9 +156,12 @@ def check(config: Config) -> None:
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[v6]:port". Raises ValueError."""
     host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is not host:port with a port of at most 65535; write for example 127.0.0.1:9440")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    if not colon or not host or (":" in host) != is_bracketed or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(
+            f"{address!r} is not host:port with a port of at most 65535; write for example 127.0.0.1:9440, or [::1]:9440"
+        )
     return host, int(port)
 
 
@@ -253,6 +256,11 @@ def _check_events(events: EventsConfig) -> None:
                 f"events.{name}",
                 f"{address!r} is neither tcp://host:port nor ipc://path; write for example tcp://127.0.0.1:5557",
             )
+        try:
+            if address.startswith("tcp://"):
+                split_address(address.removeprefix("tcp://"))
+        except ValueError as error:
+            _refuse(f"events.{name}", str(error))
     if events.bind == events.replay_bind:
         _refuse("events.replay_bind", f"{events.bind} is events.bind already; give it an address of its own")
 

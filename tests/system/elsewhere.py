@@ -9,7 +9,7 @@
         assert other.hear() == "ready"
         other.say(7)
 
-Values are JSON. Everything that the function's module imports is loaded before the user changes, so another uid needs no right to read it.
+Values are JSON. What is imported after the user has changed is found by descriptors that were opened before, so another uid needs no right to enter the folders above the code.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import pytest
 
 import tests.system.early
 import tierd.client.aio
@@ -36,7 +37,9 @@ import tierd.client.rpc
 from tierd.testing import content_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PR_SET_PDEATHSIG = 1
+READ = (tierd.client.rpc.__file__, np.__file__, os.__file__)
+"""Code that another user runs: ours, the environment's, Python's."""
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 class Elsewhere:
@@ -45,6 +48,8 @@ class Elsewhere:
     def __init__(
         self, function: Callable[..., None], target: str, *, uid: int | None = None, gid: int = 0, **given: Any
     ):
+        if uid is not None and (hidden := [path for path in READ if not os.stat(path).st_mode & 0o004]):
+            pytest.skip(f"uid {uid} may not read {hidden[0]}; chmod -R o+rX the checkout and its environment")
         place = {"module": function.__module__, "function": function.__name__, "uid": uid, "gid": gid}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.system.elsewhere", json.dumps(place | {"target": target, "given": given})],
@@ -175,10 +180,29 @@ def main() -> None:
     function = getattr(importlib.import_module(place["module"]), place["function"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if place["uid"] is not None:
+        _hold_paths()
         os.setgroups([])
         os.setgid(place["gid"])
         os.setuid(place["uid"])
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self/fd is root's
     function(Talk(), place["target"], **place["given"])
+
+
+def _hold_paths() -> None:
+    """From now on packages are found by descriptors of their folders."""
+    held = {
+        path: f"/proc/self/fd/{os.open(path, os.O_PATH | os.O_DIRECTORY)}" for path in sys.path if os.path.isdir(path)
+    }
+    held = dict(sorted(held.items(), key=lambda pair: -len(pair[0])))  # the innermost first
+
+    def found(path: str) -> str:
+        above = next((top for top in held if path == top or path.startswith(top + "/")), None)
+        return path if above is None else held[above] + path[len(above) :]
+
+    for module in list(sys.modules.values()):
+        if isinstance(getattr(module, "__path__", None), list):
+            module.__path__ = [found(path) for path in module.__path__]
+    sys.path[:] = [held.get(path, path) for path in sys.path]
 
 
 # What is imported late is imported now, before the user changes; what must be first in a child, before tierd.

@@ -14,7 +14,7 @@ import pytest
 
 from tests.system.relay import Damage, Relay
 from tests.system.sdk import BIG, HOST, HOST_BYTES, await_nothing_held, churn, empty, put, right
-from tests.system.tcp import SECRET, free_port, remote_config
+from tests.system.tcp import SECRET, free_port, has_ipv6, remote_config
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2, cache_pb2
 from tierd.client import Client, NamespaceSpec, PutGroup
@@ -89,6 +89,24 @@ def test_loopback_alone(remote: Remote) -> None:
     """With tcp_listen it listens there and nowhere else."""
     (address,) = listening(remote.daemon.pid)
     assert address.endswith(f"0100007F:{remote.port:04X}"), "127.0.0.1, as IPv6 sockets write it or not"
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 on its loopback")
+def test_ipv6(tmp_path: Path) -> None:
+    """A daemon listens on [::1] for calls, metrics and KV events, and serves a client there."""
+    port, at = free_port("::1"), [free_port("::1") for _ in range(3)]
+    config = remote_config(tmp_path, port, address="[::1]").replace(
+        "[server]", f'[server]\nmetrics_listen = "[::1]:{at[0]}"', 1
+    )
+    events = f'\n[events]\nenabled = true\nbind = "tcp://[::1]:{at[1]}"\nreplay_bind = "tcp://[::1]:{at[2]}"\n'
+    with (
+        Daemon(config + events) as daemon,
+        Client(f"[::1]:{port}", credential_file=str(tmp_path / "secret")) as client,
+    ):
+        namespace = client.open_namespace(BIG)
+        assert put(client, namespace, 1, COUNT)
+        assert client.get(namespace, chain(1, COUNT)).blocks == COUNT
+        assert {int(address.rpartition(":")[2], 16) for address in listening(daemon.pid)} == {port, *at}
 
 
 # -- bytes

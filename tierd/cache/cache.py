@@ -56,6 +56,7 @@ from tierd.errors import (
     NotPermitted,
     SessionLost,
     StaleHandle,
+    TierFailed,
     Unavailable,
     Unsupported,
 )
@@ -76,7 +77,7 @@ class Cache:
         self.parts = parts
         self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
         self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
-        layers_of = parts.registry.layers_of
+        layers_of, core, tiers, mover = parts.registry.layers_of, parts.core, parts.tiers, parts.mover
         self._holdings = Holdings(parts.holds)
         self.flights = Flights(
             parts.core,
@@ -88,24 +89,17 @@ class Cache:
             layers_of=layers_of,
             limits=parts.limits,
         )
-        self.background = Background(
-            self.core, flights=self.flights, tiers=self.tiers, clock=self.clock, sync_interval_s=parts.sync_interval_s
-        )
+        every_s = parts.sync_interval_s
+        self.background = Background(core, flights=self.flights, tiers=tiers, clock=self.clock, sync_interval_s=every_s)
         examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=layers_of)
-        self.persistence = Persistence(
-            parts.core, flights=self.flights, tiers=parts.tiers, clock=parts.clock, examiner=examiner
-        )
-        self.health = Watch(
-            parts.core, flights=self.flights, tiers=parts.tiers, mover=parts.mover, metrics=parts.metrics
-        )
+        self.persistence = Persistence(core, flights=self.flights, tiers=tiers, clock=self.clock, examiner=examiner)
+        self.health = Watch(core, flights=self.flights, tiers=tiers, mover=mover, metrics=parts.metrics)
         self._tenants: dict[int, str] = {}
         self._commits: set[asyncio.Future[Committed]] = set()
         self._under_way = UnderWay()
-        self._verification = Verification(
-            parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, setting=(parts.verify, parts.seed)
-        )
-        is_open = self._tenants.__contains__
-        self.ahead = Ahead(parts.core, parts.tiers, mover=parts.mover, layers_of=layers_of, is_open=is_open)
+        how = (parts.verify, parts.seed)
+        self._verification = Verification(core, tiers, mover=mover, layers_of=layers_of, setting=how)
+        self.ahead = Ahead(core, tiers, mover=mover, layers_of=layers_of, is_open=self._tenants.__contains__)
         self._publication = Publication(parts, self.ahead, self.flights)
         self.releases = LateReleases(self._give_back)
         self.is_draining = False
@@ -207,8 +201,8 @@ class Cache:
         self._check_groups(session, groups)
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
-        first = partial(self.core.acquire, session, groups=groups, kind=kind)
-        got, served = await self._bring(session, groups, first, timeout_s=timeout_s, preview=preview)
+        ask = partial(self.core.acquire, session, groups=groups, kind=kind)
+        got, served = await self._bring(session, groups, ask, timeout_s=timeout_s, preview=preview)
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way, or the way itself did: there may be a good one farther off, or another way.
             self.health.note_ways()
@@ -296,15 +290,21 @@ class Cache:
     ) -> Reserved:
         """Pages for the session to write. Raises Unavailable while draining, TierFailed.
 
-        durability: what the commit will ask for. Blocks that exist already have no commit to come, so they are made durable here, within
-        timeout_s; those that cannot be are FAILED.
-        """
-        self._check_puts(session, groups)
-        reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
-        pages = {reserved.reservation: reserved.pages} if reserved.reservation else {}
-        async with self._given(session, reserved.plan, pages, at=reserved.rows):
-            if durability is Durability.DURABLE:
-                await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
+        durability: what the commit will ask for. Blocks that exist have no commit to come: they are made durable here, within timeout_s; those that cannot be are FAILED."""
+        for _ in range(2):  # again where there was no memory for a segment: with those that there are
+            self._check_puts(session, groups)
+            barred = self.flights.barred
+            reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
+            pages = {reserved.reservation: reserved.pages} if reserved.reservation else {}
+            try:
+                async with self._given(session, reserved.plan, pages, at=reserved.rows):
+                    if durability is Durability.DURABLE:
+                        await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
+                break
+            except TierFailed:
+                if self.flights.barred == barred:
+                    raise
+                reserved = reserved.without_pages()
         count_reserved(self.metrics, reserved)
         return reserved
 

@@ -26,6 +26,7 @@ from tierd.core.sets import kinds, true_rows
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover, link_of
+from tierd.tiers.files import NO_SPACE
 from tierd.tiers.tier import Tier, is_stored
 
 log = structlog.get_logger(__name__)
@@ -73,6 +74,8 @@ class Flights:
         """Blocks that stores have lost with a sync that failed, by tier."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there may be more to write: a store has lost blocks, or is back in service."""
+        self.barred = 0
+        """Segments that got no memory so far, since there was none."""
         self.made = 0
         """Transfers finished since the start."""
         self.failed = 0
@@ -163,6 +166,9 @@ class Flights:
         if error is not None:
             name = self._tiers[segment.tier].spec.name
             log.error("segment not prepared", tier=name, segment=segment.segment, error=str(error))
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_SPACE:
+                self.barred += 1
+                self._core.bar(segment.tier, segment.segment)
         elif self._preparing.get(segment.segment) is task:
             del self._preparing[segment.segment]
 

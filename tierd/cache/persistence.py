@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Sequence
 
 import numpy as np
+import structlog
 
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
@@ -23,6 +24,8 @@ from tierd.core.plan import Bools, Committed, Ids, PagesHeld, PutQuery, Reserved
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.tier import Tier, is_stored
+
+log = structlog.get_logger(__name__)
 
 CONFIRM_BLOCKS = 64
 """Read at one time, of what a former life left."""
@@ -47,6 +50,7 @@ class Persistence:
         held = committed.statuses != BlockStatus.FAILED
         failed = ~await self.persist(committed.blocks[held], metas[held], timeout_s=timeout_s)
         committed.statuses[np.flatnonzero(held)[failed]] = BlockStatus.FAILED
+        self._say(failed)
 
     async def keep_existing(self, reserved: Reserved, groups: Sequence[PutQuery], *, timeout_s: float) -> None:
         """Makes those blocks of a reserve durable that exist already and so get no commit; else they are FAILED in `statuses`."""
@@ -56,6 +60,13 @@ class Persistence:
             durable = ids >= 0  # else it has gone since the core said that it exists
             durable[durable] = await self.persist(ids[durable], timeout_s=timeout_s)
             statuses[rows[~durable]] = BlockStatus.FAILED
+            self._say(~durable, gone=int((ids < 0).sum()))
+
+    def _say(self, failed: Bools, *, gone: int = 0) -> None:
+        """Of blocks that a caller wanted durable; gone: how many were no longer held when that was to be made so."""
+        if failed.any():
+            writable = [tier.spec.name for tier in self._stored if self._core.is_writable(tier.position)]
+            log.warning("blocks not made durable", count=int(failed.sum()), gone=gone, writable_stores=writable)
 
     async def persist(self, blocks: Ids, metas: StructArray | None = None, *, timeout_s: float) -> Bools:
         """Brings blocks onto NVMe, data and journal synced; bool per block whether it is there.

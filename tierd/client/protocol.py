@@ -32,7 +32,7 @@ from tierd.client.values import (
     checked_hashes,
     listed,
 )
-from tierd.core.block import NamespaceSpec, token_array, whole
+from tierd.core.block import U4_MAX, NamespaceSpec, token_array, whole
 from tierd.core.model import (
     COMMIT_BLOCK,
     HANDLE,
@@ -58,8 +58,6 @@ ABOUT_BYTES = 2 << 20
 
 TIER_DIGITS = 5
 """Of a tier's index: no daemon has so many."""
-
-U4_MAX = (1 << 32) - 1
 
 
 # -- errors
@@ -184,8 +182,8 @@ def _filled(group: PutGroup, lengths: Sequence[int]) -> PutGroup:
     wanted, most = put_lengths(group).tolist(), group.namespace.spec.block_bytes
     for i, (length, least) in enumerate(zip(lengths, wanted, strict=False) if lengths != wanted else ()):
         if not least <= length <= most:
-            what = f"{length} bytes for a block of {least} (at most {most})"
-            raise InvalidArgument(f"buffer {i}: {what}; pass as many, or say the lengths of blocks in a PutGroup")
+            remedy = f"pass {least} to {most}, or say the lengths of blocks in a PutGroup"
+            raise InvalidArgument(f"buffer {i}: {length} bytes for a block of {least}; {remedy}")
     return replace(group, lengths=lengths)
 
 
@@ -218,9 +216,7 @@ def _group_message(group: Group) -> pb.Group:
         tokens_per_block=group.namespace.spec.tokens_per_block,
         tokens=group.namespace.tokens_in(len(hashes), tokens=group.tokens),
         need=whole("need", group.need, 2, remedy="give one of tierd.client.Need"),  # type: ignore[arg-type]
-        need_tokens=whole(
-            "need_tokens", group.need_tokens, (1 << 63) - 1, remedy="count the last tokens that it needs"
-        ),
+        need_tokens=whole("need_tokens", group.need_tokens, (1 << 63) - 1, remedy="count its last tokens"),
         digest=group.namespace.digest,
     )
 

@@ -17,7 +17,7 @@ from tierd.client import buffers, protocol
 from tierd.client.lease import Lease
 from tierd.client.steps import Steps
 from tierd.client.values import Found, GetResult, Group, OpenedNamespace, PutResult
-from tierd.client.writing import Write
+from tierd.client.writing import Write, kept
 from tierd.core.model import BlockStatus, Need
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ def put(verbs: Verbs, write: Write) -> Steps[PutResult]:
     count = len(write.sources)
     limit = yield from _limit(verbs, [write.group.namespace], count, write.deadline)
     if count <= limit:
-        return (yield from verbs.stored(write))
+        return (yield from kept(verbs, write))
     statuses = protocol.all_statuses(count, BlockStatus.FAILED)
     for first in range(0, count, limit):
         stop = min(first + limit, count)
         part = replace(write, group=write.group.part(first, stop), sources=write.sources[first:stop])
         done = yield from verbs.shrunk(
-            lambda part=part: verbs.stored(part),  # type: ignore[misc]
+            lambda part=part: kept(verbs, part),  # type: ignore[misc]
             lambda first=first, stop=stop: PutResult(statuses[first:stop]),  # type: ignore[misc]
         )
         statuses[first:stop] = done.statuses

@@ -90,10 +90,11 @@ def _default(environ: Mapping[str, str]) -> str:
 def _remote(text: str) -> RemoteTarget:
     place, _, options = text.partition("?")
     host, colon, port = place.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    if not colon or not host or (":" in host) != is_bracketed or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InvalidArgument(
-            f"target {text!r}: neither a directory nor host:port; write for example /run/tierd or 127.0.0.1:9440"
+            f"target {text!r}: neither a directory nor host:port; write for example /run/tierd, 127.0.0.1:9440 or [::1]:9440"
         )
     given = dict(parse_qsl(options, keep_blank_values=True))
     codec = given.pop("codec", "")

@@ -11,6 +11,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -283,10 +284,7 @@ class Verbs:
     def stored(self, write: writing.Write) -> Steps[PutResult]:
         """What became of the blocks of one call."""
         if isinstance(self.connector.target, RemoteTarget):
-            _, done = yield from self._over(
-                lambda link: remote.put(link, write), [write.group.namespace], write.deadline
-            )
-            return done
+            return (yield from self._over(partial(remote.put, write=write), [write.group.namespace], write.deadline))[1]
         link = yield from self.connected(write.deadline)
         return (yield from writing.put(self, link, write))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import buffers, protocol, stopping
+from tierd.client.calls import left_s
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.progress import Progress
@@ -35,6 +36,8 @@ STEP_BYTES = 1 << 20
 """Of what is written between two notes of it."""
 EARLY_BYTES = 1 << 20
 """From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon to hear that it is, and hashed as soon as that is heard."""
+MORE_TRIES = 8
+"""To bring blocks onto NVMe that go from the tiers meanwhile."""
 POSITION_LIMIT = 1 << 32
 """Of blocks; with a greater one no message is made."""
 
@@ -79,6 +82,16 @@ def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
     else:
         yield Do(lambda: spares.pause(write.deadline))
     return PutResult(statuses)
+
+
+def kept(verbs: Verbs, write: Write) -> Steps[PutResult]:
+    """A put; of a durable one again what is FAILED, while there is time: a block may have gone before it was on NVMe, and its bytes are here."""
+    done = yield from verbs.stored(write)
+    for _ in range(MORE_TRIES if write.durable else 0):
+        if not (done.statuses == BlockStatus.FAILED).any() or left_s(write.deadline) <= 0:
+            break
+        done = yield from verbs.stored(write)
+    return done
 
 
 def _into_reserved(verbs: Verbs, write: Write) -> Steps[Any]:

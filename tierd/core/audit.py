@@ -98,7 +98,7 @@ class Audit:
 
     def _check_segments(self, tier: Pages) -> None:
         vacant = {place for place, segment in enumerate(tier.segments) if segment is None}
-        assert vacant == tier.vacant, f"{tier.spec.name}: vacant places"
+        assert vacant == tier.vacant | tier.barred, f"{tier.spec.name}: vacant places"
         empty = {place for place, s in enumerate(tier.segments) if s is not None and s.spare == s.pages}
         empty = set(tier.idle) if tier.is_loading else empty
         assert set(tier.idle) == empty, f"{tier.spec.name}: idle places are not those of the empty segments"

@@ -23,6 +23,7 @@ from tierd.core.layout import SLICE_WORDS_MAX
 from tierd.core.model import HASH_BYTES, PAGE_ALIGN_BYTES, ROOT, SLICE_MAX_BYTES
 from tierd.errors import InvalidArgument
 
+U4_MAX = (1 << 32) - 1
 TEXT_LIMIT = 4096
 """Characters of each text of a namespace: every store keeps it; as long as a path may be."""
 CLASS_STEPS = 8
@@ -71,7 +72,7 @@ class NamespaceSpec:
         ):
             whole(f"namespace.{name}", value, top, least=1, remedy="set it from the model's configuration")
         for name in ("layers", "kv_heads", "head_dim"):
-            whole(f"namespace.geometry.{name}", getattr(self.geometry, name), (1 << 32) - 1, remedy="or leave it out")
+            whole(f"namespace.geometry.{name}", getattr(self.geometry, name), U4_MAX, remedy="or leave it out")
         for name, text in self._texts().items():
             if not isinstance(text, str) or text != text.encode(errors="ignore").decode():
                 raise InvalidArgument(f"namespace.{name}: {text!r} is no text in UTF-8; give a name or a digest")

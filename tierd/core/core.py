@@ -342,6 +342,10 @@ class Core:
         """Not writable: its blocks are served, and it is no target; what would be demoted to it is evicted."""
         self._index.tiers[tier].writable = writable
 
+    def bar(self, tier: int, segment: int | None) -> None:
+        """A segment that began got no memory: it gives no page, and no place begins that never had any; None: there is memory again."""
+        self._upkeep.bar(tier, segment)
+
     def set_direct(self, tier: int, stores: frozenset[int]) -> None:
         """From which stores blocks come into the tier without a stay in host memory, from now on; what is planned stays so."""
         self._index.direct[tier] = stores

@@ -87,6 +87,10 @@ class Pages:
         self._by_place = ByPlace(self.segments)
         self._files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
+        self.barred, self.failing = (
+            set[int](),
+            set[int](),
+        )  # no memory for now; those that will be barred when they are empty
         self.now, self.idle = 0.0, dict[int, float]()
         """Places of empty segments that wait until somebody needs them, in the order in which they emptied: since when."""
         self.holders: dict[int, dict[int, bool]] = {}
@@ -121,7 +125,7 @@ class Pages:
     def take(self, key: Key, count: int, generation: int) -> Ids:
         """free -> reserved: up to `count` free pages of the key's segments, with generations from `generation` on."""
         taken: list[Ids] = []
-        for place in sorted(self._open.get(key, ())):
+        for place in sorted(self._open.get(key, set()) - self.failing):
             if count <= 0:
                 break
             pages = self._take_from(place, count)
@@ -451,7 +455,7 @@ class Pages:
         segment.low = min(segment.low, page - segment.first)
         if segment.spare < segment.pages or self.is_loading:
             self._reopen(place)
-        elif segment.stays:
+        elif segment.stays and place not in self.failing:
             self._reopen(place)
             self.idle[place] = self.now
         else:
@@ -476,7 +480,8 @@ class Pages:
         self.segments[place] = None
         self._by_place.note(place, self._last_writer[place])
         self._place_table[place] = 0
-        self.vacant.add(place)
+        (self.barred if place in self.failing else self.vacant).add(place)
+        self.failing.discard(place)
 
     def _reopen(self, place: int) -> None:
         segment = self.segments[place]

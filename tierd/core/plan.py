@@ -6,7 +6,7 @@ Purpose: the types that cross the face of `Core`, and nothing that decides. Inva
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from tierd.core.model import (
     EXTENT,
     FREED,
     HASH_BYTES,
+    NO_PAGE,
     TRANSFER,
     BlockStatus,
     Need,
@@ -212,6 +213,14 @@ class Reserved:
     statuses: list[Codes]
     extents: list[StructArray]
     plan: Plan
+
+    def without_pages(self) -> Reserved:
+        """What is answered where the pages were not to be had after all: NO_ROOM."""
+        for extents, statuses in zip(self.extents, self.statuses, strict=True):
+            given = statuses == BlockStatus.RESERVED
+            extents[given], statuses[given] = np.zeros(1, EXTENT), BlockStatus.NO_ROOM
+            extents["page"][given] = NO_PAGE
+        return replace(self, reservation=0)
 
     @property
     def rows(self) -> Ids:

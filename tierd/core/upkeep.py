@@ -125,6 +125,19 @@ class Upkeep:
         """More of its blocks come beside the work."""
         self._index.tiers[tier].is_loading = True
 
+    def bar(self, tier: int, segment: int | None) -> None:
+        """See `Core.bar`."""
+        pages = self._index.tiers[tier]
+        if segment is None:
+            pages.vacant |= pages.barred
+            pages.barred.clear()
+            return
+        virgin = {place for place in pages.vacant if pages.last_id[place] is None}
+        pages.vacant, pages.barred = pages.vacant - virgin, pages.barred | virgin
+        for place in [place for place, own in enumerate(pages.segments) if own is not None and own.id == segment]:
+            pages.failing.add(place)
+            pages.vacate_idle(place)
+
     def close_empty(self, tier: int) -> None:
         """Sends segments in which nothing was found and nobody holds anything to the pool."""
         self._index.tiers[tier].is_loading = False

@@ -93,6 +93,7 @@ class Publisher:
                 continue
             socket.setsockopt(zmq.BACKLOG, BACKLOG)
             socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.setsockopt(zmq.IPV6, int("[" in address))  # not for all: a machine may have none
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:

@@ -40,6 +40,7 @@ class Subscriber:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
         self._replay, self._replay_timeout_s = replay, replay_timeout_s
         self._expected = 0
@@ -97,6 +98,7 @@ class Subscriber:
         with self._context.socket(zmq.DEALER) as asking:
             asking.setsockopt(zmq.LINGER, 0)
             asking.setsockopt(zmq.RCVHWM, 0)
+            asking.setsockopt(zmq.IPV6, int("[" in self._replay))
             asking.connect(self._replay)
             asking.send_multipart((b"", self._expected.to_bytes(8, "big")))
             while asking.poll(max(0, round((deadline - time.monotonic()) * 1000))):

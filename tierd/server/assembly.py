@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,8 +160,8 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         recovered: list[Recovered] = []
         for tier in tiers:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
-            # Read when the daemon ends; a start that fails keeps what was found, and gives back what it has made.
-            stack.push_async_callback(_close, tier, lambda: daemon)
+            # The flag is read when the daemon ends; a start that fails keeps everything.
+            stack.push_async_exit(partial(_close, tier, lambda: daemon))
         await _find_direct(tiers)
         holds, former = open_holds(tiers, recovered)
         stack.callback(lambda: holds.close(release=daemon is not None and daemon.release))
@@ -206,13 +207,13 @@ def _directory(tier: Tier) -> Path:
     return Path(tier.place)
 
 
-async def _close(tier: Tier, find: Callable[[], Assembly | None]) -> None:
-    daemon = find()
-    release = daemon is not None and daemon.release and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST)
-    if isinstance(tier, Arena):
-        await tier.close(release=release, is_unused=daemon is None or daemon.state in ("starting", "loading"))
-    else:
-        await tier.close(release=release)
+async def _close(tier: Tier, of: Callable[[], Assembly | None], error: object, *_: object) -> None:
+    """of: its daemon, None if the start has failed before there was one."""
+    daemon = of()
+    if isinstance(tier, Arena | NvmeStore):
+        tier.has_failed = error is not None and (daemon is None or daemon.state in ("starting", "loading"))
+    is_freed = daemon is not None and daemon.release and tier.spec.kind in (TierKind.DEVICE, TierKind.HOST)
+    await tier.close(release=is_freed)
 
 
 def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assembly:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import os
 import platform
 import resource
@@ -29,6 +30,7 @@ from tierd.server import heap, precedence
 from tierd.server.assembly import Assembly, assemble
 from tierd.server.fault_socket import fault_socket
 from tierd.server.listeners import Listeners
+from tierd.server.surroundings import watched
 from tierd.server.watchdog import Deadman, LoopWatch, end_now
 from tierd.tiers.tier import is_stored
 
@@ -77,6 +79,7 @@ async def serve(config: Config, *, release: bool = False) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop, begun = asyncio.Event(), asyncio.Event()
     _heed_signals(stop, begun)
+    faulthandler.enable()  # a file that is cut short under its mapping ends the process: not without a word
     with fault_socket():
         await _run(config, stop, begun, release=release)
     return 0
@@ -89,6 +92,7 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
         async with (
             Listeners(daemon) as listeners,
             _watchdog(daemon),
+            watched(daemon),
             publishing(daemon.cache, config.events, end_s=EVENTS_END_S) as feed,
         ):
             if feed:

@@ -21,8 +21,9 @@ from tierd.core.model import NOBODY, SegmentAssignment, StructArray, TierSpec
 from tierd.errors import ConfigError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import arena_files, arena_recovery
+from tierd.tiers.data_files import SUFFIX as DATA_SUFFIX
 from tierd.tiers.data_files import DataFiles
-from tierd.tiers.segments import Segment, SegmentBooks, opened
+from tierd.tiers.segments import MARKS_NAME, Segment, SegmentBooks, opened
 from tierd.tiers.tier import Descriptor, Recovered
 from tierd.tiers.writers import await_writers, note_writer
 
@@ -35,6 +36,8 @@ class Arena(SegmentBooks[memoryview]):
     """
 
     _data: DataFiles
+    has_failed = False
+    """The daemon does not start: `close` gives back what was made ahead."""
 
     def __init__(self, spec: TierSpec, *, position: int, instance: str, arena_dir: str = "") -> None:
         super().__init__(spec, position=position, instance=instance, arena_dir=arena_dir)
@@ -122,15 +125,12 @@ class Arena(SegmentBooks[memoryview]):
         """How many segments of a former life there are."""
         return sum(segment.found for segment in self._segments.values())
 
-    async def close(self, *, release: bool, is_unused: bool = False) -> None:
-        """Let go of everything, and with release remove the files. Views that are alive keep their memory. Twice is once. is_unused: since the start nobody was
-        served; then memory that holds nothing is given back."""
+    async def close(self, *, release: bool) -> None:
+        """Let go of everything, and with release remove the files. Views that are alive keep their memory. Twice is once."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
-        if is_unused:
-            await asyncio.to_thread(self._data.drop_spares)
-        await asyncio.to_thread(self._data.stop)
+        await asyncio.to_thread(self._data.stop, undo=self.has_failed)
         await asyncio.to_thread(self._end, lock, release=release, places=(self.tables, Path(self.place)))
 
     @property
@@ -142,6 +142,28 @@ class Arena(SegmentBooks[memoryview]):
     def unready_reason(self) -> str:
         """Why it is made only when it is wanted; empty where the background is at it."""
         return self._data.idle_reason
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for one more segment."""
+        free = arena_files.find_free(Path(self.place))
+        return self._data.spares > 0 or free is None or free >= self.spec.segment_bytes + self.spec.segment_bytes // 8
+
+    def find_removed(self) -> str:
+        """Which of its files is not there any more, or was cut short, under processes that go on with what they have mapped; empty: none. Called in a thread."""
+        files = [(path, -1) for path in (self.tables / arena_files.LOCK_NAME, self.tables / MARKS_NAME)]
+        for number in [number for number, segment in list(self._segments.items()) if segment.is_ready]:
+            files += [(self._catalogue_path(number), number), (self._data.path(number), number)]
+        for path, number in files:
+            try:
+                size = path.lstat().st_size
+            except FileNotFoundError:
+                size = -1
+            wanted = self.spec.segment_bytes if path.suffix == DATA_SUFFIX else max(size, 1)
+            if size != wanted and (number < 0 or number in self._segments):  # its life has not ended meanwhile
+                what = "was removed" if size < 0 else f"was cut to {size} bytes of {wanted}"
+                return f"{self.spec.name}: {path} {what} under the daemon; leave what lies in {self.place} alone"
+        return ""
 
     # -- pages
 

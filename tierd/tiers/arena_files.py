@@ -128,7 +128,7 @@ def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
             continue
         if (
             spec.segment_bytes % os.statvfs(mount.path).f_bsize == 0
-            and (_find_free(mount.path) or 0) >= spec.capacity_bytes
+            and (find_free(mount.path) or 0) >= spec.capacity_bytes
         ):
             return mount.path
     return None
@@ -139,13 +139,13 @@ def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
 
 def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
     """Whether the tier fits. held_bytes: what its files take already. Raises ConfigError with the remedy."""
-    free = _find_free(place.data)
+    free = find_free(place.data)
     needed = spec.capacity_bytes - held_bytes
     if free is not None and needed > free:
         raise ConfigError(
             f"{spec.name}.capacity: {_mib(spec.capacity_bytes)} needs {_mib(needed)} more in {place.data}, where {_mib(free)} "
-            "are free; lower the capacity, enlarge the file system (mount -o remount,size=...), or set arena_dir; `tierctl doctor` "
-            "lists arenas that nobody uses"
+            "are free; lower the capacity, enlarge the file system (mount -o remount,size=...), or set arena_dir; `tierd purge "
+            "--orphans` frees arenas that nobody uses"
         )
     limit = find_memory_limit()
     if limit is not None and spec.capacity_bytes > limit:
@@ -155,7 +155,7 @@ def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
         )
 
 
-def _find_free(path: Path) -> int | None:
+def find_free(path: Path) -> int | None:
     """Bytes free for new files; None without a limit. A hugetlbfs without a size of its own shares the machine's huge pages."""
     room = os.statvfs(path)
     if room.f_blocks:

@@ -44,6 +44,7 @@ class DataFiles:
         self._touched_bytes = 0
         self._fault = ""
         self._spares: deque[tuple[Path, memoryview]] = deque()
+        self._made: set[Path] = set()
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -96,20 +97,16 @@ class DataFiles:
         self._thread = threading.Thread(target=self._make_all, name="tierd-spares", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the background work; a file that is half made is removed."""
+    def stop(self, *, undo: bool = False) -> None:
+        """End the background work; a file that is half made is removed, with undo every spare one that was made here."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._spares.clear()
-
-    def drop_spares(self) -> None:
-        """Ends the background work, and removes what no segment uses."""
-        self.stop()
-        for path in self._directory.glob(f"{SPARE}*{SUFFIX}"):
+        for path in [path for path, _ in self._spares if undo and path in self._made]:
             path.unlink(missing_ok=True)
+        self._spares.clear()
 
     def wait_idle(self) -> None:
         """Until the background work has made all it can."""
@@ -138,15 +135,18 @@ class DataFiles:
     def find_ready(self, segment: int) -> memoryview | None:
         """A spare file's memory, now the segment's, or None if none is ready. Does not wait."""
         with self._changed:
-            if not self._spares:
-                return None
-            path, memory = self._spares.popleft()
-            try:
-                os.rename(path, self.path(segment))
-            except OSError:
-                self._unmade += 1  # somebody has removed it: another one is made when it is wanted
-                raise
-            return memory
+            while self._spares:
+                path, memory = self._spares.popleft()
+                self._unmade += (
+                    1  # where somebody has removed it, or cut it short, another one is made when it is wanted
+                )
+                with contextlib.suppress(FileNotFoundError):
+                    if path.lstat().st_size == self._segment_bytes:
+                        os.rename(path, self.path(segment))
+                        self._unmade -= 1
+                        return memory
+                    path.unlink()
+            return None
 
     def take(self, segment: int) -> memoryview:
         """A file's memory, now the segment's: a spare one, one in the making, or one made here. Raises TierFailed, OSError."""
@@ -213,6 +213,7 @@ class DataFiles:
                     self._unmade += 1
                 else:
                     self._spares.append((path, memory))
+                    self._made.add(path)
                 self._changed.notify_all()
         return memory is not None
 

@@ -18,6 +18,12 @@ from tierd.tiers.lock import private_directory, take_lock
 
 READ_WRITE = os.O_RDWR | os.O_CREAT
 """Flags of a file that is made if missing."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def remedy_of(error: OSError) -> str:
+    """What to do about what a disk said."""
+    return "free space there" if error.errno in NO_SPACE else "see the system's log of that disk"
 
 
 class Lock(Protocol):
@@ -72,6 +78,12 @@ class Files(Protocol):
 
     def size(self, path: Path) -> int:
         """Length of a file in bytes."""
+
+    def free_bytes(self, directory: Path) -> int:
+        """What new files of a directory may still take."""
+
+    def is_named(self, path: Path, fd: int) -> bool:
+        """Whether path still names the file behind fd."""
 
     def random_bytes(self, count: int) -> bytes:
         """So many bytes that nobody has had before."""
@@ -132,6 +144,16 @@ class OsFiles:
 
     def size(self, path: Path) -> int:
         return path.stat().st_size
+
+    def free_bytes(self, directory: Path) -> int:
+        room = os.statvfs(directory)
+        return room.f_bavail * room.f_frsize
+
+    def is_named(self, path: Path, fd: int) -> bool:
+        try:
+            return os.path.samestat(path.lstat(), os.fstat(fd))
+        except OSError:
+            return False
 
     def random_bytes(self, count: int) -> bytes:
         return secrets.token_bytes(count)

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from tierd.core.block import slice_lengths
+from tierd.core.meta import META, intact
 from tierd.core.model import EXTENT, StructArray, TierSpec
 from tierd.errors import TierdError, VersionMismatch
 from tierd.tiers import checksum, recovery
+from tierd.tiers.checksum import record_checksum
 from tierd.tiers.fsck import Part, ReadOnlyFiles
 from tierd.tiers.heads import check_versions
 from tierd.tiers.journal import SegmentBegun, is_torn, journal_path
@@ -47,8 +49,25 @@ def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
     part.files += 1 + len(list(directory.glob("snapshot-*.bin"))) + len(list(directory.glob("journal-*.log")))
     for notice in loaded.notices:
         _tell(notice, directory, store, part)
+    if any(recovery.LOST in notice for notice in loaded.notices):
+        count = _count_untold(directory, loaded.index, store)
+        part.add(
+            str(directory), f"{count} slots hold blocks that neither journal nor snapshot tells of", f"they are {MISS}"
+        )
     _check_rows(directory, loaded, store=store, part=part)
     yield from _check_slots(spec, directory, loaded.index, store=store, part=part)
+
+
+def _count_untold(directory: Path, index: StoredIndex, store: bytes) -> int:
+    """Slots whose headers are whole and of this store, and of no block of the index; removed ones that were not written over among them."""
+    told, count = {*zip(index.metas["segment"].tolist(), index.metas["offset"].tolist(), strict=True)}, 0
+    for path in sorted(directory.glob("seg-*.slots")):
+        pages = np.memmap(path, np.uint8, "r").reshape(-1, HEADER_BYTES)
+        heads = np.ascontiguousarray(pages[:, : META.itemsize]).view(META).reshape(-1)
+        heads = heads[(heads["store"] == np.frombuffer(store, np.uint8)).all(axis=1)]
+        heads = heads[intact(heads, record_checksum)]
+        count += len({*zip(heads["segment"].tolist(), heads["offset"].tolist(), strict=True)} - told)
+    return count
 
 
 def _find_identity(directory: Path, part: Part) -> bytes | None:

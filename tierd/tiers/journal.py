@@ -143,12 +143,12 @@ def checked_marks(marks: Marks) -> Marks:
 class Journal:
     """A journal file being written. Made by `create`; its methods block."""
 
-    def __init__(self, fd: int, *, store: bytes, number: int, disk: Files) -> None:
+    def __init__(self, fd: int, path: Path, *, store: bytes, number: int, disk: Files) -> None:
+        self.path, self.fd = path, fd
         self.number = number
         self.bytes = _HEADER.size
         """Length of what was appended whole."""
         self.is_abandoned = False
-        self._fd = fd
         self._store = store
         self._disk = disk
 
@@ -159,7 +159,7 @@ class Journal:
         """A new file with its first records, durable under its name. Raises OSError."""
         path = journal_path(directory, number)
         fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        journal = cls(fd, store=store, number=number, disk=disk)
+        journal = cls(fd, path, store=store, number=number, disk=disk)
         try:
             head = _HEADER.pack(JOURNAL_MAGIC, versions.JOURNAL.current, 0, store, number, 0)[:-8]
             durable.write_fully(fd, head + record_checksum(head).to_bytes(8, "little"), offset=0, disk=disk)
@@ -174,6 +174,13 @@ class Journal:
             raise
         return journal
 
+    @classmethod
+    def unwritten(cls, directory: Path, *, store: bytes, number: int, disk: Files) -> Journal:
+        """One without a file, abandoned from the first."""
+        journal = cls(-1, journal_path(directory, number), store=store, number=number, disk=disk)
+        journal.is_abandoned = True
+        return journal
+
     def append(self, records: Iterable[Record]) -> None:
         """Writes frames at the end, not yet durable.
 
@@ -184,7 +191,7 @@ class Journal:
             frames.append(self._frame(encode_record(record), offset=end))
             end += len(frames[-1])
         try:
-            durable.write_fully(self._fd, b"".join(frames), offset=self.bytes, disk=self._disk)
+            durable.write_fully(self.fd, b"".join(frames), offset=self.bytes, disk=self._disk)
         except OSError:
             self._cut_back()
             raise
@@ -193,21 +200,22 @@ class Journal:
     def sync(self) -> None:
         """Makes everything appended durable. Raises OSError; the file is then abandoned."""
         try:
-            self._disk.sync_data(self._fd)
+            self._disk.sync_data(self.fd)
         except OSError:
             self.is_abandoned = True
             raise
 
     def close(self) -> None:
         """Gives the descriptor back."""
-        self._disk.close(self._fd)
+        if self.fd >= 0:
+            self._disk.close(self.fd)
 
     def _frame(self, payload: bytes, *, offset: int) -> bytes:
         return _FRAME.pack(len(payload), _frame_sum((self._store, self.number, offset), payload)) + payload
 
     def _cut_back(self) -> None:
         try:
-            self._disk.truncate(self._fd, self.bytes)
+            self._disk.truncate(self.fd, self.bytes)
         except OSError:
             self.is_abandoned = True
 

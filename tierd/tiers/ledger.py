@@ -71,12 +71,12 @@ class Keeper(Protocol):
 class Ledger:
     """The journal of an open store, and when it is written.
 
-    failure: empty, or why nothing becomes durable now. abandoned: places whose slot file's sync has failed, and how often it could not be renewed.
+    removed: empty, or which of its files somebody has removed. abandoned: places whose slot file's sync has failed, and how often it could not be renewed.
     is_loading: what the former life left is still being read, so that no file of it may go.
     """
 
     def __init__(self, opened: OpenStore, keeper: Keeper, calls: Calls) -> None:
-        self.failure = ""
+        self._failure, self.removed = opened.fault, ""
         self.is_loading = False
         self.abandoned: dict[int, int] = {}
         self._keeper, self._calls = keeper, calls
@@ -192,6 +192,7 @@ class Ledger:
                 files = {}
             if files or records:
                 await self._sync_in_turn(files, records)
+            self._check()
             self._durable_marks = marks
             await self._compact_if_due()
 
@@ -221,6 +222,7 @@ class Ledger:
                 call.go_on("write", loop.time())
                 try:
                     self._write_journal([added.record for added in records])
+                    self.removed = self._find_removed(files)
                 except OSError as e:
                     error.append(e)
 
@@ -289,13 +291,51 @@ class Ledger:
 
     def _fail(self, path: Path, error: BaseException) -> TierFailed:
         """What the kernel could not write it may have forgotten. Gives what is to be raised."""
-        self.failure = f"{self._opened.name}: {path} could not be made durable ({error}); check the disk"
-        return TierFailed(self.failure)
+        self._failure = f"{self._opened.name}: {path} could not be made durable ({error}); check the disk"
+        return TierFailed(self._failure)
+
+    @property
+    def failure(self) -> str:
+        """Empty, or why nothing becomes durable now."""
+        return self.removed or self._failure
+
+    async def inspect(self) -> None:
+        """Whether every file of the store is still there under its name; if not, `removed` says so."""
+        async with self._flying:
+            before, self.removed = self.removed, await self._in_thread(self._find_removed, self._opened.files)
+        if self.removed != before:
+            self._calls.stir()
+
+    def _find_removed(self, files: SlotFiles) -> str:
+        """Which of these files, of the journal, of the index is not there any more, and what that means; empty: none."""
+        opened, disk = self._opened, self._opened.disk
+        lost = [file.path for file in files.values() if not disk.is_named(file.path, file.fd)]
+        if not opened.journal.is_abandoned and not disk.is_named(opened.journal.path, opened.journal.fd):
+            lost.append(opened.journal.path)
+        if not lost and not (
+            self._has_index() or self._has_index()
+        ):  # twice: between two names a list may have neither
+            lost = [opened.directory / "store.json, or the snapshot"]
+        if not lost:
+            return ""
+        blocks = sum(len(self._keeper.durable_spans(place)) for place in opened.files)
+        return (
+            f"{opened.name}: {lost[0]} was removed under the daemon; the store's {blocks} blocks are lost, wholly or in part, when it ends,"
+            " and nothing becomes durable: put the files back, or restart tierd"
+        )
+
+    def _has_index(self) -> bool:
+        names = self._opened.disk.list(self._opened.directory)
+        return "store.json" in names and (bool(self._failure) or any(name.startswith("snapshot-") for name in names))
 
     # -- after a failure
 
     async def mend(self) -> None:
         """Puts new files in the place of those that failed. Raises TierFailed if the disk does not take them. Cut short it goes on, and `close` waits for it."""
+        if self.removed:
+            await self.inspect()
+        if self.removed or (self.failure and self.is_loading):  # what is still read must not be replaced
+            raise TierFailed(self.failure)
         if self.failure:
             work = asyncio.ensure_future(self._mend())
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -316,7 +356,7 @@ class Ledger:
                 raise TierFailed(
                     f"{self.failure}; and no new file could be made ({str(error) or repr(error)}); free space, or raise the limit of threads or memory"
                 ) from error
-            self.failure = ""
+            self._failure = ""
         if self._pending:
             self._flight()
 

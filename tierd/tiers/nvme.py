@@ -9,13 +9,10 @@ The header inside the slot decides: it names block, place, generation and store,
 is served if every byte of it is still there, the new one if its record is durable, and everything else is a miss.
 
 Invariants:
-- `apply` touches memory alone.
-- Once a sync has failed, writes are FAILED and `sync` raises until `probe` has put new files in the place of those that failed; what is durable is
-  served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way, or that could not be
+- `apply` touches memory alone. Once a sync has failed, writes are FAILED and `sync` raises until `probe` has put new files in the place of those that failed; what is durable is served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way, or that could not be
   read from it. Who asks for it is told FAILED, and `take_lost` tells of each once.
 - A call that hangs keeps its lane; who waits while as many hang as there may be, or every lane, is FAILED.
-- `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled.
-- Nothing is written with a generation that the durable marks do not cover.
+- `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled. Nothing is written with a generation that the durable marks do not cover.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +36,12 @@ from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.buffered import BufferedIO
 from tierd.tiers.calls import KINDS, Calls, Kind
-from tierd.tiers.files import OS, Files
+from tierd.tiers.files import OS, Files, remedy_of
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.lanes import Lanes
 from tierd.tiers.ledger import Ledger
 from tierd.tiers.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun, no_hash
-from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, SlotIO, slot_bytes, whole_pages
+from tierd.tiers.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, slot_bytes, whole_pages
 from tierd.tiers.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.stored_index import StoredIndex, Stretch, assignment_of, extents_of, unsifted
 from tierd.tiers.tier import Found, HashRows, Health, Payloads, ReadResult, Recovered, SliceTable
@@ -61,8 +58,7 @@ STUCK_CLOSE_S = 1.0
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
 HASHED_AHEAD = 8
-"""More lanes for writes than calls at the disk: theirs are ready, or hash, and wait for a turn, since a disk that serves its calls side by side ends many of them at one time. For reads there are twice as many lanes
-as calls: those that have come wait to be hashed."""
+"""More lanes for writes than calls at the disk: theirs are ready, or hash, and wait for a turn, since a disk that serves its calls side by side ends many of them at one time. For reads there are twice as many lanes as calls: those that have come wait to be hashed."""
 
 
 @dataclass(slots=True)
@@ -90,6 +86,7 @@ class NvmeStore:
 
     disk: Files = OS
     patience: Patience = Patience()
+    has_failed = False  # the daemon does not start: `close` gives back what `open` has set aside
     zero_ahead = False
     """Whether space that was never written is written over once, in the background; set before `open`."""
 
@@ -102,8 +99,7 @@ class NvmeStore:
         direct: Direct = "auto",
         queue_depth: int = 16,
     ) -> None:
-        self.spec = spec
-        self.position = position
+        self.spec, self.position = spec, position
         self.mode, self.place = "", str(path)
         self.notices: list[str] = []
         self._direct: Direct = direct
@@ -113,8 +109,7 @@ class NvmeStore:
             "read": Lanes(2 * queue_depth, name=f"{name}-read", calls=calls),
             "write": Lanes(more, name=f"{name}-write", calls=calls, gives_way=True),
         }
-        self._queue_depth = queue_depth
-        self._turns = Turns(queue_depth)
+        self._queue_depth, self._turns = queue_depth, Turns(queue_depth)
         # One lane each way hashes at a time, a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups.
         self._hashing = {kind: threading.Lock() for kind in KINDS}
         self._headers = HeaderPool(HEADERS_KEPT)
@@ -135,7 +130,13 @@ class NvmeStore:
     async def open(self) -> Recovered:
         """Takes the directory, sets its space aside, reads the index. Raises as `Tier.open` says."""
         buffered = BufferedIO(len(KINDS) * self._queue_depth, asyncio.get_running_loop())
-        self._opened = await asyncio.to_thread(self._open, buffered)
+        how: dict[str, Any] = {
+            "directory": Path(self.place),
+            "direct": self._direct,
+            "buffered": buffered,
+            "disk": self.disk,
+        }
+        self._opened = await asyncio.to_thread(partial(open_store, self.spec, **how))
         self._ledger = Ledger(self._opened, self, self._calls)
         self.mode, self.notices = self._opened.io.mode, self._opened.notices
         self._is_open = True
@@ -148,10 +149,6 @@ class NvmeStore:
         if self.zero_ahead and self.mode == DirectIO.mode:
             self._zeroing.start()
         return found
-
-    def _open(self, buffered: SlotIO) -> OpenStore:
-        directory = Path(self.place)
-        return open_store(self.spec, directory=directory, direct=self._direct, buffered=buffered, disk=self.disk)
 
     async def close(self, *, release: bool) -> None:
         """Ends what is under way, syncs, lets go. With release every file of the store is removed.
@@ -175,7 +172,7 @@ class NvmeStore:
             await lanes.idle()
         failpoint("nvme.close.before_sync")
         await self._ledger.close(fold_until=fold_until)
-        await asyncio.to_thread(self._opened.close, release=release)
+        await asyncio.to_thread(self._opened.close, release=release, undo=self.has_failed)
         for lanes in self._lanes.values():
             lanes.close()
 
@@ -233,6 +230,10 @@ class NvmeStore:
         self._lost.append(lost := lost[lost["generation"] > 0])
         self._remove(lost)  # what is durable tells of them
 
+    async def inspect(self) -> None:
+        """Whether its files are still there: without them it is out of service, and its health says so."""
+        await self._ledger.inspect()
+
     def take_lost(self) -> StructArray:
         """As `StoredTier.take_lost`."""
         lost, self._lost = self._lost, []
@@ -270,7 +271,7 @@ class NvmeStore:
             self._ledger.is_loading = False
         except OSError as error:
             raise TierFailed(
-                f"{self.spec.name}: {self.place}: {error.strerror or error}; see the system's log of that disk"
+                f"{self.spec.name}: {self.place}: {error.strerror or error}; {remedy_of(error)}"
             ) from error
 
     def _note(self, sift: Callable[[], Stretch]) -> Found:
@@ -402,9 +403,8 @@ class NvmeStore:
                 await self._ledger.cover(generation=int(extents["generation"][rows].max()))
             except TierFailed:
                 return batch.statuses
-            for place in {
-                self._segments[s].begun.place for s in extents["segment"][rows].tolist() if s in self._segments
-            }:
+            begun = [self._segments[s].begun for s in kinds(extents["segment"][rows]) if s in self._segments]
+            for place in {each.place for each in begun}:
                 await self._zeroing.leave(place)
             await self._carry(batch, self._usable(batch.extents), WriteRun)  # those that are still there
         self._count_written(slot_bytes(batch.metas["stored_length"][batch.went]))

@@ -1,6 +1,6 @@
 """Removing arenas and stores, and finding arenas that nobody uses.
 
-Purpose: what `tierd purge`, `tierctl doctor` and an arena's own release need. Non-purpose: sessions that still map the files
+Purpose: what `tierd purge` and an arena's own release need. Non-purpose: sessions that still map the files
 (they keep the memory until they end). Invariant: nothing of an arena is removed but under its lock.
 """
 

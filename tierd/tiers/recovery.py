@@ -8,6 +8,7 @@ so a crash at any point leaves at least one complete set; damaged files are rena
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,13 @@ from tierd.core.meta import META
 from tierd.core.model import StructArray
 from tierd.errors import CorruptRecord
 from tierd.failpoint import failpoint
-from tierd.tiers.files import OS, Files
+from tierd.tiers.files import NO_SPACE, OS, Files
 from tierd.tiers.journal import Journal, JournalText, Marks, Record, read_journal
 from tierd.tiers.snapshot import open_snapshot, snapshot_path, write_snapshot
 from tierd.tiers.stored_index import Filed, StoredIndex, gathered, replay, told_since
 
 _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
+LOST = "beside slots that hold blocks"
 RETOLD_SHARE = 2
 """A start tells anew what journals told if that is at most one in so many parts of the snapshot; else a snapshot costs little more."""
 RETOLD_JOURNALS = 4
@@ -50,12 +52,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """journal: the one to write. snapshot_bytes: length of the snapshot that it follows. index: what both hold. has_news: the journal tells of more than marks."""
+    """journal: the one to write. snapshot_bytes: length of the snapshot that it follows. index: what both hold. has_news: the journal tells of more than marks.
+    fault: why that is none of it, since the disk is full: the files of before tell all, and the journal is to be replaced before anything is written."""
 
     journal: Journal
     snapshot_bytes: int
     index: StoredIndex
     has_news: bool
+    fault: str = ""
 
 
 def load_index(directory: Path, *, store: bytes, disk: Files = OS) -> Loaded:
@@ -73,10 +77,25 @@ def open_index(directory: Path, *, store: bytes, below: int | None = None, disk:
     snapshots, journals = (_numbers(names, kind, below) for kind in ("snapshot", "journal"))
     base, snapshot = _newest_snapshot(directory, snapshots, store=store, notices=notices, disk=disk)
     following = [n for n in journals if base is None or n >= base]
+    lost = [kind for kind, there in (("snapshot", snapshots), ("journal", following)) if not there]
+    if lost and any(_has_begun(directory / name, disk) for name in names if name.endswith(".slots")):
+        notices.append(
+            f"{directory}: no {' and no '.join(lost)} {LOST}; what those told of is a miss"
+        )  # every start leaves both
     told = _Told([(n, read_journal(directory, store=store, number=n, disk=disk)) for n in following])
     index = replay(snapshot, told)
     next_number = max([0, *snapshots, *journals]) + 1
     return Loaded(index, base, next_number, snapshot, len(following), told.changes, notices + told.notices)
+
+
+def _has_begun(path: Path, disk: Files) -> bool:
+    """Whether the first slot of a file was ever written."""
+    fd, head = disk.open(path, os.O_RDONLY), bytearray(META.itemsize)
+    try:
+        disk.preadv(fd, [memoryview(head)], 0)
+    finally:
+        disk.close(fd)
+    return any(head)
 
 
 class _Told:
@@ -98,6 +117,18 @@ class _Told:
 
 
 def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record], disk: Files = OS) -> Settled:
+    """`_settle`, or what can be read without it where the disk is full. Raises OSError."""
+    try:
+        return _settle(directory, loaded, store=store, first=first, disk=disk)
+    except OSError as error:
+        if error.errno not in NO_SPACE or loaded.is_refitted:
+            raise
+        journal = Journal.unwritten(directory, store=store, number=loaded.next_number + 1, disk=disk)
+        fault = f"no journal can be begun ({error.strerror}); nothing becomes durable there: free space"
+        return Settled(journal, 0, loaded.index, has_news=True, fault=fault)
+
+
+def _settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record], disk: Files) -> Settled:
     """Makes what was loaded durable, begins a journal with these records, removes all else. Raises OSError.
 
     Even after an fsync that failed in a former life nothing is trusted that lies in the page cache alone: what did not come from a snapshot

@@ -34,6 +34,7 @@ from tierd.failpoint import failpoint
 from tierd.tiers import arena_files, marks
 from tierd.tiers.arena_recovery import SUFFIX, drop_everything
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
+from tierd.tiers.files import remedy_of
 from tierd.tiers.lock import OwnerLock, take_lock
 from tierd.tiers.purge import remove_empty, remove_files
 from tierd.tiers.tier import Descriptor, SliceTable
@@ -71,6 +72,7 @@ class Segment(Generic[Memory]):
     catalogue: Catalogue | None = None
     memory: Memory | None = None
     fault: str = ""
+    error: OSError | None = None
     found: bool = False
 
     @property
@@ -184,7 +186,7 @@ class SegmentBooks(Generic[Memory]):
             failpoint("arena.names.before_append")
             marks.append_record(self._names_path, record)
         except OSError as error:
-            raise TierFailed(f"{self._names_path}: cannot be written: {error}") from error
+            raise TierFailed(f"{self._names_path}: cannot be written ({error}); {remedy_of(error)}") from error
         self._names.add(record)
 
     # -- pages
@@ -251,7 +253,7 @@ class SegmentBooks(Generic[Memory]):
             failpoint("arena.begin.before_catalogue")
             segment.catalogue = Catalogue.create(self._catalogue_path(assignment.segment), head=self._head(assignment))
         except OSError as error:
-            segment.fault = f"because it could not begin: {error}"
+            segment.fault, segment.error = f"because it could not begin: {error}", error
 
     def _succeed(self, old: Segment[Memory], new: Segment[Memory], *, fresh: bool) -> None:
         """End the old life: its words, its catalogue, then its memory, which the new life inherits if it may."""
@@ -289,7 +291,7 @@ class SegmentBooks(Generic[Memory]):
         name = segment.assignment.segment
         try:
             if segment.fault or segment.catalogue is None:
-                raise TierFailed(f"{self.spec.name}: segment {name} is of no use {segment.fault}")
+                raise TierFailed(f"{self.spec.name}: segment {name} is of no use {segment.fault}") from segment.error
             if not segment.catalogue.is_allocated:
                 failpoint("arena.prepare.before_catalogue")
                 segment.catalogue.allocate(self._catalogue_path(name))

@@ -28,7 +28,7 @@ from tierd.errors import InvalidArgument
 from tierd.failpoint import failpoint
 from tierd.tiers.calls import Kind
 from tierd.tiers.checksum import raw_tables, record_checksum, table_digests
-from tierd.tiers.files import OS, READ_WRITE, Files
+from tierd.tiers.files import NO_SPACE, OS, READ_WRITE, Files
 from tierd.tiers.tier import SliceTable
 
 HEADER_BYTES = PAGE_ALIGN_BYTES
@@ -100,6 +100,8 @@ def allows_direct(directory: Path, disk: Files = OS) -> bool:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
+        if error.errno in NO_SPACE:  # it was not refused
+            return True
         raise
     finally:
         disk.unlink(path)

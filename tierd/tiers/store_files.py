@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from tierd.core.model import PAGE_ALIGN_BYTES, TierSpec
 from tierd.errors import ConfigError, TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import durable, recovery
-from tierd.tiers.files import OS, Files, Lock
+from tierd.tiers.files import OS, Files, Lock, remedy_of
 from tierd.tiers.journal import Journal, Marks
 from tierd.tiers.slots import DirectIO, SlotFile, SlotIO, allows_direct, read_at, write_at
 from tierd.tiers.stored_index import StoredIndex, count_of, latest_times, moved, select
@@ -30,6 +31,8 @@ GENERATION_LEAP = 1 << 20
 SEGMENT_LEAP = 256
 """How far marks run ahead of what is used, so that they are written seldom."""
 COPY_BYTES = 1 << 20
+INDEX_SHARE = 64
+"""One part in so many of the capacity stays free for journals and snapshots."""
 
 Direct = Literal["auto", "on", "off"]
 
@@ -40,6 +43,7 @@ class OpenStore:
 
     index: of the former life.
     journal: a new one, after a snapshot of snapshot_bytes; marks: its first record; has_news: there are more, of former lives. notices: what an operator should hear.
+    fault: why that journal cannot be written, empty if it can. set_aside: slot files that this opening made or made longer, and how long they were.
     """
 
     name: str
@@ -55,6 +59,8 @@ class OpenStore:
     marks: Marks
     notices: list[str]
     has_news: bool = False
+    fault: str = ""
+    set_aside: dict[Path, int] = field(default_factory=dict)
     retired: list[SlotFile] = field(default_factory=list)
 
     def close_retired(self) -> None:
@@ -62,13 +68,15 @@ class OpenStore:
         while self.retired:
             self.disk.close(self.retired.pop().fd)
 
-    def close(self, *, release: bool) -> None:
-        """Gives everything back; with release every file is removed."""
+    def close(self, *, release: bool, undo: bool = False) -> None:
+        """Gives everything back; with release every file is removed, with undo the space that was set aside is free again."""
         self.close_retired()
         for file in self.files.values():
             self.disk.close(file.fd)
         self.files.clear()
         self.journal.close()
+        if undo:
+            _give_back(self.set_aside, self.disk)
         if release:
             for name in self.disk.list(self.directory):
                 if name != LOCK_NAME:
@@ -89,9 +97,7 @@ def open_store(spec: TierSpec, *, directory: Path, direct: Direct, buffered: Slo
             undo.pop_all()
             return opened
     except OSError as error:
-        raise TierFailed(
-            f"{spec.name}: {directory}: {error.strerror or error}; see the system's log of that disk"
-        ) from error
+        raise TierFailed(f"{spec.name}: {directory}: {error.strerror or error}; {remedy_of(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +112,17 @@ class _Opening:
 
 def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
     spec, directory, disk, notices = opening.spec, opening.directory, opening.disk, list[str]()
-    store = _store_id(directory, disk)
+    _check_room(spec, directory, disk)
+    store = _store_id(directory, disk, notices)
     io = _choose_io(opening, notices)
     failpoint("nvme.open.before_index")
     loaded = recovery.open_index(directory, store=store, disk=disk)
-    index, moves = _fitting(loaded, spec)
+    names, places = set(disk.list(directory)), range(spec.capacity_bytes // spec.segment_bytes)
+    used = {s.place for s in loaded.index.segments.values()}.intersection(places)  # one beyond them may have moved
+    index, moves = _fitting(loaded, spec, {at for at in used if slots_path(directory, at).name not in names})
     # A snapshot of the former places would bring ended segments back, and move others again.
     loaded = replace(loaded, index=index, is_refitted=index is not loaded.index)
-    files = _open_files(opening, io, moves)
+    files, set_aside = _open_files(opening, io, moves)
     marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
     failpoint("nvme.open.before_settle")
     settled = recovery.settle(directory, loaded, store=store, first=[marks], disk=disk)
@@ -131,7 +140,32 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
         marks=marks,
         notices=notices + loaded.notices,
         has_news=settled.has_news,
+        fault=settled.fault and f"{spec.name}: {directory}: {settled.fault}",
+        set_aside=set_aside,
     )
+
+
+def _check_room(spec: TierSpec, directory: Path, disk: Files) -> None:
+    """Whether all space that is to be set aside is there, before any of it is. Raises ConfigError, OSError."""
+    held = sum(disk.size(directory / name) for name in disk.list(directory) if fnmatch(name, "seg-*.slots"))
+    missing = spec.capacity_bytes // spec.segment_bytes * spec.segment_bytes - held
+    free, index_bytes = disk.free_bytes(directory), spec.capacity_bytes // INDEX_SHARE
+    if missing > 0 and missing + index_bytes > free:
+        raise ConfigError(
+            f"{spec.name}.capacity: {spec.capacity_bytes} bytes need {missing} more in {directory}, and {index_bytes} for the index;"
+            f" {free} are free there; lower it, or free space"
+        )
+
+
+def _give_back(set_aside: dict[Path, int], disk: Files) -> None:
+    """Slot files are as long as they were, and those that were not there are removed."""
+    for path, length in set_aside.items():
+        if not length:
+            disk.unlink(path)
+        else:
+            fd = disk.open(path, os.O_WRONLY)
+            disk.truncate(fd, length)
+            disk.close(fd)
 
 
 def _choose_io(opening: _Opening, notices: list[str]) -> SlotIO:
@@ -148,14 +182,14 @@ def _choose_io(opening: _Opening, notices: list[str]) -> SlotIO:
     return opening.buffered
 
 
-def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> tuple[StoredIndex, dict[int, int]]:
-    """The index less what the configuration has no room for, which is the coldest; and the places that change: from, to.
+def _fitting(loaded: recovery.Loaded, spec: TierSpec, missing: set[int]) -> tuple[StoredIndex, dict[int, int]]:
+    """The index less what the configuration has no room for, which is the coldest, and what lay in missing places; and the places that change: from, to.
 
     A start that is cut short decides the same again, and passes over files that have moved.
     """
     places = spec.capacity_bytes // spec.segment_bytes
     segments = loaded.index.segments.values()
-    fitting = [s for s in segments if s.pages * s.class_bytes <= spec.segment_bytes]
+    fitting = [s for s in segments if s.pages * s.class_bytes <= spec.segment_bytes and s.place not in missing]
     if len(fitting) == len(segments) and all(s.place < places for s in segments):
         return loaded.index, {}
     heat = latest_times(loaded.index)
@@ -169,14 +203,15 @@ def _fitting(loaded: recovery.Loaded, spec: TierSpec) -> tuple[StoredIndex, dict
         blocks = count_of(loaded.index) - count_of(index)
         loaded.notices.append(
             f"{spec.name}: {lost} segments with {blocks} blocks do not fit {spec.capacity_bytes} bytes in segments of"
-            f" {spec.segment_bytes}; they are dropped"
+            f" {spec.segment_bytes}, or have lost their files ({len(missing)} of which are missing); they are dropped"
         )
     return moved(index, moves), moves
 
 
-def _open_files(opening: _Opening, io: SlotIO, moves: dict[int, int]) -> dict[int, SlotFile]:
-    """Every place's file, set aside whole; those beyond the capacity have moved, or are removed, and what is longer than a segment is cut: that first, for its room."""
-    spec, disk, files = opening.spec, opening.disk, dict[int, SlotFile]()
+def _open_files(opening: _Opening, io: SlotIO, moves: dict[int, int]) -> tuple[dict[int, SlotFile], dict[Path, int]]:
+    """Every place's file, set aside whole, and how long those were that were shorter. First those beyond the capacity are moved or removed, and what is longer than a segment is cut: for its room."""
+    spec, disk, files, set_aside = opening.spec, opening.disk, dict[int, SlotFile](), dict[Path, int]()
+    opening.undo.callback(_give_back, set_aside, disk)
     places = spec.capacity_bytes // spec.segment_bytes
     for old, new in moves.items():
         if slots_path(opening.directory, old).name in disk.list(opening.directory):
@@ -189,14 +224,18 @@ def _open_files(opening: _Opening, io: SlotIO, moves: dict[int, int]) -> dict[in
             fd = io.open(path)
             disk.truncate(fd, spec.segment_bytes)
             disk.close(fd)
+    names = set(disk.list(opening.directory))
     for place in range(places):
         path = slots_path(opening.directory, place)
+        length = disk.size(path) if path.name in names else 0
+        if length < spec.segment_bytes:
+            set_aside[path] = length
         files[place] = SlotFile(path, io.open(path))
         opening.undo.callback(disk.close, files[place].fd)
         _set_aside(files[place], spec, disk)
     failpoint("nvme.open.before_directory_sync")
     disk.sync_directory(opening.directory)
-    return files
+    return files, set_aside
 
 
 def _set_aside(file: SlotFile, spec: TierSpec, disk: Files) -> None:
@@ -274,10 +313,14 @@ def slots_path(directory: Path, place: int) -> Path:
     return directory / f"seg-{place:06d}.slots"
 
 
-def _store_id(directory: Path, disk: Files) -> bytes:
+def _store_id(directory: Path, disk: Files, notices: list[str]) -> bytes:
     """The store's id, 16 bytes, made on its first day. Raises VersionMismatch, TierFailed, OSError."""
-    path = directory / "store.json"
-    if path.name not in disk.list(directory):
+    path, names = directory / "store.json", disk.list(directory)
+    if path.name not in names:
+        if any(fnmatch(name, "seg-*.slots") for name in names):
+            notices.append(
+                f"{path}: missing beside slot files; a new store begins, every block of the old one is a miss"
+            )
         store = disk.random_bytes(16)
         text = json.dumps({"format": versions.STORE.current, "store": store.hex()})
         durable.replace_file(path, [text.encode()], disk=disk)

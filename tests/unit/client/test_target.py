@@ -26,7 +26,20 @@ def test_forms(text, target):
 
 
 @pytest.mark.parametrize(
-    "text", ["here", "host:", ":1", "host:0", "host:65536", "host:1x", "host:1?kodec=lz4", "/" + "x" * 100]
+    "text",
+    [
+        "here",
+        "host:",
+        ":1",
+        "host:0",
+        "host:65536",
+        "host:1x",
+        "host:1?kodec=lz4",
+        "/" + "x" * 100,
+        "::1",
+        "::1:1",
+        "[::1",
+    ],
 )
 def test_faults(text):
     """Anything else is refused, and so is a directory whose socket path is too long."""

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from tests.system.blocks import await_true
+from tests.system.tcp import free_port, has_ipv6
 from tierd.config import EventsConfig
 from tierd.errors import ConfigError
 from tierd.events import publisher as module
@@ -53,6 +54,20 @@ def test_what_is_kept_is_bounded(publisher: Publisher, settings: EventsConfig, m
     monkeypatch.setattr(module, "REPLAY_BYTES", 10)
     send(publisher, stored(20))
     assert replay(settings) == [(Cleared(),)]
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 on its loopback")
+def test_ipv6() -> None:
+    """It binds [::1], and who follows it there hears it and is given what was kept."""
+    settings = EventsConfig(
+        enabled=True, bind=f"tcp://[::1]:{free_port('::1')}", replay_bind=f"tcp://[::1]:{free_port('::1')}", buffer=5
+    )
+    running = Publisher(settings, Told(("CPU",), 10))
+    try:
+        send(running, stored(1))
+        assert replay(settings)[-1] == (stored(1),)
+    finally:
+        running.close(timeout_s=10)
 
 
 def test_work_that_fails_tells_its_caller_and_ends_nothing(publisher: Publisher, settings: EventsConfig) -> None:

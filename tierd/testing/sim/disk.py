@@ -297,6 +297,14 @@ class SimDisk:
         """As `Files.size`."""
         return len(self._at(path).image)
 
+    def free_bytes(self, directory: Path) -> int:
+        """As `Files.free_bytes`: there is always room."""
+        return 1 << 62
+
+    def is_named(self, path: Path, fd: int) -> bool:
+        """As `Files.is_named`."""
+        return fd in self._open and self._names.get(path) is self._open[fd][1]
+
     def random_bytes(self, count: int) -> bytes:
         """As `Files.random_bytes`, from the seed."""
         return self._chance.randbytes(count)

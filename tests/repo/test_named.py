@@ -1,0 +1,103 @@
+"""What texts name exists: commands of `tierd` and `tierctl`, their options, settings of the configuration."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.repo.source import ROOT, modules
+from tierd.cli.ctl import cli as tierctl
+from tierd.cli.daemon import cli as tierd
+from tierd.settings import SECTIONS
+
+TREES: dict[str, click.Command] = {"tierd": tierd, "tierctl": tierctl}
+SETTINGS = {section: {field.name for field in dataclasses.fields(table)} for section, table in SECTIONS.items()}
+PROGRAM = r"(?:(?:\S*/)?bin/)?(tierd|tierctl)"
+QUOTED = re.compile(rf"`{PROGRAM} ([a-z-][^`]*)`")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+TYPED = re.compile(rf"^(?:\$ |sudo |ExecStart=)*{PROGRAM} ([a-z-][^#|&;\n]*)", re.MULTILINE)
+UNIT = re.compile(r"^ExecStart=.*", re.MULTILINE)
+SETTING = re.compile(rf"(?<![\w./\"'-])({'|'.join(SECTIONS)})(?:\[\w*\])?\.([a-z][a-z_]+)\b(?![(./\w])")
+ATTRIBUTES = {"device.id", "device.kernels"}
+"""Of Python objects, in docstrings."""
+
+
+def faults_of(text: str) -> list[str]:
+    """Commands, options and settings in prose that nothing answers to."""
+    calls = [*QUOTED.findall(text), *TYPED.findall("\n".join([*FENCED.findall(text), *UNIT.findall(text)]))]
+    wrong = [f"{program} {said}" for program, said in calls if not _is_command(TREES[program], said.split())]
+    named = [
+        (section, name)
+        for section, name in SETTING.findall(text)
+        if f"{section}.{name}" not in ATTRIBUTES and name != "py"
+    ]
+    return wrong + [f"{section}.{name}" for section, name in named if name not in SETTINGS[section]]
+
+
+def _is_command(command: click.Command, words: list[str]) -> bool:
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        if name not in command.commands:
+            return False
+        command = command.commands[name]
+    options = {"--help", "-h", "--version", "--target"} | {
+        o for p in command.params for o in (*p.opts, *p.secondary_opts)
+    }
+    return all(word.split("=")[0].rstrip("].,") in options for word in words if word.startswith("--"))
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Every text that the package's code holds: messages, logs, docstrings; where f-strings have values, a space."""
+    for module in modules():
+        inner: set[int] = set()
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                inner.update(map(id, node.values))
+                yield f"tierd/{module.name}:{node.lineno}", "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                yield f"tierd/{module.name}:{node.lineno}", node.value
+
+
+def documents() -> list[Path]:
+    """What people read beside it."""
+    kinds = ("*.md", "*.toml", "*.service", "Containerfile", "Dockerfile")
+    found = [
+        path
+        for folder in ("tierd", "configs", "deploy", "tests", "cuda")
+        for kind in kinds
+        for path in (ROOT / folder).rglob(kind)
+    ]
+    return sorted([ROOT / "README.md", *found])
+
+
+def test_messages_name_what_exists() -> None:
+    """A command, an option or a setting that a message or a docstring of the code names is one that there is."""
+    assert [f"{where}: {fault}" for where, text in messages() for fault in faults_of(text)] == []
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_name_what_exists(path: Path) -> None:
+    """So is one that a page, an example or a unit names."""
+    assert faults_of(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("see `tierctl doctor`", ["tierctl doctor"]),
+        ("run `tierd purge --nobody`", ["tierd purge --nobody"]),
+        ("use `tierctl epoch jump`", ["tierctl epoch jump"]),
+        ("raise host.verif or nvme[0].capacity", ["host.verif"]),
+        ("raise `server.queue_limit`. Then `tierd serve --config FILE`", []),
+    ],
+)
+def test_what_is_looked_for(text: str, faults: list[str]) -> None:
+    """The checks above see a command, an option, a subcommand and a setting that do not exist, and none that do."""
+    assert faults_of(text) == faults
