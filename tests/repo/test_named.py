@@ -42,10 +42,10 @@ def faults_of(text: str) -> list[str]:
 
 def _is_command(command: click.Command, words: list[str]) -> bool:
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        name = words.pop(0)
-        if name not in command.commands:
+        inner = command.get_command(click.Context(command), words.pop(0))
+        if inner is None:
             return False
-        command = command.commands[name]
+        command = inner
     options = {"--help", "-h", "--version", "--target"} | {
         o for p in command.params for o in (*p.opts, *p.secondary_opts)
     }

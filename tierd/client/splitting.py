@@ -1,4 +1,4 @@
-"""Calls of more blocks than the daemon takes in one, counted over ranks and groups: they are made in parts, from the first token on.
+"""Calls of many blocks, counted over ranks and groups: they are made in parts, from the first token on, so that no part keeps the daemon from others for long.
 
 Purpose: prompts of any length. Non-purpose: what one call does (verbs.py). Invariants: a part ends where a block of each group ends; after a part that was not served or stored whole
 comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes; a call that fits is one call, as ever.
@@ -22,6 +22,9 @@ from tierd.core.model import BlockStatus, Need
 
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
+
+PART_BLOCKS = 1 << 12
+"""Of a call, if the daemon takes as many: it works 3 us on a block of a put, 1 us on one of a get."""
 
 
 def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[Found]:
@@ -52,13 +55,15 @@ def prefetch(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) 
 
 def acquire(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
     """A lease on what is servable of the first part."""
-    return (yield from verbs.leased((yield from _parts(verbs, groups, deadline))[0], tier, deadline))
+    parts = yield from _parts(verbs, groups, deadline, is_one=True)
+    return (yield from verbs.leased(parts[0], tier, deadline))
 
 
 def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> Steps[GetResult]:
     """The servable prefix. What is copied of a part is let go of before the next is asked for."""
-    parts = yield from _parts(verbs, [group], deadline)
-    if len(parts) == 1 or len(group.ranks) > 1:  # whose blocks lie rank by rank
+    has_ranks = len(group.ranks) > 1  # whose blocks lie rank by rank
+    parts = yield from _parts(verbs, [group], deadline, is_one=has_ranks)
+    if len(parts) == 1 or has_ranks:
         return (yield from verbs.got(parts[0][0], out, deadline))[0]
     got = GetResult()
     for (part,) in parts:
@@ -75,7 +80,7 @@ def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> Steps[GetResul
 def put(verbs: Verbs, write: Write) -> Steps[PutResult]:
     """Stores blocks. Of those after a part that was not stored whole it is said what became of the first that was not."""
     count = len(write.sources)
-    limit = yield from _limit(verbs, [write.group.namespace], count, write.deadline)
+    limit = min(PART_BLOCKS, (yield from _limit(verbs, [write.group.namespace], count, write.deadline)))
     if count <= limit:
         return (yield from kept(verbs, write))
     statuses = protocol.all_statuses(count, BlockStatus.FAILED)
@@ -101,11 +106,14 @@ def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline
     return link.batch_blocks
 
 
-def _parts(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[list[Sequence[Group]]]:
-    """The groups of each call, one after another."""
+def _parts(
+    verbs: Verbs, groups: Sequence[Group], deadline: float, *, is_one: bool = False
+) -> Steps[list[Sequence[Group]]]:
+    """The groups of each call, one after another. is_one: only the first will be made, and has as many blocks as the daemon takes."""
     ranks = [max(1, len(group.ranks)) for group in groups]
     count = sum(len(group.hashes) * n for group, n in zip(groups, ranks, strict=True))
     limit = yield from _limit(verbs, [group.namespace for group in groups], count, deadline)
+    limit = limit if is_one else min(limit, PART_BLOCKS)
     if count <= limit:
         return [groups]
     sizes = [group.namespace.spec.tokens_per_block for group in groups]
