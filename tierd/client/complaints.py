@@ -21,6 +21,7 @@ PROBE_S = 0.1
 """A sign of life of the daemon may take so long."""
 ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError, AttributeError, LookupError, BufferError)
 """As Python raises them for arguments of a wrong kind."""
+_TEXT = "arguments: {} ({}); give what the verb describes"
 
 
 class Complaints:
@@ -37,16 +38,19 @@ class Complaints:
         begun = time.monotonic()
         try:
             return (yield from steps())
-        except Exception as raised:  # noqa: BLE001 - raised again, or a miss
-            error = raised
-            if isinstance(raised, ARGUMENT_ERRORS) and not isinstance(raised, TierdError):
-                error = InvalidArgument(f"arguments: {raised} ({type(raised).__name__}); give what the verb describes")
-            if not self._best_effort:
-                raise error from error.__cause__ or (None if error is raised else raised)
-            # A call that had less time than a sign of life may take says nothing of the daemon.
-            self.is_silent |= isinstance(error, DeadlineExceeded) and time.monotonic() - begun >= PROBE_S
-            self.note(error)
-            return nothing()
+        except Exception as raised:
+            if not self._best_effort and not _is_of_python(raised):
+                raise
+            error = InvalidArgument(_TEXT.format(raised, type(raised).__name__)) if _is_of_python(raised) else raised
+            try:
+                if not self._best_effort:
+                    raise error from raised
+                # A call that had less time than a sign of life may take says nothing of the daemon.
+                self.is_silent |= isinstance(error, DeadlineExceeded) and time.monotonic() - begun >= PROBE_S
+                self.note(error)
+                return nothing()
+            finally:
+                del error  # else its traceback would keep it, and what the call held, until a search for garbage
 
     def note(self, error: Exception) -> None:
         """Logs the error if the last line is a minute old, with how many were not said since."""
@@ -55,5 +59,9 @@ class Complaints:
             self._unsaid += 1
             return
         rest = f" ({self._unsaid} more since the last line)" if self._unsaid else ""
-        log.warning("tierd at %s: %s: %s%s; served as misses", self._target, type(error).__name__, error, rest)
+        log.warning("tierd at %s: %s: %s%s; served as misses", self._target, type(error).__name__, str(error), rest)
         self._next, self._unsaid = now + INTERVAL_S, 0
+
+
+def _is_of_python(error: Exception) -> bool:
+    return isinstance(error, ARGUMENT_ERRORS) and not isinstance(error, TierdError)

@@ -21,7 +21,7 @@ from tierd.tiers.tier import Tier
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 0.5
+LOOK_S = 1.0
 
 
 @contextlib.asynccontextmanager

@@ -79,6 +79,7 @@ class LoopWatch:
             faulthandler.dump_traceback(sys.stderr)
             os.write(sys.stderr.fileno(), last.encode())
         finally:
+            faulthandler.disable()  # it would speak once more, after the last line
             os.abort()
 
 

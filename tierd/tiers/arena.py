@@ -150,16 +150,24 @@ class Arena(SegmentBooks[memoryview]):
         return self._data.spares > 0 or free is None or free >= self.spec.segment_bytes + self.spec.segment_bytes // 8
 
     def find_removed(self) -> str:
-        """Which of its files is not there any more, or was cut short, under processes that go on with what they have mapped; empty: none. Called in a thread."""
+        """Which of its files is not there any more, or was cut short, under processes that go on with what they have mapped; empty: none. Called in a thread.
+
+        What a client may write with sealed puts it may cut, too: that fails its own commit.
+        """
         files = [(path, -1) for path in (self.tables / arena_files.LOCK_NAME, self.tables / MARKS_NAME)]
-        for number in [number for number, segment in list(self._segments.items()) if segment.is_ready]:
-            files += [(self._catalogue_path(number), number), (self._data.path(number), number)]
+        staging = set[int]()
+        for number, segment in list(self._segments.items()):
+            if segment.is_ready:
+                files += [(self._catalogue_path(number), number), (self._data.path(number), number)]
+            if self.spec.sealed_puts and segment.assignment.writer != self.spec.own_writer:
+                staging.add(number)
         for path, number in files:
             try:
                 size = path.lstat().st_size
             except FileNotFoundError:
                 size = -1
-            wanted = self.spec.segment_bytes if path.suffix == DATA_SUFFIX else max(size, 1)
+            is_data = path.suffix == DATA_SUFFIX
+            wanted = self.spec.segment_bytes if is_data and number not in staging else max(size, 1 - is_data)
             if size != wanted and (number < 0 or number in self._segments):  # its life has not ended meanwhile
                 what = "was removed" if size < 0 else f"was cut to {size} bytes of {wanted}"
                 return f"{self.spec.name}: {path} {what} under the daemon; leave what lies in {self.place} alone"

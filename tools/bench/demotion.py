@@ -216,7 +216,7 @@ def write_as_asked(directory: Path, piece_bytes: int) -> None:
 def rows(effort: Effort = FULL) -> list[Row]:
     """`get_while_demoting`, GB/s."""
     block_bytes, capacity = effort.pick(2 * MIB, 16 * KIB), effort.pick(1024, 16)
-    config = CONFIG.format(capacity=capacity, segment=capacity // 32, nvme=2 * capacity)
+    config = CONFIG.format(capacity=capacity, segment=max(1, capacity // 32), nvme=2 * capacity)
     with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as client, connect(daemon.target) as operator:
         burst = capacity * MIB // 2 // block_bytes
         root, pid = Path(daemon.root), daemon.pid

@@ -184,7 +184,7 @@ def _loaded(path: Path, data: bytes) -> StoredIndex:
     loaded = load_index(path.parent, store=STORE)
     for damaged in path.parent.glob("*.damaged"):
         damaged.unlink()
-    return store_files._fitting(loaded, spec())[0]
+    return store_files._fitting(loaded, spec(), set())[0]
 
 
 def slot_header(_directory: Path) -> Format:
@@ -203,12 +203,12 @@ def slot_header(_directory: Path) -> Format:
 def store_json(directory: Path) -> Format:
     """The store's own description."""
     path = _made(directory / "store") / "store.json"
-    store_files._store_id(path.parent, OS)
+    store_files._store_id(path.parent, OS, [])
 
     def decode(data: bytes) -> object:
         path.write_bytes(data)
         heads.check_versions(path.parent)
-        return store_files._store_id(path.parent, OS)
+        return store_files._store_id(path.parent, OS, [])
 
     return Format("store.json", path.read_bytes(), decode, change=_json_changed, fields=_names("format", "store"))
 

@@ -1,0 +1,37 @@
+"""What best_effort makes of failures keeps nothing of them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from tierd.client.complaints import Complaints
+from tierd.errors import TierdError, Unavailable
+
+
+@pytest.mark.parametrize("best_effort", [False, True])
+@pytest.mark.parametrize("error", [Unavailable("gone"), TypeError("no number")])
+def test_a_failed_call_keeps_nothing(error: Exception, best_effort: bool) -> None:
+    """What a call held when it failed is let go of at once, not when somebody looks for garbage: a lease is a hold on pages."""
+
+    class Held:
+        pass
+
+    def steps() -> Iterator[None]:
+        held = Held()
+        seen.append(weakref.ref(held))
+        yield from ()
+        raise type(error)(*error.args)
+
+    seen: list[weakref.ref[Held]] = []
+    gc.disable()
+    try:
+        with contextlib.suppress(TierdError):
+            list(Complaints("x", best_effort=best_effort).shrunk(steps, lambda: None))
+        assert seen[0]() is None
+    finally:
+        gc.enable()
