@@ -41,6 +41,7 @@ from tierd.settings import (
 from tierd.units import format_bytes
 
 __all__ = [
+    "AUTO",
     "Config",
     "DeviceConfig",
     "EventsConfig",

@@ -13,6 +13,7 @@ import pytest
 
 from tests.repo.source import ROOT
 from tools.bench.promises import PROMISES
+from tools.bench.traffic import PATTERNS
 
 ROWS = {
     "data_plane": {
@@ -47,6 +48,7 @@ ROWS = {
     "demotion": {"get_while_demoting"},
     "size": {"put_at_100K", "get_at_100K", "lookup_at_100K"},
     "chains": {f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (64, 1024)},
+    "policies": {f"policy_{name}_{tiers}" for name in list(PATTERNS)[:2] for tiers in ("one", "two")},
     "clients": {"clients_4", "lookups_4"},  # sixteen and sixty-four only at full size
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},
@@ -55,6 +57,7 @@ ROWS = {
 LIMIT_S = 600
 """A suite takes seconds; a machine that does much else may take long."""
 FULL_ONLY = {
+    *(f"policy_{name}_{tiers}" for name in list(PATTERNS)[2:] for tiers in ("one", "two")),
     *(f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (8192, 65_536)),
     *("clients_16", "clients_64", "lookups_16", "lookups_64"),
     *("put_at_10M", "get_at_10M", "lookup_at_10M", "start_10m", "start_10m_serves", "start_10m_memory"),

@@ -20,7 +20,7 @@ from tierd.client.lines import Line, Lines
 from tierd.client.local import LocalTransport
 from tierd.client.progress import Progress
 from tierd.client.session import Session
-from tierd.errors import Overloaded
+from tierd.errors import InvalidArgument, Overloaded
 from tierd.testing import chain
 
 BLOCKS = 4
@@ -142,7 +142,7 @@ def test_a_put_that_was_given_up_is_not_finished_by_the_next_one(
         with monkeypatch.context() as failing:
             failing.setattr(writing.buffers, "copy_all", fail)
             failing.setattr(Lines, "drop", lambda _self, line: kept.append(line))
-            with pytest.raises(ValueError, match="broken off"):
+            with pytest.raises(InvalidArgument, match="broken off"):
                 client.put(space, chain(1, BLOCKS), [np.full(BIG.block_bytes, 0xAB, np.uint8)] * BLOCKS)
         assert unheard
         assert len(board.free) == 1

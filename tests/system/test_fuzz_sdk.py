@@ -118,6 +118,7 @@ VERBS: dict[str, Callable[[Calls], tuple[list[Any], dict[str, Any]]]] = {
         [c.namespace, c.chance.choice((c.tokens, c.hashes, c.put_group))(), [c.maybe(bytes(4096), 0.95) for _ in range(3)]],
         {"durable": False, "timeout_s": 5},
     ),
+    "connect": lambda c: ([], {"timeout_s": 5}),
     "report_attention": lambda c: ([c.lease, np.ones((1, 3), np.float32)], {"group": 0, "timeout_s": 5}),
 }  # fmt: skip
 """Good arguments of each verb, in new objects."""

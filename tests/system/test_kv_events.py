@@ -168,7 +168,7 @@ def test_a_put_of_tokens_tells_them(daemon: Daemon) -> None:
     with Client(daemon.target) as client, routed(daemon) as router:
         space = client.open_namespace(SPEC)
         tokens = np.arange(40)
-        assert client.put(space, tokens, [bytes(SPEC.block_bytes)] * 2 + [b"rest" * 8])
+        assert client.put(space, tokens, [bytes(SPEC.block_bytes)] * 2 + [bytes(SPEC.block_bytes // 2)])
         put(client, space, 7)  # behind it nothing of the put is still to come
         await_true(lambda: len(router.believes()) == 3, "three blocks are told")
         first, _ = (event for event in router.events if isinstance(event, Stored))

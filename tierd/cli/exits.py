@@ -36,6 +36,8 @@ class Program(click.Group):
             return super().invoke(ctx)
         except TierdError as error:
             end(self.name or "tierd", error)
+        except UnicodeEncodeError as error:
+            end(self.name or "tierd", InvalidArgument(f"arguments: {error.object!r} is no UTF-8; give text that is"))
         except OSError as error:
             if error.errno is None:
                 raise

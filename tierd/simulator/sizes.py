@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig, resolve
+from tierd.config import AUTO, Config, DeviceConfig, HostConfig, NvmeConfig, resolve
 from tierd.core.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
 from tierd.errors import InvalidArgument
 from tierd.server.assembly import spec_of, specs_of
@@ -136,7 +136,9 @@ def _resized(config: Config, sizes: Sizes) -> Config:
 def _tables(config: Config, kind: TierKind, size: Size | None) -> tuple[DeviceConfig | HostConfig | NvmeConfig, ...]:
     if size is None or size.bytes is None:
         return ()
-    return (dataclasses.replace(_first_table(config, kind), capacity=size.bytes),)
+    table = _first_table(config, kind)
+    changed: dict[str, Any] = {"segment": "auto"} if table.segment == AUTO else {}
+    return (dataclasses.replace(table, capacity=size.bytes, **changed),)
 
 
 def _first_table(config: Config, kind: TierKind) -> DeviceConfig | HostConfig | NvmeConfig:
