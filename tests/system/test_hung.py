@@ -206,7 +206,6 @@ WATCHED = 'loop_warning = "0.5 s"\nloop_limit = "2 s"'
 def test_wedged_loop() -> None:
     """A loop that does not turn is told with every thread's stack; beyond the limit the process ends with a last line, and its successor is warm."""
     with Daemon(config(server=WATCHED), faults=True) as daemon:
-        daemon.may_stall = True
         with connected(daemon) as client, daemon.faults() as faults:
             namespace = client.open_namespace()
             assert client.put(namespace, NEAR) == len(NEAR)
@@ -234,7 +233,6 @@ def test_wedged_loop_that_nobody_hears_of(how: str) -> None:
     with silenced as daemon, connected(daemon) as client, daemon.faults() as faults:
         namespace = client.open_namespace()
         assert client.put(namespace, NEAR) == len(NEAR)
-        daemon.may_stall = True
         faults.arm("cache.release.before_unpin", "delay:60")
         lease = client.acquire(namespace, NEAR).lease
         threading.Thread(target=_release, args=(client, lease), daemon=True).start()

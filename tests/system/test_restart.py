@@ -243,21 +243,25 @@ def test_snapshot_after_term(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("point", ["assembly.before_parts", "lifecycle.before_ready"])
 def test_a_start_that_fails_gives_back_the_memory_that_it_made(point: str) -> None:
-    """Whatever fails after the arena was opened: memory that holds nothing is gone, and blocks of a former life are there for the next start."""
+    """Whatever fails after the arena was opened: memory that this start made is gone, and what a former life left is there for the next one."""
     daemon, spec = Daemon(CONFIG), NamespaceSpec("kept", 16, 4096)
+
+    def held() -> int:
+        return sum(path.stat().st_blocks * 512 for path in daemon.arena.rglob("*.data"))
 
     def held_after_a_failure() -> int:
         """Bytes of the arena after a start that fails when half of a second has passed, in which memory is made."""
         daemon.start(wait=False, failpoints=f"nvme.open.before_index=delay:0.5;{point}=error:EIO")
         assert daemon.await_end() == 1
-        return sum(path.stat().st_blocks * 512 for path in daemon.arena.rglob("*.data"))
+        return held()
 
     assert held_after_a_failure() == 0
     with daemon:
         with Client(daemon.target) as client:
             assert client.put(client.open_namespace(spec), list(range(16)), [bytes(4096)])
         daemon.stop()
-        assert held_after_a_failure() == 2 << 20
+        found = held()
+        assert held_after_a_failure() == found > 0
         daemon.start()
         with Client(daemon.target) as client:
             assert client.get(client.open_namespace(spec), list(range(16))).tokens == 16

@@ -138,6 +138,11 @@ def test_pages_that_have_become_too_few_go_back(daemon: Daemon, waited: Counter[
         assert all(is_right(client, space, number, 10) for number in range(3, 7))
 
 
+def sized(space: OpenedNamespace, names: np.ndarray, last: int) -> PutGroup:
+    """Full blocks, the last of which has so many bytes."""
+    return PutGroup(space, names, lengths=[SPEC.block_bytes] * (len(names) - 1) + [last])
+
+
 def test_smaller_puts_fit(daemon: Daemon, waited: Counter[str]) -> None:
     """A put of fewer blocks, or a slightly shorter last one, takes what was reserved for a larger; what it does not need goes back, and a larger one reserves for itself."""
     with Client(daemon.target) as client:
@@ -146,7 +151,7 @@ def test_smaller_puts_fit(daemon: Daemon, waited: Counter[str]) -> None:
             assert put(client, space, number, count) == [READY] * count
         assert waited["Reserve"] == 3
         names, last = chain(9, 6), SPEC.block_bytes - 1000
-        assert client.put(space, names, blocks_of(names, last=last)).stored == 6
+        assert client.put(space, sized(space, names, last), blocks_of(names, last=last)).stored == 6
         assert waited["Reserve"] == 3
         assert [len(view) for view in client.get(space, names).views] == [SPEC.block_bytes] * 5 + [last]
         assert all(is_right(client, space, number, count) for number, count in enumerate((8, 8, 5, 12)))
@@ -159,10 +164,10 @@ def test_no_block_keeps_a_page_that_is_too_large(daemon: Daemon, lengths: tuple[
         space, sizes = client.open_namespace(SPEC), [length << 10 for length in lengths * 4]
         for number, size in enumerate(sizes):
             names = chain(number, 1)
-            assert client.put(space, names, blocks_of(names, last=size)).stored == 1
+            assert client.put(space, sized(space, names, size), blocks_of(names, last=size)).stored == 1
             await_order(client)
         names = chain(99, BLOCKS)
-        assert client.put(space, names, blocks_of(names, last=4096)).stored == BLOCKS
+        assert client.put(space, sized(space, names, 4096), blocks_of(names, last=4096)).stored == BLOCKS
         client._connector.link.spares.give_back(time.monotonic() + 10)  # type: ignore[union-attr]
         await_true(lambda: held(daemon) == NOTHING, "the spares went back")
         used = operator.ask(pb.TiersRequest()).tiers[0].used_bytes
@@ -175,7 +180,7 @@ def test_a_block_of_no_bytes(daemon: Daemon) -> None:
         space = client.open_namespace(SPEC)
         for number in range(4):
             names = chain(number, 1)
-            client.put(space, names, blocks_of(names, last=4096))
+            client.put(space, sized(space, names, 4096), blocks_of(names, last=4096))
             await_order(client)
         with pytest.raises(InvalidArgument):
             client.put(space, PutGroup(space, chain(9, 1), lengths=[0]), [b""])
