@@ -70,7 +70,7 @@ def test_bytes_mean_the_tiers_of_a_daemon() -> None:
     tiers = tiers_of(
         {HOST: parse_size("100MB"), NVME: parse_size("1 GiB")}, distinct=10, longest=10, block_bytes=None, config=config
     )
-    changed = dataclasses.replace(config, host=(dataclasses.replace(config.host[0], capacity=10**8),))
+    changed = dataclasses.replace(config, host=(dataclasses.replace(config.host[0], capacity=10**8, segment="auto"),))
     built = build_tiers(resolve(changed), instance="none")
     assert tiers.specs == tuple(tier.spec for tier in built)
     assert tiers.session_share == config.server.session_share
