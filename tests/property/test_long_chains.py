@@ -24,7 +24,7 @@ LENGTHS = (1, 64, 1024, 8192, 65_536)
 PIECE = 4096
 """Blocks of a call."""
 FLYING = 1024
-TURNS = count(test=15, nightly=150, weekly=600)
+TURNS = count(test=8, nightly=150, weekly=600)
 
 
 class Long:

@@ -162,7 +162,7 @@ def waits_s(policy: str, length: int, pages: int, *, far: bool) -> list[float]:
 
 def rows(effort: Effort) -> list[Row]:
     """Cost, step and wait for each length; the worst of all policies, tiers."""
-    pages = effort.pick(HOST_PAGES, 1 << 12)
+    pages = effort.pick(HOST_PAGES, 1 << 11)
     lengths = effort.pick(LENGTHS, (64, 1024))
     policies = effort.pick(sorted(EVICTION), ["lru", "reuse-index"])
     return [*_of_core(policies, lengths, pages), *_of_daemon(lengths, pages // 4)]

@@ -13,7 +13,7 @@ SIZE = count(test=128, nightly=512, weekly=512)
 TIERS = {"one": (SIZE, 0), "two": (SIZE // 4, SIZE)}
 
 
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("tiers", ["one", pytest.param("two", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_default_is_within_a_point_of_lru(pattern: str, tiers: str) -> None:
     """Whatever the traffic, the default finds at most one block in a hundred less than LRU that writes all."""
