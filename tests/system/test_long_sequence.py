@@ -34,7 +34,10 @@ def test_a_million_tokens_in_one_call() -> None:
         assert client.call(client.cache.Acquire, pb.AcquireRequest(groups=[group], tier=1)).tokens == 0
 
 
-@pytest.mark.parametrize("policy", ["reuse-index", pytest.param("lru", marks=pytest.mark.slow), pytest.param("s3-fifo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    ["reuse-index", pytest.param("lru", marks=pytest.mark.slow), pytest.param("s3-fifo", marks=pytest.mark.slow)],
+)
 def test_long_prompts_hold_nobody_up(policy: str) -> None:
     """Prompts of 131,072 tokens through full tiers, the disk behind: no call fails, others are served meanwhile, and the event loop never stands still (`Daemon` looks)."""
     length, config = 8192, LONG.format(policy=policy)
