@@ -207,7 +207,7 @@ def test_write_that_makes_no_progress_is_an_error(tmp_path: Path, monkeypatch: p
 
 
 def test_refusal_of_direct_io_is_told_from_other_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EINVAL at opening means no; a full disk is an error; no probe is left behind."""
+    """EINVAL at opening means no; a full disk does not; anything else is an error; no probe is left behind."""
 
     def refuse(code: int) -> None:
         def fail(path: Path, flags: int) -> int:
@@ -218,6 +218,8 @@ def test_refusal_of_direct_io_is_told_from_other_trouble(tmp_path: Path, monkeyp
     refuse(errno.EINVAL)
     assert not allows_direct(tmp_path)
     refuse(errno.ENOSPC)
-    with pytest.raises(OSError, match="No space"):
+    assert allows_direct(tmp_path)
+    refuse(errno.EACCES)
+    with pytest.raises(OSError, match="Permission denied"):
         allows_direct(tmp_path)
     assert os.listdir(tmp_path) == []
