@@ -45,15 +45,22 @@ template <class Query, class Stored, int kDim> struct Prefill {
 
   // The caller says how many rows there are at most; of more each block takes as many turns as it needs, so that none is left out.
   static SIMT_DEV void run(const PrefillParams& p) {
-    const int request = blockIdx.z, begin = p.query_starts[request], tokens = p.query_starts[request + 1] - begin;
-    SIMT_CHECK(begin >= 0 && tokens >= 0 && tokens <= p.batch.kv_lens[request], "sequence %d: %d query tokens of %d, from the %d-th on", request, tokens, p.batch.kv_lens[request], begin);
-    for (int first_row = blockIdx.x * kBlockRows; first_row < tokens * (p.q_heads / p.batch.kv_heads); first_row += gridDim.x * kBlockRows)
-      run_rows(p, request, begin, tokens, first_row);
+    for (int first_row = blockIdx.x * kBlockRows; first_row < rows_of(p); first_row += gridDim.x * kBlockRows) run_rows(p, first_row);
   }
 
-  static SIMT_DEV void run_rows(const PrefillParams& p, int request, int begin, int tokens, int first_row) {
+  // Asked anew for each turn: a register that is kept meanwhile is one that wide heads do not have.
+  static SIMT_DEV int rows_of(const PrefillParams& p) {
+    const int* starts = p.query_starts + blockIdx.z;
+    const int begin = starts[0], tokens = starts[1] - begin;
+    SIMT_CHECK(begin >= 0 && tokens >= 0 && tokens <= p.batch.kv_lens[blockIdx.z], "sequence %u: %d query tokens of %d, from the %d-th on", blockIdx.z, tokens,
+               p.batch.kv_lens[blockIdx.z], begin);
+    return tokens * (p.q_heads / p.batch.kv_heads);
+  }
+
+  static SIMT_DEV void run_rows(const PrefillParams& p, int first_row) {
     SIMT_SHARED(raw);
-    const int head = blockIdx.y, group = p.q_heads / p.batch.kv_heads;
+    const int request = blockIdx.z, head = blockIdx.y, group = p.q_heads / p.batch.kv_heads;
+    const int begin = p.query_starts[request], tokens = p.query_starts[request + 1] - begin;
     const int length = p.batch.kv_lens[request], before = length - tokens;  // tokens that were there before the queries
     const int last_row = min(first_row + kBlockRows, tokens * group) - 1;
     const int newest = before + last_row / group, oldest = before + first_row / group;

@@ -153,8 +153,8 @@ ATTENTION: tuple[Mutant, ...] = (
         "prefill-turns",
         "rows beyond those that were foretold are left out",
         "prefill.cu",
-        "first_row += gridDim.x * kBlockRows)",
-        "first_row = tokens * p.q_heads)",
+        "first_row += gridDim.x * kBlockRows) run_rows",
+        "first_row = rows_of(p)) run_rows",
         PREFILL,
     ),
     Mutant(
