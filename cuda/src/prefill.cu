@@ -43,24 +43,25 @@ template <class Query, class Stored, int kDim> struct Prefill {
     simt::commit_copies();
   }
 
-  // The caller says how many rows there are at most; of more each block takes as many turns as it needs, so that none is left out.
-  static SIMT_DEV void run(const PrefillParams& p) {
-    for (int first_row = blockIdx.x * kBlockRows; first_row < rows_of(p); first_row += gridDim.x * kBlockRows) run_rows(p, first_row);
-  }
-
-  // Asked anew for each turn: a register that is kept meanwhile is one that wide heads do not have.
-  static SIMT_DEV int rows_of(const PrefillParams& p) {
-    const int* starts = p.query_starts + blockIdx.z;
-    const int begin = starts[0], tokens = starts[1] - begin;
+  // The caller says how many rows a request has at most. Of more those that no block has are NaN, so that they are no result of anybody's; to compute them here would take
+  // a register that wide heads do not have.
+  static SIMT_DEV void spoil_rest(const PrefillParams& p) {
+    const int begin = p.query_starts[blockIdx.z], tokens = p.query_starts[blockIdx.z + 1] - begin, group = p.q_heads / p.batch.kv_heads;
     SIMT_CHECK(begin >= 0 && tokens >= 0 && tokens <= p.batch.kv_lens[blockIdx.z], "sequence %u: %d query tokens of %d, from the %d-th on", blockIdx.z, tokens,
                p.batch.kv_lens[blockIdx.z], begin);
-    return tokens * (p.q_heads / p.batch.kv_heads);
+    for (int row = gridDim.x * kBlockRows + threadIdx.x; row < tokens * group; row += kThreads) {
+      const int64_t place = (int64_t)(begin + row / group) * p.q_heads + blockIdx.y * group + row % group;
+      p.lse[place] = NAN;
+      for (int channel = 0; channel < kDim; channel++) static_cast<typename Query::Value*>(p.out)[place * kDim + channel] = Query::round(NAN);
+    }
   }
 
-  static SIMT_DEV void run_rows(const PrefillParams& p, int first_row) {
+  static SIMT_DEV void run(const PrefillParams& p) {
     SIMT_SHARED(raw);
+    if (blockIdx.x == gridDim.x - 1) spoil_rest(p);
     const int request = blockIdx.z, head = blockIdx.y, group = p.q_heads / p.batch.kv_heads;
-    const int begin = p.query_starts[request], tokens = p.query_starts[request + 1] - begin;
+    const int begin = p.query_starts[request], tokens = p.query_starts[request + 1] - begin, first_row = blockIdx.x * kBlockRows;
+    if (first_row >= tokens * group) return;
     const int length = p.batch.kv_lens[request], before = length - tokens;  // tokens that were there before the queries
     const int last_row = min(first_row + kBlockRows, tokens * group) - 1;
     const int newest = before + last_row / group, oldest = before + first_row / group;

@@ -62,7 +62,7 @@ class DecodeShape:
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim]. starts: i32 [n + 1]. longest: the most tokens of a sequence;
-    if it has more it takes longer."""
+    what it has more is NaN, up to a block's rows."""
 
     q: Array
     starts: Array

@@ -98,7 +98,7 @@ def _correctness() -> Iterator[Forecast]:
         "prefill_types": "prefill of every type and head dim",
         "prefill_groups": "prefill of groups, windows with sinks, and chosen pages",
         "prefill_long": "chunks of up to 1,000 tokens behind up to 3,000",
-        "prefill_odd": "the same of chunks; and chunks longer than was said, of which no row is left out",
+        "prefill_odd": "the same of chunks; and chunks longer than was said, whose rows beyond are NaN",
         "prefill_narrow": "prefill with 99 KiB, and by stages of two tiles",
         "merge": "parts by their log-sum-exps",
     }.items():

@@ -150,11 +150,11 @@ ATTENTION: tuple[Mutant, ...] = (
         PREFILL,
     ),
     Mutant(
-        "prefill-turns",
-        "rows beyond those that were foretold are left out",
+        "prefill-rest",
+        "rows beyond those that were foretold are left as they were",
         "prefill.cu",
-        "first_row += gridDim.x * kBlockRows) run_rows",
-        "first_row = rows_of(p)) run_rows",
+        "if (blockIdx.x == gridDim.x - 1) spoil_rest(p);",
+        "",
         PREFILL,
     ),
     Mutant(

@@ -248,14 +248,22 @@ def check_dirty_decode(library: Library, cut: tuple[int, Shape]) -> None:
 
 
 def check_short_prefill(library: Library, shape: Shape) -> None:
-    """With a longest sequence that is said to be as short as is not refused: no row is left out. Raises AssertionError."""
+    """With a longest sequence that is said to be as short as is not refused: rows beyond are NaN, others right, and none is left unwritten. Raises AssertionError."""
     case = made(shape)
     starts = np.array(case.batch.query_starts, np.int32)
     to = Attended(_poison_like(case.q), allocate(case.q.shape[:2], "float32"))
     with placed(library) as put:
-        chunks = put(Chunks(case.q, starts, -(-len(case.q) // len(shape.sequences))))
-        paged_prefill(library, chunks, put(case.pages), put(case.device), put(to))
-    check(case, to)
+        longest = -(-len(case.q) // len(shape.sequences))
+        to.lse[:] = 0  # which is none of what may come
+        to.out[:] = 0
+        paged_prefill(library, put(Chunks(case.q, starts, longest)), put(case.pages), put(case.device), put(to))
+    covered = -(-longest * shape.group // 64) * 64
+    rows = np.concatenate([np.arange(count * shape.group).reshape(count, shape.group) for count, _ in shape.sequences])
+    beyond, want = np.tile(rows >= covered, (1, shape.kv_heads)), expected(case)
+    assert beyond.any()
+    assert (np.isnan(to.lse) == beyond).all(), f"{shape}: rows beyond are no NaN"
+    assert (np.isnan(to.out.astype(np.float32)).all(axis=2) == beyond).all(), f"{shape}: outputs beyond are no NaN"
+    np.testing.assert_allclose(to.lse[~beyond], want.lse[~beyond], atol=LSE_LIMIT)
 
 
 def check_narrow_decode(library: Library, shape: Shape) -> None:

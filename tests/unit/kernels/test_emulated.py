@@ -166,7 +166,7 @@ def test_prefill_of_what_is_no_number(library: Emulated, odd: Odd) -> None:
 
 @pytest.mark.parametrize("shape", SHORT_PREFILLS, ids=range(len(SHORT_PREFILLS)))
 def test_a_longest_sequence_that_is_longer_than_said(library: Emulated, shape: Shape) -> None:
-    """No row of it is left unwritten."""
+    """Rows that no block has are NaN; none is left as it was."""
     check_short_prefill(library, shape)
 
 
