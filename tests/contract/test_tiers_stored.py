@@ -15,7 +15,6 @@ from tests.unit.tiers.store_world import (
     LENGTH,
     PAGES,
     PLACES,
-    POSITION,
     World,
     content,
     extents_of,
@@ -29,7 +28,6 @@ from tests.unit.tiers.store_world import (
 from tierd.core.model import BlockStatus
 from tierd.core.plan import Plan
 from tierd.errors import AlreadyOwned, InvalidArgument, TierFailed
-from tierd.tiers.null import NullStore
 from tierd.tiers.slots import TABLE_SLICES, SlotFile
 from tierd.tiers.tier import StoredTier
 
@@ -68,7 +66,6 @@ async def reopened(world: World, mode: str, path: Path, **options: object) -> Wo
 async def test_store_is_a_stored_tier(world: World, mode: str) -> None:
     """The store has the face of a stored tier, and says how it works."""
     assert isinstance(world.store, StoredTier)
-    assert isinstance(NullStore(spec(), position=POSITION), StoredTier)
     assert world.store.mode == mode
     assert not world.store.health().fault
     await world.store.probe()
@@ -301,22 +298,6 @@ async def test_released_store_leaves_no_file(mode: str, tmp_path: Path) -> None:
     await world.open()
     await world.store.close(release=True)
     assert list((tmp_path / "store").iterdir()) == []
-
-
-async def test_absent_tier_holds_nothing() -> None:
-    """The null store fails every block, refuses segments of its own and lets the rest pass."""
-    store = NullStore(spec(), position=POSITION)
-    assert len((await store.open()).extents) == 0
-    extents, metas = extents_of(1, [0], generation=1), metas_of([1])
-    assert (await store.write(extents, metas, told(tables_of([1])), pages(1))).tolist() == [FAILED]
-    assert (await store.read(extents, pages(1), metas)).statuses.tolist() == [FAILED]
-    with pytest.raises(TierFailed, match="absent"):
-        await store.prepare([segment(1)])
-    with pytest.raises(TierFailed, match="absent"):
-        await store.probe()
-    assert store.health().fault
-    assert not store.holds(extents).any()
-    await store.sync()
 
 
 async def test_closed_store_takes_nothing(mode: str, tmp_path: Path) -> None:
