@@ -54,6 +54,8 @@ ROWS = {
     "daemon_start": {"daemon_start_100k"},
     "recording": {"record_acquire_32", "record_acquire_256"},
 }
+LONG = {"chains", "daemon_start", "policies"}
+"""A tenth of a minute and more even at their tiny size."""
 LIMIT_S = 600
 """A suite takes seconds; a machine that does much else may take long."""
 FULL_ONLY = {
@@ -83,7 +85,7 @@ def bench(*names: str, output: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in ROWS])
 def test_a_suite_gives_its_rows(name: str, tmp_path: Path) -> None:
     """A suite gives exactly the rows named here, in numbers above zero where they are times and rates, and leaves no file behind but what it writes."""
     done = bench(name, output=tmp_path / "bench.json")
@@ -99,6 +101,7 @@ def test_every_promise_has_a_row() -> None:
     assert set(PROMISES) - FULL_ONLY <= set.union(*ROWS.values())
 
 
+@pytest.mark.slow
 def test_a_start_with_many_blocks_is_measured() -> None:
     """The rows of millions of blocks, with a thousand of them: all are taken in, memory serves, and what it takes, and its calls then, are told."""
     made = run([sys.executable, "-m", "tools.bench.many_start", "--blocks", "1000", "--starts", "1", "--json"])

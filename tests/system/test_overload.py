@@ -223,6 +223,7 @@ def overload(busy: Busy, seconds: float, rate: float) -> tuple[Outcome, Outcome]
     return outcome, ended(*checks)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_a_disk_is_asked_for_ten_times_what_it_can(busy: Busy) -> None:

@@ -15,8 +15,12 @@ import stat
 import time
 from urllib.parse import unquote
 
+import structlog
+
 from tierd.config import split_address
 from tierd.errors import Overloaded
+
+log = structlog.get_logger(__name__)
 
 NEWCOMERS = 64
 NEWCOMER_S = 5.0
@@ -48,16 +52,24 @@ class Newcomers:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            before = dict(self._known)
-            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # no descriptors are left for a look
-                found = await asyncio.to_thread(_connections, self._port, stack)
-                for address, inode in before.items():
-                    now = os.fstat(found[address].fileno()).st_ino if address in found else -1
-                    if inode in (0, now) and now > 0:
-                        self._known[address] = now
-                    else:
-                        del self._known[address]
-                self._end([connection for address, connection in found.items() if address not in self._known])
+            try:
+                await self._look_once()
+            except OSError:
+                pass  # no descriptors are left for a look
+            except Exception:
+                log.exception("connections not looked at")
+
+    async def _look_once(self) -> None:
+        before = dict(self._known)
+        with contextlib.ExitStack() as stack:
+            found = await asyncio.to_thread(_connections, self._port, stack)
+            for address, inode in before.items():
+                now = os.fstat(found[address].fileno()).st_ino if address in found else -1
+                if inode in (0, now) and now > 0:
+                    self._known[address] = now
+                else:
+                    del self._known[address]
+            self._end([connection for address, connection in found.items() if address not in self._known])
 
     def _end(self, newcomers: list[socket.socket]) -> None:
         now = time.monotonic()

@@ -1,12 +1,15 @@
 """Duel: by worth where that finds more than LRU on what is happening now, else LRU; and what is new stays for a while either way.
 
 Purpose: a learnt order (reuse_index.py) that costs no more than a hair where it is wrong. Non-purpose: who finds more (shadows.py). Blocks come into the order by worth when they have waited:
-- in a window, the newest WINDOW_SHARE of the blocks, as in W-TinyLFU (G. Einziger, R. Friedman, B. Manes, ACM TOS 13(4), 2017, section 4);
+- in a window, the tier's last uses, WINDOW_SHARE of its blocks, as in W-TinyLFU (G. Einziger, R. Friedman, B. Manes, ACM TOS 13(4), 2017, section 4);
 - in a store, what somebody asked to be durable, for as long as LRU would keep it.
-So nothing that looks for victims passes over those that wait. Invariant: a tracked block waits or is in the order by worth; `_lru` tracks all.
+So nothing that looks for victims passes over those that wait. The window ends, and the shadows hear of uses, some uses at a time: one by one it would cost ten times as much.
+Invariant: a tracked block is in `_kept`, or its stamp in `_lru` is `_ripe` or more, or it is in the order by worth.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +18,15 @@ from tierd.core.blocks import Blocks
 from tierd.core.eviction import Asked, Ids, Mask
 from tierd.core.model import TierKind
 from tierd.policies.eviction.lru import Lru
-from tierd.policies.eviction.queues import Queues, part, some_free
+from tierd.policies.eviction.queues import Queues, some_free
 from tierd.policies.eviction.reuse_index import ReuseIndex
-from tierd.policies.eviction.shadows import Shadows, Uses
+from tierd.policies.eviction.shadows import Shadows, named
 from tierd.policies.reuse import Traffic
 
 WINDOW_SHARE = 1 / 256
 """A window of a hundredth costs 0.01 to 0.08 points more on the developers' chat trace."""
-NEW, DURABLE = 0, 1
-"""Queues of those that wait; their stamps are those of `_lru`, give or take a call's blocks."""
+MOST_UNTOLD, UNTOLD_SHARE = 256, 1 / 64
+"""So many uses, and this share of the tier's blocks, are told at once."""
 
 
 class Duel:
@@ -33,7 +36,9 @@ class Duel:
         """traffic: as of `ReuseIndex`. kind: of the tier."""
         self._blocks, self._kind = blocks, kind
         self._lru, self._worth = Lru(blocks), ReuseIndex(blocks, traffic, is_above=kind is TierKind.HOST)
-        self._waiting, self._shadows = Queues(), Shadows(traffic)
+        self._kept, self._shadows = Queues(), Shadows(traffic)
+        self._recent = np.zeros(0, np.int32)  # blocks by the stamp of their use, from `_base` on
+        self._base = self._ripe = self._told = self._lru.next_stamp
         traffic.rivals.append(self._asked)
 
     def __len__(self) -> int:
@@ -47,15 +52,13 @@ class Duel:
 
     def touch(self, blocks: Ids, now: float) -> None:
         """The blocks were used."""
-        self._worth.forget(blocks[self._worth.has(blocks)])
+        self._leave(blocks)
         self._lru.touch(blocks, now)
         self._use(blocks, now)
 
     def forget(self, blocks: Ids) -> None:
         """The blocks have left."""
-        waits = self._waiting.has(blocks)
-        self._waiting.remove(blocks[waits])
-        self._worth.forget(blocks[~waits])
+        self._leave(blocks)
         self._lru.forget(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
@@ -65,34 +68,64 @@ class Duel:
         found = self._worth.some(count, pinned)
         if len(found) < count:
             missing = count - len(found)
-            rest = np.concatenate([some_free(self._waiting.walk(q), missing, pinned) for q in (NEW, DURABLE)])
-            found = np.concatenate((found, rest[np.argsort(self._lru.stamps[rest])[:missing]]))
+            waiting = itertools.chain(self._kept.walk(0), [self._used(self._ripe, self._lru.next_stamp)[0]])
+            found = np.concatenate((found, some_free(waiting, missing, pinned)))
         return found if len(found) == count else None
+
+    def _leave(self, blocks: Ids) -> None:
+        """The blocks leave the order by worth, or what keeps them from it."""
+        old = blocks[self._lru.stamps[blocks] < self._ripe]
+        if len(self._kept):
+            kept = self._kept.has(old)
+            self._kept.remove(old[kept])
+            old = old[~kept]
+        self._worth.forget(old)
 
     def _use(self, blocks: Ids, now: float) -> None:
         """The blocks were used just now."""
-        if len(blocks) == 0:
-            return
+        stop = self._lru.next_stamp
+        start = stop - len(blocks)
+        if stop - self._base > len(self._recent):
+            waiting = self._recent[self._ripe - self._base : start - self._base]
+            self._recent, self._base = np.zeros(2 * (stop - self._ripe) + MOST_UNTOLD, np.int32), self._ripe
+            self._recent[: len(waiting)] = waiting
+        self._recent[start - self._base : stop - self._base] = blocks
+        if stop - self._told > min(MOST_UNTOLD, int(UNTOLD_SHARE * len(self))):
+            self._go_on(now)
+
+    def _used(self, start: int, stop: int) -> tuple[Ids, Ids]:
+        """The blocks whose last use has a stamp from `start` to `stop` - 1, `_ripe` or more, and those stamps."""
+        blocks, stamps = self._recent[start - self._base : stop - self._base].astype(np.int64), np.arange(start, stop)
+        alive = self._lru.stamps[blocks] == stamps
+        return blocks[alive], stamps[alive]
+
+    def _go_on(self, now: float) -> None:
+        """Tells the shadows of the uses since the last time; what has waited comes into the order by worth."""
         known, stop = self._blocks, self._lru.next_stamp
-        spread = known.hash[blocks, 0]
+        used, stamps = self._used(self._told, stop)
+        self._told, spread = stop, known.hash[used, 0]
         if len(at := self._shadows.sampled(spread, len(self))):
-            used, stamps = blocks[at], stop - len(blocks) + at
-            self._shadows.use(Uses(known.keys(used), spread[at], known.group[used], stamps), now)
-        durable = known.durable[blocks] & (self._kind is TierKind.NVME)
-        self._waiting.put(blocks[~durable], NEW)
-        self._waiting.put(blocks[durable], DURABLE)
-        over = self._waiting.size(NEW) - int(WINDOW_SHARE * len(self))
-        ripe = [*part(self._waiting.walk(NEW), 0, over)] if over > 0 else []
-        if self._waiting.size(DURABLE):
-            ripe.append(self._waiting.until(DURABLE, self._shadows.horizon))
-        for those in ripe:
-            self._waiting.remove(those)
-            self._worth.track(those, now)
+            used, own = used[at], {"spread": spread[at], "stamp": stamps[at]}
+            names = named(known.keys(used), group=known.group[used], used_s=known.last_used[used], **own)
+            self._shadows.use(names, now)
+        ripe = max(self._ripe, stop - int(WINDOW_SHARE * len(self)))
+        blocks, _ = self._used(self._ripe, ripe)
+        self._ripe = ripe
+        if self._kind is TierKind.NVME:
+            durable = known.durable[blocks]
+            self._kept.put(blocks[durable], 0)
+            blocks = blocks[~durable]
+        self._worth.track(blocks, now)
+        if len(self._kept):
+            gone = self._kept.until(0, self._shadows.horizon, self._lru.stamps)
+            self._kept.remove(gone)
+            self._worth.track(gone, now)
 
     def _asked(self, request: Asked, groups: NDArray[np.uint16], now: float) -> None:
         """A request has come; its blocks are touched after this."""
         if len(at := self._shadows.sampled(request.spread, len(self))[::-1]):
-            ids, nearest = request.ids[0][0][at], request.nearest[at]
-            here = (ids >= 0) & self._lru.has(np.maximum(ids, 0))
-            uses = Uses(request.keys[at], request.spread[at], groups[at], np.full(len(at), self._lru.next_stamp))
-            self._shadows.ask(uses, counts=(nearest < 0) | (nearest >= self._kind), here=here, now=now)
+            ids, nearest, spread = request.ids[0][0][at], request.nearest[at], request.spread[at]
+            names = named(request.keys[at], spread=spread, group=groups[at], stamp=self._lru.next_stamp, used_s=now)
+            names["counts"] = (nearest < 0) | (nearest >= self._kind)
+            names["here"] = (ids >= 0) & self._lru.has(np.maximum(ids, 0))
+            self._shadows.ask(names, now)

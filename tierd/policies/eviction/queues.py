@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from tierd.core.eviction import Ids, Mask
-from tierd.policies.eviction.order import UseOrder, grown, stamped
+from tierd.policies.eviction.order import Stamps, UseOrder, grown, stamped
 
 
 class Queues:
@@ -71,11 +71,11 @@ class Queues:
         order = self._orders.get(queue)
         return order.walk(self.stamps) if order else iter(())
 
-    def until(self, queue: int, stamp: int) -> Ids:
-        """The blocks of a queue that are older than a stamp, oldest first."""
-        found = [np.zeros(0, dtype=np.int64)]
+    def until(self, queue: int, stamp: int, stamps: Stamps | None = None) -> Ids:
+        """The blocks of a queue that are older than a stamp, oldest first. stamps: others that ascend along the queue, by id."""
+        found, stamps = [np.zeros(0, dtype=np.int64)], self.stamps if stamps is None else stamps
         for blocks in self.walk(queue):
-            found.append(blocks[self.stamps[blocks] < stamp])
+            found.append(blocks[stamps[blocks] < stamp])
             if len(found[-1]) < len(blocks):
                 break
         return np.concatenate(found)

@@ -13,14 +13,14 @@ Invariants: memory is bounded, and work by the sampled names of a call; equal ca
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.blocks import Blocks
 from tierd.core.columns import lengthen
-from tierd.core.eviction import Ids, Mask
+from tierd.core.eviction import Ids
 from tierd.core.sets import firsts, true_rows
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.reuse_index import ReuseIndex
@@ -28,18 +28,35 @@ from tierd.policies.reuse import Traffic
 
 SAMPLED = 4096
 """Names that a shadow holds at most."""
+UNTOLD = 64
+"""A shadow hears of names when they are this part of what it holds."""
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # so that names which are plain numbers are spread too
 PROOF, LEAST = 2.5, 1 / 64
 """A lead is believed from so many standard deviations of chance on, and from this share of what a shadow holds."""
 
 
-class Uses(NamedTuple):
-    """Names that were used, last of the sequence first: key, number, group now, and the tier's stamp of the use."""
+NAME = np.dtype(
+    [
+        ("key", "u8"),
+        ("spread", "u8"),
+        ("group", "u2"),
+        ("stamp", "i8"),
+        ("used_s", "f8"),
+        ("counts", "?"),
+        ("here", "?"),
+    ]
+)
+"""A block's name as it is used or asked for: its key, number, group now, the tier's stamp of the use, and when it was. counts: it matters whether the tier has it. here: the tier tells of its use itself."""
+Names = NDArray[np.void]
 
-    keys: NDArray[np.uint64]
-    spread: NDArray[np.uint64]
-    groups: NDArray[np.uint16]
-    stamps: Ids
+
+def named(keys: NDArray[np.uint64], **columns: object) -> Names:
+    """Names of these keys. columns: the others."""
+    names = np.zeros(len(keys), NAME)
+    names["key"] = keys
+    for column, values in columns.items():
+        names[column] = values
+    return names
 
 
 class Shadows:
@@ -55,6 +72,7 @@ class Shadows:
         self._key, self._spread = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
         self._stamp, self._busy = np.zeros(1, np.int64), np.zeros(1, np.bool_)
         self._row, self._free = dict[int, int](), list[int]()
+        self._uses, self._asks, self._untold = list[Names](), list[Names](), 0
         blocks = cast(Blocks, self)
         self._lru, self._worth = Lru(blocks), ReuseIndex(blocks, traffic)
 
@@ -67,11 +85,33 @@ class Shadows:
         self._size = size >> self._bits
         return true_rows((spread * _MIX) >> np.uint64(64 - self._bits) == 0) if self._bits else np.arange(len(spread))
 
-    def use(self, uses: Uses, now: float) -> None:
-        """Sampled names were used in the tier."""
-        rows = np.array([self._row.get(key) or self._new_row(key) for key in uses.keys.tolist()], np.int64)
-        self._write(rows, uses.groups, uses.stamps, now)
-        self._spread[rows], rows = uses.spread, firsts(rows)
+    def use(self, names: Names, now: float) -> None:
+        """Sampled names were used in the tier; last of the sequence first."""
+        self._uses.append(names)
+        self._hear(len(names), now)
+
+    def ask(self, names: Names, now: float) -> None:
+        """A request asks for sampled names."""
+        self._asks.append(names)
+        self._hear(len(names), now)
+
+    # -- inside
+
+    def _hear(self, count: int, now: float) -> None:
+        """So many more names wait. The policies hear of many at once, which costs what one does."""
+        self._untold += count
+        if self._untold * UNTOLD >= self._size:
+            asks, uses = self._asks, self._uses
+            self._asks, self._uses, self._untold = [], [], 0
+            if asks:
+                self._ask(np.concatenate(asks), now)
+            if uses:
+                self._use(np.concatenate(uses), now)
+
+    def _use(self, names: Names, now: float) -> None:
+        rows = np.array([self._row.get(key) or self._new_row(key) for key in names["key"].tolist()], np.int64)
+        self._write(rows, names)
+        self._spread[rows], rows = names["spread"], firsts(rows[::-1])[::-1]
         self._busy[rows] = True
         for policy in (self._lru, self._worth):
             held = rows[policy.has(rows)]
@@ -82,17 +122,16 @@ class Shadows:
         oldest = self._lru.victims(1, self._busy)
         self.horizon = 0 if oldest is None else int(self._stamp[oldest[0]])
 
-    def ask(self, uses: Uses, *, counts: Mask, here: Mask, now: float) -> None:
-        """A request asks for sampled names. counts: where it matters whether the tier has them. here: of whose use the tier tells itself."""
+    def _ask(self, names: Names, now: float) -> None:
         for policy in (self._lru, self._worth):
             self._evict(policy, len(policy) - self._size)
-        rows = np.array([self._row.get(key, 0) for key in uses.keys.tolist()], np.int64)
+        rows = np.array([self._row.get(key, 0) for key in names["key"].tolist()], np.int64)
         by_lru, by_worth = self._lru.has(rows), self._worth.has(rows)
+        counts, away = names["counts"], ~names["here"] & (rows > 0)
         self._judge(int(np.count_nonzero(by_worth & counts)) - int(np.count_nonzero(by_lru & counts)))
-        away = ~here & (rows > 0)
-        self._write(rows[away], uses.groups[away], uses.stamps[away], now)
-        self._lru.touch(firsts(rows[away & by_lru]), now)
-        self._worth.touch(firsts(rows[away & by_worth]), now)
+        self._write(rows[away], names[away])
+        for policy, has in ((self._lru, by_lru), (self._worth, by_worth)):
+            policy.touch(firsts(rows[away & has][::-1])[::-1], now)
 
     def _judge(self, gain: int) -> None:
         """By worth so many more were found than by LRU."""
@@ -101,8 +140,8 @@ class Shadows:
         if self._against > max(PROOF * math.sqrt(self._squares), LEAST * self._size):
             self.leads, self._against, self._squares = not self.leads, 0, 0
 
-    def _write(self, rows: Ids, groups: NDArray[np.uint16], stamps: Ids, now: float) -> None:
-        self.last_used[rows], self.group[rows], self._stamp[rows] = now, groups, stamps
+    def _write(self, rows: Ids, names: Names) -> None:
+        self.last_used[rows], self.group[rows], self._stamp[rows] = names["used_s"], names["group"], names["stamp"]
 
     def _evict(self, policy: Lru | ReuseIndex, count: int) -> None:
         """So many of those that are not in use leave one shadow."""
