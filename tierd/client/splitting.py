@@ -23,7 +23,7 @@ from tierd.core.model import BlockStatus, Need
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
-PART_BLOCKS = 1 << 12
+PART_BLOCKS = 1 << 11
 """Of a call, if the daemon takes as many: it works 3 us on a block of a put, 1 us on one of a get."""
 
 

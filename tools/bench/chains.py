@@ -1,22 +1,24 @@
 """Long prompts through full tiers: what a block costs, how long the longest step of the daemon's loop is, how long another client waits.
 
 Two instruments. The core alone, where a step is a call and its time that of the processor: every policy, with NVMe and without, chains of 64 to 65,536 blocks in
-calls of PIECE, disks that are a thousand blocks behind. And a real daemon: one client puts chains that do not fit together, another looks up one block again
+calls of PART_BLOCKS, disks that are a thousand blocks behind. And a real daemon: one client puts chains that do not fit together, another looks up one block again
 and again, and is timed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import numpy as np
 
 from tierd.client import Client, NamespaceSpec
+from tierd.client.splitting import PART_BLOCKS
 from tierd.core.core import Core
 from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, TierKind, TierSpec
 from tierd.core.plan import GroupQuery, PutQuery
@@ -30,11 +32,12 @@ from tools.bench.rows import Row, row_of
 T = TypeVar("T")
 
 LENGTHS = (64, 1024, 8192, 65_536)
-PAGE, TOKENS, PIECE = 4096, 16, 4096
+PAGE, TOKENS = 4096, 16
 FLYING = 1024
-HOST_PAGES = 1 << 17
+HOST_PAGES = 1 << 14
 STEP_MS, WAIT_MS = 20.0, 50.0
 """Of a step of the loop, and of another client's call, at most."""
+SPEC = NamespaceSpec(model="bench-chains", tokens_per_block=TOKENS, block_bytes=PAGE)
 CONFIG = """\
 [[host]]
 capacity = "{host} MiB"
@@ -60,17 +63,17 @@ class Books:
         self.now, self.flying, self.longest_s, self.took_s = 0.0, deque[int](), 0.0, 0.0
 
     def put(self, first: int, count: int) -> None:
-        """A chain, in calls of PIECE blocks, and half of it is asked for."""
+        """A chain, in calls of PART_BLOCKS blocks, and half of it is asked for."""
         names = hashes(first, count)
         self.now += 0.5
-        for at in range(0, count, PIECE):
-            part = names[at : at + PIECE]
+        for at in range(0, count, PART_BLOCKS):
+            part = names[at : at + PART_BLOCKS]
             blocks = np.zeros(len(part), PUT_BLOCK)
             blocks["hash"], blocks["tokens"], blocks["length"] = part, TOKENS, PAGE
             query = PutQuery(1, names[at - 1].tobytes() if at else ROOT, at, blocks)
             self._store(query)
             self._demote()
-        asked = names[: min(PIECE, count // 2)]
+        asked = names[: min(PART_BLOCKS, count // 2)]
         group = GroupQuery((1,), asked, TOKENS, TOKENS * len(asked))
         got = self._step(lambda: self.core.acquire(1, groups=[group], kind=TierKind.HOST, now=self.now))
         self.flying.extend(got.plan.transfers["id"].tolist())
@@ -117,12 +120,13 @@ class Books:
 
 def of_core(policy: str, length: int, pages: int, *, far: bool) -> tuple[float, float]:
     """Microseconds a block costs in full tiers, milliseconds of the longest step."""
+    pages = max(pages, 2 * length)
     books, first = Books(policy, pages, far=far), 0
     while first < pages * (3 if far else 1):
         books.put(first, length)
         first += length
     books.longest_s, books.took_s, begun = 0.0, 0.0, first
-    while first < begun + max(pages, 2 * length):
+    while first < begun + pages:
         books.put(first, length)
         first += length
     return books.took_s / (first - begun) * 1e6, books.longest_s * 1e3
@@ -133,31 +137,40 @@ def waits_s(policy: str, length: int, pages: int, *, far: bool) -> list[float]:
     host_mib = pages * PAGE >> 20
     near = CONFIG.format(host=host_mib, policy=policy)
     config = near + FAR.format(nvme=4 * host_mib) if far else "nvme = []\n" + near
-    block = bytes(PAGE)
-    with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as other:
-        spec = NamespaceSpec(model="bench-chains", tokens_per_block=TOKENS, block_bytes=PAGE)
-        space, nobody, took = other.open_namespace(spec), hashes(1 << 40, 1), list[float]()
-        ended = threading.Event()
+    block, first = bytes(PAGE), 0
+    with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as client:
+        mine = client.open_namespace(SPEC)
 
-        def ask() -> None:
-            while not ended.wait(0.002):
-                begun = time.perf_counter()
-                other.lookup(space, nobody)
-                took.append(time.perf_counter() - begun)
+        def put(count: int) -> None:
+            nonlocal first
+            until = first + count
+            while first < until:
+                client.put(mine, hashes(first, length), [block] * length)
+                first += length
 
-        asker = threading.Thread(target=ask)
-        with Client(daemon.target, timeout_s=60) as client:
-            mine, first = client.open_namespace(spec), 0
-            for is_full in (False, True):
-                if is_full:
-                    asker.start()
-                until = first + max(2 * pages, 2 * length)
-                while first < until:
-                    client.put(mine, hashes(first, length), [block] * length)
-                    first += length
-        ended.set()
-        asker.join()
+        put(max(2 * pages, 2 * length))
+        here, there = (context := multiprocessing.get_context("spawn")).Pipe()
+        other = context.Process(target=ask, args=(daemon.target, there), daemon=True)
+        other.start()
+        here.recv()
+        put(max(2 * pages, 2 * length))
+        here.send(None)
+        took: list[float] = here.recv()
+        other.join()
     return took
+
+
+def ask(target: str, pipe: Connection) -> None:
+    """The other client, in a process of its own: says how long each of its lookups took, when it is told to end."""
+    with Client(target, timeout_s=60) as client:
+        space, nobody, took = client.open_namespace(SPEC), hashes(1 << 40, 1), list[float]()
+        client.lookup(space, nobody)
+        pipe.send(None)
+        while not pipe.poll(0.002):
+            begun = time.perf_counter()
+            client.lookup(space, nobody)
+            took.append(time.perf_counter() - begun)
+        pipe.send(took)
 
 
 def rows(effort: Effort) -> list[Row]:
@@ -165,7 +178,7 @@ def rows(effort: Effort) -> list[Row]:
     pages = effort.pick(HOST_PAGES, 1 << 11)
     lengths = effort.pick(LENGTHS, (64, 1024))
     policies = effort.pick(sorted(EVICTION), ["lru", "reuse-index"])
-    return [*_of_core(policies, lengths, pages), *_of_daemon(lengths, pages // 4)]
+    return [*_of_core(policies, lengths, pages), *_of_daemon(lengths, pages)]
 
 
 def _of_core(policies: list[str], lengths: tuple[int, ...], pages: int) -> Iterator[Row]:

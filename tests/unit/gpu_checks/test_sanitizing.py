@@ -76,6 +76,7 @@ def test_a_tool_that_does_not_end_is_left_out(tmp_path: Path, monkeypatch: pytes
         assert "not through after" in each.said or "no time" in each.said
 
 
+@pytest.mark.slow
 def test_its_cases_are_right_on_the_fake_driver() -> None:
     """The program that is looked at gives right results by itself."""
     done = subprocess.run(
