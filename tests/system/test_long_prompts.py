@@ -158,6 +158,29 @@ def test_a_put_that_finds_no_room_ends_there(tmp_path: Path) -> None:
         assert client.get(ns, hashes).blocks <= max(done.stored, 900)
 
 
+def test_a_prompt_that_does_not_fit_is_served_as_far_as_it_does() -> None:
+    """Of a prompt half as long again as memory, put by a call, most of what memory takes is a hit."""
+    config = '[server]\nmax_batch_blocks = 100\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
+    with Daemon(f"nvme = []\n{config}") as daemon, Client(daemon.target) as client:
+        ns, hashes, rows = client.open_namespace(SPEC), chain(4, 1500), bodies(1500, tail=0)
+        stored = client.put(ns, hashes, rows).stored
+        got = client.get(ns, hashes, out=(out := np.zeros((1500, BYTES), np.uint8)))
+        assert stored == got.blocks >= 700
+        assert np.array_equal(out[: got.blocks], rows[: got.blocks])
+
+
+def test_a_durable_prompt_larger_than_memory_is_served_whole() -> None:
+    """Of a prompt four times as long as memory, put durably by a call, all is a hit, every byte right."""
+    config = '[server]\nmax_batch_blocks = 100\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
+    config += '[[nvme]]\ncapacity = "256 MiB"\nsegment = "16 MiB"\n'
+    with Daemon(config) as daemon, Client(daemon.target, timeout_s=120.0) as client:
+        ns, hashes, rows = client.open_namespace(SPEC), chain(4, 4000), bodies(4000, tail=0)
+        assert client.put(ns, hashes, rows, durable=True)
+        got = client.get(ns, hashes, out=(out := np.zeros((4000, BYTES), np.uint8)))
+        assert got.blocks == 4000
+        assert np.array_equal(out, rows)
+
+
 def test_a_later_part_that_fails_is_a_smaller_hit(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With best effort a part that fails ends the hit there, and what came before is served; without it the error is raised."""
     from tierd.client import verbs
@@ -210,13 +233,13 @@ def test_tokens_of_one_a_block() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", ["local", "tcp"])
 def test_ten_million_tokens(tmp_path: Path, way: str) -> None:
-    """Ten million tokens, 625,000 blocks, are put, looked up and got back, every byte right, by way of NVMe where memory is too small for all."""
+    """Ten million tokens, 625,000 blocks, are put, looked up and got back, every byte right."""
     secret, port = tmp_path / "secret", free_port()
     secret.write_text("hush" * 8 + "\n")
     secret.chmod(0o600)
     config = (
         CONFIG.format(store="", limit=65536, port=port, secret=secret)
-        .replace('"64 MiB"', '"2 GiB"')
+        .replace('"64 MiB"', '"3 GiB"')
         .replace("4 MiB", "64 MiB")
     )
     config += '[[nvme]]\ncapacity = "6 GiB"\nadmission = "all"\n'

@@ -5,6 +5,8 @@ Purpose: `Coldest.find`. Non-purpose: what is done with them (room.py, demotion.
 2. if that gives too few (a pinned tail holds its whole chain back), for the coldest *tips*: blocks that nothing in the tier hangs on. A tip
    leaves together with the blocks above it that were not used after it.
 
+Where all that may leave waits for pinned blocks, a chain is broken for whoever needs room, but not the one that he is adding to: he finds none.
+
 What one search costs is bounded by what it finds, and MOST_REACH blocks more, and by what the policy passes over in step 2: a few nanoseconds for
 each block that waits for a pinned one. It finds `count` blocks if so many may leave, however long their chains are.
 """
@@ -18,6 +20,7 @@ import numpy as np
 
 from tierd.core.draft import no_ids
 from tierd.core.index import Index
+from tierd.core.model import NO_PAGE
 from tierd.core.plan import Ids
 from tierd.core.sets import among, every, some
 
@@ -28,15 +31,17 @@ TIP_SHARE = 8
 
 
 class Coldest:
-    """See the module."""
+    """See the module. guarded: what is being added to, while room is made for that."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        self.guarded = no_ids()
 
-    def find(self, tier: int, count: int) -> Ids:
+    def find(self, tier: int, count: int, *, to_drop: bool = False) -> Ids:
         """`count` blocks that may leave now, or all that may, in the order in which they should.
 
-        If every block that is not pinned has a pinned one below it, the coldest leave all the same.
+        If every block that is not pinned has a pinned one below it, they are the coldest of those. to_drop: the first of a chain
+        that a farther tier has, if any; else none where they are above what is guarded.
         """
         index = self._index
         count = min(count, index.going[tier])
@@ -48,8 +53,21 @@ class Coldest:
                 return ready
         rest = self._from_tips(tier, count)
         if len(rest) == 0:
-            return found[:count]
+            return (self._breaking_least(tier, found) if to_drop else found)[:count]
         return np.concatenate((ready, rest[~among(rest, ready)]))[:count] if len(ready) else rest
+
+    def is_guarded(self, tier: int) -> bool:
+        """Whether something that is not pinned is above what is guarded, with nothing but pinned blocks in between."""
+        page, held, parent = self._index.page[tier], self._index.held[tier], self._index.blocks.parent
+        seen = set[int]()
+        for above in parent[self.guarded].tolist():
+            block = above
+            while block >= 0 and block not in seen and page[block] != NO_PAGE:
+                if not held[block]:
+                    return True
+                seen.add(block)
+                block = int(parent[block])
+        return False
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
         """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""
@@ -100,6 +118,25 @@ class Coldest:
             if is_last or len(found) == count:
                 break
         return found
+
+    def _breaking_least(self, tier: int, coldest: Ids) -> Ids:
+        if len(kept := self._kept_farther(tier, coldest)):
+            return kept
+        return no_ids() if self.is_guarded(tier) else coldest
+
+    def _kept_farther(self, tier: int, those: Ids) -> Ids:
+        """Which of them a farther tier has, each after all above it that this tier has, pinned or not: what is left has no fewer children here."""
+        index, blocks, farther = self._index, self._index.blocks, self._index.farther(tier)
+        if not farther:
+            return no_ids()
+        kept = those[(index.nearest(those, farther) >= 0) & blocks.named[those]]
+        kept = kept[np.argsort(blocks.position[kept], kind="stable")]
+        above = blocks.parent[kept]
+        heads, out = (above < 0) | (index.page[tier][above] == NO_PAGE), dict[int, None]()
+        for block, parent, is_head in zip(kept.tolist(), above.tolist(), heads.tolist(), strict=True):
+            if is_head or parent in out:
+                out[block] = None
+        return np.fromiter(out, np.int64)
 
     def _with_parents(self, tier: int, tips: Ids, count: int, *, all_above: bool) -> Ids:
         """At most `count`: each tip, then the blocks above it that wait for no other block and were not used after it. all_above: then the others that wait for none, by use."""

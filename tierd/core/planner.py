@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierd.core.columns import runs
-from tierd.core.draft import Draft
+from tierd.core.draft import Draft, no_ids
 from tierd.core.flights import FLIGHT, Flights
 from tierd.core.index import Index
 from tierd.core.model import (
@@ -80,7 +80,7 @@ class Planner:
 
     def guard(self, blocks: Ids) -> list[tuple[int, Ids]]:
         """Pins every page of the blocks while room is made for others; undone by `unguard`."""
-        guarded = []
+        guarded, self.room.coldest.guarded = [], blocks
         for tier in range(len(self.index.tiers)):
             pages = self.index.attached(tier, blocks)
             pages = pages[pages >= 0]
@@ -91,6 +91,7 @@ class Planner:
 
     def unguard(self, guarded: list[tuple[int, Ids]], draft: Draft) -> None:
         """Ends a guard."""
+        self.room.coldest.guarded = no_ids()
         for tier, pages in guarded:
             self.index.unpin(tier, pages, draft)
 

@@ -10,7 +10,7 @@ Purpose: which page is given, and what leaves for it. Non-purpose: what the page
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
 What is coldest is for `coldest.py` to say: children before their parents. Only when everything that may go, or is of any use, is held back by children that
-may not (pinned tails), the coldest goes all the same. Emptying a segment can break a chain too; the rest serves again once the missing block is written again.
+may not (pinned tails), the coldest goes all the same, but not for what is added to that very chain. Emptying a segment can break a chain too; the rest serves again once the missing block is written again.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ class Room:
     def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> Ids | None:
         """Drops up to `count` cold blocks of the key, or empties one segment. The pages that the key has got by it already, reserved: not all. None: nothing may leave."""
         pages_of = self._index.tiers[tier]
-        victims = self.coldest.find(tier, count)
+        victims = self.coldest.find(tier, count, to_drop=True)
+        if len(victims) == 0:
+            return None
         right = self.is_right(tier, victims, key)
-        if len(victims) and right[0]:
+        if right[0]:
             return self._exchange(tier, victims if every(right) else victims[: int(np.argmin(right))], draft)
         reach = min(max(count, pages_of.spec.segment_bytes // key.class_bytes), MOST_REACH)
         while True:
@@ -192,7 +194,9 @@ class Room:
         return len(mine) > 0
 
     def _break_chain(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
-        """What waits for children that may not go leaves all the same, since what else may is of no use for the key. False: that is of none either."""
+        """What waits for children that may not go leaves all the same, since what else may is of no use for the key. False: that is of none either, or is being added to."""
+        if self.coldest.is_guarded(tier):
+            return False
         victims = self._index.policies[tier].victims(self._index.going[tier], self._index.held[tier])
         assert victims is not None, "the policy lost count of what it tracks"
         mine = victims[self.is_right(tier, victims, key)][:count] if len(victims) else victims

@@ -92,6 +92,41 @@ def test_pages_beside_flights_cost_no_search_each(policy: str, monkeypatch: pyte
     assert len(asked) <= 16 and sum(asked) <= 8 * 400
 
 
+def put_in_parts(kit: Kit, names: Ids, part: int) -> None:
+    """Each part after the one before, as the SDK puts what is longer than a call may be: up to the first that is not stored whole."""
+    for at in range(0, len(names), part):
+        blocks = np.zeros(part, PUT_BLOCK)
+        blocks["hash"], blocks["tokens"], blocks["length"] = names[at : at + part], 16, PAGE
+        query = PutQuery(1, names[at - 1].tobytes() if at else ROOT, at, blocks)
+        reserved = kit.core.reserve(1, groups=[query], kind=HOST, now=kit.tick())
+        kit.took(reserved.plan)
+        if reserved.reservation:
+            kit.commit(reserved)
+        if BlockStatus.NO_ROOM in reserved.statuses[0]:
+            break
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_a_prompt_that_does_not_fit_the_longest_prefix_stays(policy: str) -> None:
+    """Put part after part, it finds no room when it would have to lose what it continues; what is another's leaves for it."""
+    kit, a = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 96)
+    kit.put(chain("b", 16))
+    put_in_parts(kit, a, 8)
+    assert kit.tiers_of(a) == [0] * 32 + [-1] * 64
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str) -> None:
+    """What a store has of it goes from memory before anything else does, so all of it is served."""
+    host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
+    kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
+    put_in_parts(kit, a[:24], 8)
+    kit.took(kit.core.demote(kit.tick()))
+    kit.land()
+    put_in_parts(kit, a[24:], 8)
+    assert -1 not in kit.tiers_of(a)
+
+
 def test_a_tip_takes_no_block_with_it_that_was_used_later() -> None:
     """A cold tail leaves before the head that others asked for since, and that head only after colder tails."""
     kit, a, b = Kit(tier(HOST, 12)), chain("a", 6), chain("b", 6)
