@@ -62,6 +62,9 @@ from tierd.core.sets import in_order
 from tierd.core.upkeep import Upkeep
 from tierd.errors import InvalidArgument, NotFound
 
+MOST_MASS = 1e30
+"""Attention that is kept of a block, at most: policies add and average it as float32."""
+
 
 class Core:
     """The books of one daemon. See the module's docstring for times and ids."""
@@ -176,7 +179,9 @@ class Core:
                 f"attention: {len(mass)} values for group {group} of lease {lease}; send one finite value, 0 or more, for each "
                 f"of its {0 if blocks is None else len(blocks)} blocks"
             )
-        np.add.at(self._index.blocks.attention, blocks, mass)
+        kept, most = self._index.blocks.attention, np.float32(MOST_MASS)
+        np.add.at(kept, blocks, np.minimum(mass, most))
+        kept[blocks] = np.minimum(kept[blocks], most)
         for tier in self._index.serving():
             self._index.touch(tier, in_order(blocks)[::-1], now)
 
