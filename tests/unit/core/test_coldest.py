@@ -92,9 +92,9 @@ def test_pages_beside_flights_cost_no_search_each(policy: str, monkeypatch: pyte
     assert len(asked) <= 16 and sum(asked) <= 8 * 400
 
 
-def put_in_parts(kit: Kit, names: Ids, part: int) -> None:
+def put_in_parts(kit: Kit, names: Ids, part: int, first: int = 0) -> None:
     """Each part after the one before, as the SDK puts what is longer than a call may be: up to the first that is not stored whole."""
-    for at in range(0, len(names), part):
+    for at in range(first, len(names), part):
         blocks = np.zeros(part, PUT_BLOCK)
         blocks["hash"], blocks["tokens"], blocks["length"] = names[at : at + part], 16, PAGE
         query = PutQuery(1, names[at - 1].tobytes() if at else ROOT, at, blocks)
@@ -123,8 +123,22 @@ def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str)
     put_in_parts(kit, a[:24], 8)
     kit.took(kit.core.demote(kit.tick()))
     kit.land()
-    put_in_parts(kit, a[24:], 8)
+    put_in_parts(kit, a, 8, 24)
     assert -1 not in kit.tiers_of(a)
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse-index"])
+def test_of_a_prompt_that_does_not_fit_no_middle_leaves_before_the_head(policy: str) -> None:
+    """Where a store has the end of it alone, nothing leaves memory for what follows: the blocks before would have nothing after them here, and go next."""
+    host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
+    kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
+    put_in_parts(kit, a[:24], 8)
+    kit.core.pin_blocks(kit.ids(a[:16]))
+    kit.demote()
+    kit.land()
+    kit.core.unpin_blocks(kit.ids(a[:16]))
+    put_in_parts(kit, a, 8, 24)
+    assert kit.tiers_of(a) == [0] * 32 + [-1] * 8
 
 
 def test_a_tip_takes_no_block_with_it_that_was_used_later() -> None:

@@ -59,6 +59,35 @@ def test_durable_blocks_stay_on_a_store_as_long_as_under_lru(seed: int) -> None:
     assert left > 50
 
 
+@pytest.mark.parametrize("kind", [TierKind.HOST, TierKind.NVME])
+@pytest.mark.parametrize("seed", range(count(test=4, nightly=60, weekly=600)))
+def test_each_block_waits_or_is_in_the_order_by_worth(
+    seed: int, kind: TierKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes, is used and leaves, in batches of any size: a block is in the window, kept because it is durable, or in the order by worth, and once."""
+    monkeypatch.setattr("tierd.policies.eviction.duel.WINDOW_SHARE", 1 / 8)
+    dice, blocks, here = np.random.default_rng(seed), numbered(600), np.zeros(600, bool)
+    policy = duel(blocks, kind=kind, by_worth=bool(seed % 2))
+    for now in range(150):
+        some = dice.permutation(600)[: int(dice.choice([1, 3, 40, 300]))]
+        blocks.durable[some[: len(some) // 2]] = True
+        blocks.touch(some, float(now))
+        verb = dice.integers(3)
+        if verb == 0:
+            policy.forget(some[here[some]])
+        elif verb == 1:
+            policy.touch(some[here[some]], float(now))
+        else:
+            policy.track(some[~here[some]], float(now))
+        here[some] = here[some] if verb == 1 else verb == 2
+        held, stop = np.flatnonzero(here), policy._lru.next_stamp
+        waiting, _ = policy._used(policy._ripe, stop)
+        parts = [waiting, *(held[which.has(held)] for which in (policy._kept, policy._worth))]
+        assert sorted(np.concatenate(parts).tolist()) == held.tolist()
+        assert len(policy) == len(held) == len(waiting) + len(policy._kept) + len(policy._worth)
+        assert set(policy.victims(len(held), np.zeros(600, bool)).tolist()) == set(held.tolist())  # type: ignore[union-attr]
+
+
 def test_the_newest_are_the_last_to_leave() -> None:
     """Blocks worth nothing stay while they are in the window, the last hundredth, and are the first to leave when others have followed."""
     blocks = Blocks()
