@@ -74,6 +74,20 @@ def test_what_a_pinned_tail_holds_back_leaves_where_nothing_else_helps(other: in
     assert (kit.tiers_of(b), kit.tiers_of(c)) == ([0] * 2, [0] * len(c))
 
 
+def test_what_a_pinned_tail_holds_back_does_not_leave_for_what_follows_it() -> None:
+    """The same for a block that continues the chain finds no room: the chain would be of no use."""
+    kit, a, b, c = Kit(tier(HOST, 32, segment=8)), chain("a", 12), chain("b", 2), chain("c", 6)
+    kit.put(a, length=2 * PAGE)
+    kit.put(b)
+    kit.put(c)
+    kit.core.pin_blocks(kit.ids(np.concatenate((a[-1:], c))))
+    blocks = np.zeros(1, PUT_BLOCK)
+    blocks["hash"], blocks["tokens"], blocks["length"] = chain("d", 1), 16, 2 * PAGE
+    answer = kit.core.reserve(1, groups=[PutQuery(1, a[-1].tobytes(), 12, blocks)], kind=HOST, now=kit.tick())
+    assert answer.statuses[0].tolist() == [NO_ROOM]
+    assert kit.tiers_of(a) == [0] * 12
+
+
 def test_windows_lose_their_heads() -> None:
     """In a namespace that is asked for by its last tokens, old blocks leave although later ones stay."""
     kit, w = Kit(tier(HOST, 8)), chain("w", 6)
