@@ -15,7 +15,7 @@ from tests.depth import report
 from tests.system.sdk import await_nothing_held
 from tests.system.tcp import free_port
 from tests.system.warm import Daemon
-from tierd.client import About, AsyncClient, Client, Group, NamespaceSpec, Need, OpenedNamespace, PutGroup
+from tierd.client import About, AsyncClient, Client, Group, NamespaceSpec, Need, OpenedNamespace, PutGroup, splitting
 from tierd.core.model import BlockStatus
 from tierd.testing import chain
 
@@ -179,6 +179,32 @@ def test_a_durable_prompt_larger_than_memory_is_served_whole() -> None:
         got = client.get(ns, hashes, out=(out := np.zeros((4000, BYTES), np.uint8)))
         assert got.blocks == 4000
         assert np.array_equal(out, rows)
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 16, 1 << 20])
+def test_a_prompt_larger_than_a_session_may_hold_is_put_and_got_whole(block_bytes: int) -> None:
+    """A session may hold half of memory at once; a prompt nearly as large as memory comes back whole all the same, every byte right."""
+    config = 'nvme = []\n[server]\nsession_share = 0.5\n[[host]]\ncapacity = "16 MiB"\nsegment = "2 MiB"\n'
+    blocks = (15 << 20) // block_bytes
+    rows = np.random.default_rng(0).integers(256, size=(blocks, block_bytes), dtype=np.uint8)
+    with Daemon(config) as daemon, Client(daemon.target) as client:
+        ns = client.open_namespace(replace(SPEC, rank_count=1, block_bytes=block_bytes))
+        assert client.put(ns, hashes := chain(4, blocks), rows)
+        assert client.get(ns, hashes, out=(out := np.zeros_like(rows))).blocks == blocks
+        assert np.array_equal(out, rows)
+
+
+def test_windows_are_looked_up_whole(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of which only the last tokens are needed is asked for in one call, as long as one takes it: its end is what matters."""
+    monkeypatch.setattr(splitting, "PART_BLOCKS", 30)
+    daemon, _ = place
+    spec = replace(SPEC, salt="windows", rank_count=1)
+    with Client(daemon.target) as client:
+        ns, hashes = client.open_namespace(spec), chain(4, 90)
+        assert client.put(ns, hashes[86:], bodies(4, tail=0))
+        group = Group(ns, hashes, need=Need.LAST_TOKENS, need_tokens=40)
+        with client.acquire([group]) as lease:
+            assert client.lookup([group]).tokens == lease.tokens == 90 * 16
 
 
 def test_a_later_part_that_fails_is_a_smaller_hit(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,18 +94,20 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokens_per_block: _Optional[int] = ..., block_bytes: _Optional[int] = ..., weights_digest: _Optional[str] = ..., adapter: _Optional[str] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., rank_count: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
-    __slots__ = ("namespace", "digest", "epoch", "codecs", "batch_blocks")
+    __slots__ = ("namespace", "digest", "epoch", "codecs", "batch_blocks", "share_bytes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     BATCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     digest: bytes
     epoch: int
     codecs: _containers.RepeatedScalarFieldContainer[str]
     batch_blocks: int
-    def __init__(self, namespace: _Optional[int] = ..., digest: _Optional[bytes] = ..., epoch: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., batch_blocks: _Optional[int] = ...) -> None: ...
+    share_bytes: int
+    def __init__(self, namespace: _Optional[int] = ..., digest: _Optional[bytes] = ..., epoch: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., batch_blocks: _Optional[int] = ..., share_bytes: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens", "digest")

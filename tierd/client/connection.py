@@ -107,6 +107,8 @@ class Link:
         """By which chunks may be encoded, once the daemon has told that it knows it too."""
         self.batch_blocks = 0
         """How many a call may have, counted over ranks and groups; 0: not told yet, as it is with the first namespace that is opened."""
+        self.share_bytes = 0
+        """What the session may hold in host tiers at once; 0: not told."""
         self.pins: set[object] = set()
         """Views into its segments that are alive."""
         self.is_broken = False

@@ -18,11 +18,12 @@ from tierd.client.lease import Lease
 from tierd.client.steps import Steps
 from tierd.client.values import Found, GetResult, Group, OpenedNamespace, PutResult
 from tierd.client.writing import Write, kept
-from tierd.core.model import BlockStatus, Need
+from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Need
 
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
+SHARE = 4
 PART_BLOCKS = 1 << 11
 """Of a call, if the daemon takes as many: it works 3 us on a block of a put, 1 us on one of a get."""
 
@@ -62,7 +63,7 @@ def acquire(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -
 def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> Steps[GetResult]:
     """The servable prefix. What is copied of a part is let go of before the next is asked for."""
     has_ranks = len(group.ranks) > 1  # whose blocks lie rank by rank
-    parts = yield from _parts(verbs, [group], deadline, is_one=has_ranks)
+    parts = yield from _parts(verbs, [group], deadline, is_one=has_ranks, is_held=True)
     if len(parts) == 1 or has_ranks:
         return (yield from verbs.got(parts[0][0], out, deadline))[0]
     got = GetResult()
@@ -80,7 +81,8 @@ def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> Steps[GetResul
 def put(verbs: Verbs, write: Write) -> Steps[PutResult]:
     """Stores blocks. Of those after a part that was not stored whole it is said what became of the first that was not."""
     count = len(write.sources)
-    limit = min(PART_BLOCKS, (yield from _limit(verbs, [write.group.namespace], count, write.deadline)))
+    limit = yield from _limit(verbs, [write.group.namespace], count, write.deadline)
+    limit = _held(verbs, write.group.namespace, count, limit)
     if count <= limit:
         return (yield from kept(verbs, write))
     statuses = protocol.all_statuses(count, BlockStatus.FAILED)
@@ -106,21 +108,32 @@ def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline
     return link.batch_blocks
 
 
+def _held(verbs: Verbs, namespace: OpenedNamespace, count: int, limit: int) -> int:
+    """Blocks of a call that holds them. Where all are more than the session may hold, a SHARE of that: other calls hold something too, and a put may take two pages of a block."""
+    link, each = verbs.connector.link, max(PAGE_ALIGN_BYTES, namespace.spec.block_bytes)
+    limit, share_bytes = min(limit, PART_BLOCKS), link.share_bytes if link else 0
+    return max(1, min(limit, share_bytes // SHARE // each)) if 0 < share_bytes < count * each else limit
+
+
 def _parts(
-    verbs: Verbs, groups: Sequence[Group], deadline: float, *, is_one: bool = False
+    verbs: Verbs, groups: Sequence[Group], deadline: float, *, is_one: bool = False, is_held: bool = False
 ) -> Steps[list[Sequence[Group]]]:
-    """The groups of each call, one after another. is_one: only the first will be made, and has as many blocks as the daemon takes."""
+    """The groups of each call, one after another. is_one: only the first will be made. It has as many blocks as the daemon takes, as where groups cannot be
+    cut, because they need no prefix. is_held: each call holds its blocks.
+    """
     ranks = [max(1, len(group.ranks)) for group in groups]
     count = sum(len(group.hashes) * n for group, n in zip(groups, ranks, strict=True))
     limit = yield from _limit(verbs, [group.namespace for group in groups], count, deadline)
-    limit = limit if is_one else min(limit, PART_BLOCKS)
+    is_one = is_one or any(group.need != Need.PREFIX for group in groups)
+    if not is_one:
+        limit = _held(verbs, groups[0].namespace, count, limit) if is_held else min(limit, PART_BLOCKS)
     if count <= limit:
         return [groups]
     sizes = [group.namespace.spec.tokens_per_block for group in groups]
     step = math.lcm(*sizes)
     stride = max(1, limit // sum(step // size * n for size, n in zip(sizes, ranks, strict=True))) * step
     stop = max(map(_tokens_of, ([group] for group in groups)))
-    starts = range(0, stop if all(group.need == Need.PREFIX for group in groups) else 1, stride)
+    starts = range(0, 1 if is_one else stop, stride)
     return [
         [group.part(at // size, (at + stride) // size) for group, size in zip(groups, sizes, strict=True)]
         for at in starts

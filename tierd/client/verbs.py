@@ -449,6 +449,7 @@ class Verbs:
             protocol.take_namespace(namespace, reply, link=link.number)
             link.codec = protocol.agreed_codec(self.connector.codec, reply)
             link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
+            link.share_bytes = reply.share_bytes
             namespace.owner = self
 
     # -- failures

@@ -26,6 +26,8 @@ from tierd.core.sets import among, every, some
 
 MOST_REACH = 4096
 """How many of the coldest are looked at for blocks that may leave, before the tips are."""
+MOST_ABOVE = 1 << 16
+"""How far chains are gone up to see whom they belong to: that takes some 10 ms."""
 TIP_SHARE = 8
 """One block in so many is asked for as a tip at first: most chains are longer."""
 
@@ -41,7 +43,7 @@ class Coldest:
         """`count` blocks that may leave now, or all that may, in the order in which they should.
 
         If every block that is not pinned has a pinned one below it, they are the coldest of those. to_drop: the first of a chain
-        that a farther tier has, if any; else none where they are above what is guarded.
+        that a farther tier has, if any; else such as nothing guarded follows.
         """
         index = self._index
         count = min(count, index.going[tier])
@@ -56,18 +58,17 @@ class Coldest:
             return (self._breaking_least(tier, found) if to_drop else found)[:count]
         return np.concatenate((ready, rest[~among(rest, ready)]))[:count] if len(ready) else rest
 
-    def is_guarded(self, tier: int) -> bool:
-        """Whether something that is not pinned is above what is guarded, with nothing but pinned blocks in between."""
-        page, held, parent = self._index.page[tier], self._index.held[tier], self._index.blocks.parent
-        seen = set[int]()
-        for above in parent[self.guarded].tolist():
-            block = above
-            while block >= 0 and block not in seen and page[block] != NO_PAGE:
-                if not held[block]:
-                    return True
-                seen.add(block)
-                block = int(parent[block])
-        return False
+    def unguarded(self, those: Ids) -> Ids:
+        """Those that nothing guarded follows, MOST_ABOVE blocks after at most: none, if there are more above it."""
+        parent, above, left = self._index.blocks.parent.data, set[int](), MOST_ABOVE
+        for guarded in self.guarded.tolist():
+            block = guarded
+            while block >= 0 and block not in above:
+                above.add(block)
+                block, left = parent[block], left - 1
+                if not left:
+                    return no_ids()
+        return those[~among(those, np.fromiter(above, np.int64))] if above else those
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
         """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""
@@ -122,7 +123,10 @@ class Coldest:
     def _breaking_least(self, tier: int, coldest: Ids) -> Ids:
         if len(kept := self._kept_farther(tier, coldest)):
             return kept
-        return no_ids() if self.is_guarded(tier) else coldest
+        others = self.unguarded(coldest)
+        if not len(others) and len(coldest) < (going := min(MOST_ABOVE, self._index.going[tier])):
+            others = self.unguarded(self._victims(tier, going))
+        return others
 
     def _kept_farther(self, tier: int, those: Ids) -> Ids:
         """Which of them a farther tier has, each after all above it that this tier has, pinned or not: what is left has no fewer children here."""

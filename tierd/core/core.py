@@ -28,7 +28,17 @@ from tierd.core.gets import NO_TIERS, Gets, Tiers
 from tierd.core.index import Index
 from tierd.core.leases import Sessions
 from tierd.core.listing import Listing
-from tierd.core.model import DAEMON, HASH_BYTES, Fault, Reason, SegmentAssignment, StructArray, TierSpec, Wanted
+from tierd.core.model import (
+    DAEMON,
+    HASH_BYTES,
+    Fault,
+    Reason,
+    SegmentAssignment,
+    StructArray,
+    TierKind,
+    TierSpec,
+    Wanted,
+)
 from tierd.core.plan import (
     Acquisition,
     Bools,
@@ -163,6 +173,11 @@ class Core:
         theirs = [holder.leases[number] for number in dict.fromkeys(leases) if number in holder.leases]
         self._gets.let_go(holder, theirs, draft)
         return draft.plan()
+
+    def share_bytes(self, kind: TierKind) -> int:
+        """What a session may hold in the tiers of a kind at once, pinned and reserved."""
+        tiers = self._index.tiers
+        return sum(limit for tier, limit in zip(tiers, self._sessions.limits, strict=True) if tier.spec.kind == kind)
 
     def report_attention(self, session: int, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
         """Adds attention mass, as kernels measured it, to the blocks of a lease's group: float32 [ranks * blocks], rank-major.

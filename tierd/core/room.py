@@ -195,10 +195,9 @@ class Room:
 
     def _break_chain(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
         """What waits for children that may not go leaves all the same, since what else may is of no use for the key. False: that is of none either, or is being added to."""
-        if self.coldest.is_guarded(tier):
-            return False
         victims = self._index.policies[tier].victims(self._index.going[tier], self._index.held[tier])
         assert victims is not None, "the policy lost count of what it tracks"
+        victims = self.coldest.unguarded(victims)
         mine = victims[self.is_right(tier, victims, key)][:count] if len(victims) else victims
         if len(mine):
             self.drop(tier, mine, draft)

@@ -16,7 +16,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import ANSWER_SHARE, Cache
 from tierd.core.block import Namespace
-from tierd.core.model import BlockStatus, Wanted
+from tierd.core.model import BlockStatus, TierKind, Wanted
 from tierd.core.plan import GroupQuery, PutQuery, Served
 from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
@@ -61,6 +61,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             epoch=namespace.epoch,
             codecs=WIRE_CODECS,
             batch_blocks=self._batch_limit,
+            share_bytes=self._cache.core.share_bytes(TierKind.HOST),
         )
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:

@@ -127,6 +127,16 @@ def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str)
     assert -1 not in kit.tiers_of(a)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_another_chain_is_broken_before_a_prompt_finds_no_room(policy: str) -> None:
+    """Where the end of another chain is pinned too, what comes before it leaves, colder or not, until there is nothing but the prompt itself."""
+    kit, a, b = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 40), chain("b", 16)
+    kit.put(b)
+    kit.core.pin_blocks(kit.ids(b[-1:]))
+    put_in_parts(kit, a, 8)
+    assert kit.tiers_of(a) == [0] * 31 + [-1] * 9
+
+
 @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
 def test_of_a_prompt_that_does_not_fit_no_middle_leaves_before_the_head(policy: str) -> None:
     """Where a store has the end of it alone, nothing leaves memory for what follows: the blocks before would have nothing after them here, and go next."""
