@@ -29,7 +29,7 @@ from tierd.client.steps import Steps, fail, run
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
-from tierd.core.block import NamespaceSpec
+from tierd.core.block import NamespaceSpec, text
 from tierd.core.model import StructArray
 from tierd.errors import InvalidArgument
 
@@ -60,6 +60,8 @@ class Face(Bound):
         best_effort: bool = False,
         credential_file: str = "",
     ) -> None:
+        for thing, value in (("target", target or ""), ("name", name), ("credential_file", credential_file)):
+            text(thing, value)
         self._timeout_s = timeout_s
         how = Options(name, credential_file)
         self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
@@ -91,6 +93,8 @@ class Face(Bound):
 
     def introduce(self, engine: Mapping[str, str]) -> None:
         """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection, which the next call makes."""
+        for key, value in engine.items():
+            text(f"engine: {key!r:.80}", value)
         self._connector.introduce(engine)
 
     def _reservation(self, hold: Any, handles: StructArray) -> Any:

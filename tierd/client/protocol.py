@@ -257,7 +257,7 @@ def _say(message: pb.PutGroup, group: PutGroup) -> None:
     """Priorities, and for how long. Raises InvalidArgument."""
     if group.priority is None:
         raise InvalidArgument(
-            f"retention_s: {group.retention_s} of no priority; give the priority that it limits, or neither"
+            f"retention_s: {group.retention_s!r:.80} of no priority; give the priority that it limits, or neither"
         )
     for value in _of_each(group, "priority"):
         message.priorities.append(whole("priority", value, PRIORITY_LIMIT, remedy="leave it out for the default"))

@@ -194,7 +194,12 @@ class PutGroup:
     @classmethod
     def private(cls, namespace: OpenedNamespace, count: int) -> PutGroup:
         """So many pages that get their names at commit."""
+        count = whole("count", count, PRIVATE_MOST)
         return cls(namespace, np.zeros((count, HASH_BYTES), dtype=np.uint8))
+
+
+PRIVATE_MOST = 1 << 20
+"""Of what no daemon takes in one call."""
 
 
 def checked_hashes(hashes: Hashes) -> Hashes:

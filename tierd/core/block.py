@@ -174,8 +174,18 @@ def whole(thing: str, value: Any, most: int, *, least: int = 0, remedy: str = "g
     return number
 
 
+def text(thing: str, value: Any) -> str:
+    """The value, which is text. Raises InvalidArgument."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{thing}: {value!r:.80} is no text; pass a str")
+    return value
+
+
 def fold_hashes(hashes: Sequence[bytes], *, digest: bytes) -> NDArray[np.uint8]:
     """An engine's own block hashes, of any length, bound to a namespace: uint8 [blocks, 32]."""
+    for h in hashes:
+        if not isinstance(h, bytes | bytearray | memoryview):
+            raise InvalidArgument(f"hashes: {h!r:.80} is no bytes; pass an engine's block hashes")
     folded = b"".join(hashlib.sha256(digest + h).digest() for h in hashes)
     return np.frombuffer(folded, dtype=np.uint8).reshape(-1, HASH_BYTES)
 
