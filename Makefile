@@ -6,8 +6,7 @@ BIN := .venv/bin
 SCALE ?= 1
 TIERD_DEPTH ?= nightly
 PYTEST := $(BIN)/python -m pytest
-# One worker more than cores: many tests wait for a process to start or end.
-SPREAD := -n $(or $(WORKERS),$(shell echo $$(($$(nproc) + 1)))) --dist loadfile --no-loadscope-reorder
+SPREAD := -n $(or $(WORKERS),auto) --dist loadfile --no-loadscope-reorder
 # Two workers more than cores: the tests of a night wait for disks, clocks and pauses a good part of their time.
 SPREAD_AT_NIGHT := -n $(or $(WORKERS),$(shell echo $$(($$(nproc) + 2)))) --dist loadfile --no-loadscope-reorder
 

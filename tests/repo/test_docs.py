@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from functools import cache
 
 import pytest
 
@@ -59,6 +60,7 @@ def _is_documented_elsewhere(name: str) -> bool:
     return bool(dot) and (method in _declared_methods() or method in _proto_methods())
 
 
+@cache
 def _declared_methods() -> set[str]:
     return {
         method.name
@@ -70,6 +72,7 @@ def _declared_methods() -> set[str]:
     }
 
 
+@cache
 def _proto_methods() -> set[str]:
     texts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "proto").rglob("*.proto"))
     return set(re.findall(r"^\s*rpc (\w+)", texts, re.MULTILINE))

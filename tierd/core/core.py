@@ -68,12 +68,8 @@ from tierd.core.planner import Planner
 from tierd.core.policies import Policies
 from tierd.core.puts import Puts
 from tierd.core.room import Room
-from tierd.core.sets import in_order
 from tierd.core.upkeep import Upkeep
-from tierd.errors import InvalidArgument, NotFound
-
-MOST_MASS = 1e30
-"""Attention that is kept of a block, at most: policies add and average it as float32."""
+from tierd.errors import InvalidArgument
 
 
 class Core:
@@ -185,20 +181,7 @@ class Core:
         Kept per block for policies that want it, which hear of it as a touch. Raises NotFound, InvalidArgument.
         """
         self._gets.catch_up()
-        found = self._sessions.get(session).leases.get(lease)
-        if found is None:
-            raise NotFound(f"lease {lease}: not held by session {session}; report before releasing it")
-        blocks = found.held[group].blocks.reshape(-1) if group < len(found.held) else None
-        if blocks is None or len(blocks) != len(mass) or not np.isfinite(mass).all() or (mass < 0).any():
-            raise InvalidArgument(
-                f"attention: {len(mass)} values for group {group} of lease {lease}; send one finite value, 0 or more, for each "
-                f"of its {0 if blocks is None else len(blocks)} blocks"
-            )
-        kept, most = self._index.blocks.attention, np.float32(MOST_MASS)
-        np.add.at(kept, blocks, np.minimum(mass, most))
-        kept[blocks] = np.minimum(kept[blocks], most)
-        for tier in self._index.serving():
-            self._index.touch(tier, in_order(blocks)[::-1], now)
+        self._gets.report_attention(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS

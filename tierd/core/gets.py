@@ -29,7 +29,7 @@ from tierd.core.model import EXTENT, Need, PageState, Reason, Wanted
 from tierd.core.plan import Acquisition, Bools, Found, GroupQuery, Ids, Plan, Question, Served, ServedGroup
 from tierd.core.planner import Planner, Where
 from tierd.core.sets import among, distinct, every, in_order, kinds, some, true_rows
-from tierd.errors import InvalidArgument
+from tierd.errors import InvalidArgument, NotFound
 
 Tiers = frozenset[int]
 """Positions of tiers."""
@@ -38,6 +38,9 @@ NO_TIERS: Tiers = frozenset()
 NO_PLAN = Plan()
 ATTEMPTS = 8
 """Shorter token counts tried before a request that does not fit gets nothing; prefixes need two."""
+
+MOST_MASS = 1e30
+"""Attention that is kept of a block, at most: policies add and average it as float32."""
 
 
 @dataclass(slots=True)
@@ -85,6 +88,25 @@ class Gets:
     def __init__(self, planner: Planner, sessions: Sessions) -> None:
         self._planner, self._index, self._sessions = planner, planner.index, sessions
         self._later: list[Callable[[], None]] = []
+
+    def report_attention(
+        self, holder: Session, *, lease: int, group: int, mass: NDArray[np.float32], now: float
+    ) -> None:
+        """As the core's."""
+        found = holder.leases.get(lease)
+        if found is None:
+            raise NotFound(f"lease {lease}: not held by session {holder.id}; report before releasing it")
+        blocks = found.held[group].blocks.reshape(-1) if group < len(found.held) else None
+        if blocks is None or len(blocks) != len(mass) or not np.isfinite(mass).all() or (mass < 0).any():
+            raise InvalidArgument(
+                f"attention: {len(mass)} values for group {group} of lease {lease}; send one finite value, 0 or more, for each "
+                f"of its {0 if blocks is None else len(blocks)} blocks"
+            )
+        kept, most = self._index.blocks.attention, np.float32(MOST_MASS)
+        np.add.at(kept, blocks, np.minimum(mass, most))
+        kept[blocks] = np.minimum(kept[blocks], most)
+        for tier in self._index.serving():
+            self._index.touch(tier, in_order(blocks)[::-1], now)
 
     def catch_up(self) -> None:
         """Policies hear of the last get, if they have not."""
