@@ -226,7 +226,7 @@ def _seed() -> int:
 @pytest.mark.timeout(300)
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """Ten kills under load: no durable block is lost, no byte is ever wrong, and each time the daemon serves again."""
-    crash(10, seed=_seed(), directory=tmp_path)
+    crash(count(test=10, nightly=20, weekly=20), seed=_seed(), directory=tmp_path)
 
 
 @pytest.mark.slow

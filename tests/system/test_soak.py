@@ -364,7 +364,7 @@ def judge(soak: Soak, samples: list[Sample]) -> None:
     assert memory < SLOPE_MIB_PER_H or SECONDS < SLOPE_SECONDS, "memory grows"
     gained = floors(steady)
     assert gained[-1].memory_bytes - gained[0].memory_bytes < GAINED_BYTES or SECONDS >= SLOPE_SECONDS, "memory grows"
-    least = [min(s.resident_bytes for s in part) for part in (steady[:half], steady[half:])]
-    assert least[1] - least[0] < GROWTH_BYTES
+    resident = [min(s.resident_bytes for s in part) for part in (steady[:WINDOW_SAMPLES], steady[-WINDOW_SAMPLES:])]
+    assert resident[1] - resident[0] < GROWTH_BYTES
     assert descriptors[1] <= descriptors[0] + 8
     assert threads[1] <= threads[0] + 2

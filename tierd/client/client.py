@@ -121,7 +121,7 @@ class Client(Face):
     def connect(self, *, timeout_s: float | None = None) -> None:
         """Connects now, where there is no connection."""
         deadline = self._deadline(timeout_s)
-        self._run(self._verbs.shrunk(lambda: self._verbs.connected(deadline), lambda: None), timeout_s)
+        self._run(self._verbs.shrunk(lambda: self._verbs.connect(deadline), lambda: None), timeout_s)
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """Names a namespace; the daemon adds the tenant. With best effort an impossible spec, too, is one that never opens."""

@@ -5,7 +5,7 @@ Purpose: `Coldest.find`. Non-purpose: what is done with them (room.py, demotion.
 2. if that gives too few (a pinned tail holds its whole chain back), for the coldest *tips*: blocks that nothing in the tier hangs on. A tip
    leaves together with the blocks above it that were not used after it.
 
-Where all that may leave waits for pinned blocks, a chain is broken for whoever needs room, but not the one that he is adding to: he finds none.
+If every block that may leave waits for a pinned one, `find` breaks a chain. It never breaks the chain that a put is adding to: that put finds no room.
 
 What one search costs is bounded by what it finds, and MOST_REACH blocks more, and by what the policy passes over in step 2: a few nanoseconds for
 each block that waits for a pinned one. It finds `count` blocks if so many may leave, however long their chains are.
@@ -59,7 +59,7 @@ class Coldest:
         return np.concatenate((ready, rest[~among(rest, ready)]))[:count] if len(ready) else rest
 
     def unguarded(self, those: Ids) -> Ids:
-        """Those that nothing guarded follows, MOST_ABOVE blocks after at most: none, if there are more above it."""
+        """Those that no guarded block follows. None of them, if more than MOST_ABOVE blocks precede the guarded ones."""
         parent, above, left = self._index.blocks.parent.data, set[int](), MOST_ABOVE
         for guarded in self.guarded.tolist():
             block = guarded
@@ -121,6 +121,7 @@ class Coldest:
         return found
 
     def _breaking_least(self, tier: int, coldest: Ids) -> Ids:
+        """Of blocks that all wait for pinned ones, those to drop: none may be above what is guarded, unless a farther tier has it."""
         if len(kept := self._kept_farther(tier, coldest)):
             return kept
         others = self.unguarded(coldest)
@@ -129,11 +130,9 @@ class Coldest:
         return others
 
     def _kept_farther(self, tier: int, those: Ids) -> Ids:
-        """Which of them a farther tier has, each after all above it that this tier has, pinned or not: what is left has no fewer children here."""
-        index, blocks, farther = self._index, self._index.blocks, self._index.farther(tier)
-        if not farther:
-            return no_ids()
-        kept = those[(index.nearest(those, farther) >= 0) & blocks.named[those]]
+        """Which of them a farther tier has, heads first: a block may go once this tier has nothing above it. So no drop makes a tip of a block."""
+        index, blocks = self._index, self._index.blocks
+        kept = those[index.is_farther(tier, those)]
         kept = kept[np.argsort(blocks.position[kept], kind="stable")]
         above = blocks.parent[kept]
         heads, out = (above < 0) | (index.page[tier][above] == NO_PAGE), dict[int, None]()

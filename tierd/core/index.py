@@ -131,6 +131,13 @@ class Index:
             out[self.is_readable(tier, blocks)] = tier
         return out
 
+    def is_farther(self, tier: int, blocks: Ids) -> Bools:
+        """Which blocks can be found and read in a farther kind of tier."""
+        farther = self.farther(tier)
+        if not farther:
+            return np.zeros(len(blocks), bool)
+        return np.asarray((self.nearest(blocks, farther) >= 0) & self.blocks.named[blocks], bool)
+
     def targets(self, blocks: Ids, tiers: Sequence[int]) -> Ids:
         """In which of the tiers a page for each block is made: striped by the first 8 bytes of the hash."""
         stripe = (self.blocks.hash[blocks, 0] % np.uint64(len(tiers))).astype(np.int64)

@@ -10,7 +10,8 @@ Purpose: which page is given, and what leaves for it. Non-purpose: what the page
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
 What is coldest is for `coldest.py` to say: children before their parents. Only when everything that may go, or is of any use, is held back by children that
-may not (pinned tails), the coldest goes all the same, but not for what is added to that very chain. Emptying a segment can break a chain too; the rest serves again once the missing block is written again.
+may not (pinned tails), the coldest goes all the same, but not for what is added to that very chain. Emptying a segment can break a chain too; the rest
+serves again once the missing block is written again.
 """
 
 from __future__ import annotations
@@ -76,13 +77,6 @@ class Room:
         for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
             if len(those):
                 self._index.vacate(tier, self._index.attached(tier, those), reason, draft)
-
-    def is_farther(self, tier: int, blocks: Ids) -> Bools:
-        """Which blocks can be found and read in a farther kind of tier."""
-        farther = self._index.farther(tier)
-        if not farther:
-            return np.zeros(len(blocks), bool)
-        return np.asarray((self._index.nearest(blocks, farther) >= 0) & self._index.blocks.named[blocks], bool)
 
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
@@ -162,7 +156,7 @@ class Room:
         nearer = [t for t in index.serving() if index.tiers[t].spec.kind < index.tiers[tier].spec.kind]
         if nearer:
             index.blocks.declined[blocks[index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
-        kept = self.is_farther(tier, blocks)
+        kept = index.is_farther(tier, blocks)
         if some(kept):
             for farther in self._index.farther(tier):
                 index.touch(farther, blocks[kept], draft.now)
@@ -194,7 +188,9 @@ class Room:
         return len(mine) > 0
 
     def _break_chain(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
-        """What waits for children that may not go leaves all the same, since what else may is of no use for the key. False: that is of none either, or is being added to."""
+        """What waits for children that may not go leaves all the same, since what else may is of no use for the key. False: that is of none either, or a
+        put is adding to it.
+        """
         victims = self._index.policies[tier].victims(self._index.going[tier], self._index.held[tier])
         assert victims is not None, "the policy lost count of what it tracks"
         victims = self.coldest.unguarded(victims)

@@ -1,4 +1,4 @@
-"""What is passed to the SDK and is of no use is told at once, by name and value."""
+"""The SDK refuses an argument of a wrong type at once, and names it with its value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_told_at_once(case: str) -> None:
-    """InvalidArgument with the argument's name and value, before anything is sent, and as short as a line."""
+    """It raises InvalidArgument with the argument's name and value before it sends anything, in less than 200 characters."""
     call, says = CASES[case]
     with pytest.raises(InvalidArgument, match=says) as told:
         call()

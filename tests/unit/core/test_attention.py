@@ -1,4 +1,4 @@
-"""What kernels report of attention is kept per block."""
+"""The core keeps the attention that kernels report, per block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierd.core.gets import MOST_MASS
 
 
 def test_mass_that_no_float32_holds_is_as_much_as_one_does() -> None:
-    """Reports that add up to more than a float32 are no fault, and what is kept of them stays a number."""
+    """The core caps what it keeps at MOST_MASS, so reports that add up to more than a float32 raise nothing."""
     kit, a = Kit(tier(HOST, 8, eviction="attention")), chain("a", 2)
     kit.put(a)
     most, lease = np.finfo(np.float32).max, kit.acquire(group(a)).lease

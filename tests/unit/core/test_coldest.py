@@ -93,7 +93,7 @@ def test_pages_beside_flights_cost_no_search_each(policy: str, monkeypatch: pyte
 
 
 def put_in_parts(kit: Kit, names: Ids, part: int, first: int = 0) -> None:
-    """Each part after the one before, as the SDK puts what is longer than a call may be: up to the first that is not stored whole."""
+    """Puts one part after the other, as the SDK does, up to the first that is not stored whole."""
     for at in range(first, len(names), part):
         blocks = np.zeros(part, PUT_BLOCK)
         blocks["hash"], blocks["tokens"], blocks["length"] = names[at : at + part], 16, PAGE
@@ -108,7 +108,7 @@ def put_in_parts(kit: Kit, names: Ids, part: int, first: int = 0) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_a_prompt_that_does_not_fit_the_longest_prefix_stays(policy: str) -> None:
-    """Put part after part, it finds no room when it would have to lose what it continues; what is another's leaves for it."""
+    """A put in parts evicts other chains, and finds no room when only its own chain is left."""
     kit, a = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 96)
     kit.put(chain("b", 16))
     put_in_parts(kit, a, 8)
@@ -117,7 +117,7 @@ def test_of_a_prompt_that_does_not_fit_the_longest_prefix_stays(policy: str) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str) -> None:
-    """What a store has of it goes from memory before anything else does, so all of it is served."""
+    """Memory drops the blocks of the prompt that NVMe holds before it drops any other, so the core serves the whole prompt."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     put_in_parts(kit, a[:24], 8)
@@ -129,7 +129,7 @@ def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_chain_is_broken_before_a_prompt_finds_no_room(policy: str) -> None:
-    """Where the end of another chain is pinned too, what comes before it leaves, colder or not, until there is nothing but the prompt itself."""
+    """If another chain's last block is pinned, the put evicts the blocks before it, until only the prompt itself is left."""
     kit, a, b = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 40), chain("b", 16)
     kit.put(b)
     kit.core.pin_blocks(kit.ids(b[-1:]))
@@ -139,7 +139,7 @@ def test_another_chain_is_broken_before_a_prompt_finds_no_room(policy: str) -> N
 
 @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
 def test_of_a_prompt_that_does_not_fit_no_middle_leaves_before_the_head(policy: str) -> None:
-    """Where a store has the end of it alone, nothing leaves memory for what follows: the blocks before would have nothing after them here, and go next."""
+    """If NVMe holds only the end of the prompt, memory drops none of it: the blocks before would become tips, and go next."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     put_in_parts(kit, a[:24], 8)

@@ -18,7 +18,7 @@ ORDERS = ("2", "1")
 """Of threads, the first of which every commit is tried in."""
 SANITIZERS = ("address", "thread")
 QUICK = [(sanitizer, "read", 64) for sanitizer in SANITIZERS]
-"""What a compiler takes seconds for; half a minute or a minute for others, which then run two seconds."""
+"""nvcc and g++ compile `read` in seconds. They take half a minute or a minute for each other unit."""
 SLOW = [
     *product(SANITIZERS, sorted({*UNITS} - {"read"}), [64]),
     *product(SANITIZERS, ("decode", "prefill"), [256]),

@@ -135,7 +135,7 @@ def test_the_price_of_a_write_is_the_least_chance_that_passed() -> None:
         rng, blocks = np.random.default_rng(SEED), Blocks()
         policy = Learned(spec(rate=share * 20 * SIZE), blocks, lambda ids, now, rng=rng: rng.random(len(ids)))
         policy.touch(NOBODY, 0.0)
-        for now in range(5, 1800, 5):
+        for now in range(5, count(test=1800, nightly=3600, weekly=3600), 5):
             ids = known(blocks, list(range(1, 101)))
             passed = policy.admit(ids, sizes(ids), float(now)) == Verdict.WRITE
             policy.wrote(int(passed.sum()) * SIZE, float(now))
