@@ -154,23 +154,23 @@ def test_a_put_that_finds_no_room_ends_there(tmp_path: Path) -> None:
             client.reserve(PutGroup.private(ns, 100)),
         ):
             done = client.put(ns, hashes, bodies(900, tail=0))
-        assert len(done.statuses) == 900
-        assert client.get(ns, hashes).blocks <= max(done.stored, 900)
+        assert 0 < client.get(ns, hashes, out=np.zeros((900, BYTES), np.uint8)).blocks == done.stored < 900
+        assert set(done.statuses[done.stored :]) == {BlockStatus.NO_ROOM}
 
 
 def test_a_prompt_that_does_not_fit_is_served_as_far_as_it_does() -> None:
-    """Of a prompt half as long again as memory, put by a call, most of what memory takes is a hit."""
+    """A client gets back as much of a prompt as memory holds: nearly 1,024 blocks, and as many as its put said."""
     config = '[server]\nmax_batch_blocks = 100\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
     with Daemon(f"nvme = []\n{config}") as daemon, Client(daemon.target) as client:
         ns, hashes, rows = client.open_namespace(SPEC), chain(4, 1500), bodies(1500, tail=0)
         stored = client.put(ns, hashes, rows).stored
         got = client.get(ns, hashes, out=(out := np.zeros((1500, BYTES), np.uint8)))
-        assert stored == got.blocks >= 700
+        assert stored == got.blocks >= 1000
         assert np.array_equal(out[: got.blocks], rows[: got.blocks])
 
 
 def test_a_durable_prompt_larger_than_memory_is_served_whole() -> None:
-    """Of a prompt four times as long as memory, put durably by a call, all is a hit, every byte right."""
+    """A client gets back all of a durable prompt four times as long as memory, every byte right."""
     config = '[server]\nmax_batch_blocks = 100\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
     config += '[[nvme]]\ncapacity = "256 MiB"\nsegment = "16 MiB"\n'
     with Daemon(config) as daemon, Client(daemon.target, timeout_s=120.0) as client:
@@ -183,7 +183,7 @@ def test_a_durable_prompt_larger_than_memory_is_served_whole() -> None:
 
 @pytest.mark.parametrize("block_bytes", [1 << 16, 1 << 20])
 def test_a_prompt_larger_than_a_session_may_hold_is_put_and_got_whole(block_bytes: int) -> None:
-    """A session may hold half of memory at once; a prompt nearly as large as memory comes back whole all the same, every byte right."""
+    """A session may hold half of memory at once; a client gets back a prompt of nearly all of it, every byte right."""
     config = 'nvme = []\n[server]\nsession_share = 0.5\n[[host]]\ncapacity = "16 MiB"\nsegment = "2 MiB"\n'
     blocks = (15 << 20) // block_bytes
     rows = np.random.default_rng(0).integers(256, size=(blocks, block_bytes), dtype=np.uint8)
@@ -195,7 +195,7 @@ def test_a_prompt_larger_than_a_session_may_hold_is_put_and_got_whole(block_byte
 
 
 def test_windows_are_looked_up_whole(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of which only the last tokens are needed is asked for in one call, as long as one takes it: its end is what matters."""
+    """The SDK asks for a group with a window in one call, since the window's end decides what is a hit."""
     monkeypatch.setattr(splitting, "PART_BLOCKS", 30)
     daemon, _ = place
     spec = replace(SPEC, salt="windows", rank_count=1)
@@ -259,13 +259,15 @@ def test_tokens_of_one_a_block() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", ["local", "tcp"])
 def test_ten_million_tokens(tmp_path: Path, way: str) -> None:
-    """Ten million tokens, 625,000 blocks, are put, looked up and got back, every byte right."""
+    """A client gets back ten million tokens, 625,000 blocks, every byte right: over TCP from memory; locally, put durably, from NVMe too, since memory
+    holds five sixths of them.
+    """
     secret, port = tmp_path / "secret", free_port()
     secret.write_text("hush" * 8 + "\n")
     secret.chmod(0o600)
     config = (
         CONFIG.format(store="", limit=65536, port=port, secret=secret)
-        .replace('"64 MiB"', '"3 GiB"')
+        .replace('"64 MiB"', '"3 GiB"' if way == "tcp" else '"2 GiB"')
         .replace("4 MiB", "64 MiB")
     )
     config += '[[nvme]]\ncapacity = "6 GiB"\nadmission = "all"\n'
@@ -276,7 +278,7 @@ def test_ten_million_tokens(tmp_path: Path, way: str) -> None:
         remote = {"target": f"127.0.0.1:{port}", "credential_file": str(secret)}
         with Client(**remote, timeout_s=300.0) if way == "tcp" else Client(daemon.target, timeout_s=300.0) as client:  # type: ignore[arg-type]
             ns: OpenedNamespace = client.open_namespace(SPEC)
-            done = client.put(ns, tokens, rows)
+            done = client.put(ns, tokens, rows, durable=way == "local")
             got = client.get(ns, tokens, out=(out := np.zeros_like(rows)))
             report("ten million tokens", way=way, stored=done.stored, got=got.blocks)
             assert done

@@ -40,7 +40,7 @@ class AsyncClient(Face):
     async def connect(self, *, timeout_s: float | None = None) -> None:
         """As Client.connect."""
         deadline = self._deadline(timeout_s)
-        await self._run(self._verbs.shrunk(lambda: self._verbs.connect(deadline), lambda: None), timeout_s)
+        await self._run(self._verbs.shrunk(lambda: self._connecting(deadline), lambda: None), timeout_s)
 
     async def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """As Client.open_namespace."""

@@ -25,7 +25,7 @@ from tierd.client.forks import Bound
 from tierd.client.lease import Lease
 from tierd.client.local import LocalTransport
 from tierd.client.reservation import Reservation
-from tierd.client.steps import Steps, fail, run
+from tierd.client.steps import Do, Steps, fail, run
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
@@ -97,6 +97,11 @@ class Face(Bound):
             text(f"engine: {key!r:.80}", value)
         self._connector.introduce(engine)
 
+    def _connecting(self, deadline: float) -> Steps[None]:
+        """Connects. It takes a step even if there is a connection already, since `fail` tells a wrong timeout at a step."""
+        yield Do(lambda: None)
+        yield from self._verbs.connected(deadline)
+
     def _reservation(self, hold: Any, handles: StructArray) -> Any:
         raise NotImplementedError
 
@@ -121,7 +126,7 @@ class Client(Face):
     def connect(self, *, timeout_s: float | None = None) -> None:
         """Connects now, where there is no connection."""
         deadline = self._deadline(timeout_s)
-        self._run(self._verbs.shrunk(lambda: self._verbs.connect(deadline), lambda: None), timeout_s)
+        self._run(self._verbs.shrunk(lambda: self._connecting(deadline), lambda: None), timeout_s)
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """Names a namespace; the daemon adds the tenant. With best effort an impossible spec, too, is one that never opens."""

