@@ -259,8 +259,9 @@ def test_tokens_of_one_a_block() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", ["local", "tcp"])
 def test_ten_million_tokens(tmp_path: Path, way: str) -> None:
-    """A client gets back ten million tokens, 625,000 blocks, every byte right: over TCP from memory; locally, put durably, from NVMe too, since memory
-    holds five sixths of them.
+    """A client gets back ten million tokens, 625,000 blocks, every byte right.
+
+    Over TCP they come from memory. Locally they were put durably, and a sixth of them is on NVMe alone.
     """
     secret, port = tmp_path / "secret", free_port()
     secret.write_text("hush" * 8 + "\n")

@@ -98,7 +98,7 @@ class Face(Bound):
         self._connector.introduce(engine)
 
     def _connecting(self, deadline: float) -> Steps[None]:
-        """Connects. It takes a step even if there is a connection already, since `fail` tells a wrong timeout at a step."""
+        """Connects. It takes a step even if a connection exists, since `fail` tells a wrong timeout at a step."""
         yield Do(lambda: None)
         yield from self._verbs.connected(deadline)
 

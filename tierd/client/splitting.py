@@ -109,8 +109,9 @@ def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline
 
 
 def _held(verbs: Verbs, namespace: OpenedNamespace, count: int, limit: int) -> int:
-    """Blocks of a call that holds them. If all are more than the session may hold, a SHARE of that: other calls hold something too, and a put may take
-    two pages of a block.
+    """Blocks of a call that holds them. A prompt larger than the session may hold goes in parts of a SHARE of that.
+
+    Other calls of the session hold something too, and a put may take two pages for a block.
     """
     link, each = verbs.connector.link, max(PAGE_ALIGN_BYTES, namespace.spec.block_bytes)
     limit, share_bytes = min(limit, PART_BLOCKS), link.share_bytes if link else 0
@@ -120,8 +121,10 @@ def _held(verbs: Verbs, namespace: OpenedNamespace, count: int, limit: int) -> i
 def _parts(
     verbs: Verbs, groups: Sequence[Group], deadline: float, *, is_one: bool = False, is_held: bool = False
 ) -> Steps[list[Sequence[Group]]]:
-    """The groups of each call, one after another. is_one: the caller makes only the first, of as many blocks as the daemon takes. Groups that need no
-    prefix are one call too, because their end matters. is_held: each call holds its blocks.
+    """The groups of each call, one after another. is_held: each call holds its blocks.
+
+    is_one: the caller makes only the first call, of as many blocks as the daemon takes. Groups that need no prefix are
+    one call too, because their end decides what is a hit.
     """
     ranks = [max(1, len(group.ranks)) for group in groups]
     count = sum(len(group.hashes) * n for group, n in zip(groups, ranks, strict=True))

@@ -5,7 +5,8 @@ Purpose: `Coldest.find`. Non-purpose: what is done with them (room.py, demotion.
 2. if that gives too few (a pinned tail holds its whole chain back), for the coldest *tips*: blocks that nothing in the tier hangs on. A tip
    leaves together with the blocks above it that were not used after it.
 
-If every block that may leave waits for a pinned one, `find` breaks a chain. It never breaks the chain that a put is adding to: that put finds no room.
+If every block that may leave waits for a pinned one, `find` breaks a chain. It never breaks the chain that a put is
+adding to: that put finds no room.
 
 What one search costs is bounded by what it finds, and MOST_REACH blocks more, and by what the policy passes over in step 2: a few nanoseconds for
 each block that waits for a pinned one. It finds `count` blocks if so many may leave, however long their chains are.
@@ -42,8 +43,8 @@ class Coldest:
     def find(self, tier: int, count: int, *, to_drop: bool = False) -> Ids:
         """`count` blocks that may leave now, or all that may, in the order in which they should.
 
-        If every block that is not pinned has a pinned one below it, they are the coldest of those. to_drop: the first of a chain
-        that a farther tier has, if any; else such as nothing guarded follows.
+        If every block that is not pinned has a pinned one below it, they are the coldest of those. to_drop: then heads
+        that a farther tier has, if any; else blocks that no guarded one follows.
         """
         index = self._index
         count = min(count, index.going[tier])
@@ -59,7 +60,7 @@ class Coldest:
         return np.concatenate((ready, rest[~among(rest, ready)]))[:count] if len(ready) else rest
 
     def unguarded(self, those: Ids) -> Ids:
-        """Those that no guarded block follows. None of them, if more than MOST_ABOVE blocks precede the guarded ones."""
+        """Those that no guarded block follows. None of them, if more than MOST_ABOVE blocks precede the guarded."""
         parent, above, left = self._index.blocks.parent.data, set[int](), MOST_ABOVE
         for guarded in self.guarded.tolist():
             block = guarded
@@ -121,7 +122,7 @@ class Coldest:
         return found
 
     def _breaking_least(self, tier: int, coldest: Ids) -> Ids:
-        """Of blocks that all wait for pinned ones, those to drop: none may be above what is guarded, unless a farther tier has it."""
+        """Of blocks that all wait for pinned ones, those to drop; see `find`."""
         if len(kept := self._kept_farther(tier, coldest)):
             return kept
         others = self.unguarded(coldest)
@@ -130,7 +131,7 @@ class Coldest:
         return others
 
     def _kept_farther(self, tier: int, those: Ids) -> Ids:
-        """Which of them a farther tier has, heads first: a block may go once this tier has nothing above it. So no drop makes a tip of a block."""
+        """Which of them a farther tier has, heads first: a block goes only after all above it, so no drop makes a tip."""
         index, blocks = self._index, self._index.blocks
         kept = those[index.is_farther(tier, those)]
         kept = kept[np.argsort(blocks.position[kept], kind="stable")]

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_told_at_once(case: str) -> None:
-    """It raises InvalidArgument with the argument's name and value before it sends anything, in less than 200 characters."""
+    """It raises InvalidArgument with the argument's name and value before it sends anything, in one short line."""
     call, says = CASES[case]
     with pytest.raises(InvalidArgument, match=says) as told:
         call()

@@ -117,7 +117,7 @@ def test_of_a_prompt_that_does_not_fit_the_longest_prefix_stays(policy: str) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str) -> None:
-    """Memory drops the blocks of the prompt that NVMe holds before it drops any other, so the core serves the whole prompt."""
+    """Memory drops those of its blocks first that NVMe holds, so the core serves the whole prompt."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     put_in_parts(kit, a[:24], 8)
@@ -129,7 +129,7 @@ def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_chain_is_broken_before_a_prompt_finds_no_room(policy: str) -> None:
-    """If another chain's last block is pinned, the put evicts the blocks before it, until only the prompt itself is left."""
+    """If another chain's last block is pinned, the put evicts the blocks before it, until only the prompt is left."""
     kit, a, b = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 40), chain("b", 16)
     kit.put(b)
     kit.core.pin_blocks(kit.ids(b[-1:]))
@@ -139,7 +139,7 @@ def test_another_chain_is_broken_before_a_prompt_finds_no_room(policy: str) -> N
 
 @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
 def test_of_a_prompt_that_does_not_fit_no_middle_leaves_before_the_head(policy: str) -> None:
-    """If NVMe holds only the end of the prompt, memory drops none of it: the blocks before would become tips, and go next."""
+    """If NVMe holds only its end, memory drops none of it: the blocks before would become tips, and go next."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     put_in_parts(kit, a[:24], 8)

@@ -248,7 +248,10 @@ def check_dirty_decode(library: Library, cut: tuple[int, Shape]) -> None:
 
 
 def check_short_prefill(library: Library, shape: Shape) -> None:
-    """With a longest sequence that is said to be as short as is not refused: rows beyond are NaN, others right, and none is left unwritten. Raises AssertionError."""
+    """The caller says too short a longest chunk: the kernel writes NaN to rows beyond it, and right results to the others.
+
+    Raises AssertionError.
+    """
     case = made(shape)
     starts = np.array(case.batch.query_starts, np.int32)
     to = Attended(_poison_like(case.q), allocate(case.q.shape[:2], "float32"))

@@ -64,7 +64,7 @@ def test_durable_blocks_stay_on_a_store_as_long_as_under_lru(seed: int) -> None:
 def test_each_block_waits_or_is_in_the_order_by_worth(
     seed: int, kind: TierKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After any calls, in batches of any size, the duel has each block in exactly one of three places: the window, the durable queue, the order by worth."""
+    """After any calls the duel has each block in exactly one place: the window, the durable queue or the order by worth."""
     monkeypatch.setattr("tierd.policies.eviction.duel.WINDOW_SHARE", 1 / 8)
     dice, blocks, here = np.random.default_rng(seed), numbered(600), np.zeros(600, bool)
     policy = duel(blocks, kind=kind, by_worth=bool(seed % 2))
@@ -89,7 +89,7 @@ def test_each_block_waits_or_is_in_the_order_by_worth(
 
 
 def test_the_newest_are_the_last_to_leave() -> None:
-    """Blocks worth nothing stay while they are in the window, the last 256th, and are the first to leave when others have followed."""
+    """Blocks worth nothing stay while they are in the window, the last 256th. They leave first once others follow."""
     blocks = Blocks()
     known = add(blocks, [(number,) for number in range(600)])
     policy = duel(blocks, by_worth=True)

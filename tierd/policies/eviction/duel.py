@@ -1,10 +1,11 @@
 """Duel: by worth where that finds more than LRU on what is happening now, else LRU; and what is new stays for a while either way.
 
 Purpose: a learnt order (reuse_index.py) that costs no more than a hair where it is wrong. Non-purpose: who finds more (shadows.py). Blocks come into the order by worth when they have waited:
-- in a window, the tier's last uses, WINDOW_SHARE of its blocks, as in W-TinyLFU (G. Einziger, R. Friedman, B. Manes, ACM TOS 13(4), 2017, section 4);
+- in a window, the tier's last uses, WINDOW_SHARE of its blocks, as in W-TinyLFU (G. Einziger, R. Friedman, B. Manes, ACM
+  TOS 13(4), 2017, section 4);
 - in a store, what somebody asked to be durable, for as long as LRU would keep it.
-So nothing that looks for victims passes over those that wait. `_go_on` moves the window's end and tells the shadows, many uses at a time: one by one that
-costs ten times as much.
+So nothing that looks for victims passes over those that wait. `_go_on` moves the window's end and tells the shadows, many
+uses at a time: one by one that costs ten times as much.
 Invariant: a tracked block is in `_kept`, or its stamp in `_lru` is `_ripe` or more, or it is in the order by worth.
 """
 

@@ -72,7 +72,7 @@ class Queues:
         return order.walk(self.stamps) if order else iter(())
 
     def until(self, queue: int, stamp: int, stamps: Stamps | None = None) -> Ids:
-        """The blocks of a queue that are older than a stamp, oldest first. stamps: others that ascend along the queue, by id."""
+        """The blocks of a queue that are older than a stamp, oldest first. stamps: by id, if not the queue's own."""
         found, stamps = [np.zeros(0, dtype=np.int64)], self.stamps if stamps is None else stamps
         for blocks in self.walk(queue):
             found.append(blocks[stamps[blocks] < stamp])

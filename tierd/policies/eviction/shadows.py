@@ -46,7 +46,10 @@ NAME = np.dtype(
         ("here", "?"),
     ]
 )
-"""A block's name as it is used or asked for: its key, number, group now, the tier's stamp of the use, and when it was. counts: it matters whether the tier has it. here: the tier tells of its use itself."""
+"""A block's name as it is used or asked for: key, number, group now, the tier's stamp of the use, and when it was.
+
+counts: it matters whether the tier has it. here: the tier tells of its use itself.
+"""
 Names = NDArray[np.void]
 
 
