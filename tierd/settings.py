@@ -82,7 +82,10 @@ def _segment() -> Any:
 
 
 def _eviction() -> Any:
-    return _key("reuse-index", "Policy that chooses which blocks leave, by its name in tierd/policies/eviction.")
+    return _key(
+        "reuse-index",
+        "Policy that chooses which blocks leave. tierd/policies/README.md names them, with their figures.",
+    )
 
 
 @dataclass(frozen=True, config=_CLOSED)

@@ -1,6 +1,6 @@
 """What nvcc's assembler says of registers (`-Xptxas -v`), and which kernels may not spill any.
 
-Purpose: a wheel with a kernel that spills is not built. Only the standard library is needed, as in fatbins.py.
+Purpose: no wheel has kernels one of which spills; it is built without them, and says why. Only the standard library is needed, as in fatbins.py.
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ def _is_command(command: click.Command, words: list[str]) -> bool:
         if inner is None:
             return False
         command = inner
+    if isinstance(command, click.Group) and not words:
+        return False  # a group by itself does nothing
     options = {"--help", "-h", "--version", "--target"} | {
         o for p in command.params for o in (*p.opts, *p.secondary_opts)
     }
@@ -94,6 +96,7 @@ def test_documents_name_what_exists(path: Path) -> None:
         ("see `tierctl doctor`", ["tierctl doctor"]),
         ("run `tierd purge --nobody`", ["tierd purge --nobody"]),
         ("use `tierctl epoch jump`", ["tierctl epoch jump"]),
+        ("use `tierctl epoch`", ["tierctl epoch"]),
         ("raise host.verif or nvme[0].capacity", ["host.verif"]),
         ("raise `server.queue_limit`. Then `tierd serve --config FILE`", []),
     ],

@@ -1,7 +1,7 @@
-"""Calls of many blocks, counted over ranks and groups: they are made in parts, from the first token on, so that no part keeps the daemon from others for long.
+"""Calls of more than PART_BLOCKS blocks, counted over ranks and groups, are made in parts, from the first token on: so no part keeps the daemon from others for long.
 
 Purpose: prompts of any length. Non-purpose: what one call does (verbs.py). Invariants: a part ends where a block of each group ends; after a part that was not served or stored whole
-comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes; a call that fits is one call, as ever.
+comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
 SHARE = 4
+"""A part of a call that holds its blocks takes one in so many of the bytes that its session may hold."""
 PART_BLOCKS = 1 << 11
-"""Of a call, if the daemon takes as many: it works 3 us on a block of a put, 1 us on one of a get."""
+"""Of a part, if the daemon takes as many in a call: it works 3 us on a block of a put, 1 us on one of a get."""
 
 
 def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[Found]:

@@ -1,15 +1,17 @@
 """Coldest: which blocks of a tier may leave now, coldest first, children before their parents.
 
-Purpose: `Coldest.find`. Non-purpose: what is done with them (room.py, demotion.py). A policy knows no chains. So it is asked twice at most:
-1. for the coldest of all. Those whose children are among them leave, each after its children;
+Purpose: `Coldest.find`. Non-purpose: what is done with them (room.py, demotion.py). A policy knows no chains. So `find` asks it
+1. for the coldest of all, and for four times as many while too few of them may leave, up to MOST_REACH. Those whose
+   children are among them leave, each after its children;
 2. if that gives too few (a pinned tail holds its whole chain back), for the coldest *tips*: blocks that nothing in the tier hangs on. A tip
    leaves together with the blocks above it that were not used after it.
 
 If every block that may leave waits for a pinned one, `find` breaks a chain. It never breaks the chain that a put is
 adding to: that put finds no room.
 
-What one search costs is bounded by what it finds, and MOST_REACH blocks more, and by what the policy passes over in step 2: a few nanoseconds for
-each block that waits for a pinned one. It finds `count` blocks if so many may leave, however long their chains are.
+One search looks at as many blocks as it finds, and MOST_REACH more; to break a chain it looks at MOST_ABOVE. In step 2
+the policy passes over blocks that wait for a pinned one, a few nanoseconds each. `find` gives `count` blocks if so many
+may leave, however long their chains are.
 """
 
 from __future__ import annotations
@@ -34,11 +36,16 @@ TIP_SHARE = 8
 
 
 class Coldest:
-    """See the module. guarded: what is being added to, while room is made for that."""
+    """See the module."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self.guarded = no_ids()
+        self._guarded = no_ids()
+        self._preceding: tuple[set[int], bool] | None = None
+
+    def guard(self, blocks: Ids) -> None:
+        """A put or a get adds to these blocks while room is made for it. None: it has ended."""
+        self._guarded, self._preceding = blocks, None
 
     def find(self, tier: int, count: int, *, to_drop: bool = False) -> Ids:
         """`count` blocks that may leave now, or all that may, in the order in which they should.
@@ -61,15 +68,16 @@ class Coldest:
 
     def unguarded(self, those: Ids) -> Ids:
         """Those that no guarded block follows. None of them, if more than MOST_ABOVE blocks precede the guarded."""
-        parent, above, left = self._index.blocks.parent.data, set[int](), MOST_ABOVE
-        for guarded in self.guarded.tolist():
-            block = guarded
-            while block >= 0 and block not in above:
-                above.add(block)
-                block, left = parent[block], left - 1
-                if not left:
-                    return no_ids()
+        above, are_all = self._above_guarded()
+        if not are_all:
+            return no_ids()
         return those[~among(those, np.fromiter(above, np.int64))] if above else those
+
+    def are_needed(self, tier: int, those: Ids) -> bool:
+        """Whether a guarded block follows one of them that no farther tier has. It sees the MOST_ABOVE that are nearest."""
+        above, _ = self._above_guarded()
+        needed = [block for block in those.tolist() if block in above]
+        return bool(needed) and not every(self._index.is_farther(tier, np.asarray(needed, np.int64)))
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
         """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""
@@ -95,6 +103,18 @@ class Coldest:
         return np.asarray(victims[rows[~waits[rows]]], np.int64)
 
     # -- inside
+
+    def _above_guarded(self) -> tuple[set[int], bool]:
+        """The guarded blocks and those that precede them, MOST_ABOVE at most; whether these are all. It walks once a guard."""
+        if self._preceding is None:
+            parent, above, left = self._index.blocks.parent.data, set[int](), MOST_ABOVE
+            for guarded in self._guarded.tolist():
+                block = guarded
+                while left and block >= 0 and block not in above:
+                    above.add(block)
+                    block, left = parent[block], left - 1
+            self._preceding = above, left > 0
+        return self._preceding
 
     def _victims(self, tier: int, count: int) -> Ids:
         found = self._index.policies[tier].victims(count, self._index.held[tier])

@@ -80,7 +80,8 @@ class Planner:
 
     def guard(self, blocks: Ids) -> list[tuple[int, Ids]]:
         """Pins every page of the blocks while room is made for others; undone by `unguard`."""
-        guarded, self.room.coldest.guarded = [], blocks
+        guarded = list[tuple[int, Ids]]()
+        self.room.coldest.guard(blocks)
         for tier in range(len(self.index.tiers)):
             pages = self.index.attached(tier, blocks)
             pages = pages[pages >= 0]
@@ -91,7 +92,7 @@ class Planner:
 
     def unguard(self, guarded: list[tuple[int, Ids]], draft: Draft) -> None:
         """Ends a guard."""
-        self.room.coldest.guarded = no_ids()
+        self.room.coldest.guard(no_ids())
         for tier, pages in guarded:
             self.index.unpin(tier, pages, draft)
 

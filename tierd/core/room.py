@@ -3,14 +3,15 @@
 Purpose: which page is given, and what leaves for it. Non-purpose: what the page is for. In this order:
 1. a free page of a segment of the right key (domain, class, writer);
 2. a vacant place begins a life as such a segment, or one whose segment is empty; with sealed puts only if it has been for STAY_S;
-3. the coldest blocks are dropped if their pages have the right key, even if others are a little colder: those within as many victims
-   as one segment would take are as good;
-4. else the segment that holds most of those victims is emptied whole and begins a new life; one in which something is held is passed over;
-5. with sealed puts one that is empty only since then: who puts in a row finds what he wrote to before, and no new file is made for what is sealed.
+3. if the coldest block has the right key, it is dropped, and those after it that have the key too;
+4. if not, segments of other keys are emptied of which half or more is colder than whatever has the right key;
+5. else blocks of the right key are dropped that are among the coldest, as many as fill one segment;
+6. else the segment that holds most of the coldest is emptied. One in which something is held is passed over;
+7. with sealed puts one that is empty only since then: who puts in a row finds what he wrote to before, and no new file is made for what is sealed.
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
 What is coldest is for `coldest.py` to say: children before their parents. Only when everything that may go, or is of any use, is held back by children that
-may not (pinned tails), the coldest goes all the same, but not for what is added to that very chain. Emptying a segment can break a chain too; the rest
+may not (pinned tails), the coldest goes all the same, but not for what is added to that very chain. Emptying a segment can break a chain too, never that one; the rest
 serves again once the missing block is written again.
 """
 
@@ -36,7 +37,7 @@ STAY_S = 1.0
 FAR_REACH = 1 << 15
 """How many of the coldest are looked at before there is no room: that takes some 10 ms."""
 MANY_PAGES = 1 << 20
-"""In a tier of more pages the first look decides."""
+"""In a larger tier `_give_up` looks no farther than the MOST_REACH coldest blocks."""
 
 
 class Room:
@@ -99,7 +100,10 @@ class Room:
         return True
 
     def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> Ids | None:
-        """Drops up to `count` cold blocks of the key, or empties one segment. The pages that the key has got by it already, reserved: not all. None: nothing may leave."""
+        """Drops up to `count` cold blocks of the key, or empties segments.
+
+        Pages that are reserved for the key already: fewer than `count`, or none, in which case the caller looks again. None: nothing may leave.
+        """
         pages_of = self._index.tiers[tier]
         victims = self.coldest.find(tier, count, to_drop=True)
         if len(victims) == 0:
@@ -217,13 +221,13 @@ class Room:
         return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)
 
     def _empty(self, tier: int, place: int, draft: Draft) -> bool:
-        """Drops all blocks of a segment. False, and nothing changed: something in it is held, or most of it is quarantined."""
+        """Drops all blocks of a segment. False, and nothing changed: something in it is held, a put or a get adds to one of its blocks, or most of it is quarantined."""
         pages_of = self._index.tiers[tier]
         span = pages_of.pages_of(place)
         used = true_rows(~among(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start
         blocks = pages_of.block[used].astype(np.int64)
         is_held = (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any()
-        if is_held or pages_of.is_mostly_bad(place):
+        if is_held or pages_of.is_mostly_bad(place) or self.coldest.are_needed(tier, blocks):
             return False
         self.drop(tier, blocks, draft)
         pages_of.vacate_idle(place)

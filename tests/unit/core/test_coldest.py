@@ -92,16 +92,16 @@ def test_pages_beside_flights_cost_no_search_each(policy: str, monkeypatch: pyte
     assert len(asked) <= 16 and sum(asked) <= 8 * 400
 
 
-def put_in_parts(kit: Kit, names: Ids, part: int, first: int = 0) -> None:
+def put_in_parts(kit: Kit, names: Ids, part: int, first: int = 0, *, session: int = 1) -> None:
     """Puts one part after the other, as the SDK does, up to the first that is not stored whole."""
     for at in range(first, len(names), part):
         blocks = np.zeros(part, PUT_BLOCK)
         blocks["hash"], blocks["tokens"], blocks["length"] = names[at : at + part], 16, PAGE
         query = PutQuery(1, names[at - 1].tobytes() if at else ROOT, at, blocks)
-        reserved = kit.core.reserve(1, groups=[query], kind=HOST, now=kit.tick())
+        reserved = kit.core.reserve(session, groups=[query], kind=HOST, now=kit.tick())
         kit.took(reserved.plan)
         if reserved.reservation:
-            kit.commit(reserved)
+            kit.commit(reserved, session=session)
         if BlockStatus.NO_ROOM in reserved.statuses[0]:
             break
 
@@ -204,3 +204,16 @@ def test_what_a_call_touches_above_its_blocks_is_bounded(priority: int, monkeypa
     kit.put(chain("b", 20))
     held = [found == 0 for found in kit.tiers_of(a)]
     assert held == sorted(held, reverse=True) and 0 < sum(held) < 24
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("pinned", [0, 4], ids=["what may leave lies beside its head", "all that is left is pinned"])
+def test_no_segment_is_emptied_that_holds_what_another_writers_put_continues(policy: str, pinned: int) -> None:
+    """Another writer that continues a prompt gets no segment of it: it finds no room, and the prompt stays whole."""
+    kit, a, b = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 36), chain("b", 4)
+    kit.core.open_session(2, domain=1)
+    kit.put(b)
+    put_in_parts(kit, a[:28], 4)
+    kit.core.pin_blocks(kit.ids(b[4 - pinned :]))
+    put_in_parts(kit, a, 4, 28, session=2)
+    assert kit.tiers_of(a) == [0] * 28 + [-1] * 8

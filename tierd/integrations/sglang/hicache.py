@@ -200,9 +200,9 @@ class TierdHiCache(HiCacheStorage):
     # -- the rest
 
     def clear(self) -> None:
-        """Nothing that was stored before is served to this process any more; `tierctl epoch` removes it for all, and is needed where ranks share pages."""
+        """Nothing that was stored before is served to this process any more; `tierctl epoch bump` removes it for all, and is needed where ranks share pages."""
         self._cleared = uuid.uuid4().hex
-        logger.warning("tierd: cleared for this rank alone; run `tierctl epoch` to end what all engines see")
+        logger.warning("tierd: cleared for this rank alone; run `tierctl epoch bump` to end what all engines see")
         for name, shelf in list(self._shelves.items()):
             self._shelves[name] = self._shelf(shelf.pages, name)
 

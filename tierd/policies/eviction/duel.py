@@ -28,7 +28,7 @@ from tierd.policies.reuse import Traffic
 WINDOW_SHARE = 1 / 256
 """A window of a hundredth costs 0.01 to 0.08 points more on the developers' chat trace."""
 MOST_UNTOLD, UNTOLD_SHARE = 256, 1 / 512
-"""So many uses, and this share of the tier's blocks, are told at once."""
+"""The shadows hear of uses in batches of so many, or of this share of the tier's blocks where that is less."""
 
 
 class Duel:

@@ -4,8 +4,8 @@ Purpose: the leaders of set dueling (M. Qureshi et al., "Adaptive Insertion Poli
 al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017. Non-purpose: the tier's own blocks (duel.py).
 
 A name is in the sample if so many first bits of its number are 0: one more whenever the tier outgrows SAMPLED. Shadows hear of all uses and drop their own victims when they hold more than the
-tier would of the sample. LRU decides at first. What the other one has found more than the one that decides is summed from 0 on, and begins anew whenever it falls to 0 (E. Page, "Continuous Inspection Schemes",
-Biometrika 41, 1954); when it is more than chance makes likely, that one decides.
+tier would of the sample. LRU decides at first. The duel counts how many more blocks the order that does not decide has found, never below 0 (E. Page, "Continuous Inspection Schemes",
+Biometrika 41, 1954). When that is more than chance makes likely, that order decides.
 
 Invariants: memory is bounded, and work by the sampled names of a call; equal calls give equal answers, whatever the seed of the keys.
 """
@@ -29,7 +29,7 @@ from tierd.policies.reuse import Traffic
 SAMPLED = 4096
 """Names that a shadow holds at most."""
 UNTOLD = 64
-"""A shadow hears of names when they are this part of what it holds."""
+"""A shadow works on the names that wait when they are 1 in so many of those that it holds."""
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # so that names which are plain numbers are spread too
 PROOF, LEAST = 2.5, 1 / 64
 """A lead is believed from so many standard deviations of chance on, and from this share of what a shadow holds."""
