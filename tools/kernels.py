@@ -6,6 +6,7 @@ toolkit, or of the wheels nvidia-cuda-runtime and nvidia-cuda-crt.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -84,9 +85,19 @@ def build_emulator(
     if dims:
         flags.append("-DTIERD_DIMS(EACH)=" + " ".join(f"EACH({dim})" for dim in dims))
     library = into / f"emulated-{sanitizer or 'plain'}-{_digest(sources, [*flags, *units])}.so"
-    if library.exists():
-        return library
-    objects = into / f"{library.stem}.{os.getpid()}"
+    into.mkdir(parents=True, exist_ok=True)
+    with open(library.with_suffix(".lock"), "wb") as turn:
+        fcntl.flock(
+            turn, fcntl.LOCK_EX
+        )  # who comes second finds it built: two compilers at one time take twice as long
+        if not library.exists():
+            _compile(library, flags, sanitizer, units=units, sources=sources)
+    return library
+
+
+def _compile(library: Path, flags: Sequence[str], sanitizer: str, *, units: Sequence[str], sources: Path) -> None:
+    """Makes the library, whole or not at all. Raises CompilerError."""
+    objects = library.with_suffix(f".{os.getpid()}")
     objects.mkdir(parents=True)
     try:
         with ThreadPoolExecutor() as pool:
@@ -100,7 +111,6 @@ def build_emulator(
         made.rename(library)
     finally:
         shutil.rmtree(objects)
-    return library
 
 
 def sanitized_environment(sanitizer: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+from numpy.random import Philox  # here, and not when it is first used: threads that load it at one time find no end
 from numpy.typing import NDArray
 
 from tierd.core.model import HASH_BYTES
@@ -20,7 +21,7 @@ ROW_WORDS = 512
 def content_of(block_hash: bytes | NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
     """The bytes of a block: uint8 [length]."""
     count = -(-length // 8)
-    stream = np.random.Philox(key=np.frombuffer(bytes(block_hash)[:16], dtype="<u8"))
+    stream = Philox(key=np.frombuffer(bytes(block_hash)[:16], dtype="<u8"))
     words = stream.random_raw(min(count, ROW_WORDS)).astype("<u8", copy=False)
     if count > ROW_WORDS:
         changes = stream.random_raw(-(-count // ROW_WORDS))
