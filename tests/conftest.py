@@ -49,7 +49,7 @@ SLOW_STEPS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filt
 
 settings.register_profile(
     "quick",
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,  # the same examples on every run: a red `make test` is red for everybody

@@ -6,6 +6,9 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 DEPTH = os.environ.get("TIERD_DEPTH", "test")
 """`test` (make test), `nightly` or `weekly`."""
@@ -19,6 +22,11 @@ def count(*, test: int = 1, nightly: int, weekly: int) -> int:
     if DEPTH == "test":
         return test
     return max(test, round((weekly if DEPTH == "weekly" else nightly) * SCALE))
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters of a test that `make test` leaves out."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def percentile(values: list[float], share: float) -> float:

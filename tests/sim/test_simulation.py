@@ -18,7 +18,7 @@ from tierd.testing.sim.script import FAULTS, MEDIUM_FAULTS, SECONDS, write
 from tierd.testing.sim.shrink import shrink
 from tierd.testing.sim.world import Result, run
 
-SEEDS = count(test=100, nightly=2_000, weekly=10_000)
+SEEDS = count(test=50, nightly=2_000, weekly=10_000)
 FIRST = int(os.environ.get("SIM_SEED", "0"))
 TIMES_REAL = 200
 """Virtual seconds for each second of CPU that are meant; reported, and asserted with tenfold slack."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.depth import report
+from tests.depth import report, slow
 from tests.system.blocks import await_true, connected
 from tests.system.damaged import flip, slots
 from tests.system.device_driver import fake_only, use_driver
@@ -202,7 +202,7 @@ def test_what_is_not_direct_goes_by_host_memory(
     assert not cufile.told.exists() or cufile.counts().total <= 1
 
 
-@pytest.mark.parametrize("word", ["error", "eio", "short", "wrong"])
+@pytest.mark.parametrize("word", ["error", *slow("eio", "short"), "wrong"])
 def test_a_way_that_goes_wrong_is_left(daemon: Daemon, worker: Elsewhere, cufile: CuFile, word: str) -> None:
     """A read that cuFile fails, cuts short or brings wrong is not even a miss: the blocks come by way of host memory, at once and from then on, which is said. The next GPU process reads
     directly again."""
@@ -293,7 +293,9 @@ def test_the_daemon_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cufile: 
     assert cufile.counts().nvfs == BLOCKS + 1
 
 
-@pytest.mark.parametrize("point", ["mover.direct.before_read", "cuda.direct.before_read", "cuda.direct.before_return"])
+@pytest.mark.parametrize(
+    "point", ["mover.direct.before_read", *slow("cuda.direct.before_read", "cuda.direct.before_return")]
+)
 def test_the_daemon_dies_at_a_point(cufile: CuFile, point: str) -> None:
     """Before, in and behind a direct read: the next daemon has the blocks, whole, and reads them directly."""
     with Daemon(CONFIG, faults=True) as daemon:

@@ -72,7 +72,7 @@ def test_a_worker_dies_in_each_call_of_the_driver(daemon: Daemon, monkeypatch: p
         await_nothing_held(daemon, "a worker that ended")
         both = (daemon.pid, gpu_process(daemon).pid)
         before = {pid: kept_by(pid) for pid in both}
-        call, deaths, step = 1, 0, max(1, CALLS // count(test=3, nightly=CALLS, weekly=CALLS))
+        call, deaths, step = 1, 0, max(1, CALLS // count(test=1, nightly=CALLS, weekly=CALLS))
         while True:
             seed = OTHERS + 1 + call
             monkeypatch.setenv("TIERD_FAKE_CUDA_STRIKE", f"*:{call}:9")

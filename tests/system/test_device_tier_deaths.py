@@ -190,6 +190,7 @@ def test_killed_at_random() -> None:
             run.die(run.kill_soon)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_death_at_each_fault_point() -> None:
     """A death at every point on the tier's way, each of them reached: as the module says."""

@@ -13,14 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.depth import report
+from tests.depth import report, slow
 from tests.system.blocks import BlockClient, await_true, connected
 from tests.system.errno_matrix import HITS, JOURNAL, SEG, STRIKE_S, Case, matrix, through
 from tests.system.shim.iofault import READS, SYNCS, WRITES
@@ -30,12 +29,6 @@ from tierd.cli import ctl
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.errors import TierFailed, Unavailable
 from tierd.testing import chain, content_of, is_content
-
-
-def _deep(*values: Any) -> list[Any]:
-    """Parameters for the night alone."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
 
 HANDFUL = [
     (Case("put", WRITES, "short"), 1),
@@ -53,7 +46,7 @@ HANDFUL = [
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("direct", BACKENDS)
+@pytest.mark.parametrize("direct", [BACKENDS[0], *slow(*BACKENDS[1:])])
 def test_handful(tmp_path: Path, direct: str) -> None:
     """The matrix in small."""
     through(tmp_path, direct, HANDFUL)
@@ -121,7 +114,7 @@ def test_resume_by_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("fault", ["EMFILE", *_deep("ENFILE", "EINTR", "EAGAIN", "ECONNABORTED")])
+@pytest.mark.parametrize("fault", ["EMFILE", *slow("ENFILE", "EINTR", "EAGAIN", "ECONNABORTED")])
 def test_accept(tmp_path: Path, fault: str) -> None:
     """Connections that cannot be accepted for a while are accepted afterwards, and those that there are go on."""
     with troubled(tmp_path, config()) as world:
@@ -189,7 +182,7 @@ SIZES = range(4096, (2 * PLACES + 1) * 4096, 4096)
 MEMORY_CALLS = [
     ("fallocate", "ENOSPC"),
     ("open", "EMFILE"),
-    *_deep(("ftruncate", "ENOSPC"), ("rename", "EIO"), ("unlink", "EIO"), ("close", "EIO")),
+    *slow(("ftruncate", "ENOSPC"), ("rename", "EIO"), ("unlink", "EIO"), ("close", "EIO")),
 ]
 
 
@@ -239,7 +232,7 @@ class Memory:
 
 NAMES = "*/state/namespaces*"
 """The file of the namespaces that the daemon knows, and the one that takes its place."""
-NAMES_CALLS = [(SYNCS, "EIO"), *_deep(("open", "EIO"), (WRITES, "ENOSPC"), ("rename", "EIO"), ("close", "EIO"))]
+NAMES_CALLS = [(SYNCS, "EIO"), *slow(("open", "EIO"), (WRITES, "ENOSPC"), ("rename", "EIO"), ("close", "EIO"))]
 
 
 @pytest.mark.timeout(600)
@@ -273,7 +266,7 @@ def _is_refused(client: BlockClient, *, model: str) -> bool:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("call", _deep("open", "fallocate", "rename", "pread", "pwrite", "fdatasync"))
+@pytest.mark.parametrize("call", slow("open", "fallocate", "rename", "pread", "pwrite", "fdatasync"))
 def test_start_in_trouble(tmp_path: Path, call: str) -> None:
     """A start in which the store's files cannot be handled is refused with the file or the store named, and loses nothing for the next one."""
     with troubled(tmp_path, config()) as world:

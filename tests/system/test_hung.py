@@ -178,6 +178,7 @@ def _put_until_gone(client: BlockClient, namespace: int) -> None:
         print("put ended with", error.code())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_start_on_a_hung_disk(tmp_path: Path) -> None:
     """A start that waits for the disk says so, and SIGTERM ends it; when the disk comes back the next one serves."""

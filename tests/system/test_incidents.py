@@ -84,6 +84,7 @@ def test_elsewhere(incident: str) -> None:
 # -- crashes
 
 
+@pytest.mark.slow
 def test_memory_does_not_pile_up() -> None:
     """What servers that were killed left in /dev/shm filled it, until none could start. Here a daemon that is killed again and again, also as it starts, takes its
     capacity and a few tables, and serves each time."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.depth import slow
 from tests.system.blocks import await_true, connected
 from tests.system.test_restart import wipe_arena
 from tierd._proto import admin_pb2 as pb
@@ -45,7 +46,7 @@ def daemon() -> Iterator[Daemon]:
         yield found
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
+@pytest.mark.parametrize("end", [signal.SIGKILL, *slow(signal.SIGTERM, None)])
 def test_memory_is_served_before_the_store_is_loaded(daemon: Daemon, end: signal.Signals | None) -> None:
     """While the store loads, clients get what is in memory and put more, and are told how far it is; after SIGKILL, SIGTERM or its end everything is found."""
     daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")

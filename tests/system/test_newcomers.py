@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.depth import slow
 from tests.system.blocks import await_true
 from tests.system.sdk import SMALL, put
 from tests.system.tcp import free_port, remote_config
@@ -41,7 +42,7 @@ def _is_served(remote: tuple[int, str], seed: int) -> bool:
         return put(client, client.open_namespace(SMALL), seed, 1).stored == 1
 
 
-@pytest.mark.parametrize("said", [b"", PREFACE[:9], PREFACE + SETTINGS])
+@pytest.mark.parametrize("said", [*slow(b"", PREFACE[:9]), PREFACE + SETTINGS])
 def test_silent_connections(remote: tuple[int, str], said: bytes) -> None:
     """150 connections that say nothing, or a bare HTTP/2 preface, keep no client with the credential out, and all of them end by themselves."""
     with contextlib.ExitStack() as stack:
@@ -76,7 +77,7 @@ def _watching(channel: grpc.Channel) -> None:
     next(iter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())))
 
 
-@pytest.mark.parametrize("call", [_wrong, _watching])
+@pytest.mark.parametrize("call", [_wrong, *slow(_watching)])
 def test_calls_without_the_credential(remote: tuple[int, str], call: Callable[[grpc.Channel], None]) -> None:
     """A connection over which wrong credentials come, or that watches the daemon's health, ends too; one that brought the right one stays, though it is idle."""
     states: dict[str, list[grpc.ChannelConnectivity]] = {"right": [], "wrong": []}

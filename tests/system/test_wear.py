@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.depth import report
+from tests.depth import report, slow
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tests.system.warm import Daemon
@@ -79,7 +79,7 @@ def test_a_use_makes_a_block_worth_writing() -> None:
         await_true(lambda: written(raw) > 0, "the store takes what was used")
 
 
-@pytest.mark.parametrize("admission", ["all", "learned"])
+@pytest.mark.parametrize("admission", ["all", *slow("learned")])
 def test_no_more_is_written_than_the_budget(admission: str) -> None:
     """Of a load far above the budget the daemon writes at most rate x time, and says what it declined and why."""
     rate, begun = 8 * LENGTH, time.monotonic()

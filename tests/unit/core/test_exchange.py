@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.depth import count
 from tests.unit.core.kit import HOST, NVME, PAGE, TOKENS, Kit, chain, commit_blocks, group, tier
 from tierd.core import room
 from tierd.core.exchange import is_exchangeable
@@ -100,7 +101,7 @@ class Life:
 
 
 @pytest.mark.parametrize("more", WORLDS.values(), ids=WORLDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(count(test=2, nightly=6, weekly=24)))
 def test_the_short_ways_give_what_the_long_ones_give(
     seed: int, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

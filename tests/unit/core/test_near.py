@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.depth import count
 from tests.unit.core.kit import DEVICE, HOST, NVME, TOKENS, Kit, chain, group, tier
 from tierd.core.model import Need
 from tierd.core.plan import Acquisition, Served
@@ -85,7 +86,7 @@ def step(kit: Kit, chooser: random.Random, leases: list[int]) -> object:
 def test_the_same_answers(world: str) -> None:
     """Of two cores with the same calls, one of which always goes the long way, all answers and books are alike."""
     answered = 0
-    for seed in range(12):
+    for seed in range(count(test=4, nightly=12, weekly=48)):
         kits = [Kit(*WORLDS[world], share=0.7), long_way(Kit(*WORLDS[world], share=0.7))]
         choosers, leases = [random.Random(seed) for _ in kits], [list[int](), list[int]()]
         for _ in range(60):
@@ -101,8 +102,8 @@ def test_it_is_answered_at_once(world: str) -> None:
     """What lies in the one tier that was asked for, with nothing nearer, has its answer in the acquisition; also the part of a sequence that is there."""
     kit = Kit(*WORLDS[world])
     kit.put(chain("a", 3), kind=HOST)
-    for count in (3, 5):
-        answer = kit.acquire(group(chain("a", count)))
+    for blocks in (3, 5):
+        answer = kit.acquire(group(chain("a", blocks)))
         assert answer.served is not None
         assert (answer.tokens, answer.whole, answer.served.groups[0].count) == (3 * TOKENS, True, 3)
 

@@ -239,6 +239,7 @@ def is_gone(process: int) -> bool:
     return bool(ready)
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_killed_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that it started; what it had found is kept, and the failure names the bound."""
     begun = time.monotonic()
