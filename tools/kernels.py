@@ -13,9 +13,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import click
 from rich.console import Console
@@ -87,12 +89,24 @@ def build_emulator(
     library = into / f"emulated-{sanitizer or 'plain'}-{_digest(sources, [*flags, *units])}.so"
     into.mkdir(parents=True, exist_ok=True)
     with open(library.with_suffix(".lock"), "wb") as turn:
-        fcntl.flock(
-            turn, fcntl.LOCK_EX
-        )  # who comes second finds it built: two compilers at one time take twice as long
+        _await_turn(turn, library)
         if not library.exists():
             _compile(library, flags, sanitizer, units=units, sources=sources)
     return library
+
+
+def _await_turn(turn: IO[bytes], library: Path) -> None:
+    """One process compiles a library, the others wait for it: two compilers at one time take twice as long. Raises CompilerError."""
+    until = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise CompilerError(
+                    f"{library}: another process has compiled it for {LIMIT_S} s; end that process, then build again"
+                ) from None
+            time.sleep(0.1)
 
 
 def _compile(library: Path, flags: Sequence[str], sanitizer: str, *, units: Sequence[str], sources: Path) -> None:

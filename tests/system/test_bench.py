@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import slow
 from tests.repo.source import ROOT
 from tools.bench.promises import PROMISES
 from tools.bench.traffic import PATTERNS
@@ -54,8 +55,8 @@ ROWS = {
     "daemon_start": {"daemon_start_100k"},
     "recording": {"record_acquire_32", "record_acquire_256"},
 }
-SHORT = {"data_plane", "one_block"}
-"""Those that every commit runs; the others take some seconds each even at their tiny size."""
+SHORT = ("data_plane", "one_block")
+"""`make test` runs these; each other suite takes some seconds even at its tiny size."""
 LIMIT_S = 600
 """A suite takes seconds; a machine that does much else may take long."""
 FULL_ONLY = {
@@ -85,7 +86,7 @@ def bench(*names: str, output: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.slow]) for n in ROWS])
+@pytest.mark.parametrize("name", [*SHORT, *slow(*(name for name in ROWS if name not in SHORT))])
 def test_a_suite_gives_its_rows(name: str, tmp_path: Path) -> None:
     """A suite gives exactly the rows named here, in numbers above zero where they are times and rates, and leaves no file behind but what it writes."""
     done = bench(name, output=tmp_path / "bench.json")

@@ -204,6 +204,7 @@ def crash(kills: int, *, seed: int, directory: Path, kind: type[Daemon] = Daemon
                 check(daemon, oracle.to_check(chance), oracle)
                 assert not oracle.complaints, f"seed {seed}, kill {done}: {oracle.complaints}\n{daemon.log[-6000:]}"
             await_true(lambda: oracle.count_blocks() > kills, "more blocks are durable than there were kills")
+        oracle.listen()
         daemon.restart()
         check(daemon, oracle.everything(), oracle)
         blocks = oracle.count_blocks()
@@ -220,6 +221,7 @@ def crash(kills: int, *, seed: int, directory: Path, kind: type[Daemon] = Daemon
             workers=dict(oracle.counts),
         )
         assert not oracle.complaints, f"seed {seed}: {oracle.complaints}"
+        assert blocks > kills
         assert "Traceback" not in daemon.log, daemon.log
 
 

@@ -46,7 +46,7 @@ HANDFUL = [
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("direct", [BACKENDS[0], *slow(*BACKENDS[1:])])
+@pytest.mark.parametrize("direct", BACKENDS)
 def test_handful(tmp_path: Path, direct: str) -> None:
     """The matrix in small."""
     through(tmp_path, direct, HANDFUL)

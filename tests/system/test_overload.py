@@ -288,7 +288,6 @@ def lookups_per_s(busy: Busy, seconds: float, at_once: int) -> float:
     return ended(*clients).in_time / seconds
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_more_lookups_than_can_be_answered(busy: Busy) -> None:

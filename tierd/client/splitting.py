@@ -1,4 +1,6 @@
-"""Calls of more than PART_BLOCKS blocks, counted over ranks and groups, are made in parts, from the first token on: so no part keeps the daemon from others for long.
+"""The SDK makes calls of more than PART_BLOCKS blocks, counted over ranks and groups, in parts, from the first token on.
+
+So no part keeps the daemon from others for long.
 
 Purpose: prompts of any length. Non-purpose: what one call does (verbs.py). Invariants: a part ends where a block of each group ends; after a part that was not served or stored whole
 comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes.

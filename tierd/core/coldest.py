@@ -44,7 +44,7 @@ class Coldest:
         self._preceding: tuple[set[int], bool] | None = None
 
     def guard(self, blocks: Ids) -> None:
-        """A put or a get adds to these blocks while room is made for it. None: it has ended."""
+        """Room is made for a put or a get that adds to these blocks, until `guard` is called with none."""
         self._guarded, self._preceding = blocks, None
 
     def find(self, tier: int, count: int, *, to_drop: bool = False) -> Ids:
@@ -74,7 +74,10 @@ class Coldest:
         return those[~among(those, np.fromiter(above, np.int64))] if above else those
 
     def are_needed(self, tier: int, those: Ids) -> bool:
-        """Whether a guarded block follows one of them that no farther tier has. It sees the MOST_ABOVE that are nearest."""
+        """Whether a guarded block follows one of them that no farther tier has.
+
+        It sees the MOST_ABOVE nearest of the blocks that guarded ones follow.
+        """
         above, _ = self._above_guarded()
         needed = [block for block in those.tolist() if block in above]
         return bool(needed) and not every(self._index.is_farther(tier, np.asarray(needed, np.int64)))
@@ -105,7 +108,10 @@ class Coldest:
     # -- inside
 
     def _above_guarded(self) -> tuple[set[int], bool]:
-        """The guarded blocks and those that precede them, MOST_ABOVE at most; whether these are all. It walks once a guard."""
+        """The guarded blocks and those that precede them, at most MOST_ABOVE, and whether these are all.
+
+        It goes up the chains once for each `guard`.
+        """
         if self._preceding is None:
             parent, above, left = self._index.blocks.parent.data, set[int](), MOST_ABOVE
             for guarded in self._guarded.tolist():
@@ -151,7 +157,7 @@ class Coldest:
         return others
 
     def _kept_farther(self, tier: int, those: Ids) -> Ids:
-        """Which of them a farther tier has, heads first: a block goes only after all above it, so no drop makes a tip."""
+        """Which of them a farther tier has, heads first: a block goes only after all above it. So no drop makes a tip."""
         index, blocks = self._index, self._index.blocks
         kept = those[index.is_farther(tier, those)]
         kept = kept[np.argsort(blocks.position[kept], kind="stable")]

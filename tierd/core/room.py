@@ -7,7 +7,8 @@ Purpose: which page is given, and what leaves for it. Non-purpose: what the page
 4. if not, segments of other keys are emptied of which half or more is colder than whatever has the right key;
 5. else blocks of the right key are dropped that are among the coldest, as many as fill one segment;
 6. else the segment that holds most of the coldest is emptied. One in which something is held is passed over;
-7. with sealed puts one that is empty only since then: who puts in a row finds what he wrote to before, and no new file is made for what is sealed.
+7. with sealed puts a segment that is empty only since then begins a new life: so a session that puts in a row finds the
+   segment that it wrote to before, and the daemon makes no new file for what it seals.
 So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
 
 What is coldest is for `coldest.py` to say: children before their parents. Only when everything that may go, or is of any use, is held back by children that
@@ -102,7 +103,8 @@ class Room:
     def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> Ids | None:
         """Drops up to `count` cold blocks of the key, or empties segments.
 
-        Pages that are reserved for the key already: fewer than `count`, or none, in which case the caller looks again. None: nothing may leave.
+        It returns pages that it has reserved for the key: fewer than `count`, or none, and then the caller looks again.
+        None: nothing may leave.
         """
         pages_of = self._index.tiers[tier]
         victims = self.coldest.find(tier, count, to_drop=True)
@@ -192,8 +194,9 @@ class Room:
         return len(mine) > 0
 
     def _break_chain(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
-        """What waits for children that may not go leaves all the same, since what else may is of no use for the key. False: that is of none either, or a
-        put is adding to it.
+        """Drops blocks whose children may not leave, because no block that may leave is of use for the key.
+
+        False: these are of no use either, or a put adds to them.
         """
         victims = self._index.policies[tier].victims(self._index.going[tier], self._index.held[tier])
         assert victims is not None, "the policy lost count of what it tracks"
@@ -221,7 +224,9 @@ class Room:
         return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)
 
     def _empty(self, tier: int, place: int, draft: Draft) -> bool:
-        """Drops all blocks of a segment. False, and nothing changed: something in it is held, a put or a get adds to one of its blocks, or most of it is quarantined."""
+        """Drops all blocks of a segment. False, and nothing changed: the segment holds a pinned block, a put or a get adds to
+        one of its blocks, or most of its pages are quarantined.
+        """
         pages_of = self._index.tiers[tier]
         span = pages_of.pages_of(place)
         used = true_rows(~among(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start

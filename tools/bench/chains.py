@@ -162,7 +162,7 @@ def waits_s(policy: str, length: int, pages: int, *, far: bool) -> list[float]:
 
 
 def told(pipe: Connection) -> Any:
-    """What the other client says. Raises TimeoutError."""
+    """Waits at most ANSWER_S for the other client's message. Raises TimeoutError."""
     if not pipe.poll(ANSWER_S):
         raise TimeoutError(f"chains: the other client did not answer within {ANSWER_S:g} s; is the machine busy?")
     return pipe.recv()

@@ -115,6 +115,14 @@ def test_of_a_prompt_that_does_not_fit_the_longest_prefix_stays(policy: str) -> 
     assert kit.tiers_of(a) == [0] * 32 + [-1] * 64
 
 
+def test_of_a_prompt_longer_than_the_search_goes_up_the_head_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If more blocks precede a put than `unguarded` looks at, the put evicts none of those that it has not seen."""
+    monkeypatch.setattr("tierd.core.coldest.MOST_ABOVE", 4)
+    kit, a = Kit(tier(HOST, 32, segment=8)), chain("a", 40)
+    put_in_parts(kit, a, 8)
+    assert kit.tiers_of(a) == [0] * 32 + [-1] * 8
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str) -> None:
     """Memory drops those of its blocks first that NVMe holds, so the core serves the whole prompt."""
@@ -207,13 +215,25 @@ def test_what_a_call_touches_above_its_blocks_is_bounded(priority: int, monkeypa
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("pinned", [0, 4], ids=["what may leave lies beside its head", "all that is left is pinned"])
-def test_no_segment_is_emptied_that_holds_what_another_writers_put_continues(policy: str, pinned: int) -> None:
+def test_no_segment_is_emptied_that_holds_what_another_writers_put_continues(policy: str) -> None:
     """Another writer that continues a prompt gets no segment of it: it finds no room, and the prompt stays whole."""
     kit, a, b = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 36), chain("b", 4)
     kit.core.open_session(2, domain=1)
     kit.put(b)
     put_in_parts(kit, a[:28], 4)
-    kit.core.pin_blocks(kit.ids(b[4 - pinned :]))
     put_in_parts(kit, a, 4, 28, session=2)
     assert kit.tiers_of(a) == [0] * 28 + [-1] * 8
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse-index"])
+def test_a_segment_is_emptied_if_a_farther_tier_has_what_a_put_continues(policy: str) -> None:
+    """Another writer that continues a prompt gets segments of it whose blocks NVMe holds too: the prompt stays whole."""
+    host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
+    kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
+    kit.core.open_session(2, domain=1)
+    put_in_parts(kit, a[:32], 8)
+    kit.took(kit.core.demote(kit.tick()))
+    kit.land()
+    put_in_parts(kit, a, 8, 32, session=2)
+    assert kit.tiers_of(a)[32:] == [0] * 8
+    assert -1 not in kit.tiers_of(a)

@@ -200,7 +200,9 @@ class TierdHiCache(HiCacheStorage):
     # -- the rest
 
     def clear(self) -> None:
-        """Nothing that was stored before is served to this process any more; `tierctl epoch bump` removes it for all, and is needed where ranks share pages."""
+        """Serves this process nothing that was stored before. `tierctl epoch bump` removes it for all engines; ranks that
+        share pages need that.
+        """
         self._cleared = uuid.uuid4().hex
         logger.warning("tierd: cleared for this rank alone; run `tierctl epoch bump` to end what all engines see")
         for name, shelf in list(self._shelves.items()):

@@ -1,4 +1,6 @@
-"""Reuse index: the block of which the least use can be expected per second of keeping it leaves first. The setting `reuse-index` is duel.py, which goes by this order or by LRU.
+"""Reuse index: the block of which the least use can be expected per second of keeping it leaves first.
+
+The setting `reuse-index` is duel.py, which goes by this order or by LRU.
 
 What a block is worth follows from its group (what is known of the request that used it last) and its age since then, wherever it lies: coming into a
 tier by demotion is no use. The table of worths is learned by
