@@ -53,13 +53,14 @@ class Segment:
 
 @dataclass
 class Memory:
-    """What of an arena outlives its daemon. used: every generation that was ever stamped, for the check alone."""
+    """What of an arena outlives its daemon. used: every generation that was ever stamped, for the check alone; gone: sessions whose processes have ended, which map nothing any more."""
 
     segments: dict[int, Segment] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)
     next_segment: int = 1
     next_generation: int = 1
     used: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
 
     def photograph(self) -> Callable[[], None]:
         """The state of this moment; the result puts it back. Pages' bytes are their writers' and are left alone."""
@@ -71,12 +72,14 @@ class Memory:
             self.segments, self.names, self.used = segments, names, used
             self.next_segment, self.next_generation = marks
             for segment, table, data, maps in tables:
-                segment.table[:], segment.data, segment.maps = table, data, maps
+                segment.table[:], segment.data = table, data
+                segment.maps = {session: may for session, may in maps.items() if session not in self.gone}
 
         return put_back
 
     def forget(self, session: int) -> None:
-        """The session's process is gone, and its mappings with it."""
+        """The session's process is gone, and its mappings with it; what the daemon sends it from now on reaches nobody."""
+        self.gone.add(session)
         for segment in self.segments.values():
             segment.maps.pop(session, None)
 
@@ -286,7 +289,8 @@ class SimArena:
         if living.files.data is None:
             raise TierFailed(f"{self.spec.name}: segment {segment} is not prepared")
         held = living.files.maps
-        held[session] = held.get(session, False) or living.assignment.writer == session
+        if session not in self._memory.gone:
+            held[session] = held.get(session, False) or living.assignment.writer == session
         return living.files
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
