@@ -96,7 +96,10 @@ def build_emulator(
 
 
 def _await_turn(turn: IO[bytes], library: Path) -> None:
-    """One process compiles a library, the others wait for it: two compilers at one time take twice as long. Raises CompilerError."""
+    """Waits while another process compiles the library: two compilers at one time take twice as long.
+
+    Raises CompilerError.
+    """
     until = time.monotonic() + LIMIT_S
     while True:
         try:

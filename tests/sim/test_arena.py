@@ -35,7 +35,7 @@ def filled() -> tuple[Memory, SimArena]:
     ids=["what the daemon still sends it", "what is put back after the daemon's own end"],
 )
 def test_a_process_that_has_ended_maps_nothing(late: Callable[[Callable[[], None], SimArena], object]) -> None:
-    """Neither a descriptor that was on its way nor an older state of the memory makes an ended process map a segment again."""
+    """No descriptor on its way, and no older state of the memory, makes an ended process map a segment again."""
     memory, arena = filled()
     assert memory.segments[1].maps == {LIVES: False, ENDS: True}
     back = memory.photograph()

@@ -1,4 +1,4 @@
-"""The SDK makes calls of more than PART_BLOCKS blocks, counted over ranks and groups, in parts, from the first token on.
+"""The SDK makes calls of more than PART_BLOCKS blocks in parts, from the first token on; ranks and groups count.
 
 So no part keeps the daemon from others for long.
 

@@ -157,7 +157,7 @@ class Coldest:
         return others
 
     def _kept_farther(self, tier: int, those: Ids) -> Ids:
-        """Which of them a farther tier has, heads first: a block goes only after all above it. So no drop makes a tip."""
+        """Which of them a farther tier has, heads first, since a block goes after all above it: no drop makes a tip."""
         index, blocks = self._index, self._index.blocks
         kept = those[index.is_farther(tier, those)]
         kept = kept[np.argsort(blocks.position[kept], kind="stable")]

@@ -224,8 +224,10 @@ class Room:
         return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)
 
     def _empty(self, tier: int, place: int, draft: Draft) -> bool:
-        """Drops all blocks of a segment. False, and nothing changed: the segment holds a pinned block, a put or a get adds to
-        one of its blocks, or most of its pages are quarantined.
+        """Drops all blocks of a segment.
+
+        False, and nothing changed: the segment holds a pinned block, a put or a get adds to one of its blocks, or
+        most of its pages are quarantined.
         """
         pages_of = self._index.tiers[tier]
         span = pages_of.pages_of(place)

@@ -227,7 +227,7 @@ def test_no_segment_is_emptied_that_holds_what_another_writers_put_continues(pol
 
 @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
 def test_a_segment_is_emptied_if_a_farther_tier_has_what_a_put_continues(policy: str) -> None:
-    """Another writer that continues a prompt gets segments of it whose blocks NVMe holds too: the prompt stays whole."""
+    """Another writer that continues a prompt may get its segments if NVMe holds the blocks: the prompt stays whole."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     kit.core.open_session(2, domain=1)

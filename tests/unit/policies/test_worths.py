@@ -20,7 +20,7 @@ POSITIONS = 5
 
 def rounded(value: float) -> float:
     """Down to a quarter of its power of two."""
-    power = 2 ** math.floor(math.log2(value))
+    power = 2 ** (math.frexp(value)[1] - 1)
     return power * (1 + math.floor(4 * (value / power - 1)) / 4)
 
 

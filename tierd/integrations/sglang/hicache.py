@@ -200,8 +200,9 @@ class TierdHiCache(HiCacheStorage):
     # -- the rest
 
     def clear(self) -> None:
-        """Serves this process nothing that was stored before. `tierctl epoch bump` removes it for all engines; ranks that
-        share pages need that.
+        """Serves this process nothing that was stored before.
+
+        `tierctl epoch bump` removes it for all engines; ranks that share pages need that.
         """
         self._cleared = uuid.uuid4().hex
         logger.warning("tierd: cleared for this rank alone; run `tierctl epoch bump` to end what all engines see")

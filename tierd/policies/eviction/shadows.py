@@ -5,8 +5,8 @@ al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2
 
 A name is in the sample if so many first bits of its number are 0: one more whenever the tier outgrows SAMPLED. Shadows hear of all uses and drop their own victims when they hold more than the
 tier would of the sample. LRU decides at first. The duel counts how many more blocks the order that does not decide has
-found, never below 0 (E. Page, "Continuous Inspection Schemes", Biometrika 41, 1954). When that is more than chance makes
-likely, that order decides.
+found, never below 0 (E. Page, "Continuous Inspection Schemes", Biometrika 41, 1954). When that is more than
+chance makes likely, that order decides.
 
 Invariants: memory is bounded, and work by the sampled names of a call; equal calls give equal answers, whatever the seed of the keys.
 """

@@ -53,7 +53,10 @@ class Segment:
 
 @dataclass
 class Memory:
-    """What of an arena outlives its daemon. used: every generation that was ever stamped, for the check alone; gone: sessions whose processes have ended, which map nothing any more."""
+    """What of an arena outlives its daemon. used: every generation that was ever stamped, for the check alone.
+
+    gone: sessions whose processes have ended, which map nothing any more.
+    """
 
     segments: dict[int, Segment] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)
@@ -78,7 +81,7 @@ class Memory:
         return put_back
 
     def forget(self, session: int) -> None:
-        """The session's process is gone, and its mappings with it; what the daemon sends it from now on reaches nobody."""
+        """The session's process is gone, and its mappings with it; it receives no descriptor any more."""
         self.gone.add(session)
         for segment in self.segments.values():
             segment.maps.pop(session, None)
