@@ -14,6 +14,7 @@ from tierd.core.admission import Chance, Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.model import TierKind, TierSpec
 from tierd.policies.admission import ADMISSION, learned
+from tierd.policies.admission.floor import SAMPLED, Floor
 from tierd.policies.admission.learned import FLOOR, Learned
 from tierd.policies.admission.tails import NAMESPACE_LIMIT, Tails
 
@@ -67,12 +68,58 @@ def test_tinylfu_forgets_what_is_no_longer_used() -> None:
     assert policy.admit(ids, sizes(ids), 30.0).tolist() == [Verdict.UNLIKELY] * 3
 
 
-def test_learned_has_a_floor_without_a_budget() -> None:
-    """Without a budget everything at the floor or above is written, and nothing below it."""
+ROUND = 400
+"""Blocks of SIZE bytes that come up at once: more than a small tier of the tests below holds."""
+
+
+def rounds(policy: Learned, blocks: Blocks, *, turns: int, used_share: float, first: int = 1) -> list[int]:
+    """Offers ROUND new blocks a turn, and uses a share of them again; how many were to be written in each turn."""
+    written = []
+    for turn in range(turns):
+        ids = known(blocks, list(range(first + turn * ROUND, first + (turn + 1) * ROUND)))
+        written.append(int(np.count_nonzero(policy.admit(ids, sizes(ids), float(turn)) == Verdict.WRITE)))
+        used(policy, blocks, ids[: round(used_share * ROUND)], turn + 0.5)
+        blocks.fade(ids)
+    return written
+
+
+def small_learned(blocks: Blocks, chance: float) -> Learned:
+    """Over a tier of half of ROUND blocks; the learner gives each block this chance."""
+    small = TierSpec(TierKind.NVME, 0, ROUND // 2 * SIZE, SIZE, admission="learned")
+    return Learned(small, blocks, lambda ids, now: np.full(len(ids), chance))
+
+
+def test_the_floor_stands_while_few_below_it_are_used_again() -> None:
+    """Blocks below the floor are written until a tier of them has come up and few were used again; then none is."""
     blocks = Blocks()
-    ids = known(blocks, [1, 2, 3])
-    policy = Learned(spec(), blocks, lambda ids, now: np.array([FLOOR * 0.99, FLOOR, 0.9]))
-    assert policy.admit(ids, sizes(ids), 1.0).tolist() == [Verdict.UNLIKELY, Verdict.WRITE, Verdict.WRITE]
+    assert rounds(small_learned(blocks, 0.99 * FLOOR), blocks, turns=4, used_share=0.1) == [ROUND, 0, 0, 0]
+
+
+def test_the_floor_falls_when_more_below_it_are_used_again_than_the_learner_says() -> None:
+    """Blocks that the learner gives little chance are written while more than the floor's share are used again."""
+    blocks = Blocks()
+    policy = small_learned(blocks, 0.99 * FLOOR)
+    assert rounds(policy, blocks, turns=4, used_share=0.3) == [ROUND] * 4
+    assert rounds(policy, blocks, turns=12, used_share=0.0, first=10_000)[-1] == 0
+    assert rounds(policy, blocks, turns=12, used_share=1.0, first=20_000)[-1] == ROUND
+
+
+def test_blocks_at_the_floor_are_written_whether_it_stands_or_not() -> None:
+    """A chance of FLOOR is enough, and blocks at it are no evidence."""
+    blocks = Blocks()
+    assert rounds(small_learned(blocks, FLOOR), blocks, turns=4, used_share=0.0) == [ROUND] * 4
+
+
+@pytest.mark.parametrize("used_share", [0.1, 0.3])
+def test_a_sample_of_a_large_tier_tells_as_well(used_share: float) -> None:
+    """Of many more blocks than are remembered the floor sees the share that is used again, and remembers no more."""
+    floor, rng, step = Floor(FLOOR, 20 * SAMPLED * SIZE), np.random.default_rng(SEED), SAMPLED
+    for _ in range(count(test=50, nightly=400, weekly=400)):
+        names = rng.integers(0, 1 << 63, step, np.uint64)
+        floor.offered(names, np.ones(step, bool), np.full(step, SIZE))
+        floor.used(names[: round(used_share * step)])
+        assert len(floor) <= SAMPLED
+    assert floor.stands() == (used_share < FLOOR)
 
 
 def demand(chance: Chance | None, *, rate: float, per_s: int, span_s: int, step_s: int = 5) -> tuple[int, list[int]]:

@@ -1,7 +1,8 @@
 """Learned: a block is written if another use is likely enough, and how likely that is follows from the wear budget.
 
 Purpose: ours. The chance of another use comes from whoever learns reuse (`chance`); with a budget the threshold is steered so that just as much passes
-as may be written, the best of it (steering.py); without one it is FLOOR, below which a write is waste whatever the drive.
+as may be written, the best of it (steering.py); without one it is FLOOR, below which a write is waste whatever the drive,
+while blocks below it are as seldom used again as the learner says (floor.py).
 The aim is Flashield's (A. Eisenman et al., "Flashield: a Hybrid Key-value Cache that Controls Flash Write Amplification", NSDI 2019, section 4): flash
 is for what memory has shown to be worth it.
 
@@ -22,11 +23,13 @@ from tierd.core.blocks import Blocks
 from tierd.core.eviction import Mask
 from tierd.core.model import TierSpec
 from tierd.core.plan import Ids
+from tierd.policies.admission.floor import Floor
 from tierd.policies.admission.gate import Gate, Worth, names_before, names_of
 from tierd.policies.admission.steering import Steering
 
 FLOOR = 0.2
 """A chance below it is worth no write on any drive: on the developers' traces such blocks cost more hits by what they displace than they bring."""
+_LEAST_WORTH = 1e-9
 BEFORE_LIMIT = 1 << 14
 """Blocks before one that are counted up. A block with half as many or more to be paid may not be paid: it waits until the head of its chain is written."""
 PROMISES = 65536
@@ -39,6 +42,7 @@ class Learned(Gate):
     def __init__(self, spec: TierSpec, blocks: Blocks, chance: Chance | None = None) -> None:
         super().__init__(spec, blocks, chance)
         self._steering = Steering(self._budget)
+        self._floor = Floor(FLOOR, spec.capacity_bytes)
         self._promised: dict[int, None] = {}
         self._owed_bytes = 0.0
         self._due_bytes: dict[int, int] = {}
@@ -50,11 +54,19 @@ class Learned(Gate):
         return self._steering.price
 
     def worth(self, blocks: Ids, now: float) -> Worth:
-        """The chance of each, 0 below the floor."""
+        """The chance of each, 0 below the floor while that stands."""
         if self._chance is None:
             return np.ones(len(blocks))
         chances = np.clip(self._chance(blocks, now), 0.0, 1.0)
-        return np.where(chances >= FLOOR, chances, 0.0)
+        is_low = chances < FLOOR
+        self._floor.offered(names_of(self._blocks, blocks), is_low, self._blocks.length[blocks])
+        return np.where(is_low, 0.0, chances) if self._floor.stands() else np.maximum(chances, _LEAST_WORTH)
+
+    def touch(self, blocks: Ids, now: float) -> None:
+        """The blocks were used."""
+        super().touch(blocks, now)
+        if len(self._floor):
+            self._floor.used(names_of(self._blocks, blocks))
 
     def paid(self, blocks: Ids, worth: Worth, sizes_bytes: Sizes, now: float) -> Mask:
         """What the threshold lets through, as far as the level pays for it and for all before it."""
