@@ -28,7 +28,6 @@ from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Reason, StructArray
 from tierd.core.sets import kinds
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.hashing.process import HashProcess
 from tierd.tiers import staged
 from tierd.tiers.checksum import raw_tables, slice_sums, sums_of_views, table_digests
 from tierd.tiers.tier import (
@@ -139,8 +138,6 @@ class Mover:
         self._link_limit = link_limit
         self.last_error = ""
         """Of a batch that failed as a whole, until it was told."""
-        self.hashing = HashProcess()
-        """Begun and ended by its owner; while it does not run threads do its work."""
 
     async def copy(self, batch: StructArray, metas: StructArray) -> NDArray[np.uint16]:
         """Runs a batch of TRANSFER records of one link; metas: META per transfer. Gives BlockStatus u2[n].

@@ -105,7 +105,7 @@ def connect(target: str) -> socket.socket:
 
 def hello(**changed: Any) -> dict[str, Any]:
     """A hello that is accepted, but for what is changed."""
-    return {"op": "hello", "proto": 1, "format": 1, "sdk": "0", "name": "raw", "credential": None} | changed
+    return {"op": "hello", "proto": 2, "format": 1, "sdk": "0", "name": "raw", "credential": None} | changed
 
 
 def ask(connection: socket.socket, message: Any) -> tuple[dict[str, Any], list[int]]:

@@ -14,7 +14,7 @@ import pytest
 from tests.still import stand_still
 from tests.system.sdk import await_nothing_held
 from tests.system.warm import Daemon
-from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup, buffers
+from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup, copying
 from tierd.client.session import Session
 from tierd.errors import NotPermitted, StaleHandle
 from tierd.testing import chain
@@ -164,14 +164,15 @@ def test_a_kill_is_survived(own_daemon):
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_put_in_the_midst_of_which_its_daemon_goes(own_daemon, monkeypatch, durable):
     """When the daemon is killed and comes back while a put copies, the put is made once more, and what it stored is there."""
-    copy_all, restarts = buffers.copy_all, []
+    sum_and_copy, restarts = copying.sum_and_copy, []
 
-    def copy(*what):
-        copy_all(*what)
+    def copy(*what, **how):
+        sums = sum_and_copy(*what, **how)
         if not restarts:
             restarts.append(own_daemon.restart())
+        return sums
 
-    monkeypatch.setattr(buffers, "copy_all", copy)
+    monkeypatch.setattr(copying, "sum_and_copy", copy)
     with Client(own_daemon.target) as client:
         ns = client.open_namespace(NamespaceSpec(model="midst", tokens_per_block=16, block_bytes=BLOCK_BYTES))
         assert client.put(ns, TOKENS, blocks_of(3), durable=durable).stored == 3

@@ -191,6 +191,6 @@ def test_a_segment_that_cannot_be_given_costs_no_descriptor(daemon: Daemon) -> N
                 assert ask(client.socket, request)[0]["error"] == "TierFailed"
         await_true(lambda: len(_descriptors(daemon)) == before, "the descriptors come back")
         answer, given = ask(client.socket, request)
-        assert answer["ok"] and len(given) == 3  # and its board
+        assert answer["ok"] and len(given) == 2
         for fd in given:
             os.close(fd)

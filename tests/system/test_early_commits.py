@@ -25,7 +25,6 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import AsyncClient, Client, PutGroup, reservation, writing
 from tierd.client.local import LocalTransport
-from tierd.client.session import Session
 from tierd.errors import DeadlineExceeded, Overloaded
 from tierd.testing import chain, content_of
 
@@ -35,20 +34,23 @@ TIMEOUT_S, SHUTDOWN_S, LONG_S = 1, 20, 10.0
 WRITER = f"""
 import sys
 import numpy as np
-from tierd.client import Client, writing
+from tierd.client import Client, copying, writing
 from tierd.errors import TierdError
 from tests.system.sdk import BIG
 from tierd.testing import chain
 
-inner, calls = writing.buffers.copy_all, []
+inner, calls = copying._summed, []
 
-def copy_all(targets, sources):
+def summed(*block):
     if calls:
         print("half", flush=True)
         sys.stdin.readline()
-    calls.append(inner(targets, sources))
+    calls.append(inner(*block))
+    return calls[-1]
 
-writing.buffers.copy_all = copy_all
+copying._summed = summed
+copying._HELPER._is_of_use = False
+writing.EARLY_BYTES = 0
 with Client(sys.argv[1]) as client:
     space, blocks = client.open_namespace(BIG), [np.full(BIG.block_bytes, 0xAB, np.uint8)] * {BLOCKS}
     try:
@@ -131,28 +133,11 @@ def test_a_daemon_ends_in_order_under_a_put_that_is_written() -> None:
 
 
 def test_a_put_whose_last_word_the_daemon_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That all is written is said until it is heard, or the time is over: a full socket costs a put nothing while the daemon reads, and its deadline while it does not."""
+    """A daemon that stands still while a put copies costs it its deadline; its pages go back when the daemon goes on."""
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
-        space, inner, refused = client.open_namespace(BIG), Session._tell, list[Any]()
-
-        def tell(self: Session, request: Any) -> None:
-            if request["op"] == "written" and len(refused) < 20:
-                refused.append(request)
-                raise BlockingIOError
-            inner(self, request)
-
-        monkeypatch.setattr(Session, "_tell", tell)
+        space, run = client.open_namespace(BIG), writing.Copy.run
         assert put(client, space, 1, BLOCKS).stored == BLOCKS
-        assert len(refused) == 20
-        run = writing.Copying.run
-
-        def run_late(copying: writing.Copying) -> None:
-            stand_still(daemon.pid)
-            with monkeypatch.context() as full:
-                full.setattr(Session, "_took", lambda _self, _request: False)
-                run(copying)
-
-        monkeypatch.setattr(writing.Copying, "run", run_late)
+        monkeypatch.setattr(writing.Copy, "run", lambda copy: (stand_still(daemon.pid), run(copy)))
         try:
             with pytest.raises(DeadlineExceeded):
                 client.put(space, chain(2, BLOCKS), [np.zeros(BIG.block_bytes, np.uint8)] * BLOCKS, timeout_s=0.3)
@@ -164,44 +149,39 @@ def test_a_put_whose_last_word_the_daemon_does_not_hear(monkeypatch: pytest.Monk
 def test_a_durable_put_has_its_time_after_the_copy() -> None:
     """A client that takes most of its time to copy gets what is left of it for the disk."""
     with Daemon() as daemon, Client(daemon.target) as client:
-        space, inner = client.open_namespace(SMALL), writing.Copying.run
+        space, inner = client.open_namespace(SMALL), writing.Copy.run
         with pytest.MonkeyPatch.context() as slow:
-            slow.setattr(writing.Copying, "run", lambda copying: (time.sleep(0.9 * LONG_S), inner(copying)))
+            slow.setattr(writing.Copy, "run", lambda copy: (time.sleep(0.9 * LONG_S), inner(copy)))
             blocks = [np.zeros(SMALL.block_bytes, np.uint8)] * BLOCKS
             assert client.put(space, chain(1, BLOCKS), blocks, durable=True, timeout_s=LONG_S).stored == BLOCKS
 
 
-EARLY, LATE = ["Reserve", "Commit unwritten", "copy", "written"], ["Reserve", "copy", "Commit"]
+EARLY, LATE = ["Reserve", "Commit unwritten", "copy"], ["Reserve", "copy", "Commit"]
 
 
 @pytest.mark.parametrize(
-    ("knows", "least", "order"),
-    [(True, 0, EARLY), (False, 0, LATE), (True, writing.EARLY_BYTES, LATE)],
-    ids=["a daemon that takes it", "an older daemon", "a small put"],
+    ("least", "lines", "order"),
+    [(0, 8, EARLY), (0, 0, LATE[:1] + EARLY[1:]), (writing.EARLY_BYTES, 8, LATE)],
+    ids=["a long put", "without lines", "a small put"],
 )
-def test_who_is_asked_first(knows: bool, least: int, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit goes before the copy to a daemon that waits for it, and after it to one that does not, which is told nothing between the two; of a put that is soon copied, after it to any."""
+def test_who_is_asked_first(least: int, lines: int, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit of a long put goes before its copy; of one that is soon copied, after it. Where there is no line gRPC takes it, when all is written."""
     monkeypatch.setattr(writing, "EARLY_BYTES", least)
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, said = client.open_namespace(SMALL), list[str]()
-        client._verbs.connector.link.session.takes_unwritten = knows
-        send, tell, copy_all = LocalTransport._send, Session._tell, writing.buffers.copy_all
+        client._verbs.connector.link.session.lines = lines
+        send, sum_and_copy = LocalTransport._send, writing.copying.sum_and_copy
 
         def sent(self: LocalTransport, method: str, request: Any, **given: Any) -> Any:
             said.append(f"{method} unwritten" if getattr(request, "unwritten", False) else method)
             return send(self, method, request, **given)
 
-        def told(self: Session, request: Any) -> None:
-            said.append(request["op"])
-            tell(self, request)
-
-        def copied(*what: Any) -> None:
+        def copied(*what: Any, **how: Any) -> bytes:
             said.append("copy")
-            copy_all(*what)
+            return sum_and_copy(*what, **how)
 
         monkeypatch.setattr(LocalTransport, "_send", sent)
-        monkeypatch.setattr(Session, "_tell", told)
-        monkeypatch.setattr(writing.buffers, "copy_all", copied)
+        monkeypatch.setattr(writing.copying, "sum_and_copy", copied)
         assert put(client, space, 1, BLOCKS).stored == BLOCKS
         assert said == order
         assert right(client.get(space, chain(1, BLOCKS)).views, 1) == BLOCKS
@@ -211,7 +191,11 @@ def test_a_commit_that_is_made_again_finds_its_pages_written(monkeypatch: pytest
     """What the daemon had no place for, and is asked again, is copied once."""
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, call, calls, copies = client.open_namespace(SMALL), LocalTransport.call, list[str](), list[Any]()
-        copy_all = writing.buffers.copy_all
+        sum_and_copy = writing.copying.sum_and_copy
+
+        def copied(*what: Any, **how: Any) -> bytes:
+            copies.append(what)
+            return sum_and_copy(*what, **how)
 
         def refused_once(self: LocalTransport, method: str, request: Any, **given: Any) -> Any:
             calls.append(method)
@@ -223,7 +207,7 @@ def test_a_commit_that_is_made_again_finds_its_pages_written(monkeypatch: pytest
             return call(self, method, request, **given)
 
         monkeypatch.setattr(LocalTransport, "call", refused_once)
-        monkeypatch.setattr(writing.buffers, "copy_all", lambda *what: copies.append(copy_all(*what)))
+        monkeypatch.setattr(writing.copying, "sum_and_copy", copied)
         assert put(client, space, 1, BLOCKS).stored == BLOCKS
         assert (calls.count("Commit"), len(copies)) == (2, 1)
         assert right(client.get(space, chain(1, BLOCKS)).views, 1) == BLOCKS

@@ -36,7 +36,6 @@ MESSAGE: dict[str, dict[str, Any]] = {
     "bye": {"op": "bye"},
     "ping": {"op": "ping"},
     "line": {"op": "line"},
-    "written": {"op": "written", "reservation": 1, "blocks": 1},
 }
 
 

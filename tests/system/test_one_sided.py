@@ -1,4 +1,4 @@
-"""Gets that a client makes by itself, from pages that it was given before: the same bytes, never one too many, and the daemon hears of them."""
+"""Gets that ask nobody: every near block, the first time too, the right bytes or a question, and the daemon hears of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from tests.system.sdk import await_nothing_held, count_calls
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
-from tierd.client import Client, NamespaceSpec, OpenedNamespace, buffers, mailbox
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, copying, mailbox
 from tierd.client.mailbox import UNASKED_LIMIT, Mailbox
+from tierd.core.directory import MIN_BLOCKS, Directory, directory_bytes, keys_of
+from tierd.core.meta import META_BYTES
 from tierd.errors import StaleHandle, TierdError
 from tierd.testing import chain, content_of
 
@@ -30,6 +33,7 @@ BLOCKS, SEQUENCES = 8, 40
 TOKENS = BLOCKS * SPEC.tokens_per_block
 HELD = (1 << 20) // (BLOCKS * SPEC.block_bytes)
 """Sequences that the tier has room for."""
+HOSTILE = count(test=100, nightly=3_000, weekly=30_000)
 ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
 
 
@@ -76,32 +80,69 @@ class Reader:
         return got.blocks
 
     def known(self, number: int) -> None:
-        """Puts a sequence and gets it, so that the next get of it needs no call."""
+        """Puts a sequence, so that a get of it needs no call."""
         self.put(number)
         assert self.get(number) == BLOCKS
 
 
-def test_what_was_given_before_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
-    """The second get of a sequence asks nobody, answers what the first did, and holds nothing; after so many the daemon is asked again."""
-    with Client(daemon.target) as client:
-        reader = Reader(client)
-        reader.known(1)
-        out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
-        before = client.get(reader.space, chain(1, BLOCKS), out=out)
+def test_what_is_near_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
+    """The first get of a sequence that another client has put asks nobody, answers what one that asks does, and holds nothing; after so many the daemon is asked again."""
+    with Client(daemon.target) as client, Client(daemon.target) as other:
+        reader, out = Reader(client), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        Reader(other).put(1)
         asked.clear()
-        reader.client.lookup(reader.space, chain(1, BLOCKS))
-        for _ in range(UNASKED_LIMIT):
-            assert client.get(reader.space, chain(1, BLOCKS), out=out) == before
+        client.lookup(reader.space, chain(1, BLOCKS))
+        alone = [client.get(reader.space, chain(1, BLOCKS), out=out) for _ in range(UNASKED_LIMIT)]
         assert asked == {"Lookup": 1}
-        assert reader.get(1) == BLOCKS and asked == {"Lookup": 1, "Acquire": 1}
+        assert [(out[i] == block).all() for i, block in enumerate(blocks_of(1))] == [True] * BLOCKS
+        assert alone == [client.get(reader.space, chain(1, BLOCKS), out=out)] * UNASKED_LIMIT
+        assert asked == {"Lookup": 1, "Acquire": 1}
         await_nothing_held(daemon, after="gets that ask nobody")
+
+
+def test_a_part_of_a_sequence_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
+    """What is asked for need not be what was put in one call, nor begin where that began."""
+    with Client(daemon.target) as client:
+        reader, names = Reader(client), chain(1, BLOCKS)
+        reader.put(1)
+        asked.clear()
+        for first, stop in ((0, 3), (2, BLOCKS), (5, 6)):
+            out = np.zeros((stop - first, SPEC.block_bytes), np.uint8)
+            assert client.get(reader.space, names[first:stop], out=out).blocks == stop - first
+            assert all((out[i] == blocks_of(1)[first + i]).all() for i in range(stop - first))
+        assert not asked
+
+
+@pytest.mark.parametrize("verify", ["first_hit", "sampled", "always"])
+def test_every_such_get_verifies_every_byte(verify: str, asked: Counter[str]) -> None:
+    """A bit that flips in a near page after many good gets is found by the next one, whatever the setting: it asks, is served what comes before, and so is every later one."""
+    with Daemon(TIGHT + f'verify = "{verify}"\n') as daemon, Client(daemon.target) as client:
+        reader, names = Reader(client), chain(1, BLOCKS)
+        reader.known(1)
+        assert [reader.get(1) for _ in range(3)] == [BLOCKS] * 3
+        flip(pages(daemon, names, length=SPEC.block_bytes)[names[3].tobytes()], 4097)
+        asked.clear()
+        assert [reader.get(1) for _ in range(3)] == [3] * 3
+        assert asked["Acquire"] >= 3
+
+
+def test_a_farther_tier_has_what_a_near_page_has_lost(asked: Counter[str]) -> None:
+    """Where NVMe holds a block whose near page has changed, the same get serves it whole."""
+    with (
+        Daemon(TIGHT.replace("nvme = []", "") + '[[nvme]]\ncapacity = "4 MiB"\nsegment = "512 KiB"\n') as daemon,
+        Client(daemon.target) as client,
+    ):
+        reader, names = Reader(client), chain(1, BLOCKS)
+        assert client.put(reader.space, names, blocks_of(1), durable=True).stored == BLOCKS
+        flip(pages(daemon, names, length=SPEC.block_bytes)[names[3].tobytes()], 4097)
+        assert [reader.get(1) for _ in range(2)] == [BLOCKS] * 2
 
 
 def test_the_daemon_counts_them(daemon: Daemon) -> None:
     """Every such get is counted as a hit of the tier, as one that was asked for is."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
         reader = Reader(client)
-        reader.known(1)
+        reader.put(1)
         before = _counted(operator)
         for _ in range(5):
             assert reader.get(1) == BLOCKS
@@ -128,7 +169,7 @@ def test_a_client_that_closes_is_heard(daemon: Daemon) -> None:
     with connect(daemon.target) as operator:
         with Client(daemon.target) as client:
             reader = Reader(client)
-            reader.known(1)
+            reader.put(1)
             for _ in range(5):
                 assert reader.get(1) == BLOCKS
         await_true(lambda: _counted(operator)["tierd_gets_one_sided_total"] == 5, "all of them heard of")
@@ -138,7 +179,7 @@ def test_they_are_recorded(daemon: Daemon) -> None:
     """A recording has them among its requests."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
         reader = Reader(client)
-        reader.known(1)
+        reader.put(1)
         operator.ask(pb.RecordStartRequest(name="alone"))
         for _ in range(3):
             reader.get(1)
@@ -178,17 +219,6 @@ def test_none_of_a_daemon_that_has_gone(daemon: Daemon) -> None:
         daemon.kill()
         with pytest.raises(TierdError):
             reader.get(1)
-
-
-def test_none_where_every_hit_may_be_verified(asked: Counter[str]) -> None:
-    """Where pages are looked at again at later hits each get asks."""
-    for verify in ("sampled", "always"):
-        with Daemon(TIGHT + f'verify = "{verify}"\n') as daemon, Client(daemon.target) as client:
-            reader = Reader(client)
-            reader.known(1)
-            asked.clear()
-            assert [reader.get(1) for _ in range(3)] == [BLOCKS] * 3
-            assert asked == {"Acquire": 3}
 
 
 def test_none_when_the_daemon_was_not_heard_of_for_long(
@@ -259,15 +289,16 @@ def test_the_tiers_of_its_blocks_are_told() -> None:
 def test_none_of_a_daemon_that_goes_during_the_copy(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who cannot tell the daemon of a get any more has not made it."""
     with Client(daemon.target) as client:
-        reader, copy = Reader(client), buffers.copy_from
+        reader, copy = Reader(client), copying.sum_and_copy
         reader.known(1)
 
-        def copied(*given: Any) -> None:
-            copy(*given)
+        def copied(*given: Any, **how: Any) -> list[bytes]:
+            sums = copy(*given, **how)
             if not daemon.has_ended:
                 daemon.kill()
+            return sums
 
-        monkeypatch.setattr("tierd.client.buffers.copy_from", copied)
+        monkeypatch.setattr(copying, "sum_and_copy", copied)
         with pytest.raises(TierdError):
             reader.get(1)
 
@@ -315,18 +346,63 @@ def test_right_bytes_where_pages_are_reused_in_the_middle(daemon: Daemon, monkey
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader, writer = Reader(client), Reader(other)
         reader.known(1)
-        copy = buffers.copy_from
+        copy = copying.sum_and_copy
 
-        def copied(*given: Any, **more: Any) -> None:
-            copy(*given, **more)
+        def copied(*given: Any, **how: Any) -> list[bytes]:
+            sums = copy(*given, **how)
             with monkeypatch.context() as inner:
-                inner.setattr("tierd.client.buffers.copy_from", copy)
+                inner.setattr(copying, "sum_and_copy", copy)
                 for number in range(2, 2 + 2 * HELD):
                     writer.put(number)
+            return sums
 
         with monkeypatch.context() as late:
-            late.setattr("tierd.client.buffers.copy_from", copied)
+            late.setattr(copying, "sum_and_copy", copied)
             assert reader.get(1) == 0
+
+
+def test_whatever_the_directory_says(daemon: Daemon) -> None:
+    """Entries that lead to other blocks, to segments and slots that there are not, or to nowhere cost a question, and never a wrong byte or an error."""
+    chance = np.random.default_rng(5)
+    with Client(daemon.target) as client, Client(daemon.target) as other:
+        reader, writer = Reader(client), Reader(other)
+        for number in range(4):
+            writer.put(number)
+        session = client._connector.link.session
+        true = session.directory
+        words = np.zeros(directory_bytes(MIN_BLOCKS) // 8, np.uint64)
+        for round_ in range(HOSTILE):
+            wild = Directory(words)
+            for number in range(4):
+                keys = keys_of(reader.space.id, chain(number, BLOCKS))
+                _, places, slots = true.find(keys)
+                places = (places << np.uint64(24)) | slots.astype(np.uint64)
+                chance.shuffle(places)
+                places[chance.integers(BLOCKS)] = chance.integers(1 << 63, dtype=np.uint64) >> np.uint64(
+                    chance.integers(64)
+                )
+                wild.add(keys, places)
+            session.directory = wild
+            assert reader.get(round_ % 4) == BLOCKS
+
+
+def test_whatever_the_catalogue_says(daemon: Daemon) -> None:
+    """Entries and slice tables of which any byte may be any other cost a question, and never a wrong byte or an error."""
+    chance = np.random.default_rng(6)
+    with Client(daemon.target) as client:
+        reader = Reader(client)
+        reader.known(1)
+        session = client._connector.link.session
+        for round_ in range(HOSTILE):
+            for place, segment in list(session._segments.items()):
+                metas, tables = (np.frombuffer(its, np.uint8).copy() for its in (segment.metas, segment.tables))
+                for raw, width in ((metas, META_BYTES), (tables, 8)) if round_ % 2 else ((metas, META_BYTES),):
+                    rows = raw.reshape(-1, width)
+                    at = chance.integers(width, size=4)
+                    rows[:, at] = chance.integers(256, size=(len(rows), 4), dtype=np.uint8)
+                session._segments[place] = replace(segment, metas=memoryview(metas), tables=memoryview(tables))
+            assert reader.get(1) in (0, BLOCKS)
+            session.unmap()
 
 
 def _counted(operator: Connection) -> Counter[str]:

@@ -295,17 +295,17 @@ def test_a_daemon_that_dies_between_two_puts() -> None:
 def test_a_daemon_that_dies_while_a_put_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written to a spare of the dead daemon is written once more, to its successor's pages."""
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
-        space, inner = client.open_namespace(SPEC), writing.Copying.run
+        space, inner = client.open_namespace(SPEC), writing.Copy.run
         for number in range(3):
             put(client, space, number)
 
-        def run(copying: writing.Copying) -> None:
-            inner(copying)
+        def run(copy: writing.Copy) -> None:
+            inner(copy)
             monkeypatch.undo()
             daemon.kill()
             daemon.start()
 
-        monkeypatch.setattr(writing.Copying, "run", run)
+        monkeypatch.setattr(writing.Copy, "run", run)
         assert put(client, space, 3) == [READY] * BLOCKS
         assert all(is_right(client, space, number) for number in range(4))
 

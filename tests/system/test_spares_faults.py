@@ -127,7 +127,7 @@ def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: p
     """Ctrl-C while a put writes to a spare, whose commit is under way, gives the spare back; nothing of it is stored."""
     spec = NamespaceSpec(model="long", tokens_per_block=16, block_bytes=256 << 10)
 
-    def copy_all(*_: Any, **__: Any) -> None:
+    def sum_and_copy(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with Client(daemon.target) as client:
@@ -135,7 +135,7 @@ def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: p
         monkeypatch.setattr(spares, "PUTS_AHEAD", 1)
         in_a_row(client, space)
         await_true(lambda: held(daemon) == (0, 1, 0, BLOCKS), "pages are reserved")
-        monkeypatch.setattr(writing.buffers, "copy_all", copy_all)
+        monkeypatch.setattr(writing.copying, "sum_and_copy", sum_and_copy)
         with pytest.raises(KeyboardInterrupt):
             put(client, space, 5)
         await_true(lambda: held(daemon) == NOTHING, "they went back")

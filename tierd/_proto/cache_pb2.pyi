@@ -146,16 +146,18 @@ class LookupReply(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., tier_of: _Optional[_Iterable[bytes]] = ..., tier_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("groups", "tier", "nth", "preview")
+    __slots__ = ("groups", "tier", "nth", "copies", "doubted")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
-    PREVIEW_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    DOUBTED_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     tier: TierKind
     nth: int
-    preview: bool
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., preview: bool = ...) -> None: ...
+    copies: bool
+    doubted: bytes
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., copies: bool = ..., doubted: _Optional[bytes] = ...) -> None: ...
 
 class GroupHandles(_message.Message):
     __slots__ = ("first", "count", "handles")
@@ -250,32 +252,36 @@ class CommitGroup(_message.Message):
     def __init__(self, blocks: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("reservation", "blocks", "durability", "lease", "keep_open", "unwritten", "word")
+    __slots__ = ("reservation", "blocks", "durability", "lease", "keep_open", "unwritten", "sums")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     KEEP_OPEN_FIELD_NUMBER: _ClassVar[int]
     UNWRITTEN_FIELD_NUMBER: _ClassVar[int]
-    WORD_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     blocks: CommitGroup
     durability: Durability
     lease: bool
     keep_open: bool
     unwritten: bool
-    word: int
-    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Union[CommitGroup, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease: bool = ..., keep_open: bool = ..., unwritten: bool = ..., word: _Optional[int] = ...) -> None: ...
+    sums: bytes
+    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Union[CommitGroup, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease: bool = ..., keep_open: bool = ..., unwritten: bool = ..., sums: _Optional[bytes] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("sums",)
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    sums: bytes
+    def __init__(self, sums: _Optional[bytes] = ...) -> None: ...
 
 class CommitReply(_message.Message):
-    __slots__ = ("handles", "lease", "followed")
+    __slots__ = ("handles", "lease")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     handles: bytes
     lease: int
-    followed: bool
-    def __init__(self, handles: _Optional[bytes] = ..., lease: _Optional[int] = ..., followed: bool = ...) -> None: ...
+    def __init__(self, handles: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("reservation",)
@@ -374,32 +380,32 @@ class ReportAttentionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("method", "message", "timeout_us", "request")
+    __slots__ = ("method", "message", "timeout_us", "request", "more")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     method: str
     message: bytes
     timeout_us: int
     request: str
-    def __init__(self, method: _Optional[str] = ..., message: _Optional[bytes] = ..., timeout_us: _Optional[int] = ..., request: _Optional[str] = ...) -> None: ...
+    more: bool
+    def __init__(self, method: _Optional[str] = ..., message: _Optional[bytes] = ..., timeout_us: _Optional[int] = ..., request: _Optional[str] = ..., more: bool = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("message", "status", "error", "details", "retry_ms", "preview")
+    __slots__ = ("message", "status", "error", "details", "retry_ms")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     RETRY_MS_FIELD_NUMBER: _ClassVar[int]
-    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     message: bytes
     status: str
     error: str
     details: str
     retry_ms: int
-    preview: bool
-    def __init__(self, message: _Optional[bytes] = ..., status: _Optional[str] = ..., error: _Optional[str] = ..., details: _Optional[str] = ..., retry_ms: _Optional[int] = ..., preview: bool = ...) -> None: ...
+    def __init__(self, message: _Optional[bytes] = ..., status: _Optional[str] = ..., error: _Optional[str] = ..., details: _Optional[str] = ..., retry_ms: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("after",)

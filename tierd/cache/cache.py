@@ -17,22 +17,22 @@ from functools import partial
 import numpy as np
 import structlog
 
-from tierd.cache.ahead import Ahead
 from tierd.cache.at_once import done_at_once
 from tierd.cache.background import Background
 from tierd.cache.counting import count_reserved, count_served, count_used
+from tierd.cache.directories import Directories
 from tierd.cache.events import Event
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import STEP_PAGES, Holdings
-from tierd.cache.lease import NOTHING, Lease, Preview
+from tierd.cache.lease import NOTHING, Lease
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
 from tierd.cache.publication import CommitQuery, Foresee, Publication, Written
 from tierd.cache.releases import LateReleases
 from tierd.cache.under_way import UnderWay
-from tierd.cache.verification import Verification
+from tierd.cache.verification import Generations, Verification
 from tierd.cache.watch import Watch
 from tierd.core.block import Namespace, NamespaceSpec
 from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, StructArray, TierKind, Wanted
@@ -99,8 +99,11 @@ class Cache:
         self._under_way = UnderWay()
         how = (parts.verify, parts.seed)
         self._verification = Verification(core, tiers, mover=mover, layers_of=layers_of, setting=how)
-        self.ahead = Ahead(core, tiers, mover=mover, layers_of=layers_of, is_open=self._tenants.__contains__)
-        self._publication = Publication(parts, self.ahead, self.flights)
+        self._publication = Publication(parts, self.flights)
+        self.directories = Directories(tiers, domains_of=parts.registry.domains_of)
+        self.flights.directories = self.directories
+        for tier in filter(is_mapped, tiers):
+            tier.on_published = self.directories.add
         self.releases = LateReleases(self._give_back)
         self.is_draining = False
 
@@ -129,7 +132,6 @@ class Cache:
     def stop_session(self, session: int) -> None:
         """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
         self._tenants.pop(session, None)
-        self.ahead.forget(session)
         self.events.ring()  # its watchers hear that it has ended
 
     def leave_session(self, session: int) -> None:
@@ -195,23 +197,34 @@ class Cache:
         return found
 
     async def acquire(
-        self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float, preview: Preview = None
+        self,
+        session: int,
+        groups: Sequence[GroupQuery],
+        *,
+        kind: Wanted,
+        timeout_s: float,
+        doubted: Generations | None = None,
     ) -> Lease:
-        """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises Overloaded for none, and a full queue."""
+        """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises Overloaded for none, and a full queue.
+
+        doubted: the client sums what it copies; generations of pages that it has found bad.
+        """
         self._check_groups(session, groups)
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
         ask = partial(self.core.acquire, session, groups=groups, kind=kind)
-        got, served = await self._bring(session, groups, ask, timeout_s=timeout_s, preview=preview)
+        got, served = await self._bring(session, groups, ask, timeout_s=timeout_s, doubted=doubted)
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way, or the way itself did: there may be a good one farther off, or another way.
             self.health.note_ways()
             self._give_back(session, [got.lease])
             self.background.note(got.plan)
             second = partial(self.core.acquire_again, session, got.question)
-            again, served = await self._bring(session, groups, second, timeout_s=deadline - now())
+            again, served = await self._bring(session, groups, second, timeout_s=deadline - now(), doubted=doubted)
             got = replace(again, tokens=max(again.tokens, got.tokens))
         asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # when the answer is on its way
+        if doubted is not None:  # so the directory lacked something of it
+            asyncio.get_running_loop().call_soon(self._enter, served)
         if not got.lease:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
         if not served.tokens:
@@ -226,7 +239,7 @@ class Cache:
         ask: Callable[..., Acquisition],
         *,
         timeout_s: float,
-        preview: Preview = None,
+        doubted: Generations | None = None,
     ) -> tuple[Acquisition, Served]:
         """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. ask: the core's verb."""
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -245,7 +258,7 @@ class Cache:
         try:
             failpoint("cache.acquire.before_landing")
             await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
-            served = await self._settle(got, preview)
+            served = await self._settle(got, doubted)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
                 self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
@@ -332,7 +345,8 @@ class Cache:
             written = await self._publication.await_written(committing, query, foresee)
             keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, written)
             # Not to be cut short: the pages are marked busy until it ends.
-            work = done_at_once(finish) if written.is_at_once else asyncio.ensure_future(finish)
+            is_at_once = written.slices is not None and not query.lease
+            work = done_at_once(finish) if is_at_once else asyncio.ensure_future(finish)
             self._commits.add(work)
             work.add_done_callback(self._commits.discard)
             try:
@@ -354,7 +368,6 @@ class Cache:
         """Frees a reservation's pages as if nothing had been; an unknown one is ignored."""
         with contextlib.suppress(NotFound):  # the session has ended, and everything of it
             self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
-        self.ahead.drop(session, reservation)
         self._holdings.drop((session, HoldKind.RESERVATION, reservation))
         self.background.wake()
 
@@ -391,15 +404,18 @@ class Cache:
         self.core.catch_up()
         self.background.note(got.plan)
 
-    async def _settle(self, got: Acquisition, preview: Preview) -> Served:
+    def _enter(self, served: Served) -> None:
+        """What a client was given because its directory did not have all of it."""
+        if len(served.blocks):
+            self.directories.add(served.extents, self.core.metas(served.blocks))
+
+    async def _settle(self, got: Acquisition, doubted: Generations | None) -> Served:
         """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
         first = got.served
         while True:
             served, first = first or self.core.settle(got.lease, now=self.clock.now()), None
             self.flights.start(served.plan)
-            told = partial(preview, served) if preview is not None else None
-            bad = await self._verification.find_bad(served.extents, served.blocks, before=told)
-            preview = None  # once: where every hit is verified, the next round looks at the good ones again
+            bad = await self._verification.find_bad(served.extents, served.blocks, doubted=doubted)
             if bad is None:
                 return NOTHING
             if not len(bad):
@@ -407,9 +423,9 @@ class Cache:
             self.flights.condemn(bad, Fault.READ)
 
     async def _finish_commit(self, committing: Committing, query: CommitQuery, written: Written) -> Committed:
-        """From hashing to publication, and to what the session holds of it."""
+        """From sums to publication, and to what the session holds of it."""
         failpoint("cache.commit.before_hash")
-        slices = await self._publication.hash(committing)
+        slices = await self._publication.sum(committing, written)
         failpoint("cache.commit.before_publish")
         committed = self._publication.publish(committing, query, slices, written)
         failpoint("cache.commit.before_hold")
@@ -424,8 +440,6 @@ class Cache:
             self._give_back(session, [committed.lease])
             raise
         finally:
-            if not query.keep_open:
-                self.ahead.drop(session, committing.reservation)  # of what was said while this was hashing
             rest = committing.indices[held].astype(np.int64) if query.keep_open else None
             self._holdings.drop((session, HoldKind.RESERVATION, committing.reservation), only=rest)
         return committed

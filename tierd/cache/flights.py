@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 
 from tierd.cache.admission import Admission, Limits
+from tierd.cache.directories import Directories
 from tierd.cache.events import EventKind, EventLog
 from tierd.clock import Clock
 from tierd.core.columns import runs
@@ -64,6 +65,8 @@ class Flights:
         # A replay gives the same answers every time, however long the disk takes.
         stored = [] if clock.is_replay else [t.position for t in tiers if is_stored(t)]
         self.admission = Admission(stored, now=_loop_time, limits=limits)
+        self.directories: Directories
+        """Those that hear of what leaves."""
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.corrupt: Counter[int] = Counter()
@@ -87,6 +90,7 @@ class Flights:
             return
         for tier in self._tiers:
             tier.apply(plan)
+        self.directories.remove(plan.freed)
         for segment in plan.segments:
             self._prepare(segment)
         self._announce_freed(plan.freed)
@@ -155,7 +159,6 @@ class Flights:
     def _prepare(self, segment: SegmentAssignment) -> None:
         if segment.replaces is not None:
             self._preparing.pop(segment.replaces, None)
-            self._mover.hashing.detach(segment.replaces)
         task = asyncio.create_task(self._tiers[segment.tier].prepare([segment]))
         self._preparing[segment.segment] = task
         task.add_done_callback(lambda done: self._prepared_one(segment, done))

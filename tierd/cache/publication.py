@@ -1,85 +1,91 @@
 """What a commit does to bytes and catalogues: sums of what was written, entries of what is new.
 
-Purpose: what of a commit touches tiers. Non-purpose: its order, its lease (cache.py), hashing itself (sealing.py, ahead.py, mover.py). Invariants: whatever fails,
+Purpose: what of a commit touches tiers. Non-purpose: its order, its lease (cache.py), copies into sealed pages (sealing.py). Invariants: whatever fails,
 the commit goes on to its end, so that no page stays busy; entries are made in the step in which the core publishes; what is answered before that step ends is what the
 core says in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import structlog
 
-from tierd.cache.ahead import Ahead
 from tierd.cache.flights import Flights
 from tierd.cache.parts import Parts
 from tierd.cache.sealing import Sealing
+from tierd.core.block import slice_cut
+from tierd.core.layout import WORD_BYTES
 from tierd.core.meta import picked
 from tierd.core.model import BlockStatus, Durability, Reason, StructArray
 from tierd.core.plan import Committed, Committing, Plan
-from tierd.core.sets import kinds, true_rows
-from tierd.errors import TierFailed
+from tierd.core.sets import kinds, some, true_rows
+from tierd.errors import InvalidArgument, TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.tier import SliceTable, is_shared
+from tierd.tiers.checksum import raw_tables, table_digests
+from tierd.tiers.tier import SliceTable, is_mapped, is_shared
 
 log = structlog.get_logger(__name__)
 
 Foresee = Callable[[Committed], Callable[[], None]]
 """Takes what a commit is going to answer, but for the blocks' ids, and gives what answers so."""
+Sums = Callable[[], Awaitable[bytes]]
+"""Waits until a commit's pages are written, and gives what `CommitQuery.sums` is."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitQuery:
     """What is to be committed. blocks: COMMIT_BLOCK [n], or None for all as they were named in Reserve. lease: whether to pin it. keep_open: other blocks of the reservation
-    stay reserved. unwritten: not before all of it is written, as `Ahead` finds out. word: of the session's board, from 1, on which it says how far it is; 0: none."""
+    stay reserved. sums: its writer's slice tables, u64 after u64 in the order of the blocks; empty: the daemon makes them. written: its pages are still to be written, and
+    their sums come then."""
 
     reservation: int
     blocks: StructArray | None = None
     durability: Durability = Durability.MEMORY
     lease: bool = False
     keep_open: bool = False
-    unwritten: bool = False
-    word: int = 0
+    sums: bytes = b""
+    written: Sums | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A commit whose pages are written. is_followed: they were hashed behind their writer, as far as that could be. answer: answers it, where what it comes to can be known.
-    is_at_once: nothing is left of it that waits."""
+    """A commit whose pages are written. slices: its writer's sums; None: the daemon has to make them. answer: answers it, where what it comes to can be known."""
 
-    is_followed: bool
+    slices: list[SliceTable] | None
     answer: Callable[[], None] | None
-    is_at_once: bool
 
 
 class Publication:
     """See the module."""
 
-    def __init__(self, parts: Parts, ahead: Ahead, flights: Flights) -> None:
-        self._parts, self._ahead, self._flights = parts, ahead, flights
-        self._sealing = Sealing(parts.mover, ahead)
+    def __init__(self, parts: Parts, flights: Flights) -> None:
+        self._parts, self._flights = parts, flights
+        self._sealing = Sealing(parts.mover)
 
     async def await_written(self, committing: Committing, query: CommitQuery, foresee: Foresee | None) -> Written:
-        """When this returns what is committed is written: all of it was hashed behind its writer, or its session has said so. If neither comes, the commit is as if it had not begun."""
+        """When this returns what is committed is written. Where it raises, the commit is as if it had not begun. Raises InvalidArgument for sums that are not the blocks'."""
         try:
-            is_followed = query.unwritten and self._ahead.follow(committing, word=query.word)
-            answer = self._prepared(committing, query, foresee, is_followed=is_followed)
-            if query.unwritten:
-                await self._ahead.await_written(committing)
+            answer = self._prepared(committing, query, foresee)
+            raw = await query.written() if query.written is not None else query.sums
+            slices = _tables(raw, committing.metas) if raw and self._is_summed(committing) else None
         except BaseException:
-            self._ahead.give_up(committing)
             self._flights.start(self._parts.core.withdraw_commit(committing, now=self._parts.clock.now()))
             raise
-        is_at_once = self._ahead.has_hashed(committing) and not query.lease
-        return Written(is_followed, answer, is_at_once)
+        return Written(slices, answer)
+
+    def _is_summed(self, committing: Committing) -> bool:
+        """Whether its writer's sums count: of pages of memory that he wrote himself."""
+        if some(committing.staging["page"] >= 0):
+            return False
+        return all(is_mapped(self._parts.tiers[tier]) for tier in kinds(committing.extents["tier"]))
 
     def _prepared(
-        self, committing: Committing, query: CommitQuery, foresee: Foresee | None, *, is_followed: bool
+        self, committing: Committing, query: CommitQuery, foresee: Foresee | None
     ) -> Callable[[], None] | None:
-        """What needs no sums, while the client writes: so that little is left for when all is hashed."""
+        """What needs no sums, while the client writes: so that little is left for when all is written."""
         metas, registry, core = committing.metas, self._parts.registry, self._parts.core
         metas["layers"] = registry.layers_of(metas["namespace"])
         metas["epoch"] = registry.epochs_of(metas["namespace"])
@@ -87,20 +93,23 @@ class Publication:
         is_plain = query.durability is Durability.MEMORY and not query.lease
         if not core.is_new(committing) or not is_plain or foresee is None:
             return None
-        return foresee(_foreseen(committing, is_followed=is_followed))
+        return foresee(_foreseen(committing))
 
-    async def hash(self, committing: Committing) -> list[SliceTable] | None:
+    async def sum(self, committing: Committing, written: Written) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
-        metas = committing.metas
-        try:
-            hashed = await self._sealing.hash(committing)
-        except Exception as error:  # whatever it is, the pages must not stay busy
-            self._ahead.give_up(committing)
-            is_news = not isinstance(error, TierFailed)  # a GPU's process has ended
-            log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=is_news)
-            return None
-        metas["digest"], metas["slices"] = hashed.digests, [*map(len, hashed.slices)]
-        return hashed.slices
+        metas, slices = committing.metas, written.slices
+        if slices is not None:
+            metas["digest"] = table_digests(raw_tables(slices))
+        else:
+            try:
+                made = await self._sealing.sum(committing)
+            except Exception as error:  # whatever it is, the pages must not stay busy
+                is_news = not isinstance(error, TierFailed)  # a GPU's process has ended
+                log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=is_news)
+                return None
+            metas["digest"], slices = made.digests, made.slices
+        metas["slices"] = [*map(len, slices)]
+        return slices
 
     def publish(
         self,
@@ -131,7 +140,7 @@ class Publication:
         if slices is not None and not is_foreseen:
             self._enter(committed, slices)
         self._announce(committed)
-        return replace(committed, is_followed=written.is_followed)
+        return committed
 
     def _enter(self, committed: Committed, slices: Sequence[SliceTable]) -> None:
         """Catalogue entries of what is new."""
@@ -152,8 +161,23 @@ class Publication:
         self._flights.announce(picked(committed.metas, new), tiers, reasons)
 
 
-def _foreseen(committing: Committing, *, is_followed: bool = False) -> Committed:
+def _tables(raw: bytes, metas: StructArray) -> list[SliceTable]:
+    """A writer's sums, by block. metas: META [n] with their layers. Raises InvalidArgument."""
+    cuts = map(slice_cut, metas["stored_length"].tolist(), metas["layers"].tolist())
+    counts = [cut.pieces * cut.layers for cut in cuts]
+    if len(raw) != WORD_BYTES * sum(counts):
+        raise InvalidArgument(
+            f"commit.sums: {len(raw)} bytes, but the {len(metas)} blocks have {sum(counts)} slices, {WORD_BYTES} bytes each; "
+            "sum the slices that their namespace's layers give, or send no sums"
+        )
+    sums = np.frombuffer(raw, "<u8")
+    if counts.count(counts[0]) == len(counts):
+        return list(sums.reshape(len(counts), counts[0]))
+    return np.split(sums, np.cumsum(counts)[:-1])
+
+
+def _foreseen(committing: Committing) -> Committed:
     """What becomes of a commit all of which is new, but for its ids."""
     count = len(committing.metas)
     statuses, ids = np.full(count, BlockStatus.READY, np.uint16), np.full(count, -1, np.int64)
-    return Committed(statuses, committing.extents, ids, committing.metas, 0, Plan(), is_followed)
+    return Committed(statuses, committing.extents, ids, committing.metas, 0, Plan())

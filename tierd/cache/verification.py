@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from tierd.core.core import Core
 from tierd.core.model import UNVERIFIED, StructArray
 from tierd.core.plan import Bools, Ids
 from tierd.errors import TierFailed
-from tierd.mover import AT_ONCE_BYTES, Mover
+from tierd.mover import Mover
 from tierd.tiers.tier import Tier, is_shared
 
 log = structlog.get_logger(__name__)
+
+Generations = NDArray[np.uint64]
 
 SAMPLED_SHARE = 1 / 256
 """Of hits that are verified again under verify = "sampled"."""
@@ -41,17 +44,16 @@ class Verification:
         self._verify, self._sampling = setting[0], np.random.default_rng(setting[1])
 
     async def find_bad(
-        self, extents: StructArray, blocks: Ids, *, before: Callable[[], None] | None = None
+        self, extents: StructArray, blocks: Ids, *, doubted: Generations | None = None
     ) -> StructArray | None:
-        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified. before: is called first where that takes a while.
+        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified. doubted: only pages of these generations are looked at, since the client looks
+        at all; None: those that the setting names.
 
         None where a device cannot be asked now: it is the device that is in trouble, so its blocks stay, and nobody is served them.
         """
-        suspect = self._suspect(extents)
+        suspect = self._suspect(extents) if doubted is None else np.isin(extents["generation"], doubted)
         if not suspect.any():
             return extents[:0]
-        if before is not None and int(extents["length"][suspect].sum(dtype=np.int64)) > AT_ONCE_BYTES:
-            before()
         bad = [extents[:0]]
         for position in np.unique(extents["tier"][suspect]).tolist():
             rows = suspect & (extents["tier"] == position)

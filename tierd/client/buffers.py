@@ -44,12 +44,12 @@ def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
     if len(lengths) == 1 and lengths[0] < STREAMING.from_bytes:
         np.copyto(targets[0], sources[0])  # without the interpreter's lock, as is what follows
         return
-    copy_from(list(map(_address, sources)), lengths, targets)
+    copy_from(list(map(address_of, sources)), lengths, targets)
 
 
 def copy_from(at: Sequence[int], lengths: Sequence[int], targets: Sequence[Bytes]) -> None:
     """As `copy_all`, of sources that lie at these addresses and are so long, each as its target."""
-    to = [_address(target, writable=True) for target in targets]
+    to = [address_of(target, writable=True) for target in targets]
     for first, end in _runs(to, at, lengths):
         length = sum(lengths[first:end])
         if length < STREAMING.from_bytes:
@@ -71,8 +71,8 @@ def _runs(to: Sequence[int], at: Sequence[int], lengths: Sequence[int]) -> Itera
     yield first, len(lengths)
 
 
-def _address(array: Bytes, *, writable: bool = False) -> int:
-    """Raises ValueError for one that is read-only and shall not be."""
+def address_of(array: Bytes, *, writable: bool = False) -> int:
+    """Where it begins. Raises ValueError for one that is read-only and shall not be."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type] # in a fifth of the other's time
     except (TypeError, ValueError):

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 from tierd.bearer import read_bearer
 from tierd.client import forks
 from tierd.client.credits import Credits
-from tierd.client.early import Known
 from tierd.client.protocol import CREDENTIAL_KEY, SESSION_KEY
 from tierd.client.session import Session, connect_session
 from tierd.client.spares import Spares
@@ -44,21 +43,18 @@ _closed: dict[str, deque[int]] = {}
 
 
 class Meanwhile(Protocol):
-    """Work beside a call. is_due: the call waits for it; if not, it may be done or not, and its time is not the call's. patience_s: after so long without a reply comes `insist`; 0: never."""
-
-    is_due: bool
-    patience_s: float
+    """Work beside a call, which waits for it and for what follows it then."""
 
     def run(self) -> None:
         """The request has gone."""
         ...
 
-    def hear(self, reply: Any) -> None:
-        """This is what the reply is going to be, if nothing comes between."""
+    def rest(self) -> bytes:
+        """The message that follows the request when the work is done."""
         ...
 
-    def insist(self) -> None:
-        """The reply does not come."""
+    def complete(self, request: Any) -> None:
+        """The work is done before: no message follows the request."""
         ...
 
 
@@ -98,7 +94,6 @@ class Link:
         self.credits = Credits(session.credits if session else 0)
         self.pid = os.getpid()
         self.transport: Transport | None = None
-        self.known = Known()
         self.spares: Spares | None = None
         """Of a transport whose calls can be sent without waiting."""
         self.patience_s = math.inf

@@ -312,7 +312,7 @@ def map_segment(
     place: GpuPlace, segment: int, *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool
 ) -> DeviceSegment:
     """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises Unsupported, TierFailed, Overloaded, VersionMismatch."""
-    words = mapping.map_words(segment, catalogue)
+    words = mapping.map_catalogue(segment, catalogue).words
     return DeviceSegment(segment, gpu_at(place).map(*data, is_writable=is_writable), words, is_writable)
 
 

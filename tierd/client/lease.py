@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tierd.client import buffers
-from tierd.client.early import EarlyCopy
+from tierd.client import buffers, onesided
 from tierd.client.forks import Bound
 from tierd.client.mapping import still_hold
 from tierd.client.pins import Bytes, Hold
@@ -82,20 +82,32 @@ class Lease(Bound):
         """One view a block; they hold the lease together. Raises StaleHandle, ForkedClient."""
         return cut_pages(self._held(), self.handles, parts=self.parts) if len(self) else []
 
-    def copy_into(self, out: Any, *, early: EarlyCopy | None = None) -> int:
+    def copy_into(self, out: Any) -> int:
         """Copies the blocks into a list of buffers, or into one buffer one behind the other; how many blocks are good.
 
         The number counts blocks from the first on (per rank); it is smaller than what was leased where a page was taken away
-        meanwhile; what lies in out beyond them is undefined. early: what of it was copied already. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
+        meanwhile, or does not hold what it should; what lies in out beyond them is undefined. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
         """
-        first = early.covers(self.handles) if early is not None else 0
-        if first < len(self.handles) or early is None:
-            targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
-            copy_out(self._views(self.handles[first:]), targets[first:])
-        return self.check()
+        return valid_blocks(self.groups, self.copied(out))
+
+    def copied(self, out: Any, *, trusted: Any = ()) -> NDArray[np.bool_]:
+        """As `copy_into`; whether each block is good, bool [n]. trusted: generations of pages that the daemon has looked at for this lease, whatever the catalogue has of their sums.
+        Pages of a GPU are copied as they are: nobody here sums them."""
+        hold, targets = self._held(), buffers.pieces(out, self.handles["length"].tolist(), writable=True)
+        good = np.ones(len(self.handles), np.bool_)
+        pages = onesided.pages_of(hold.link.session, self.handles) if hold.link.session else None
+        if pages is not None:
+            good = np.array(pages.copy_to(targets, is_leased=True), bool) | np.isin(self.handles["generation"], trusted)
+        else:
+            copy_out(self._views(self.handles), targets)
+        return good & self._are_current()
 
     def check(self) -> int:
         """How many blocks, from the first on (per rank), still are what was leased. Raises StaleHandle, ForkedClient."""
+        return valid_blocks(self.groups, self._are_current())
+
+    def _are_current(self) -> NDArray[np.bool_]:
+        """Which handles still are what was leased: bool [n]."""
         hold = self._held()
         barrier()
         good = np.zeros(len(self.handles), dtype=np.bool_)
@@ -103,7 +115,7 @@ class Lease(Bound):
             segment = hold.segment(place)
             if segment is not None:
                 good[rows] = still_hold(segment.words, self.handles[rows], for_a_lease=True)
-        return valid_blocks(self.groups, good)
+        return good
 
     def tokens_of(self, blocks: int) -> int:
         """Tokens that can be served with so many blocks of those leased."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
@@ -43,15 +42,13 @@ class Sent:
     def reply(self, *, deadline: float, meanwhile: Meanwhile | None = None) -> Any:
         """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
         try:
-            deadline += _beside(meanwhile)
+            if meanwhile is not None:
+                stopping.check()
+                meanwhile.run()
             with stopping.ended_by(self._line.end):
-                if meanwhile is not None and meanwhile.patience_s:
-                    left_s = max(0.0, deadline - time.monotonic())
-                    if not self._line.comes(min(meanwhile.patience_s, left_s)):
-                        meanwhile.insist()
-                while (answer := self._receive(deadline)).preview:
-                    preview = _REPLIES[self._method](answer.message)
-                    deadline += _seconds_of(partial(meanwhile.hear, preview)) if meanwhile is not None else 0.0
+                if meanwhile is not None:
+                    self._line.send(meanwhile.rest(), deadline=deadline)
+                answer = self._receive(deadline)
             stopping.check()
             self._line.check_over()
             reply = None if answer.status else _REPLIES[self._method](answer.message)
@@ -155,11 +152,11 @@ class LocalTransport:
         """One request, one reply. meanwhile: what to do while the daemon is at it."""
         with self._link.credits.turn(method, timeout_s=timeout_s) as left_s:
             deadline = time.monotonic() + left_s
-            sent = self._send(method, request, deadline=deadline)
+            sent = self._send(method, request, deadline=deadline, has_more=meanwhile is not None)
             if sent is None:
-                if meanwhile is not None and meanwhile.is_due:
+                if meanwhile is not None:
                     meanwhile.run()
-                    meanwhile.insist()
+                    meanwhile.complete(request)
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
             return sent.reply(deadline=deadline, meanwhile=meanwhile)
 
@@ -210,12 +207,14 @@ class LocalTransport:
                 self._opened = SyncTransport(self._link, self._address)
             return self._opened
 
-    def _send(self, method: str, request: Any, *, deadline: float, is_patient: bool = True) -> Sent | None:
-        """The call, under way; None: lines do not carry it, or none is free. is_patient: a new line may be asked for. Raises TierdErrors."""
+    def _send(
+        self, method: str, request: Any, *, deadline: float, is_patient: bool = True, has_more: bool = False
+    ) -> Sent | None:
+        """The call, under way; None: lines do not carry it, or none is free. is_patient: a new line may be asked for. has_more: a message follows. Raises TierdErrors."""
         name = self._session.next_request() if method in GIVING else ""
         left_s = max(0.0, deadline - time.monotonic())
         message = request.SerializeToString()
-        ask = pb.Ask(method=method, message=message, timeout_us=max(1, int(left_s * 1e6)), request=name)
+        ask = pb.Ask(method=method, message=message, timeout_us=max(1, int(left_s * 1e6)), request=name, more=has_more)
         raw = ask.SerializeToString()
         if len(raw) > MESSAGE_MAX_BYTES:
             return None
@@ -228,22 +227,6 @@ class LocalTransport:
         except BaseException as error:  # noqa: BLE001 - raised again, in our words
             raise sent.given_up(error, deadline) from None
         return sent
-
-
-def _beside(meanwhile: Meanwhile | None) -> float:
-    """Seconds of other work, which the call has besides its own."""
-    if meanwhile is None:
-        return 0.0
-    stopping.check()
-    took = _seconds_of(meanwhile.run)
-    return 0.0 if meanwhile.is_due else took
-
-
-def _seconds_of(work: Callable[[], None]) -> float:
-    """What it took."""
-    begun = time.monotonic()
-    work()
-    return time.monotonic() - begun
 
 
 def _refused(answer: pb.Answer) -> TierdError:

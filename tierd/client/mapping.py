@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple, cast
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from tierd.core.layout import (
@@ -23,8 +25,9 @@ from tierd.core.layout import (
     GENERATION,
     HEADER_BYTES,
     NO_GENERATION,
-    WORD_BYTES,
+    CatalogueLayout,
 )
+from tierd.core.meta import META_BYTES, Entry, read_entry
 from tierd.core.model import StructArray
 from tierd.core.versions import CATALOGUE
 from tierd.core.words import Words, words_of
@@ -47,14 +50,19 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page.
+    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page; metas, tables: bytes of META and of the slice table, slice_words long, of each.
 
     present: offsets of pages that `populate` has been through.
     """
 
     id: int
+    tier: int
     data: NDArray[np.uint8]
     words: Words
+    metas: memoryview
+    tables: memoryview
+    slice_words: int
+    class_bytes: int
     is_writable: bool
     present: set[int] = field(default_factory=set)
 
@@ -62,6 +70,24 @@ class Segment:
     def address(self) -> int:
         """Where the data begins in this process."""
         return int(self.data.ctypes.data)
+
+    @cached_property
+    def memory(self) -> memoryview:
+        """Its data."""
+        return memoryview(cast("bytes", self.data))
+
+    @cached_property
+    def _numbers(self) -> memoryview:
+        return memoryview(cast("bytes", self.words)).cast("B").cast("Q")
+
+    def generation(self, slot: int) -> int:
+        """The generation word of a page. Raises IndexError."""
+        return self._numbers[slot]
+
+    def entry(self, slot: int) -> Entry | None:
+        """A page's entry, if there is a whole one."""
+        raw = self.metas[slot * META_BYTES : (slot + 1) * META_BYTES].tobytes()
+        return read_entry(raw, xxhash.xxh3_64_intdigest) if len(raw) == META_BYTES else None
 
     @property
     def is_empty(self) -> bool:
@@ -86,23 +112,47 @@ def is_unused(words: Words) -> bool:
     return not (words != NO_GENERATION).any()
 
 
-def map_segment(segment: int, *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool) -> Segment:
-    """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises TierFailed, VersionMismatch."""
-    words = map_words(segment, catalogue)
-    return Segment(segment, map_file(*data, writable=is_writable), words, is_writable)
+class Catalogue(NamedTuple):
+    """A mapped catalogue: what `Segment` has of it."""
+
+    words: Words
+    metas: memoryview
+    tables: memoryview
+    slice_words: int
+    class_bytes: int
 
 
-def map_words(segment: int, catalogue: tuple[int, int]) -> Words:
-    """The generation words of a segment's pages. catalogue: (descriptor, bytes). Raises TierFailed, VersionMismatch."""
+def map_segment(
+    place: tuple[int, int], *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool
+) -> Segment:
+    """Maps a segment. place: its tier and number; data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises TierFailed, VersionMismatch."""
+    tier, segment = place
+    its = map_catalogue(segment, catalogue)
+    if its.class_bytes * len(its.words) > data[1]:
+        raise TierFailed(
+            f"segment {segment}: {len(its.words)} pages of {its.class_bytes} bytes do not fit its {data[1]}"
+        )
+    return Segment(segment, tier, map_file(*data, writable=is_writable), *its, is_writable)
+
+
+def map_catalogue(segment: int, catalogue: tuple[int, int]) -> Catalogue:
+    """A segment's catalogue. catalogue: (descriptor, bytes). Raises TierFailed, VersionMismatch."""
     table = map_file(*catalogue, writable=False)
     head = table[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)[0]
     if head["magic"] != CATALOGUE_MAGIC or int(head["segment"]) != segment:
         raise TierFailed(f"segment {segment}: the daemon sent a catalogue that is not its own; see the daemon's log")
     CATALOGUE.check(int(head["version"]), name=f"segment {segment}")
-    pages = int(head["pages"])
-    if HEADER_BYTES + pages * WORD_BYTES > len(table):
-        raise TierFailed(f"segment {segment}: {pages} pages do not fit its catalogue of {len(table)} bytes")
-    return words_of(table, offset=HEADER_BYTES, count=pages)
+    layout = CatalogueLayout(pages=int(head["pages"]), class_bytes=int(head["class_bytes"]))
+    if layout.total_bytes > len(table):
+        raise TierFailed(f"segment {segment}: {layout.pages} pages do not fit its catalogue of {len(table)} bytes")
+    raw = memoryview(cast("bytes", table))
+    return Catalogue(
+        words_of(table, offset=HEADER_BYTES, count=layout.pages),
+        raw[layout.meta_offset : layout.meta_offset + layout.pages * META_BYTES],
+        raw[layout.slices_offset : layout.total_bytes],
+        layout.slice_words,
+        layout.class_bytes,
+    )
 
 
 def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:

@@ -116,11 +116,6 @@ class ReservedPages(Bound):
         _populate(self.hold, self.handles, parts)
         return list(cut_pages(self.hold, self.handles, parts=parts, writable=True))
 
-    def tell_written(self, end: int, *, deadline: float) -> None:
-        """The blocks before this index are written for good. Raises DeadlineExceeded where the daemon does not take that by the deadline (of time.monotonic())."""
-        if self.hold is not None and self.hold.link.session is not None:
-            self.hold.link.session.written(self.id, blocks=end, deadline=deadline)
-
     def held(self) -> Hold:
         """The hold, good to be used. Raises InvalidArgument, StaleHandle, ForkedClient."""
         if self.hold is None:

@@ -31,10 +31,11 @@ import tierd
 from tierd.client import trusted
 from tierd.client.mailbox import IDS_PER_MESSAGE, Mailbox
 from tierd.client.mapping import Segment, map_file, map_segment
-from tierd.client.progress import Board
 from tierd.client.protocol import error_of, every
 from tierd.client.target import LocalTarget
+from tierd.core.directory import Directory
 from tierd.core.model import StructArray
+from tierd.core.words import words_of
 from tierd.errors import (
     DeadlineExceeded,
     OperatorError,
@@ -48,7 +49,7 @@ from tierd.errors import (
 if TYPE_CHECKING:
     from tierd.client.device import DeviceSegment
 
-PROTO_VERSION = 1
+PROTO_VERSION = 2
 FORMAT_VERSION = 1
 REPLY_MAX_BYTES = 1 << 16
 SWEEP_SEGMENTS = 32
@@ -63,7 +64,11 @@ Parts = list[tuple[Place, NDArray[np.intp] | slice]]
 class Session:
     """A session with a local daemon. Raises what `connect_session` says."""
 
-    def __init__(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+    def __init__(
+        self, connection: socket.socket, hello: Mapping[str, Any], *, directory: Directory | None = None
+    ) -> None:
+        """directory: of its trust domain, where the daemon gives it."""
+        self.directory = directory
         self.id = int(hello["session"])
         self.token = str(hello["token"])
         self.daemon = str(hello.get("daemon", ""))
@@ -78,13 +83,6 @@ class Session:
         self.credits = int(hello.get("credits", 0))
         self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
-        self.takes_unwritten = bool(hello.get("unwritten", False))
-        """Whether a commit may come before its pages are written, and when they are can be told."""
-        self.board: Board | None = None
-        """Where it can be said on the way: the daemon gives such a place with the first memory that may be written to, if it can."""
-        self.is_followed = False
-        """Whether the last commit was hashed behind the board, so that the next one is likely to be, and need not be told of by a message."""
-        self._is_tagged = bool(hello.get("tagged", False))
         self._connection = connection
         # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
         self._glance = connection.dup()
@@ -143,10 +141,15 @@ class Session:
     def map(self, handles: StructArray, *, timeout_s: float) -> None:
         """Makes sure that the segments of HANDLE [n] are mapped. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
         for place in self.unmapped(handles):
-            with self._turned(timeout_s) as left_s:
-                if place not in self._segments:
-                    self._sweep()
-                    self._segments[place] = self._fetch(place, timeout_s=left_s)
+            self.mapped(place, timeout_s=timeout_s)
+
+    def mapped(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
+        """A segment, mapped now if it was not. Raises as `map`."""
+        with self._turned(timeout_s) as left_s:
+            if place not in self._segments:
+                self._sweep()
+                self._segments[place] = self._fetch(place, timeout_s=left_s)
+            return self._segments[place]
 
     def line(self, *, timeout_s: float) -> socket.socket:
         """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
@@ -195,16 +198,6 @@ class Session:
         )
         self.flush()
 
-    def written(self, reservation: int, *, blocks: int, deadline: float) -> None:
-        """The blocks of a reservation before this index are written for good. Without an answer. Raises DeadlineExceeded where the socket does not take it by the deadline (of
-        time.monotonic()). A daemon that has gone, or would not know what it means, is not told."""
-        if not self.takes_unwritten:
-            return
-        message = {"op": "written", "reservation": reservation, "blocks": blocks}
-        with contextlib.suppress(OSError):
-            while not self._took(message):
-                self._await_room(deadline)
-
     def revoke(self, request: str) -> None:
         """Takes back what a call gave whose reply is not to be had, or is still to give. Without an answer, like `let_go`."""
         self._unsent.append({"op": "revoke", "request": request})
@@ -236,20 +229,14 @@ class Session:
 
     def _fetch(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
         tier, segment = place
-        lacks_board = self._is_tagged and self.board is None
-        reply, fds = self._exchange(
-            {"op": "map", "tier": tier, "segment": segment, "board": lacks_board}, timeout_s=timeout_s
-        )
+        reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
         try:
             _checked(reply)
-            board_bytes = int(reply.get("board", 0))
-            _check_came(fds, 3 if board_bytes else 2, what=f"segment {segment}")
-            if board_bytes and self._is_tagged:
-                self.board = _board(fds[2], board_bytes)
+            _check_came(fds, 2, what=f"segment {segment}")
             data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
             is_writable = bool(reply["writable"])
             if tier not in self.gpus:
-                return map_segment(segment, data=data, catalogue=catalogue, is_writable=is_writable)
+                return map_segment(place, data=data, catalogue=catalogue, is_writable=is_writable)
             gpu = _device().GpuPlace.of(self.gpus[tier])
             mapped: DeviceSegment = _device().map_segment(
                 gpu, segment, data=data, catalogue=catalogue, is_writable=is_writable
@@ -368,8 +355,11 @@ def connect_session(
         trusted.connect(connection, target.session_path)
         connection.sendall(msgpack.packb(hello))
         data, fds = _receive(connection)
-        _close(fds)
-        return Session(connection, _checked(msgpack.unpackb(data) if data else {}))
+        try:
+            told = _checked(msgpack.unpackb(data) if data else {})
+            return Session(connection, told, directory=_directory(fds, int(told.get("directory", 0))))
+        finally:
+            _close(fds)
     except TimeoutError as error:
         _hang_up(connection)
         raise DeadlineExceeded(f"daemon at {target}: no hello within {timeout_s:.3g} s; is it stuck?") from error
@@ -379,6 +369,15 @@ def connect_session(
     except BaseException:
         _hang_up(connection)
         raise
+
+
+def _directory(fds: Sequence[int], length: int) -> Directory | None:
+    """What the daemon gave with its hello; without one every get asks."""
+    with contextlib.suppress(TierFailed, ValueError):  # no mapping more is to be had
+        return (
+            Directory(words_of(map_file(fds[0], length, writable=False), count=length // 8)) if fds and length else None
+        )
+    return None
 
 
 def _device() -> Any:
@@ -445,13 +444,6 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
         for fd in array("i", packed)
     ]
     return data, fds
-
-
-def _board(fd: int, length: int) -> Board | None:
-    """Where puts say how far they are; without one they are hashed when they are written."""
-    with contextlib.suppress(TierFailed):  # no mapping more is to be had
-        return Board(map_file(fd, length, writable=True).view(np.uint64))
-    return None
 
 
 def _checked(reply: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers, protocol, remote, splitting, writing
+from tierd.client import buffers, onesided, protocol, remote, splitting, writing
 from tierd.client.calls import called, left_s
 from tierd.client.complaints import PROBE_S, Complaints
 from tierd.client.connection import Connector, Link, Meanwhile
-from tierd.client.early import EarlyCopy
 from tierd.client.lease import Lease
 from tierd.client.lines import LineLost
 from tierd.client.pins import Hold
@@ -164,16 +163,16 @@ class Verbs:
         return int(reply.started)
 
     def leased(
-        self, groups: Sequence[Group], tier: str, deadline: float, *, early: EarlyCopy | None = None
+        self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None
     ) -> Steps[Lease]:
-        """A lease of the daemon's, its segments mapped."""
+        """A lease of the daemon's, its segments mapped. doubted: the caller copies, and sums what it copies; u64 generations of pages whose sums were wrong."""
         self._check_local("acquire")
         wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
             yield from self.opened(_spaces(groups), deadline)
             return self._empty_lease()
         yield from self._check_device(tier, deadline)
-        link, lease = yield from self._leased(groups, wanted, deadline, early=early)
+        link, lease = yield from self._leased(groups, wanted, deadline, doubted=doubted)
         if not lease.whole and (yield from self._without_spare(link, deadline)):
             with contextlib.suppress(StaleHandle):  # their epoch has ended since, and what was answered stands
                 link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
@@ -191,14 +190,14 @@ class Verbs:
         wanted: dict[str, Any],
         deadline: float,
         *,
-        early: EarlyCopy | None = None,
+        doubted: bytes | None = None,
     ) -> Steps[tuple[Link, Lease]]:
-        copies = early is not None
+        if doubted is not None:
+            wanted = wanted | {"copies": True, "doubted": doubted}
         link, reply = yield from self._ask(
-            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), preview=copies, **wanted)),
+            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), **wanted)),
             _spaces(groups),
             deadline,
-            meanwhile=early,
         )
         leased = protocol.leased(reply, groups)
         hold = Hold(link, lease=leased.lease) if leased.lease else None
@@ -218,32 +217,42 @@ class Verbs:
                 lambda link: remote.get(link, group, out, deadline), [group.namespace], deadline
             )
             return got, lengths
-        early = (yield from self._early(group, out, deadline)) if out is not None else None
-        if early is not None and early.may_be_alone and (done := (yield Do(early.alone))) is not None:
-            return done, early.handles["length"]
-        lease = yield from self.leased([group], "host", deadline, early=early)
-        if not lease:
-            return GetResult(), ()
+        if out is None:
+            return (yield from self._viewed(group, deadline)), ()
+        link = yield from self.connected(deadline)
+        if link.session is not None and self.knows(group.namespace, link):
+            session = link.session
+            done: tuple[GetResult, Any] | None = yield Do(
+                lambda: onesided.get(session, group, out, timeout_s=left_s(deadline))
+            )
+            if done is not None:
+                return done
+        return (yield from self._copied(group, out, deadline))
+
+    def _viewed(self, group: Group, deadline: float) -> Steps[GetResult]:
+        """As views, which hold a lease."""
+        lease = yield from self.leased([group], "host", deadline)
         try:
-            if out is None:
-                views = tuple(lease.views())
-                return GetResult(lease.tokens, len(views), views, lease.tier_tokens), ()
-            if lease.hold is not None and early is not None and early.session is not lease.hold.link.session:
-                early = None  # another daemon has answered, whose handles may look like those of the one that has gone
-            blocks = yield Do(lambda: lease.copy_into(out, early=early))
-            if lease.hold is not None and self.knows(group.namespace, lease.hold.link):
-                lease.hold.link.known.note(group, lease.handles)
-            return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
+            views = tuple(lease.views()) if lease else ()
+            return GetResult(lease.tokens, len(views), views, lease.tier_tokens) if lease else GetResult()
         finally:
             lease.detach()
 
-    def _early(self, group: Group, out: Any, deadline: float) -> Steps[EarlyCopy | None]:
-        """The copy that may begin before the daemon has answered."""
-        link = yield from self.connected(deadline)
-        if link.session is None:
-            return None
-        known = link.known.find(group) if self.knows(group.namespace, link) else None
-        return EarlyCopy(link.session, group, out, known=known, deadline=deadline)
+    def _copied(self, group: Group, out: Any, deadline: float) -> Steps[tuple[GetResult, Any]]:
+        """Copied under a lease. Where a page does not hold its block the daemon is asked once more, and told: a farther tier may have it whole."""
+        doubted: Any = np.zeros(0, "<u8")
+        while True:
+            lease = yield from self.leased([group], "host", deadline, doubted=doubted.tobytes())
+            if not lease:
+                return GetResult(), ()
+            try:
+                good = yield Do(partial(lease.copied, out, trusted=doubted))
+                bad, blocks = lease.handles["generation"][~good], protocol.valid_blocks(lease.groups, good)
+                if not len(bad) or len(doubted):
+                    return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
+                doubted = bad.astype("<u8")
+            finally:
+                lease.detach()
 
     def reserved(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
@@ -302,8 +311,6 @@ class Verbs:
         reply = yield from self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
         if not request.keep_open:
             hold.settle()
-        if hold.link.session is not None and request.unwritten:
-            hold.link.session.is_followed = reply.followed
         handles = protocol.handles_of(reply.handles)
         lease = None
         if reply.lease:

@@ -1,7 +1,7 @@
 """A put by shared memory: pages, a copy, one commit.
 
-    reserved now, or a spare ──▶ Commit is sent ──▶ copied, while what the board says is written is hashed ──▶ its answer ──▶ spares for the next
-                             └─▶ copied, where that is soon done ──▶ Commit is sent ─────────────────────────▶ its answer ──▶ spares for the next
+    reserved now, or a spare ──▶ Commit is sent ──▶ summed and copied, while the daemon prepares it ──▶ the sums follow ──▶ its answer ──▶ spares for the next
+                             └─▶ summed and copied, where that is soon done ──▶ Commit is sent with the sums ──▶ its answer ──▶ spares for the next
 
 Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (verbs.py), what spares are (spares.py), TCP (remote.py).
 Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
@@ -10,15 +10,15 @@ so is one whose daemon went in the midst of it: the next daemon is asked, or the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierd.client import buffers, protocol, stopping
+from tierd._proto import cache_pb2 as pb
+from tierd.client import buffers, copying, protocol, stopping
 from tierd.client.calls import left_s
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
-from tierd.client.progress import Progress
 from tierd.client.reservation import ReservedPages
 from tierd.client.spares import Spares
 from tierd.client.steps import Do, Steps
@@ -30,12 +30,8 @@ from tierd.errors import NotFound, SessionLost, StaleHandle
 if TYPE_CHECKING:
     from tierd.client.verbs import Verbs
 
-PATIENCE_S = 5e-3
-"""With a daemon that should see on the board that all is written."""
-STEP_BYTES = 1 << 20
-"""Of what is written between two notes of it."""
 EARLY_BYTES = 1 << 20
-"""From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon to hear that it is, and hashed as soon as that is heard."""
+"""From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon to hear of it."""
 MORE_TRIES = 8
 """To bring blocks onto NVMe that go from the tiers meanwhile."""
 POSITION_LIMIT = 1 << 32
@@ -151,80 +147,38 @@ def _names(write: Write) -> StructArray:
 
 def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArray | None) -> Steps[Any]:
     """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
-    progress = None
     try:
-        session = pages.held().link.session
-        is_early = session is not None and session.takes_unwritten and write.bytes >= EARLY_BYTES
-        if session is not None and is_early and session.board is not None:
-            progress = session.board.take(pages.id)
-        copying = Copying(pages, write, progress, is_followed=session is not None and session.is_followed)
-        if not is_early:
-            yield Do(copying.copy)
-        request = protocol.commit_request(pages.id, names, durable=write.durable)
-        request.unwritten, request.word = is_early, progress.number if progress else 0
-        meanwhile = copying if is_early else None
-        return (yield from verbs.committed(pages, request, write.deadline, meanwhile=meanwhile)).statuses
+        copy, request = Copy(pages, write), protocol.commit_request(pages.id, names, durable=write.durable)
+        if write.bytes >= EARLY_BYTES:
+            request.unwritten = True
+            return (yield from verbs.committed(pages, request, write.deadline, meanwhile=copy)).statuses
+        yield Do(copy.run)
+        copy.complete(request)
+        return (yield from verbs.committed(pages, request, write.deadline)).statuses
     except BaseException:
         pages.drop()
         raise
-    finally:
-        if progress is not None:
-            progress.end()
 
 
-class Copying:
-    """The copy of one put, while the daemon has its commit already: that is prepared meanwhile, and what is written is hashed. The daemon waits for the end of it: where it is likely to
-    learn it from the board (is_followed), a message follows if it has not soon."""
+class Copy:
+    """The copy of one put, beside its commit: the daemon prepares that meanwhile, and ends it when it has the sums."""
 
-    is_due, patience_s = True, PATIENCE_S
-
-    def __init__(
-        self, pages: ReservedPages, write: Write, progress: Progress | None, *, is_followed: bool = False
-    ) -> None:
-        self._pages, self._write, self._progress, self._is_done = pages, write, progress, False
-        self._is_told = not (is_followed and progress is not None)
+    def __init__(self, pages: ReservedPages, write: Write) -> None:
+        self._pages, self._write = pages, write
+        self._sums: bytes | None = None
 
     def run(self) -> None:
         """Once, however often it is called."""
-        if self._is_done:
-            return
-        self.copy()
-        if self._is_told:
-            self._tell()
-        self._is_done = True
-
-    def insist(self) -> None:
-        """Once: all is written."""
-        if not self._is_told:
-            self._is_told = True
-            self._tell()
-
-    def _tell(self) -> None:
-        self._pages.tell_written(len(self._write.sources), deadline=self._write.deadline)
-
-    def copy(self) -> None:
-        """Nobody is told."""
-        sources, targets, begun = self._write.sources, self._pages.targets(), 0
-        for end in _stops([len(source) for source in sources]):
-            stopping.check()
-            given = [i for i in range(begun, end) if targets[i] is not None]
-            buffers.copy_all([targets[i] for i in given], [sources[i] for i in given])  # type: ignore[misc]
+        if self._sums is None:
+            layers = self._write.group.namespace.spec.geometry.layers
+            sources = [*map(copying.piece_of, self._write.sources)]
+            self._sums = b"".join(copying.sum_and_copy(self._pages.targets(), sources, layers=[layers] * len(sources)))
             stopping.check()  # a caller who was told that it has ended may have used his sources for something else
-            if self._progress is not None:
-                self._progress.note(end)
-            begun = end
 
-    def hear(self, reply: Any) -> None:
-        """Of a commit there are no previews."""
+    def rest(self) -> bytes:
+        """What follows the commit then: Written."""
+        return pb.Written(sums=self._sums).SerializeToString()
 
-
-def _stops(lengths: Sequence[int]) -> Iterator[int]:
-    """Before which blocks to say how far one has come, and the end."""
-    written = 0
-    for index, length in enumerate(lengths, 1):
-        written += length
-        if written >= STEP_BYTES:
-            yield index
-            written = 0
-    if written:
-        yield len(lengths)
+    def complete(self, request: pb.CommitRequest) -> None:
+        """Makes it a commit of what is written."""
+        request.unwritten, request.sums = False, self._sums or b""

@@ -201,12 +201,6 @@ class Core:
         self._gets.catch_up()
         return self._puts.reserve_ahead(session, group=group, puts=puts, kind=kind, now=now)
 
-    def note_written(self, session: int, *, reservation: int, end: int = 0) -> int:
-        """The session has written the blocks of a reservation before `end`; before which it has, as far as it ever said. Raises NotFound."""
-        held = self._sessions.reservation(session, reservation)
-        held.told = max(held.told, end)
-        return held.told
-
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
         """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None: every reserved block as it was named in reserve (private pages must be named).
 

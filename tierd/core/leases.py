@@ -73,8 +73,7 @@ class Reservation:
 
     staging: of a tier with sealed puts, where the session writes what comes to lie in `pages`; else -1.
     hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. said: of each. state: OPEN, BUSY or GONE. closing:
-    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put that may come, until it has. told: how many
-    blocks, from the first on, the session says that it has written.
+    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put that may come, until it has.
     """
 
     id: int
@@ -93,7 +92,6 @@ class Reservation:
     state: Bytes
     closing: bool = False
     ahead_bytes: int = 0
-    told: int = 0
 
     def rows(self, state: int) -> Ids:
         """Indices in that state."""

@@ -8,7 +8,9 @@ xxh3-128 over that table. The core does no hashing of its own: `seal` and `unsea
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +57,30 @@ META = np.dtype(
 assert META.itemsize == META_BYTES
 
 Checksum = Callable[[bytes], int]
+
+_ENTRY = struct.Struct("<IH2x32s32xI8xI4xI8xQ92xI40xQ")
+
+
+class Entry(NamedTuple):
+    """What a reader wants to know of one record. length: stored bytes."""
+
+    magic: int
+    version: int
+    hash: bytes
+    namespace: int
+    tokens: int
+    length: int
+    generation: int
+    layers: int
+    checksum: int
+
+
+def read_entry(raw: bytes, checksum: Checksum) -> Entry | None:
+    """One record of META_BYTES; None where it is none: blank, half written, damaged or of a version that this code does not read."""
+    entry = Entry._make(_ENTRY.unpack(raw))
+    if entry.magic != META_MAGIC or not versions.META.oldest <= entry.version <= versions.META.current:
+        return None
+    return entry if checksum(raw[:-8]) == entry.checksum else None
 
 
 def new_meta(count: int) -> StructArray:

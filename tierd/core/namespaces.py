@@ -86,6 +86,10 @@ class NamespaceRegistry:
         """Epoch of each of these namespaces: [n]. Raises NotFound."""
         return self._each(ids, lambda namespace: namespace.epoch)
 
+    def domains_of(self, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Trust domain of each of these namespaces: [n]. Raises NotFound."""
+        return self._each(ids, lambda namespace: self.domain_of(namespace.tenant))
+
     def _each(self, ids: NDArray[np.uint32], what: Callable[[Namespace], int]) -> NDArray[np.uint32]:
         out = np.zeros(len(ids), np.uint32)
         for one in kinds(ids):

@@ -270,8 +270,7 @@ class Committing:
 class Committed:
     """statuses: uint16 [n] READY, EXISTS or FAILED. extents: EXTENT [n] of the block's page (page -1 where FAILED). blocks: int64 [n], -1 where FAILED.
 
-    metas: META [n], what was committed; the ids may stand for other blocks by the time that somebody asks. lease: 0 unless asked for and something is held. is_followed: pages were
-    hashed behind their writer.
+    metas: META [n], what was committed; the ids may stand for other blocks by the time that somebody asks. lease: 0 unless asked for and something is held.
     """
 
     statuses: Codes
@@ -280,7 +279,6 @@ class Committed:
     metas: StructArray
     lease: int
     plan: Plan
-    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

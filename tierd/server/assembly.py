@@ -170,9 +170,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         daemon = put_together(config, opened, instance=instance)
         daemon.started = started
         stack.callback(daemon.cache.parts.mover.close)
-        daemon.cache.parts.mover.hashing.start()
-        stack.push_async_callback(daemon.cache.parts.mover.hashing.stop)
-        stack.callback(daemon.cache.ahead.boards.close)
+        stack.callback(daemon.cache.directories.close)
         stack.push_async_callback(daemon.cache.commits_ended)
         stack.push_async_callback(daemon.naming.acquire)  # namespaces are being written no more
         stack.callback(daemon.cache.releases.make)  # else the session table would tell the next life of them

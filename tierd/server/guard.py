@@ -52,16 +52,16 @@ read; its other errors say that it was used wrongly."""
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is behind a call. session: the core's id; deadline: in the loop's time; preview: tells what the reply is going to be, where the way of the call allows it; early: there, too, takes the
-    reply and gives what sends it, before the call has ended."""
+    """Who is behind a call. session: the core's id; deadline: in the loop's time; early: takes the reply and gives what sends it before
+    the call has ended, where the way of the call allows it. rest: waits for the message that follows the call's, where one does."""
 
     session: int
     tenant: str
     is_admin: bool
     request: str
     deadline: float
-    preview: Callable[[Message], None] | None = None
     early: Callable[[Message], Callable[[], None]] | None = None
+    rest: Callable[[], Awaitable[bytes]] | None = None
 
     @property
     def left_s(self) -> float:

@@ -40,8 +40,6 @@ KERNEL_LEAST = (5, 15)
 PR_SET_DUMPABLE = 4
 KEPT_S = 1.0
 """For what was written and what was learnt to be kept; beside the deadline, since it comes after everything that may use that up."""
-WRITERS_S = 1.0
-"""For puts that are being written to be written, and committed."""
 EVENTS_END_S = 1.0
 """For the last KV events to leave."""
 SLACK_S = 5.0
@@ -156,7 +154,6 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     daemon.cache.releases.make()
     daemon.cache.events.close()  # watchers would keep their calls open until the deadline
     await _in_time(daemon.scrub.stop(), deadline)
-    daemon.cache.ahead.end(after_s=WRITERS_S)
     await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
     await _in_time(daemon.cache.health.stop(), deadline)
     await _in_time(daemon.cache.background.stop(), deadline)

@@ -32,6 +32,8 @@ class Line(asyncio.Protocol):
         self._writable.set()
         self._is_over = False
         self._transport: asyncio.Transport
+        self.owes_more = False
+        """Whether the next message belongs to the call before it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Whatever the other end does not take at once is waited for."""

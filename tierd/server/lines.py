@@ -29,7 +29,7 @@ from google.protobuf.message import Message
 from structlog.contextvars import bind_contextvars
 
 from tierd._proto import cache_pb2 as pb
-from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError
+from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError, Unavailable
 from tierd.server.backlog import Backlog
 from tierd.server.credits import Place
 from tierd.server.guard import CALLER, DETAILS_LIMIT_CHARS, Caller, Guard, parsed, said_of
@@ -44,6 +44,8 @@ LINES = 8
 LINES_BORNE = 2 * LINES
 """What it may have: of those that it has closed the daemon may not have heard yet."""
 REQUEST_CHARS = 64
+WRITERS_S = 1.0
+"""In the end, for puts that are being written to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +59,12 @@ class Verb:
 
 
 class Answers:
-    """What one call says on its line: previews, then one answer, which may go before the call has ended. Nothing follows it, whatever becomes of the call (a commit goes on
+    """What one call says on its line: one answer, which may go before the call has ended. Nothing follows it, whatever becomes of the call (a commit goes on
     beyond its deadline, when the line is another call's), and from then on it takes no place, since its client may make another in its stead. place: the call's, when it has one."""
 
     def __init__(self, line: Line) -> None:
         self._line, self._is_given = line, False
         self.place: Place | None = None
-
-    def preview(self, reply: Message) -> None:
-        """It is going to be this, if nothing comes between."""
-        self._line.write(pb.Answer(message=reply.SerializeToString(), preview=True).SerializeToString())
 
     def early(self, reply: Message) -> Callable[[], None]:
         """Made now; the answer when what this gives is called, unless there is one already."""
@@ -100,6 +98,7 @@ class Lines:
         self._open: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._resting: dict[asyncio.Task[None], Session] = {}
+        self._awaiting: dict[asyncio.Task[None], Session] = {}
         self._backlog = Backlog()
         self._is_ending = False
 
@@ -116,15 +115,16 @@ class Lines:
         return theirs
 
     def leave(self, session: int) -> None:
-        """The session has ended, and so do its lines: those that rest now, the others after the call that they are in."""
-        for task in [task for task, its in self._resting.items() if its.id == session]:
+        """The session has ended, and so do its lines: those that rest or wait for more of a call now, the others after the call that they are in."""
+        for task in [task for task, its in (*self._resting.items(), *self._awaiting.items()) if its.id == session]:
             task.cancel()
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Those that rest end now, the others after the call that they are in, or when the time is over."""
+        """Those that rest end now, those that wait for more of a call in WRITERS_S, the others after the call that they are in, or when the time is over."""
         self._is_ending = True
         for task in list(self._resting):
             task.cancel()
+        asyncio.get_running_loop().call_later(WRITERS_S, lambda: [task.cancel() for task in list(self._awaiting)])
         if self._tasks and timeout_s > 0:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in self._tasks:
@@ -152,6 +152,8 @@ class Lines:
         try:
             while (raw := await self._next(line, task, session)) is not None:
                 await self._serve(raw, session, line)
+                if line.owes_more:  # of a call that ended before it came
+                    await self._rest(line, session)
                 if not line.is_taken:
                     async with asyncio.timeout(self._guard.call_timeout_s):  # who does not read keeps nothing for ever
                         await line.taken()
@@ -174,6 +176,20 @@ class Lines:
         finally:
             del self._resting[task]
 
+    async def _rest(self, line: Line, session: Session) -> bytes:
+        """The message that belongs to the call before it. Raises InvalidArgument, Unavailable."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._awaiting[task] = session
+        try:
+            raw = await line.read(patience_s=self._guard.call_timeout_s)
+        finally:
+            del self._awaiting[task]
+        if raw is None:
+            raise Unavailable("line: the client has closed it in the middle of a call; call again")
+        line.owes_more = False
+        return raw
+
     async def _serve(self, raw: bytes, session: Session, line: Line) -> None:
         """Writes the reply to one message, or why there is none, and counts it then."""
         begun, verb, outcome, request, answers = time.perf_counter(), None, "ok", "", Answers(line)
@@ -181,7 +197,8 @@ class Lines:
             ask = parsed(pb.Ask.FromString, raw)
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
-            answers.give(await self._made(verb, ask, session, request, answers))
+            line.owes_more = ask.more
+            answers.give(await self._made(verb, ask, session, request, answers, line))
         except (TierdError, TimeoutError) as error:
             outcome = type(error).__name__
             answers.refuse(_refusal(error))
@@ -203,11 +220,19 @@ class Lines:
             raise InvalidArgument(f"ask.method: {name!r:.80} is none that a line takes; call it over gRPC")
         return verb
 
-    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, answers: Answers) -> Message:
+    async def _made(
+        self, verb: Verb, ask: pb.Ask, session: Session, request: str, answers: Answers, line: Line
+    ) -> Message:
         bind_contextvars(request=request, call=verb.name)
         who, deadline = session.identity, self._guard.deadline(ask.timeout_us / 1e6)
         caller = Caller(
-            session.id, who.tenant, who.is_admin, request, deadline, preview=answers.preview, early=answers.early
+            session.id,
+            who.tenant,
+            who.is_admin,
+            request,
+            deadline,
+            early=answers.early,
+            rest=partial(self._rest, line, session) if ask.more else None,
         )
         answers.place = self._guard.place(verb.path, session.id)
         with answers.place:

@@ -22,7 +22,6 @@ import tierd
 from tierd import metrics, places
 from tierd.bearer import read_bearer
 from tierd.config import split_address
-from tierd.core.model import NOBODY
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.told import Names
 from tierd.server.admin import About, AdminService, SessionRow
@@ -86,9 +85,8 @@ class Listeners:
             cache.leave_session,
             self._service.grants.revoke,
             lambda session, into: cache.end_session(session, into=into),
-            lambda session, reservation, end: cache.ahead.note(session, reservation, end=end),
-            cache.ahead.boards.give,
             self._hearsay.add,
+            self._directory,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._mailboxes = Mailboxes(self.sessions.read_mailbox)
@@ -108,11 +106,7 @@ class Listeners:
                 "tiers": [_described(tier) for tier in daemon.tiers],
                 "credits": self._credits.share,
                 "lines": LINES,
-                "unwritten": True,  # commits may come before their pages are written
-                "tagged": True,  # words of a board say whose they are
-                "one_sided": _is_one_sided(
-                    daemon
-                ),  # gets of what was given before may be made without a call, and told of by the mailbox
+                "one_sided": not daemon.cache.clock.is_replay,  # gets of what is near may be made without a call, and told of by the mailbox
                 "events": daemon.config.events.enabled,
             },
         )
@@ -273,6 +267,11 @@ class Listeners:
         self._service.grants.forget(session)
         self._service.openings.forget(session)
 
+    def _directory(self, session: Session) -> tuple[int, int]:
+        """Raises OSError."""
+        domain = self._daemon.cache.registry.domain_of(session.identity.tenant)
+        return self._daemon.cache.directories.give(domain)
+
     def _watch_former(self) -> None:
         """Sessions of a former daemon: their pages stay theirs while their processes live."""
         for former in self._daemon.former:
@@ -300,14 +299,6 @@ class Listeners:
             os.close(data.fd)
             raise
         return MappedFiles(data.fd, data.bytes, is_writable, catalogue.fd, catalogue.bytes)
-
-
-def _is_one_sided(daemon: Assembly) -> bool:
-    """Whether clients may make gets by themselves: where no page that was verified once is looked at again at its later hits, and nothing is replayed."""
-    cache = daemon.cache
-    shared = (tier.position for tier in daemon.tiers if is_shared(tier))
-    has_nobodys = any(given.writer == NOBODY for tier in shared for given in cache.core.segments(tier))
-    return cache.parts.verify == "first_hit" and not has_nobodys and not cache.clock.is_replay
 
 
 def _described(tier: Tier) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import ANSWER_SHARE, Cache
+from tierd.cache.publication import Sums
 from tierd.core.block import Namespace
 from tierd.core.model import BlockStatus, TierKind, Wanted
-from tierd.core.plan import GroupQuery, PutQuery, Served
+from tierd.core.plan import GroupQuery, PutQuery
 from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
 from tierd.events.told import Names
@@ -77,13 +78,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         # Time is left for the answer, so that a slow disk costs a smaller hit and not the call.
         timeout_s = caller.left_s * ANSWER_SHARE
         kind = self._wanted(request.tier, request.nth)
-        epochs, tell = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups], caller.preview
-
-        def preview(served: Served) -> None:
-            if request.preview and tell is not None:
-                tell(wire.acquire_reply(served, lease=0, tier_tokens=[], whole=False, epochs=epochs))
-
-        lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s, preview=preview)
+        epochs = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups]
+        doubted = wire.generations_of(request.doubted) if request.copies else None
+        lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s, doubted=doubted)
         reply = wire.acquire_reply(
             lease.served, lease=lease.lease, tier_tokens=lease.tier_tokens, whole=lease.whole, epochs=epochs
         )
@@ -135,7 +132,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         caller = CALLER.get()
-        query = wire.commit_query(request, batch_limit=self._batch_limit)
+        query = wire.commit_query(request, batch_limit=self._batch_limit, written=_written(caller.rest))
         early = caller.early
         foresee = None if early is None else lambda committed: early(wire.commit_reply(committed))
         committed = await self._cache.commit(caller.session, query, deadline=caller.deadline, foresee=foresee)
@@ -234,3 +231,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         if not nth and len(mine) > 1 and is_device(mine[0]):
             raise InvalidArgument(f"tier: {kind.name.lower()} may be any of several GPUs; name one of {names}")
         return mine[nth - 1].spec if nth else kind
+
+
+def _written(rest: Callable[[], Awaitable[bytes]] | None) -> Sums | None:
+    """Waits for the message that all of a commit is written, and gives its sums; None where none can follow."""
+
+    async def sums() -> bytes:
+        assert rest is not None
+        return bytes(parsed(pb.Written.FromString, await rest()).sums)
+
+    return sums if rest is not None else None

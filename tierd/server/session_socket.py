@@ -1,15 +1,13 @@
 """The session socket: identity, descriptors and life, beside gRPC, which can carry none of them.
 
-AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none; `written`, `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
+AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none; `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
     hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}; what else this daemon takes, as `greeting` of listeners.py has it
-    map    {op, tier, segment, board} -> {ok, bytes, writable, catalogue_bytes, board} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
-           where hello's row of the tier has gpu: {ordinal, uuid}. Of a writable segment perhaps a third: the session's board, of so many bytes, on which the client says how far puts are written
-           (cache/boards.py). It comes once without being asked for, and each time to who says with board that he has none
+    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
+           where hello's row of the tier has gpu: {ordinal, uuid}
     line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (lines.py). With mailbox, for who has none, another: SEQPACKET, each message u8 numbers,
            little-endian, of leases that end, or a 0 and a Group that its client has got by itself, where hello says `one_sided`; nobody is woken by it (mailboxes.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
-    written {op, reservation, blocks}, no answer: the blocks of a reservation before this index are written, so that they may be hashed
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
     revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
     bye    {op}, no answer but the end: this process uses nothing of this session any more
@@ -43,7 +41,7 @@ from tierd.server.sessions import Session, Sessions
 
 log = structlog.get_logger(__name__)
 
-PROTO_VERSION = 1
+PROTO_VERSION = 2
 FORMAT_VERSION = 1
 MESSAGE_MAX_BYTES = 4096
 BACKLOG = 128
@@ -256,15 +254,11 @@ class Connection:
             self._hello(request)
         elif op == "map":
             place = {name: _field(request, name, int) for name in ("tier", "segment")}
-            self._map(self.session, lacks_board=request.get("board") is True, **place)
+            self._map(self.session, **place)
         elif op == "line":
             self._line(self.session, wants_mailbox=request.get("mailbox") is True)
         elif op == "release":
             self._release(self.session, request)
-        elif op == "written":
-            self._owner.sessions.note_written(
-                self.session, reservation=_number(request, "reservation"), end=_number(request, "blocks")
-            )
         elif op == "forget":
             self._owner.sessions.forget(_field(request, "session", int), by=self.session)
             self._send({"ok": True})
@@ -276,7 +270,7 @@ class Connection:
             self._send({"ok": True})
         else:
             raise InvalidArgument(
-                f"session socket: unknown op {op!r:.80}; known are hello, map, line, release, written, forget, revoke, bye, ping"
+                f"session socket: unknown op {op!r:.80}; known are hello, map, line, release, forget, revoke, bye, ping"
             )
 
     def _hello(self, request: dict[str, Any]) -> None:
@@ -310,9 +304,18 @@ class Connection:
             name=session.name,
         )
         failpoint("session.hello.before_reply")
-        self._send({"ok": True, "session": session.id, "token": session.token, **self._owner.greeting})
+        reply = {"ok": True, "session": session.id, "token": session.token, **self._owner.greeting}
+        directory = self._owner.sessions.directory(session)
+        if directory is None:
+            self._send(reply)
+            return
+        fd, reply["directory"] = directory
+        try:
+            self._send(reply, fds=[fd])
+        finally:
+            os.close(fd)
 
-    def _map(self, session: Session, *, tier: int, segment: int, lacks_board: bool) -> None:
+    def _map(self, session: Session, *, tier: int, segment: int) -> None:
         files = self._owner.sessions.map_segment(session, tier=tier, segment=segment)
         reply = {
             "ok": True,
@@ -322,10 +325,6 @@ class Connection:
         }
         fds = [files.data_fd, files.catalogue_fd]
         try:
-            board = self._owner.sessions.give_board(session, is_asked=lacks_board) if files.is_writable else None
-            if board is not None:
-                fds.append(board[0])
-                reply["board"] = board[1]
             failpoint("session.map.before_reply")
             self._send(reply, fds=fds)
         finally:
@@ -404,13 +403,6 @@ def _numbers(request: dict[str, Any], name: str) -> list[int]:
     value = request.get(name, [])
     if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 1 << 64 for number in value):
         raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not a list of ids; correct the request")
-    return value
-
-
-def _number(request: dict[str, Any], name: str) -> int:
-    value = request.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 64:
-        raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not a whole number; correct the request")
     return value
 
 

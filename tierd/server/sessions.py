@@ -70,7 +70,6 @@ class Session:
     engine: dict[str, str] = field(default_factory=dict)
     state: SessionState = SessionState.OPEN
     has_mapped: bool = False
-    has_board: bool = False
     secret: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES), repr=False)
     opened: float = field(default_factory=time.monotonic)
     ended_because: str = ""
@@ -110,8 +109,7 @@ class SessionCalls:
     on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
     one call gave or is still to give.
     on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
-    on_written(session id, reservation, end): its blocks before this index are written. give_board(session id): a descriptor of where it says so on the way, which the session socket
-    closes after sending, and its length in bytes. on_used(session id, a Group): it has made a get by itself. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
+    on_used(session id, a Group): it has made a get by itself. directory(session): of its domain. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
 
@@ -124,9 +122,8 @@ class SessionCalls:
     on_leave: Callable[[int], None] = lambda _session: None
     on_revoke: Callable[[int, str], None] = lambda _session, _request: None
     on_join: Callable[..., None] = lambda _session, **_into: None
-    on_written: Callable[[int, int, int], None] = lambda _session, _reservation, _end: None
-    give_board: Callable[[int], tuple[int, int] | None] = lambda _session: None
     on_used: Callable[[int, bytes], None] = lambda _session, _group: None
+    directory: Callable[[Session], tuple[int, int] | None] = lambda _session: None
 
 
 class Sessions:
@@ -275,26 +272,16 @@ class Sessions:
         """The client has given up a call: what that gave comes back."""
         self._calls.on_revoke(session.id, request)
 
-    def note_written(self, session: Session, *, reservation: int, end: int) -> None:
-        """The client has written the blocks of a reservation before this index. One that has ended is no fault."""
-        with contextlib.suppress(NotFound):
-            self._calls.on_written(session.id, reservation, end)
-
     def note_used(self, session: Session, group: bytes) -> None:
         """The client has made a get by itself: of a Group, as in its calls."""
         self._calls.on_used(session.id, group)
 
-    def give_board(self, session: Session, *, is_asked: bool) -> tuple[int, int] | None:
-        """Where it says how far puts are written, once or as often as it asks, if there can be such a place: a descriptor that the session socket closes after sending, and its length in bytes."""
-        if session.has_board and not is_asked:
-            return None
-        session.has_board = True
+    def directory(self, session: Session) -> tuple[int, int] | None:
+        """The directory of its trust domain: a descriptor, which the session socket closes after sending, and its length; None where none can be had."""
         try:
-            return self._calls.give_board(session.id)
+            return self._calls.directory(session)
         except OSError as error:  # the daemon is out of descriptors, or of memory
-            log.warning(
-                "no board: a session's puts are hashed when they are written", session=session.id, error=str(error)
-            )
+            log.warning("no directory: a session's gets ask each time", session=session.id, error=str(error))
             return None
 
     def new_id(self) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.cache.publication import CommitQuery
+from tierd.cache.publication import CommitQuery, Sums
+from tierd.cache.verification import Generations
 from tierd.core.block import KVGeometry, Namespace, NamespaceSpec
 from tierd.core.model import (
     COMMIT_BLOCK,
@@ -160,16 +161,20 @@ def _of_each(values: Sequence[int], name: str, count: int, *, limit: int) -> Len
     return np.full(count, values, np.uint32)
 
 
-def commit_query(message: pb.CommitRequest, *, batch_limit: int) -> CommitQuery:
-    """What a Commit asks for."""
+def commit_query(message: pb.CommitRequest, *, batch_limit: int, written: Sums | None) -> CommitQuery:
+    """What a Commit asks for. written: waits until all is written; None: no message can follow that says so."""
+    if message.unwritten and written is None:
+        raise InvalidArgument(
+            "commit.unwritten: no message follows this call; send it over a line with more, or when all is written"
+        )
     return CommitQuery(
         message.reservation,
         commit_blocks(message, batch_limit=batch_limit),
         durability(message.durability),
         lease=message.lease,
         keep_open=message.keep_open,
-        unwritten=message.unwritten,
-        word=message.word,
+        sums=message.sums,
+        written=written if message.unwritten else None,
     )
 
 
@@ -184,6 +189,13 @@ def commit_blocks(message: pb.CommitRequest, *, batch_limit: int) -> StructArray
     if len(blocks) and (int(blocks["tokens"].min()) < 1 or int(blocks["length"].min()) < 1):
         raise InvalidArgument("blocks: a block of 0 tokens or 0 bytes; leave it out")
     return blocks
+
+
+def generations_of(data: bytes) -> Generations:
+    """u64 [n]."""
+    if len(data) % 8:
+        raise InvalidArgument(f"doubted: {len(data)} bytes is no multiple of 8; send whole generations")
+    return np.frombuffer(data, dtype="<u8")
 
 
 def hashes_of(data: bytes, thing: str) -> Bytes:
@@ -222,7 +234,7 @@ def commit_reply(committed: Committed) -> pb.CommitReply:
     tokens = np.where(committed.statuses != BlockStatus.FAILED, committed.metas["tokens"], 0)
     epoch = int(committed.metas["epoch"].max(initial=0))
     given = handles(committed.extents, status=committed.statuses, tokens=tokens, epoch=epoch)
-    return pb.CommitReply(handles=given.tobytes(), lease=committed.lease, followed=committed.is_followed)
+    return pb.CommitReply(handles=given.tobytes(), lease=committed.lease)
 
 
 def _rank(rank: int, namespace: Namespace) -> int:

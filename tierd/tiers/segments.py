@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -93,6 +93,8 @@ class SegmentBooks(Generic[Memory]):
         self.mode = ""
         self.place = ""
         self.notices: list[str] = []
+        self.on_published: Callable[[StructArray, StructArray], None] = lambda _extents, _metas: None
+        """Hears of blocks that were entered: EXTENT [n], META [n]."""
         self.tables = Path()
         self._instance, self._arena_dir = instance, arena_dir
         self._segments: dict[int, Segment[Memory]] = {}
@@ -199,6 +201,7 @@ class SegmentBooks(Generic[Memory]):
             if segment.is_ready and segment.catalogue is not None:
                 tables = [slices[i] for i in where.tolist()]
                 segment.catalogue.publish(extents["slot"][where], metas=picked(records, where), slices=tables)
+        self.on_published(extents, metas)
 
     def slices(self, extents: StructArray) -> list[SliceTable | None]:
         """The published slice tables of these pages; None where there is none of that generation."""

@@ -164,7 +164,9 @@ class SharedTier(Tier, Protocol):
 
 @runtime_checkable
 class MappedTier(SharedTier, Protocol):
-    """Memory that the daemon maps too."""
+    """Memory that the daemon maps too. on_published: hears of blocks that were entered in its catalogues, EXTENT [n], META [n]."""
+
+    on_published: Callable[[StructArray, StructArray], None]
 
     def view(self, extent: np.void) -> memoryview:
         """The page of one EXTENT row: class_bytes of uint8, writable. Valid until the page is freed; the memory stays mapped

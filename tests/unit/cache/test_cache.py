@@ -9,6 +9,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
+from tests.unit.cache.committed import Counted
 from tests.unit.cache.world import CONFIG, SOON_S, TOKENS, World, opened
 from tierd import failpoint
 from tierd.cache import holdings
@@ -320,18 +321,22 @@ async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at(monkeypatch: py
         assert world.pins == 0
 
 
-async def test_a_preview_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every hit is verified and one block is bad, what is going to be served is told before the first look, and not again before the second."""
-    monkeypatch.setattr("tierd.cache.verification.AT_ONCE_BYTES", 0)
-    names, told = chain(1, 4), list[int]()
+async def test_nothing_is_verified_for_who_sums_what_he_copies() -> None:
+    """Until he says that a page is bad: then the daemon looks at that one, and he is served what is good."""
+    names = chain(1, 4)
     async with opened(CONFIG.replace('segment = "1 MiB"', 'segment = "1 MiB"\nverify = "always"', 1)) as world:
-        committed = await world.put(names)
+        committed, counted = await world.put(names), Counted(world)
         world.page(committed.extents[2])[7] ^= 1
-        lease = await world.cache.acquire(
-            world.session,
-            [world.query(names)],
-            kind=TierKind.HOST,
-            timeout_s=SOON_S,
-            preview=lambda served: told.append(served.tokens),
-        )
-    assert (told, lease.served.tokens) == ([4 * TOKENS], 2 * TOKENS)
+        for doubted, pages, blocks in (
+            ([], 0, 4),
+            ([committed.extents["generation"][1]], 1, 4),
+            (committed.extents["generation"][1:3], 5, 2),
+        ):
+            lease = await world.cache.acquire(
+                world.session,
+                [world.query(names)],
+                kind=TierKind.HOST,
+                timeout_s=SOON_S,
+                doubted=np.asarray(doubted, np.uint64),
+            )
+            assert (counted.pages, lease.served.tokens) == (pages, blocks * TOKENS)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tests.unit.cache.committed import sums_of
 from tests.unit.cache.world import SOON_S, TOKENS, World, opened
 from tierd import failpoint
 from tierd.cache.publication import CommitQuery
 from tierd.core.model import BlockStatus, Durability, StructArray
 from tierd.core.plan import Committed
-from tierd.errors import NotFound
 from tierd.server import wire
 from tierd.testing import chain
 
@@ -45,18 +45,23 @@ class Told:
         deadline = asyncio.get_running_loop().time() + SOON_S
         return await self.world.cache.commit(self.world.session, query, deadline=deadline, foresee=self.foresee)
 
-    async def begun(self, names: StructArray = NAMES) -> tuple[int, asyncio.Future[Committed]]:
-        """A commit that is prepared, and waits for its pages to be written; its reservation."""
-        reservation = (await self.world.reserve(names)).reservation
-        commit = asyncio.ensure_future(self.commit(reservation, unwritten=True))
+    async def begun(self, names: StructArray = NAMES) -> tuple[asyncio.Event, asyncio.Future[Committed]]:
+        """A commit that is prepared, and waits for its pages to be written; what says so."""
+        reservation, is_written = (await self.world.reserve(names)).reservation, asyncio.Event()
+
+        async def written() -> bytes:
+            await is_written.wait()
+            return sums_of(names)
+
+        commit = asyncio.ensure_future(self.commit(reservation, written=written))
         for _ in range(8):
             await asyncio.sleep(0)
         assert not commit.done()
-        return reservation, commit
+        return is_written, commit
 
-    async def end(self, reservation: int, commit: asyncio.Future[Committed]) -> Committed:
+    async def end(self, is_written: asyncio.Event, commit: asyncio.Future[Committed]) -> Committed:
         """All is written."""
-        self.world.cache.ahead.note(self.world.session, reservation, end=len(NAMES))
+        is_written.set()
         async with asyncio.timeout(SOON_S):
             return await commit
 
@@ -66,16 +71,15 @@ def is_catalogued(world: World, committed: Committed) -> bool:
     return all(table is not None for table in world.daemon.tiers[0].slices(committed.extents))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("unwritten", [True, False])
-async def test_the_answer_comes_between_catalogue_and_core(unwritten: bool) -> None:
+@pytest.mark.parametrize("sums", [sums_of(NAMES), b""], ids=["summed by the writer", "summed by the daemon"])
+async def test_the_answer_comes_between_catalogue_and_core(sums: bytes) -> None:
     """It is said once, when all would survive a kill and before the core is at it, and it is what the commit returns."""
     async with opened() as world:
         seen: list[tuple[bool, int]] = []
         told = Told(world)
         told.on_answer = lambda it: seen.append((is_catalogued(world, it), world.cache.core.stats().blocks))
         reservation = (await world.reserve(NAMES)).reservation
-        world.cache.ahead.note(world.session, reservation, end=len(NAMES))
-        committed = await told.commit(reservation, unwritten=unwritten)
+        committed = await told.commit(reservation, sums=sums)
         assert told.answers == [wire.commit_reply(committed).SerializeToString()]
         assert seen == [(True, 0)]
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
@@ -86,9 +90,9 @@ async def test_nothing_is_said_before_all_is_written() -> None:
     """What is prepared while the client writes is said when it has, and not at all where the commit is given up."""
     async with opened() as world:
         told = Told(world)
-        reservation, commit = await told.begun()
+        is_written, commit = await told.begun()
         assert (len(told.replies), told.answers) == (1, [])
-        assert (await told.end(reservation, commit)).statuses.tolist() == [BlockStatus.READY] * 4
+        assert (await told.end(is_written, commit)).statuses.tolist() == [BlockStatus.READY] * 4
         assert told.answers == told.replies
         _, given_up = await told.begun(chain(2, 4))
         given_up.cancel()
@@ -102,12 +106,12 @@ async def test_a_block_that_another_session_commits_meanwhile(rows: slice) -> No
     """It is not answered early: EXISTS, with the page of the first, which the core finds out."""
     async with opened() as world:
         told, mine = Told(world), world.session
-        reservation, commit = await told.begun()
+        is_written, commit = await told.begun()
         world.cache.open_session(12, tenant=world.cache.tenant_of(mine))
         world.session = 12
         first = await world.put(NAMES[rows])
         world.session = mine
-        committed = await told.end(reservation, commit)
+        committed = await told.end(is_written, commit)
         assert told.answers == []
         assert committed.statuses[rows].tolist() == [BlockStatus.EXISTS] * len(first.statuses)
         assert committed.extents["generation"][rows].tolist() == first.extents["generation"].tolist()
@@ -119,9 +123,9 @@ async def test_other_blocks_that_come_meanwhile_do_not_matter() -> None:
     """What was looked up is looked up again, and holds."""
     async with opened() as world:
         told = Told(world)
-        reservation, commit = await told.begun()
+        is_written, commit = await told.begun()
         await world.put(chain(2, 4))
-        assert (await told.end(reservation, commit)).statuses.tolist() == [BlockStatus.READY] * 4
+        assert (await told.end(is_written, commit)).statuses.tolist() == [BlockStatus.READY] * 4
         assert len(told.answers) == 1
 
 
@@ -129,29 +133,12 @@ async def test_an_epoch_that_ends_meanwhile() -> None:
     """Nothing of it is answered early, catalogued or found: FAILED."""
     async with opened() as world:
         told = Told(world)
-        reservation, commit = await told.begun()
+        is_written, commit = await told.begun()
         await world.end_epoch()
-        committed = await told.end(reservation, commit)
+        committed = await told.end(is_written, commit)
         assert committed.statuses.tolist() == [BlockStatus.FAILED] * 4
         assert told.answers == []
         assert not world.cache.core.stats().blocks
-        world.cache.core.check()
-
-
-@pytest.mark.parametrize("end", ["abort", "session"])
-async def test_a_reservation_that_ends_meanwhile(end: str) -> None:
-    """Nobody is answered, and nothing is held."""
-    async with opened() as world:
-        told = Told(world)
-        reservation, commit = await told.begun()
-        if end == "abort":
-            world.cache.abort(world.session, reservation)
-        else:
-            world.cache.end_session(world.session)
-        async with asyncio.timeout(SOON_S):
-            with pytest.raises(NotFound):
-                await commit
-        assert (told.answers, world.pins, world.cache.core.stats().blocks) == ([], 0, 0)
         world.cache.core.check()
 
 
@@ -160,10 +147,10 @@ async def test_a_parent_that_leaves_meanwhile() -> None:
     async with opened() as world:
         await world.put(NAMES[:1])
         told = Told(world)
-        reservation, commit = await told.begun(NAMES[1:])
+        is_written, commit = await told.begun(NAMES[1:])
         cache = world.cache
         cache.flights.start(cache.core.evict(cache.core.blocks(), tier=None, now=cache.clock.now()))
-        assert (await told.end(reservation, commit)).statuses.tolist() == [BlockStatus.READY] * 3
+        assert (await told.end(is_written, commit)).statuses.tolist() == [BlockStatus.READY] * 3
         assert len(told.answers) == 1
         await world.put(NAMES[:1])
         assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS

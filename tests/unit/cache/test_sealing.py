@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.unit.cache.test_ahead import Counted
+from tests.unit.cache.committed import Counted, sums_of
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, TOKENS, World, directories, opened
 from tierd import mover as movers
 from tierd.core.model import BlockStatus, Durability, TierKind
@@ -103,19 +103,17 @@ async def test_a_commit_that_cannot_be_copied_fails_as_a_whole() -> None:
         assert not world.pins
 
 
-async def test_words_of_a_writer_hash_nothing_of_staging_pages() -> None:
-    """A client may say that its pages are written: nothing is hashed before the commit, which takes what is there then."""
+async def test_a_writers_sums_do_not_count() -> None:
+    """What a sealed put serves is what the daemon copied, under the daemon's own sums, whatever its writer says of the staging pages."""
     async with opened(SEALED) as world:
         reserved = await world.reserve(NAMES)
         for extent in reserved.extents[0]:
             world.page(extent)[:] = OTHER
-        world.cache.ahead.note(world.session, reserved.reservation, end=4)
-        assert not world.cache.ahead._jobs
-        for extent, name in zip(reserved.extents[0], NAMES, strict=True):
-            world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
-        committed = await world.commit(reserved.reservation, lease=True)
-        assert committed.lease
-        assert right(world, committed.extents) == [True] * 4
+        committed = await world.commit(reserved.reservation, sums=sums_of(NAMES))
+        metas = world.cache.core.metas(committed.blocks)
+        metas["layers"] = 1
+        assert (await world.cache.parts.mover.check(committed.extents, metas)).tolist() == [True] * 4
+        assert right(world, committed.extents) == [False] * 4
 
 
 async def test_a_sealed_put_can_be_durable() -> None:

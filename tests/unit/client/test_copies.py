@@ -51,7 +51,7 @@ def test_neighbours_go_at_once() -> None:
     """Pieces that lie side by side on both sides are one copy."""
     _, sources = laid_out([4096] * 6, [0, 0, 0, 1, 0, 0], fill=1)
     _, targets = laid_out([4096] * 6, [0] * 6, fill=2)
-    to, at = ([buffers._address(piece) for piece in pieces] for pieces in (targets, sources))
+    to, at = ([buffers.address_of(piece) for piece in pieces] for pieces in (targets, sources))
     assert list(buffers._runs(to, at, [4096] * 6)) == [(0, 3), (3, 6)]
 
 

@@ -243,7 +243,9 @@ def test_segments_that_nobody_uses_are_swept(ends, tmp_path, monkeypatch):
     monkeypatch.setattr("tierd.client.session.SWEEP_SEGMENTS", 2)
     for number, word in ((8, 0), (9, 5)):
         words = np.array([word], dtype=np.uint64)
-        session._segments[0, number] = Segment(number, np.zeros(1, np.uint8), words, is_writable=False)
+        session._segments[0, number] = Segment(
+            number, 0, np.zeros(1, np.uint8), words, memoryview(b""), memoryview(b""), 1, 1, is_writable=False
+        )
     memory = Memory(tmp_path)
     with open(memory.data, "rb") as data, open(memory.catalogue_path, "rb") as catalogue:
         sizes = {"bytes": PAGES * CLASS_BYTES, "catalogue_bytes": memory.catalogue_path.stat().st_size}
@@ -281,11 +283,11 @@ def test_a_foreign_catalogue(tmp_path, segment):
     with open(memory.data, "rb") as data, open(memory.catalogue_path, "rb") as catalogue:
         files = {"data": (data.fileno(), PAGES * CLASS_BYTES), "catalogue": (catalogue.fileno(), size)}
         if segment == 1:
-            mapped = map_segment(segment, is_writable=False, **files)
+            mapped = map_segment((0, segment), is_writable=False, **files)
             assert (mapped.is_empty, mapped.data.flags.writeable, len(mapped.words)) == (True, False, PAGES)
         else:
             with pytest.raises(TierFailed, match="not its own"):
-                map_segment(segment, is_writable=False, **files)
+                map_segment((0, segment), is_writable=False, **files)
 
 
 def test_a_fork_waits_for_calls_in_flight():

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tierd._proto import cache_pb2 as pb
-from tierd.client import local, stopping, threads, writing
-from tierd.client.early import EarlyCopy
+from tierd.client import copying, stopping, threads
 from tierd.client.steps import Do, Pause, run
 from tierd.client.stopping import Stop, Stopped
 from tierd.client.threads import Threads
@@ -211,57 +208,33 @@ async def test_cancelled_twice_when_it_has_ended() -> None:
     own.close()
 
 
-def test_a_copy_that_is_stopped_goes_no_further() -> None:
-    """What nobody waits for any more is copied to the end of a step, and no step follows."""
-    stop, steps = Stop(), list[int]()
-    write = writing.Write(None, [np.zeros(writing.STEP_BYTES, np.uint8)] * 4, 0.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with the helper"])
+def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody waits for any more is copied to the end of a block, and when the put has been told nobody copies any more of it."""
+    stop, begun, inner = Stop(), list[int](), copying._summed
 
-    class Pages:
-        def targets(self) -> list[np.ndarray]:
-            return [np.zeros(writing.STEP_BYTES, np.uint8)] * 4
+    def summed(*block: Any) -> bytes:
+        begun.append(1)
+        stop.set()
+        return inner(*block)
 
-    class Written:
-        def note(self, blocks: int) -> None:
-            steps.append(blocks)
-            if blocks == 2:
-                stop.set()
-
-    copying = writing.Copying(Pages(), write, Written())  # type: ignore[arg-type]
+    monkeypatch.setattr(copying, "_summed", summed)
+    targets, sources = ([np.full(length, each, np.uint8) for _ in range(8)] for each in (0, 1))
     with pytest.raises(Stopped):
-        stop.around(copying.copy)
-    assert steps == [1, 2]
-
-
-def test_a_preview_is_not_copied_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the daemon is about to verify is not copied where the caller has gone while its pages were mapped."""
-    stop, copied = Stop(), list[int]()
-
-    class Mapping:
-        def map(self, _handles: np.ndarray, *, timeout_s: float) -> None:
-            assert timeout_s > 0
-            stop.set()
-
-    monkeypatch.setattr(EarlyCopy, "_copy", lambda *_: copied.append(1))
-    early = EarlyCopy(Mapping(), None, None, known=None, deadline=time.monotonic() + SOON_S)  # type: ignore[arg-type]
-    with pytest.raises(Stopped):
-        stop.around(lambda: early.hear(pb.AcquireReply()))
-    assert not copied
+        stop.around(lambda: copying.sum_and_copy(targets, [*map(copying.piece_of, sources)], layers=[0] * 8))
+    copied = [int(target[0]) for target in targets]
+    assert sum(copied) == len(begun) < 8
+    assert not copying._HELPER._turn.locked()
 
 
 def test_a_copy_does_not_begin_for_nobody() -> None:
     """A put whose caller has gone while its commit was sent copies nothing."""
-    stop, copied = Stop(), list[int]()
-
-    class Copy:
-        is_due = False
-
-        def run(self) -> None:
-            copied.append(1)
+    stop, target = Stop(), np.zeros(4096, np.uint8)
 
     def verb() -> None:
         stop.set()
-        local._beside(Copy())  # type: ignore[arg-type]
+        copying.sum_and_copy([target], [copying.piece_of(np.ones(4096, np.uint8))], layers=[0])
 
     with pytest.raises(Stopped):
         stop.around(verb)
-    assert not copied
+    assert not target.any()

@@ -15,8 +15,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd.cache.cache import Cache
 from tierd.core.model import BlockStatus
 from tierd.errors import TierFailed
-from tierd.hashing.process import HashProcess
-from tierd.mover import Hashed
+from tierd.mover import Hashed, Mover
 from tierd.server.guard import CALLER, Caller
 from tierd.server.service import CacheService
 from tierd.testing import chain
@@ -114,19 +113,18 @@ async def test_blocks_are_found_again() -> None:
 
 async def test_the_end_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit whose call was cut off while its blocks were hashed ends before pages and tables go, and before what hashes does: what it stored is there in the next life."""
-    stop, wait, had_ended, may_go_on = HashProcess.stop, Cache.commits_ended, list[bool](), asyncio.Event()
+    close, wait, had_ended, may_go_on = Mover.close, Cache.commits_ended, list[bool](), asyncio.Event()
 
-    async def stopped(process: HashProcess) -> None:
+    def closed(mover: Mover) -> None:
         had_ended.append(work.done())
-        may_go_on.set()
-        await stop(process)
+        close(mover)
 
     async def waited(cache: Cache) -> None:
         asyncio.get_running_loop().call_later(0.05, may_go_on.set)
         await wait(cache)
 
     with directories() as places, monkeypatch.context() as patch:
-        patch.setattr(HashProcess, "stop", stopped)
+        patch.setattr(Mover, "close", closed)
         patch.setattr(Cache, "commits_ended", waited)
         async with opened(places=places) as world:
             reserved = await world.reserve(chain(1, 4))

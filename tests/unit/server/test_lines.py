@@ -10,6 +10,7 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import msgpack
 import numpy as np
 import pytest
@@ -167,20 +168,100 @@ async def test_a_commit_that_ends_after_its_deadline_says_nothing_more() -> None
     """Its client has been told DeadlineExceeded; what becomes of it in the end is no answer to the call that has the line by then."""
     async with talking() as (rig, cache, talk):
         rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, await rig.session()))
-        ahead, go = rig.world.cache.ahead, asyncio.Event()
-        inner = ahead.hash
+        mover, go = rig.world.cache.parts.mover, asyncio.Event()
+        inner = mover.hash_pages
 
-        async def hash_late(committing: Any) -> Any:
+        async def hash_late(*pages: Any) -> Any:
             await go.wait()
-            return await inner(committing)
+            return await inner(*pages)
 
-        ahead.hash = hash_late  # type: ignore[method-assign]
+        mover.hash_pages = hash_late  # type: ignore[method-assign]
         assert (await put_on(rig, talk, 5, timeout_us=50_000)).error == "DeadlineExceeded"
         go.set()
         await until(lambda: not rig.world.cache._commits)
         looked = pb.Group(namespace=rig.world.namespace.id, hashes=chain(5, 2).tobytes())
         answer = await talk.ask("Lookup", pb.LookupRequest(groups=[looked]))
         assert pb.LookupReply.FromString(answer.message).tokens == 32
+
+
+async def unwritten(rig: Rig, talk: Talk, seed: int, **fields: Any) -> int:
+    """Asks to commit blocks that are reserved and still to be written; their reservation."""
+    group = pb.PutGroup(namespace=rig.world.namespace.id, blocks=rig.world.put_query(chain(seed, 2)).blocks.tobytes())
+    given = pb.ReserveReply.FromString((await talk.ask("Reserve", pb.ReserveRequest(groups=[group], tier=1))).message)
+    await talk.say("Commit", pb.CommitRequest(reservation=given.reservation, unwritten=True), more=True, **fields)
+    return given.reservation
+
+
+async def say_written(talk: Talk, sums: bytes = b"") -> None:
+    await talk.send(pb.Written(sums=sums).SerializeToString())
+
+
+async def test_a_commit_is_answered_when_its_second_message_has_come() -> None:
+    """Not before; and the line takes the next call."""
+    async with talking() as (rig, cache, talk):
+        rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, await rig.session()))
+        await unwritten(rig, talk, 5)
+        await until(lambda: rig.running == 1)
+        await asyncio.sleep(0.05)
+        assert not rig.world.cache.core.stats().blocks
+        await say_written(talk)
+        answer = await talk.hear()
+        assert answer is not None
+        handles = np.frombuffer(pb.CommitReply.FromString(answer.message).handles, HANDLE)
+        assert handles["status"].tolist() == [BlockStatus.READY] * 2
+        assert (await talk.ask("Release", pb.ReleaseRequest())).status == ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (pb.CommitRequest(reservation=7, unwritten=True), "NotFound"),
+        (b"\xff\xff", "InvalidArgument"),
+    ],
+)
+async def test_what_follows_a_call_that_was_refused_is_thrown_away(request_: Any, error: str) -> None:
+    """A second message belongs to its call whatever became of that: the message after it is the next call."""
+    async with talking() as (_, _cache, talk):
+        answer = await talk.ask("Commit", request_, more=True)
+        assert answer.error == error
+        await say_written(talk)
+        assert (await talk.ask("Release", pb.ReleaseRequest())).status == ""
+
+
+@pytest.mark.parametrize("how", ["closes the line", "says nothing", "says nonsense", "ends its session"])
+async def test_a_writer_that_does_not_come_to_its_end(how: str) -> None:
+    """Its commit ends, by its deadline at the latest; nothing is published, and the pages are its own until it gives them back."""
+    async with rigged() as rig, rig.stubs() as (cache, _):
+        metadata = await rig.session()
+        its_socket, talk = rig.sockets[-1], await line_of(rig)
+        assert isinstance(talk, Talk)
+        rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, metadata))
+        reservation = await unwritten(rig, talk, 5, timeout_us=200_000 if how == "says nothing" else 0)
+        await until(lambda: rig.world.cache._under_way._ends)
+        if how == "closes the line":
+            talk.connection.close()
+        elif how == "ends its session":
+            its_socket.close()
+        else:
+            if how == "says nonsense":
+                await talk.send(b"\xff\xff")
+            answer = await talk.hear()
+            assert answer is not None
+            assert answer.error == ("InvalidArgument" if how == "says nonsense" else "DeadlineExceeded")
+        await until(lambda: not rig.running and not rig.world.cache._under_way._ends)
+        assert not rig.world.cache.core.stats().blocks
+        if how != "ends its session":
+            await cache.Abort(pb.AbortRequest(reservation=reservation), metadata=metadata)
+            await rig.quiet()
+        rig.world.cache.core.check()
+
+
+async def test_over_grpc_nothing_can_follow() -> None:
+    """A commit over gRPC of what is still to be written is refused by name."""
+    async with rigged() as rig, rig.stubs() as (cache, _):
+        metadata = await rig.session()
+        with pytest.raises(grpc.aio.AioRpcError, match="no message follows this call"):
+            await cache.Commit(pb.CommitRequest(reservation=1, unwritten=True), metadata=metadata)
 
 
 async def test_faults_are_answers_and_the_line_goes_on() -> None:

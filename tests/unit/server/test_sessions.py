@@ -26,13 +26,13 @@ from tierd.server.identity import IdentityRules, Peer, identify
 from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, SessionCalls, Sessions, SessionState
 
-HELLO = {"op": "hello", "proto": 1, "format": 1, "sdk": "0.1.0", "name": "test", "credential": None}
+HELLO = {"op": "hello", "proto": 2, "format": 1, "sdk": "0.1.0", "name": "test", "credential": None}
 
 CLIENT = """
 import msgpack, os, socket, sys
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect(sys.argv[1])
-s.send(msgpack.packb({"op": "hello", "proto": 1, "format": 1, "sdk": "0.1.0", "name": "child", "credential": None}))
+s.send(msgpack.packb({"op": "hello", "proto": 2, "format": 1, "sdk": "0.1.0", "name": "child", "credential": None}))
 print(msgpack.unpackb(s.recv(8192))["session"], flush=True)
 for line in sys.stdin:
     if line.strip() == "fork" and os.fork() == 0:
@@ -256,13 +256,13 @@ def test_any_bytes_are_a_map_or_refused(data):
         assert isinstance(session_socket._request(data), dict)
 
 
-@pytest.mark.parametrize("change", [{"proto": 2}, {"format": 9}, {"proto": None}])
+@pytest.mark.parametrize("change", [{"proto": 1}, {"format": 9}, {"proto": None}])
 async def test_versions(rig, change):
     """Versions that do not meet are refused in a message that names both sides."""
     with rig.connect() as client:
         reply = await rig.ask(client, HELLO | change)
         assert reply["error"] == "VersionMismatch"
-        for text in (str(next(iter(change.values()))), "protocol 1", "format 1", "SDK 0.1.0", "tierd 0.1.0"):
+        for text in (str(next(iter(change.values()))), "protocol 2", "format 1", "SDK 0.1.0", "tierd 0.1.0"):
             assert text in reply["message"]
         assert rig.events == []
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +19,7 @@ import numpy as np
 
 from tierd.cache.lease import Lease
 from tierd.cache.publication import CommitQuery
-from tierd.core.block import Namespace, NamespaceSpec
+from tierd.core.block import Namespace, NamespaceSpec, slice_lengths
 from tierd.core.model import (
     BlockStatus,
     Durability,
@@ -33,7 +33,8 @@ from tierd.server.assembly import Assembly
 from tierd.testing.sim.arena import Segment
 from tierd.testing.sim.blocks import CHAINS, TOKENS, Blocks, Page
 from tierd.testing.sim.daemon import SimDaemon
-from tierd.testing.sim.oracle import Key
+from tierd.testing.sim.oracle import Key, bytes_of
+from tierd.tiers.checksum import raw_tables, slice_sums
 from tierd.tiers.holds import Holder, read_boot_id
 
 if TYPE_CHECKING:
@@ -272,14 +273,13 @@ class Client:
         try:
             pages = await self.pages(held, extents, [ways.wanted.key(ways.wanted.first + i) for i in ways.given])
             self.writing += pages
-            commit = None
+            commit, written = None, asyncio.Event()
             if rng.random() < 0.3:  # before it is written
-                commit = self.loop.create_task(
-                    self.commit(held, replace(ways, unwritten=True), rng), context=self.context
-                )
+                early = replace(ways, written=written)
+                commit = self.loop.create_task(self.commit(held, early, rng), context=self.context)
             await self.write(pages, rng)
             self.writing = [page for page in self.writing if page not in pages]  # what is committed is not written to
-            self.let_go(held, lambda a: self.tell_written(a, held, ways))
+            self.let_go(held, lambda _assembly: written.set())
             if commit is not None or rng.random() < 0.9:
                 await (commit or self.commit(held, ways, rng))
                 self.written = [*self.written[-16:], *pages]
@@ -288,11 +288,6 @@ class Client:
             self.writing = [page for page in self.writing if page not in pages]
             # After a commit there is nothing left of it; an abort of that is no fault.
             self.let_go(held, lambda a: a.cache.abort(held.session, ways.reservation))
-
-    def tell_written(self, assembly: Assembly, held: _Held, ways: _Commit) -> None:
-        """All of a reservation is."""
-        with suppress(NotFound):
-            assembly.cache.ahead.note(held.session, ways.reservation, end=max(ways.given) + 1)
 
     async def reserve(
         self, held: _Held, wanted: Blocks, *, durability: Durability, private: bool, kind: TierKind
@@ -338,7 +333,14 @@ class Client:
 
     async def _commit(self, held: _Held, ways: _Commit, part: _Part, *, timeout_s: float) -> Committed:
         request, keys = self.new_request(), [ways.wanted.key(ways.wanted.first + i) for i in part.given]
+        sums = self.sums(ways, part.given)
         self.world.oracle.commit_begins(keys)
+
+        async def written() -> bytes:
+            assert ways.written is not None
+            await ways.written.wait()
+            return sums
+
         began_s = self.loop.time()
 
         async def work(assembly: Assembly) -> Committed:
@@ -348,7 +350,8 @@ class Client:
                 ways.durability,
                 lease=part.lease,
                 keep_open=not part.is_last,
-                unwritten=ways.unwritten,
+                sums=sums,
+                written=written if ways.written is not None else None,
             )
             early: list[Committed] = []
             committed = await assembly.cache.commit(
@@ -369,6 +372,14 @@ class Client:
             return held.daemon.grants.give((held.session, request), committed, lease=committed.lease)
 
         return await self.ask(held, work, timeout_s=timeout_s, request=request)
+
+    def sums(self, ways: _Commit, given: Sequence[int]) -> bytes:
+        """Of the bytes that it means to write, as its SDK sums them; of some puts none, as who writes in place by himself."""
+        if ways.reservation % 4 == 0:
+            return b""
+        numbers = [ways.wanted.first + i for i in given]
+        blocks = [bytes_of(ways.wanted.key(number), ways.wanted.length(number)) for number in numbers]
+        return b"".join(raw_tables([slice_sums(block, slice_lengths(len(block), 0)) for block in blocks]))
 
     async def read_committed(self, held: _Held, committed: Committed, keys: list[Key], began_s: float) -> None:
         """Reads what a commit's lease holds, another writer's pages perhaps, and releases it."""
@@ -427,14 +438,14 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """What is to be committed. given: places in the reservation. unwritten: while it is being written."""
+    """What is to be committed. given: places in the reservation. written: when it is; None: it is."""
 
     wanted: Blocks
     reservation: int
     given: list[int]
     durability: Durability
     private: bool
-    unwritten: bool = False
+    written: asyncio.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)

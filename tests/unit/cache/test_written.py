@@ -1,0 +1,139 @@
+"""Commits and their writers: made before the pages are written, and of sums that the writer made."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.unit.cache.committed import NAMES, Counted, Late, named, sums_of
+from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
+from tierd.core.model import BlockStatus, TierKind
+from tierd.core.plan import Reserved
+from tierd.errors import InvalidArgument
+from tierd.testing import chain, content_of
+
+READY = [BlockStatus.READY] * 4
+
+
+async def unwritten(world: World, names: np.ndarray = NAMES) -> Reserved:
+    """Reserved pages that hold nothing yet."""
+    return await world.cache.reserve(world.session, [world.put_query(names)], kind=TierKind.HOST)
+
+
+def write(world: World, reserved: Reserved) -> None:
+    """What belongs there."""
+    for extent, name in zip(reserved.extents[0], NAMES, strict=True):
+        world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
+
+
+@pytest.mark.parametrize("sums", [b"", sums_of(NAMES)], ids=["summed by the daemon", "summed by the writer"])
+async def test_a_commit_may_come_before_its_pages_are_written(sums: bytes) -> None:
+    """It publishes nothing before its writer says that all is written, and then what the pages hold; the daemon sums what the writer has not."""
+    async with opened() as world:
+        counted, reserved = Counted(world), await unwritten(world)
+        late = await Late(world, reserved.reservation).begun()
+        assert not (await world.acquire(NAMES)).served.tokens
+        write(world, reserved)
+        assert (await late.end(sums)).statuses.tolist() == READY
+        assert counted.pages == (0 if sums else 4)
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+
+
+async def test_a_writers_sums_are_the_blocks() -> None:
+    """A commit with sums publishes the tables and digests that the daemon would have made, and reads no byte."""
+    async with opened() as world:
+        digests = []
+        for names, sums in ((NAMES, sums_of(NAMES)), (chain(2, 4), b"")):
+            counted, reserved = Counted(world), await unwritten(world, names)
+            write(world, reserved)
+            committed = await world.commit(reserved.reservation, sums=sums)
+            assert (committed.statuses.tolist(), counted.pages) == (READY, 0 if sums else 4)
+            digests.append(world.cache.core.metas(committed.blocks)["digest"].tolist())
+        assert digests[0] == digests[1]
+
+
+async def test_a_writer_that_lies_has_misses() -> None:
+    """Bytes that are not those of the writer's sums are a miss at the first get, and so is what hangs on them."""
+    async with opened() as world:
+        reserved = await world.reserve(NAMES)
+        world.page(reserved.extents[0][2])[5] ^= 1
+        assert (await world.commit(reserved.reservation, sums=sums_of(NAMES))).statuses.tolist() == READY
+        assert (await world.acquire(NAMES)).served.tokens == 2 * TOKENS
+
+
+@pytest.mark.parametrize("sums", [sums_of(NAMES[:3]), sums_of(NAMES) + b"\0" * 8, b"\0" * 31])
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_sums_of_another_length_are_refused(sums: bytes, is_late: bool) -> None:
+    """Too few, too many, or no whole number: InvalidArgument; the pages stay their writer's, who may commit them again."""
+    async with opened() as world:
+        reserved = await world.reserve(NAMES)
+        with pytest.raises(InvalidArgument, match=f"{len(sums)} bytes, but the 4 blocks have 4 slices"):
+            await (
+                (await Late(world, reserved.reservation).begun()).end(sums)
+                if is_late
+                else world.commit(reserved.reservation, sums=sums)
+            )
+        assert (await world.commit(reserved.reservation)).statuses.tolist() == READY
+
+
+async def test_sums_of_parts() -> None:
+    """Of a commit of some blocks of a reservation the sums are those blocks' alone."""
+    async with opened() as world:
+        reserved = await world.reserve(NAMES)
+        first = await world.commit(reserved.reservation, named(2), sums=sums_of(NAMES[:2]), keep_open=True)
+        rest = await world.commit(reserved.reservation, named(4)[2:], sums=sums_of(NAMES[2:]))
+        assert [*first.statuses, *rest.statuses] == READY
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+
+
+async def test_pages_of_a_commit_that_was_given_up_stay_their_writers() -> None:
+    """Its client may still write to them: nobody else gets them, and he may commit them later."""
+    async with opened(CONFIG.replace('capacity = "4 MiB"', 'capacity = "1 MiB"')) as world:
+        reserved = await unwritten(world)
+        late = await Late(world, reserved.reservation).begun()
+        late.commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late.commit
+        others = await world.reserve(chain(2, 120))
+        theirs = others.extents[0][others.statuses[0] == BlockStatus.RESERVED]
+        mine = {(int(e["segment"]), int(e["offset"])) for e in reserved.extents[0]}
+        assert not mine & {(int(e["segment"]), int(e["offset"])) for e in theirs}
+        write(world, reserved)
+        assert (await world.commit(reserved.reservation)).statuses.tolist() == READY
+        assert (await world.acquire(NAMES)).served.tokens == 4 * TOKENS
+
+
+@pytest.mark.parametrize("end", ["abort", "session"])
+async def test_a_reservation_that_ends_under_a_commit_that_waits(end: str) -> None:
+    """Whether its commit ends by a word or for want of one, no page stays behind."""
+    async with opened() as world:
+        reserved = await unwritten(world)
+        late = await Late(world, reserved.reservation).begun()
+        if end == "abort":
+            world.cache.abort(world.session, reserved.reservation)
+        else:
+            world.cache.end_session(world.session)
+        late.commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late.commit
+        assert (world.pins, world.cache.core.tier_stats()[0].pages_reserved) == (0, 0)
+        world.cache.core.check()
+
+
+async def test_what_is_reserved_ahead_stands_back_for_commits() -> None:
+    """Pages for puts that may come are looked for when the session's commits have ended, and not for ever after: for others that begin meanwhile nobody waits."""
+    async with opened() as world:
+        reserved, later = await world.reserve(NAMES), await world.reserve(chain(2, 4))
+        first = await Late(world, reserved.reservation).begun()
+        group = world.put_query(np.zeros((2, 32), np.uint8))
+        ahead = asyncio.ensure_future(world.cache.reserve_ahead(world.session, group, puts=1, kind=TierKind.HOST))
+        await asyncio.sleep(0)
+        last = await Late(world, later.reservation).begun()
+        assert not ahead.done()
+        async with asyncio.timeout(SOON_S):
+            await first.end()
+            assert len((await ahead).reservations) == 1
+        assert not last.commit.done()
+        last.commit.cancel()

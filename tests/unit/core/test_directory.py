@@ -1,0 +1,126 @@
+"""The directory: what was entered is found, what leaves is forgotten, and no bytes of it lead anywhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierd.core.directory import ENTRY_BYTES, MIN_BLOCKS, SLOTS, Directory, Keys, directory_bytes, keys_of, places_of
+from tierd.core.words import Words
+from tierd.testing import chain
+
+NAMES = chain(1, 4000)
+
+
+def made(blocks: int = MIN_BLOCKS) -> tuple[Directory, Words]:
+    """An empty one, and its memory."""
+    words = np.zeros(directory_bytes(blocks) // 8, "<u8")
+    return Directory(words), words
+
+
+def at(count: int, *, tier: int = 0, segment: int = 3) -> Keys:
+    """Places in one segment, slot by slot."""
+    slots = np.arange(count, dtype=np.uint32)
+    return places_of(np.full(count, tier, np.uint16), np.full(count, segment, np.uint32), slots)
+
+
+def test_what_was_entered_is_found() -> None:
+    """Each block at its tier, segment and slot, also where these are the greatest that there are; others are not there."""
+    directory, _ = made()
+    keys = keys_of(7, NAMES[:100])
+    tiers, segments = np.full(100, 255, np.uint16), np.full(100, (1 << 32) - 1, np.uint32)
+    slots = np.arange((1 << 24) - 100, 1 << 24, dtype=np.uint32)
+    directory.add(keys, places_of(tiers, segments, slots))
+    known, places, found = directory.find(keys)
+    assert known.all()
+    assert set(places.tolist()) == {255 << 32 | (1 << 32) - 1}
+    assert found.tolist() == slots.tolist()
+    assert not directory.find(keys_of(7, NAMES[100:200]))[0].any()
+    assert not directory.find(keys_of(8, NAMES[:100]))[0].any()
+
+
+def test_the_last_place_counts() -> None:
+    """A block that is entered again lies where it was entered last, and is there once."""
+    directory, words = made()
+    keys = keys_of(7, NAMES[:50])
+    directory.add(keys, at(50))
+    directory.add(keys, at(50, tier=1, segment=9))
+    assert set(directory.find(keys)[1].tolist()) == {1 << 32 | 9}
+    assert np.count_nonzero(words.reshape(-1, 2)[:, 0]) == 50
+
+
+def test_what_leaves_is_forgotten() -> None:
+    """Where it lay; an entry that says another place is another one's word, and stays."""
+    directory, words = made()
+    keys = keys_of(7, NAMES[:50])
+    directory.add(keys, at(50))
+    directory.remove(keys[:20], at(50)[:20])
+    directory.remove(keys[20:], at(50, segment=4)[20:])
+    assert directory.find(keys)[0].tolist() == [False] * 20 + [True] * 30
+    directory.remove(keys, at(50))
+    assert not words.reshape(-1, 2)[:, 0].any()
+
+
+def test_as_many_as_it_is_made_for() -> None:
+    """Filled in calls of 64 blocks a directory finds 99 in 100 of as many as it was made for."""
+    names, (directory, words) = chain(2, 1500), made(1500)
+    for first in range(0, 1500, 64):
+        directory.add(keys_of(1, names[first : first + 64]), at(1500)[first : first + 64])
+    assert np.count_nonzero(directory.find(keys_of(1, names))[0]) >= 1485
+    assert len(words) * 8 <= 64 * ENTRY_BYTES * 1500 // 16
+
+
+def test_one_that_is_full_keeps_what_came_last() -> None:
+    """Four times as many blocks as there is room for: no call fails, the last are found, and what is found is right."""
+    directory, words = made()
+    room, keys = len(words) // 2, keys_of(1, NAMES)
+    names = np.concatenate([NAMES, chain(3, 4 * room - len(NAMES))]) if 4 * room > len(NAMES) else NAMES
+    keys, places = keys_of(1, names), at(len(names))
+    for first in range(0, len(names), 16):
+        directory.add(keys[first : first + 16], places[first : first + 16])
+    known, _, slots = directory.find(keys)
+    assert (slots[known] == np.flatnonzero(known)).all()
+    assert known[-16:].sum() >= 12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_its_bytes_say(seed: int) -> None:
+    """Of random memory of any length every look ends, and gives a place of every block or none; nothing outside it is read."""
+    random = np.random.default_rng(seed)
+    words = random.integers(0, 1 << 63, int(random.integers(2 * SLOTS, 999)), dtype=np.uint64)
+    words.flags.writeable = False
+    keys = keys_of(1, NAMES[:500])
+    known, places, slots = Directory(words).find(keys)
+    assert (known.shape, places.shape, slots.shape) == ((500,), (500,), (500,))
+    assert 0 <= slots.min() <= slots.max() < 1 << 24
+    with pytest.raises(ValueError, match="hold no bucket"):
+        Directory(words[: 2 * SLOTS - 1])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plain_numbers_give_the_same(seed: int) -> None:
+    """`places` says what `find` says, of what is there and of what is not, in a directory of any bytes too."""
+    random = np.random.default_rng(seed)
+    directory, words = made()
+    directory.add(keys_of(7, NAMES[:200]), at(200, tier=3, segment=(1 << 32) - 2))
+    if seed:
+        spoiled = random.integers(len(words), size=len(words) // 2)
+        words[spoiled] = random.integers(1 << 63, size=len(spoiled), dtype=np.uint64)
+    known, places, slots = directory.find(keys_of(7, NAMES[:300]))
+    one_by_one = [directory.places(7, name.tobytes()) for name in NAMES[:300]]
+    assert one_by_one == [
+        [(int(place), int(slot))] if is_there else None
+        for is_there, place, slot in zip(known, places, slots, strict=True)
+    ]
+    there = NAMES[:300][known]
+    assert directory.places(7, there.tobytes()) == [*zip(places[known].tolist(), slots[known].tolist(), strict=True)]
+    assert directory.places(7, NAMES[:300].tobytes()) is None
+
+
+def test_a_hash_of_zeros_has_a_key() -> None:
+    """No key is that of an empty entry."""
+    directory, _ = made()
+    zeros = np.zeros((1, 32), np.uint8)
+    assert not directory.find(keys_of(0, zeros))[0].any()
+    directory.add(keys_of(0, zeros), at(1))
+    assert directory.find(keys_of(0, zeros))[0].all()

@@ -1,0 +1,91 @@
+"""The directories of trust domains: what lies in memory that clients map, by name, for those who ask nobody (`tierd.core.directory`).
+
+Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads them (tierd/client/onesided.py). Invariants: a directory names blocks of
+its own domain alone; a block is entered after its catalogue has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tierd.core.directory import Directory, directory_bytes, keys_of, places_of
+from tierd.core.model import StructArray
+from tierd.core.sets import kinds, some
+from tierd.core.words import words_of
+from tierd.tiers.tier import Descriptor, Tier, is_mapped
+
+BLOCK_BYTES = 64 << 10
+"""So large are a domain's blocks at least, as its directory counts; of smaller ones it has a part."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Directories:
+    """domains_of: namespace ids to their domains."""
+
+    def __init__(self, tiers: Sequence[Tier], *, domains_of: Callable[[StructArray], StructArray]) -> None:
+        self._domains_of = domains_of
+        self._near = {tier.position for tier in tiers if is_mapped(tier)}
+        self._bytes = directory_bytes(sum(tier.spec.capacity_bytes for tier in filter(is_mapped, tiers)) // BLOCK_BYTES)
+        self._files: dict[int, int] = {}
+        self._written: dict[int, Directory] = {}
+        self._told: list[Any] = []
+
+    def give(self, domain: int) -> Descriptor:
+        """A new descriptor of a domain's directory, for reading alone. Raises OSError."""
+        if domain not in self._files:
+            file = os.memfd_create("tierd-directory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(file, self._bytes)
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+                memory = mmap.mmap(file, self._bytes)
+            except BaseException:
+                os.close(file)
+                raise
+            self._files[domain] = file
+            self._written[domain] = Directory(words_of(memory, count=self._bytes // 8))
+        return Descriptor(os.open(f"/proc/self/fd/{self._files[domain]}", os.O_RDONLY | os.O_CLOEXEC), self._bytes)
+
+    def add(self, extents: StructArray, metas: StructArray) -> None:
+        """Blocks that are published: EXTENT [n], META [n]. They are entered in the loop's next turn: nobody waits for it."""
+        if self._written:
+            self._later(Directory.add, extents, metas["namespace"], metas["hash"])
+
+    def remove(self, freed: StructArray) -> None:
+        """FREED [n]: pages that hold nothing any more."""
+        if self._written and some(freed["was_ready"]):
+            gone = freed[freed["was_ready"]]
+            self._later(Directory.remove, gone["extent"], gone["namespace"], gone["hash"])
+
+    def _later(self, *told: Any) -> None:
+        if not self._told:
+            asyncio.get_running_loop().call_soon(self._enter)
+        self._told.append(told)
+
+    def _enter(self) -> None:
+        told, self._told = self._told, []
+        for each in told:
+            self._tell(*each)
+
+    def close(self) -> None:
+        """All of them; who maps one keeps it."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+        self._written.clear()
+
+    def _tell(
+        self, verb: Callable[..., None], extents: StructArray, namespaces: StructArray, hashes: StructArray
+    ) -> None:
+        domains = self._domains_of(namespaces)
+        for tier in kinds(extents["tier"]):
+            for domain in kinds(domains) if tier in self._near else ():
+                if domain in self._written:
+                    rows = (domains == domain) & (extents["tier"] == tier)
+                    its = extents[rows]
+                    places = places_of(its["tier"], its["segment"], its["slot"])
+                    verb(self._written[domain], keys_of(namespaces[rows], hashes[rows]), places)
