@@ -7,23 +7,22 @@ loop after another.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from tierd.client import protocol
-from tierd.client.calls import NO_TIMEOUT
-from tierd.client.client import Face, open_transport
+from tierd.client.calls import Deadline, due
+from tierd.client.client import Face
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
-from tierd.client.steps import Steps, fail, run
 from tierd.client.threads import NotBegun, Threads
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import StructArray
-from tierd.errors import InvalidArgument
+from tierd.errors import TierdError
 
 T = TypeVar("T")
 
@@ -39,12 +38,11 @@ class AsyncClient(Face):
 
     async def connect(self, *, timeout_s: float | None = None) -> None:
         """As Client.connect."""
-        deadline = self._deadline(timeout_s)
-        await self._run(self._verbs.shrunk(lambda: self._connecting(deadline), lambda: None), timeout_s)
+        await self._run(self._verbs.connect, self._deadline(timeout_s))
 
     async def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """As Client.open_namespace."""
-        return await self._run(self._verbs.open_namespace(spec, self._deadline(timeout_s)), timeout_s)
+        return await self._run(partial(self._verbs.open_namespace, spec), self._deadline(timeout_s))
 
     async def lookup(
         self,
@@ -56,7 +54,7 @@ class AsyncClient(Face):
     ) -> Found:
         """As Client.lookup."""
         wanted = (groups, hashes, tokens)
-        return await self._run(self._verbs.lookup(wanted, self._deadline(timeout_s)), timeout_s)
+        return await self._run(partial(self._verbs.lookup, wanted), self._deadline(timeout_s))
 
     async def prefetch(
         self,
@@ -69,7 +67,7 @@ class AsyncClient(Face):
     ) -> int:
         """As Client.prefetch."""
         wanted = (groups, hashes, tokens)
-        return await self._run(self._verbs.prefetch(wanted, tier, self._deadline(timeout_s)), timeout_s)
+        return await self._run(partial(self._verbs.prefetch, wanted, tier), self._deadline(timeout_s))
 
     async def acquire(
         self,
@@ -82,7 +80,7 @@ class AsyncClient(Face):
     ) -> Lease:
         """As Client.acquire."""
         wanted = (groups, hashes, tokens)
-        return await self._run(self._verbs.acquire(wanted, tier, self._deadline(timeout_s)), timeout_s)
+        return await self._run(partial(self._verbs.acquire, wanted, tier), self._deadline(timeout_s))
 
     async def get(
         self,
@@ -93,14 +91,14 @@ class AsyncClient(Face):
         timeout_s: float | None = None,
     ) -> GetResult:
         """As Client.get."""
-        return await self._run(self._verbs.get(namespace, what, out, self._deadline(timeout_s)), timeout_s)
+        return await self._run(partial(self._verbs.get, namespace, what, out), self._deadline(timeout_s))
 
     async def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None
     ) -> AsyncReservation:
         """As Client.reserve."""
-        steps = self._verbs.reserve(groups, tier, self._deadline(timeout_s))
-        return await self._run(steps, timeout_s)  # type: ignore[arg-type] # `pages` made it, and made this face
+        reserve: Any = partial(self._verbs.reserve, groups, tier)
+        return cast("AsyncReservation", await self._run(reserve, self._deadline(timeout_s)))
 
     async def put(
         self,
@@ -112,21 +110,20 @@ class AsyncClient(Face):
         timeout_s: float | None = None,
     ) -> PutResult:
         """As Client.put."""
-        return await self._run(
-            self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable), timeout_s
-        )
+        put = partial(self._verbs.put, namespace, what, blocks, durable=durable)
+        return await self._run(put, self._deadline(timeout_s))
 
     async def report_attention(
         self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None
     ) -> None:
         """As Client.report_attention."""
-        await self._run(self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s)), timeout_s)
+        await self._run(partial(self._verbs.report_attention, lease, mass, group), self._deadline(timeout_s))
 
     async def watch(self, *, after: int = 0) -> AsyncIterator[Event]:
         """As Client.watch."""
         request = protocol.watch_request(after)
-        link = await self._run(self._verbs.connected(self._deadline(None)))
-        replies = link.opened(open_transport).stream("Watch", request)  # type: ignore[attr-defined]
+        link = await self._run(lambda deadline: self._verbs.connected(due(deadline)), self._deadline(None))
+        replies = link.transport.stream("Watch", request)
         try:
             while (message := await asyncio.to_thread(next, replies, None)) is not None:
                 for event in protocol.events_of(message):
@@ -150,11 +147,10 @@ class AsyncClient(Face):
     def _reservation(self, hold: Any, handles: StructArray) -> AsyncReservation:
         return AsyncReservation(hold, handles, ends=self._verbs, run=self._run)
 
-    async def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
-        patience_s = self._seconds(timeout_s)
-        if math.isnan(patience_s):
-            return fail(steps, InvalidArgument(NO_TIMEOUT.format(timeout_s)))
+    async def _run(self, verb: Callable[[Deadline], T], deadline: Deadline) -> T:
+        if isinstance(deadline, TierdError):
+            return verb(deadline)
         try:
-            return await self._threads.run(partial(run, steps, open_transport), timeout_s=patience_s)
+            return await self._threads.run(partial(verb, deadline), timeout_s=deadline - time.monotonic())
         except NotBegun as error:
-            return fail(steps, error)
+            return verb(error)

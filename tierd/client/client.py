@@ -11,27 +11,23 @@ awaited.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
-from tierd.client.calls import NO_TIMEOUT, seconds_of
+from tierd.client.calls import Deadline, deadline_of, due
 from tierd.client.connection import Connector, Link, Options, Transport
 from tierd.client.forks import Bound
 from tierd.client.lease import Lease
 from tierd.client.local import LocalTransport
 from tierd.client.reservation import Reservation
-from tierd.client.steps import Do, Steps, fail, run
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
 from tierd.core.block import NamespaceSpec, text
 from tierd.core.model import StructArray
-from tierd.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -64,7 +60,7 @@ class Face(Bound):
             text(thing, value)
         self._timeout_s = timeout_s
         how = Options(name, credential_file)
-        self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how)
+        self._connector = Connector(resolve_target(target), in_a_hurry(how) if best_effort else how, open_transport)
         self._verbs = Verbs(
             self._connector, best_effort=best_effort, is_acknowledged=self._is_acknowledged, pages=self._reservation
         )
@@ -97,19 +93,11 @@ class Face(Bound):
             text(f"engine: {key!r:.80}", value)
         self._connector.introduce(engine)
 
-    def _connecting(self, deadline: float) -> Steps[None]:
-        """Connects. It takes a step even if a connection exists, since `fail` tells a wrong timeout at a step."""
-        yield Do(lambda: None)
-        yield from self._verbs.connected(deadline)
-
     def _reservation(self, hold: Any, handles: StructArray) -> Any:
         raise NotImplementedError
 
-    def _seconds(self, timeout_s: float | None) -> float:
-        return seconds_of(self._timeout_s if timeout_s is None else timeout_s)
-
-    def _deadline(self, timeout_s: float | None) -> float:
-        return time.monotonic() + self._seconds(timeout_s)
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return deadline_of(self._timeout_s if timeout_s is None else timeout_s)
 
 
 class Client(Face):
@@ -125,12 +113,11 @@ class Client(Face):
 
     def connect(self, *, timeout_s: float | None = None) -> None:
         """Connects now, where there is no connection."""
-        deadline = self._deadline(timeout_s)
-        self._run(self._verbs.shrunk(lambda: self._connecting(deadline), lambda: None), timeout_s)
+        self._verbs.connect(self._deadline(timeout_s))
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
         """Names a namespace; the daemon adds the tenant. With best effort an impossible spec, too, is one that never opens."""
-        return self._run(self._verbs.open_namespace(spec, self._deadline(timeout_s)), timeout_s)
+        return self._verbs.open_namespace(spec, self._deadline(timeout_s))
 
     def lookup(
         self,
@@ -142,7 +129,7 @@ class Client(Face):
     ) -> Found:
         """How much of a sequence could be served, and from where. groups, or a namespace and its hashes."""
         wanted = (groups, hashes, tokens)
-        return self._run(self._verbs.lookup(wanted, self._deadline(timeout_s)), timeout_s)
+        return self._verbs.lookup(wanted, self._deadline(timeout_s))
 
     def prefetch(
         self,
@@ -155,7 +142,7 @@ class Client(Face):
     ) -> int:
         """Begins to bring blocks near and returns at once: how many are on their way because of this."""
         wanted = (groups, hashes, tokens)
-        return self._run(self._verbs.prefetch(wanted, tier, self._deadline(timeout_s)), timeout_s)
+        return self._verbs.prefetch(wanted, tier, self._deadline(timeout_s))
 
     def acquire(
         self,
@@ -168,7 +155,7 @@ class Client(Face):
     ) -> Lease:
         """Pins the longest servable prefix in the wanted tier; a lease that is false if there is none."""
         wanted = (groups, hashes, tokens)
-        return self._run(self._verbs.acquire(wanted, tier, self._deadline(timeout_s)), timeout_s)
+        return self._verbs.acquire(wanted, tier, self._deadline(timeout_s))
 
     def get(
         self,
@@ -179,13 +166,13 @@ class Client(Face):
         timeout_s: float | None = None,
     ) -> GetResult:
         """The servable prefix of tokens, hashes or a group: as views, or copied into `out`, a list of buffers or one buffer."""
-        return self._run(self._verbs.get(namespace, what, out, self._deadline(timeout_s)), timeout_s)
+        return self._verbs.get(namespace, what, out, self._deadline(timeout_s))
 
     def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None
     ) -> Reservation:
         """Sets pages aside to be written in place."""
-        return self._run(self._verbs.reserve(groups, tier, self._deadline(timeout_s)), timeout_s)  # type: ignore[return-value]
+        return self._verbs.reserve(groups, tier, self._deadline(timeout_s))  # type: ignore[return-value]
 
     def put(
         self,
@@ -197,19 +184,17 @@ class Client(Face):
         timeout_s: float | None = None,
     ) -> PutResult:
         """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced before it returns."""
-        return self._run(
-            self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable), timeout_s
-        )
+        return self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable)
 
     def report_attention(self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None) -> None:
         """Attention mass per rank and block of a lease's group, f32 [ranks, count]: a hint for eviction."""
-        self._run(self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s)), timeout_s)
+        self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s))
 
     def watch(self, *, after: int = 0) -> Iterator[Event]:
         """Blocks stored and removed, as they happen; after: the last sequence number seen. Ends by raising when the daemon goes."""
         request = protocol.watch_request(after)
-        link = self._run(self._verbs.connected(self._deadline(None)))
-        replies = link.opened(open_transport).stream("Watch", request)  # type: ignore[attr-defined]
+        link = self._verbs.connected(due(self._deadline(None)))
+        replies = link.transport.stream("Watch", request)
         try:
             for message in replies:
                 yield from protocol.events_of(message)
@@ -229,12 +214,7 @@ class Client(Face):
         self.close()
 
     def _reservation(self, hold: Any, handles: StructArray) -> Reservation:
-        return Reservation(hold, handles, ends=self._verbs, run=self._run)
-
-    def _run(self, steps: Steps[T], timeout_s: float | None = None) -> T:
-        if math.isnan(self._seconds(timeout_s)):
-            return fail(steps, InvalidArgument(NO_TIMEOUT.format(timeout_s)))
-        return run(steps, open_transport)
+        return Reservation(hold, handles, ends=self._verbs)
 
 
 def open_transport(link: Link, address: str) -> Transport:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from tierd.client.steps import Steps
 from tierd.errors import DeadlineExceeded, InvalidArgument, TierdError
 
 log = logging.getLogger("tierd.client")
@@ -33,11 +32,11 @@ class Complaints:
         self._next = 0.0
         self._unsaid = 0
 
-    def shrunk(self, steps: Callable[[], Steps[T]], nothing: Callable[[], T]) -> Steps[T]:
+    def shrunk(self, work: Callable[[], T], nothing: Callable[[], T]) -> T:
         """With best_effort a failure is `nothing`. Raises InvalidArgument for what Python refuses, else what is raised."""
         begun = time.monotonic()
         try:
-            return (yield from steps())
+            return work()
         except Exception as raised:
             if not self._best_effort and not _is_of_python(raised):
                 raise

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class Transport(Protocol):
     """The way to one daemon. All raise TierdErrors."""
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
-        """One request, one reply. meanwhile: work while it is under way, or before it where that cannot be and it is due."""
+        """One request, one reply. meanwhile: work while it is under way, or before it where that cannot be."""
         ...
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> Any:
@@ -73,27 +74,37 @@ class Transport(Protocol):
         """An iterator of requests, one reply."""
         ...
 
+    def stream(self, method: str, request: Any) -> Any:
+        """Replies for as long as they are wanted, until closed."""
+        ...
+
     def close(self) -> None:
         """Lets go of the channel."""
         ...
 
 
-OpenTransport = Callable[["Link", str], Transport]
-"""Makes the transport of a link to a gRPC address."""
+OpenTransport = Callable[..., Transport]
+"""Makes the transport of a link to a gRPC address: (link, address)."""
 
 
 class Link:
     """One daemon, one session, one process. number: tells links apart; session: None over TCP."""
 
     def __init__(
-        self, number: int, session: Session | None, *, metadata: tuple[tuple[str, str], ...], address: str
+        self,
+        number: int,
+        session: Session | None,
+        *,
+        metadata: tuple[tuple[str, str], ...],
+        open_transport: Callable[[Link], Transport],
     ) -> None:
         self.number = number
         self.session = session
         self.metadata = metadata
         self.credits = Credits(session.credits if session else 0)
         self.pid = os.getpid()
-        self.transport: Transport | None = None
+        self.opened: Transport | None = None
+        """Its transport, once a call was made."""
         self.spares: Spares | None = None
         """Of a transport whose calls can be sent without waiting."""
         self.patience_s = math.inf
@@ -111,7 +122,7 @@ class Link:
         self.is_lost = False
         """Closed by the connector; another link takes its place."""
         self.on_idle: Callable[[Link], None] = lambda _link: None
-        self._address = address
+        self._open_transport = open_transport
         self._opening = threading.Lock()
 
     @property
@@ -121,12 +132,13 @@ class Link:
             return False
         return self.session is None or self.session.is_alive
 
-    def opened(self, open_transport: OpenTransport) -> Transport:
+    @property
+    def transport(self) -> Transport:
         """Its transport, made on first use and where it is used."""
-        if self.transport is None:
+        if self.opened is None:
             with self._opening:
-                self.transport = self.transport or open_transport(self, self._address)
-        return self.transport
+                self.opened = self.opened or self._open_transport(self)
+        return self.opened
 
     def unpin(self, pin: object) -> None:
         """The last array of a view is gone."""
@@ -149,14 +161,14 @@ class Options:
 class Connector:
     """The current link of a client. Threads may share it."""
 
-    def __init__(self, target: Target, options: Options) -> None:
+    def __init__(self, target: Target, options: Options, open_transport: OpenTransport) -> None:
         """Raises InvalidArgument and Unsupported for a codec that this process does not know, or lacks."""
         self.target = target
         self.codec = open_codec(target.codec, whose="this process") if isinstance(target, RemoteTarget) else None
         """By which this client wants chunks to be encoded."""
         self.forgettable = _forgettable.setdefault(str(target), deque())
         self._closed = _closed.setdefault(str(target), deque())
-        self._options = options
+        self._options, self._open_transport = options, open_transport
         self._link: Link | None = None
         self._turn = threading.Lock()
         self._numbers = 0
@@ -246,8 +258,8 @@ class Connector:
             link.session.unmap()  # the last view says goodbye
         elif link.session:
             self._idle(link)
-        if link.transport:
-            link.transport.close()
+        if link.opened:
+            link.opened.close()
 
     def forget(self) -> None:
         """Tells the daemon which sessions, of its predecessor perhaps, nothing uses any more."""
@@ -295,7 +307,9 @@ class Connector:
         if not options.is_patient:
             session.patience_s = options.connect_timeout_s
         address, metadata = f"unix:{self.target.rpc_path}", ((SESSION_KEY, session.token),)
-        link = Link(self._numbers, session, metadata=metadata, address=address)
+        link = Link(
+            self._numbers, session, metadata=metadata, open_transport=partial(self._open_transport, address=address)
+        )
         link.on_idle = self._idle
         return link
 
@@ -309,7 +323,9 @@ class Connector:
                 f"no daemon at {target} ({error}); is its server.tcp_listen set, and a tunnel open?"
             ) from error
         metadata = ((CREDENTIAL_KEY, f"Bearer {credential}"),) if credential else ()
-        return Link(self._numbers, None, metadata=metadata, address=target.address)
+        return Link(
+            self._numbers, None, metadata=metadata, open_transport=partial(self._open_transport, address=target.address)
+        )
 
     def _idle(self, link: Link) -> None:
         """Nothing of a lost link is used any more. Called by finalisers too: no lock, no waiting.

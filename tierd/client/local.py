@@ -43,7 +43,6 @@ class Sent:
         """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
         try:
             if meanwhile is not None:
-                stopping.check()
                 meanwhile.run()
             with stopping.ended_by(self._line.end):
                 if meanwhile is not None:
@@ -75,8 +74,6 @@ class Sent:
     def given_up(self, error: BaseException, deadline: float) -> BaseException:
         """The call has failed in the middle; what it means."""
         self.drop()
-        if (stopped := stopping.told(error)) is not error:
-            return stopped
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"daemon: no answer to {self._method} in time; allow more, or take it as a miss")
         if isinstance(error, OSError | EOFError):

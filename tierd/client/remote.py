@@ -14,26 +14,25 @@ from numpy.typing import NDArray
 from tierd.client import buffers, protocol
 from tierd.client.calls import insisted, left_s
 from tierd.client.connection import Link
-from tierd.client.steps import Pull, Push, Steps
 from tierd.client.values import GetResult, Group, PutResult
 from tierd.client.writing import Write
 from tierd.core.model import Need
 from tierd.errors import OperatorError, Unsupported
 
 
-def put(link: Link, write: Write) -> Steps[PutResult]:
+def put(link: Link, write: Write) -> PutResult:
     """Sends blocks."""
     message, codec = protocol.put_group_message(write.group), link.codec
 
-    def push() -> Push:
+    def push() -> Any:
         chunks = protocol.put_chunks(message, write.sources, durable=write.durable, codec=codec)
-        return Push(link, "Put", chunks, left_s(write.deadline))
+        return link.transport.push("Put", chunks, timeout_s=left_s(write.deadline))
 
-    reply = yield from insisted(push, write.deadline)
+    reply = insisted(push, write.deadline)
     return PutResult(protocol.statuses_of(reply.statuses, count=len(write.sources)))
 
 
-def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[tuple[GetResult, list[int]]]:
+def get(link: Link, group: Group, out: Any, deadline: float) -> tuple[GetResult, list[int]]:
     """Receives the servable prefix, into out or into arrays of its own, and says how long its blocks are. Raises Unsupported for a group that needs anything else."""
     if group.need is not Need.PREFIX:
         raise Unsupported(
@@ -42,7 +41,7 @@ def get(link: Link, group: Group, out: Any, deadline: float) -> Steps[tuple[GetR
         )
     assembly = protocol.Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes), codec=link.codec)
     request = protocol.get_request(group, codec=link.codec)
-    yield from insisted(lambda: Pull(link, "Get", request, left_s(deadline), assembly.take), deadline)
+    insisted(lambda: link.transport.pull("Get", request, timeout_s=left_s(deadline), take=assembly.take), deadline)
     blocks = len(assembly.whole)
     covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)
     for array in assembly.whole if out is None else ():

@@ -9,9 +9,8 @@ be somebody's block.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -19,33 +18,30 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client import mapping
-from tierd.client.calls import seconds_of
+from tierd.client import mapping, stopping
+from tierd.client.calls import Deadline, deadline_of, due
 from tierd.client.forks import Bound
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import commit_request, every
 from tierd.client.session import Parts, by_place
-from tierd.client.steps import Pause
 from tierd.client.values import Committed
 from tierd.client.work import pauses
 from tierd.core.model import BlockStatus, StructArray
 from tierd.errors import InvalidArgument, TierdError
-
-Steps = Generator[Any, Any, Any]
 
 COMMIT_TIMEOUT_S = 30.0
 """Of a commit or an abort that is given no time: a commit hashes and may write to a disk."""
 
 
 class Ends(Protocol):
-    """How reservations end, as steps."""
+    """How reservations end."""
 
-    def commit(self, pages: Any, make: Callable[[], Any], deadline: float) -> Steps:
+    def commit(self, pages: Any, make: Callable[[], Any], deadline: Deadline) -> Committed:
         """Publishes."""
         ...
 
-    def abort(self, pages: Any, deadline: float) -> Steps:
+    def abort(self, pages: Any, deadline: Deadline) -> None:
         """Gives back."""
         ...
 
@@ -63,12 +59,10 @@ class ReservedPages(Bound):
         handles: StructArray,
         *,
         ends: Ends,
-        run: Callable[..., Any],
     ) -> None:
         self.handles = handles
         self.hold = hold
         self._ends = ends
-        self._run = run
         self._given: list[tuple[int, weakref.ref[Any]]] = []
         self._work: tuple[Any, ...] = ()
         if hold:
@@ -139,21 +133,21 @@ class ReservedPages(Bound):
         ]
 
     def _commit(
-        self, blocks: StructArray | None, *, durable: bool, lease: bool, keep_open: bool, timeout_s: float
-    ) -> Steps:
-        deadline = time.monotonic() + seconds_of(timeout_s)
-        yield from self._worked(deadline)
+        self, blocks: StructArray | None, deadline: Deadline, *, durable: bool, lease: bool, keep_open: bool
+    ) -> Committed:
+        self._await_work(deadline)
         make = partial(commit_request, self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
-        return (yield from self._ends.commit(self, make, deadline))
+        return self._ends.commit(self, make, deadline)
 
-    def _abort(self, timeout_s: float) -> Steps:
-        deadline = time.monotonic() + seconds_of(timeout_s)
-        yield from self._worked(deadline)
-        yield from self._ends.abort(self, deadline)
+    def _abort(self, deadline: Deadline) -> None:
+        self._await_work(deadline)
+        self._ends.abort(self, deadline)
 
-    def _worked(self, deadline: float) -> Steps:
-        yield from map(Pause, pauses(self._work, deadline))
-        self._work = ()
+    def _await_work(self, deadline: Deadline) -> None:
+        if self._work:
+            for pause_s in pauses(self._work, due(deadline)):
+                stopping.pause(pause_s)
+            self._work = ()
 
     def _cut(self, wanted: Any) -> list[Bytes | None]:
         found: list[Bytes | None] = [None] * len(self)
@@ -205,12 +199,11 @@ class Reservation(ReservedPages):
         blocks: COMMIT_BLOCK [n], see OpenedNamespace.naming; None: everything as it was named. durable: not before it is on NVMe, synced. lease: pin what was
         committed. keep_open: blocks not named stay reserved. Raises DeadlineExceeded after timeout_s: the blocks may be published even so.
         """
-        steps = self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open, timeout_s=timeout_s)
-        return self._run(steps, timeout_s)  # type: ignore[no-any-return]
+        return self._commit(blocks, deadline_of(timeout_s), durable=durable, lease=lease, keep_open=keep_open)
 
     def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Gives the pages back as if nothing had been."""
-        self._run(self._abort(timeout_s), timeout_s)
+        self._abort(deadline_of(timeout_s))
 
     def __enter__(self) -> Self:
         return self
@@ -226,6 +219,13 @@ class Reservation(ReservedPages):
 class AsyncReservation(ReservedPages):
     """A reservation of the asynchronous client. An async context manager: left without commit, it is aborted."""
 
+    def __init__(
+        self, hold: Hold | None, handles: StructArray, *, ends: Ends, run: Callable[..., Awaitable[Any]]
+    ) -> None:
+        """run: carries a verb out by a deadline."""
+        super().__init__(hold, handles, ends=ends)
+        self._run = run
+
     async def commit(
         self,
         blocks: StructArray | None = None,
@@ -236,12 +236,12 @@ class AsyncReservation(ReservedPages):
         timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> Committed:
         """As Reservation.commit."""
-        steps = self._commit(blocks, durable=durable, lease=lease, keep_open=keep_open, timeout_s=timeout_s)
-        return await self._run(steps, timeout_s)  # type: ignore[no-any-return]
+        commit = partial(self._commit, blocks, durable=durable, lease=lease, keep_open=keep_open)
+        return await self._run(commit, deadline_of(timeout_s))  # type: ignore[no-any-return]
 
     async def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """As Reservation.abort."""
-        await self._run(self._abort(timeout_s), timeout_s)
+        await self._run(self._abort, deadline_of(timeout_s))
 
     async def __aenter__(self) -> Self:
         return self

@@ -167,15 +167,11 @@ def translated(link: Link) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        if stopping.is_due():  # it was cancelled here, which says nothing of the daemon
-            raise
         raise translate(error, link) from None
     except (
         ValueError,
         grpc.FutureCancelledError,
     ) as error:  # grpc's words for a channel that another thread has just closed
-        if stopping.is_due():
-            raise
         link.is_broken = True
         raise Unavailable(f"daemon: the connection was closed during the call ({error}); try again") from error
 

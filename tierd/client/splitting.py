@@ -17,7 +17,6 @@ import numpy as np
 
 from tierd.client import buffers, protocol
 from tierd.client.lease import Lease
-from tierd.client.steps import Steps
 from tierd.client.values import Found, GetResult, Group, OpenedNamespace, PutResult
 from tierd.client.writing import Write, kept
 from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Need
@@ -31,14 +30,14 @@ PART_BLOCKS = 1 << 11
 """Of a part, if the daemon takes as many in a call: it works 3 us on a block of a put, 1 us on one of a get."""
 
 
-def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[Found]:
+def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Found:
     """What could be served."""
-    parts = yield from _parts(verbs, groups, deadline)
+    parts = _parts(verbs, groups, deadline)
     if parts[0] is groups:
-        return (yield from verbs.found(groups, deadline))
+        return verbs.found(groups, deadline)
     got, tier_of, is_whole = GetResult(), [], True
     for part in parts:
-        found = yield from verbs.found(part, deadline)
+        found = verbs.found(part, deadline)
         tier_of.append(found.tier_of)
         if is_whole:
             got = got.followed_by(GetResult(found.tokens, tier_tokens=found.tier_tokens))
@@ -49,29 +48,29 @@ def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Steps[Foun
     return Found(got.tokens, tuple(padded), got.tier_tokens)
 
 
-def prefetch(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Steps[int]:
+def prefetch(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> int:
     """How many blocks are on their way because of this."""
     started = 0
-    for part in (yield from _parts(verbs, groups, deadline)):
-        started += yield from verbs.begun(part, tier, deadline)
+    for part in _parts(verbs, groups, deadline):
+        started += verbs.begun(part, tier, deadline)
     return started
 
 
-def acquire(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Steps[Lease]:
+def acquire(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Lease:
     """A lease on what is servable of the first part."""
-    parts = yield from _parts(verbs, groups, deadline, is_one=True)
-    return (yield from verbs.leased(parts[0], tier, deadline))
+    parts = _parts(verbs, groups, deadline, is_one=True)
+    return verbs.leased(parts[0], tier, deadline)
 
 
-def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> Steps[GetResult]:
+def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> GetResult:
     """The servable prefix. What is copied of a part is let go of before the next is asked for."""
     has_ranks = len(group.ranks) > 1  # whose blocks lie rank by rank
-    parts = yield from _parts(verbs, [group], deadline, is_one=has_ranks, is_held=True)
+    parts = _parts(verbs, [group], deadline, is_one=has_ranks, is_held=True)
     if len(parts) == 1 or has_ranks:
-        return (yield from verbs.got(parts[0][0], out, deadline))[0]
+        return verbs.got(parts[0][0], out, deadline)[0]
     got = GetResult()
     for (part,) in parts:
-        more, lengths = yield from verbs.shrunk(
+        more, lengths = verbs.shrunk(
             lambda part=part, out=out: verbs.got(part, out, deadline),  # type: ignore[misc]
             lambda: (GetResult(), ()),
         )
@@ -81,18 +80,18 @@ def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> Steps[GetResul
     return got
 
 
-def put(verbs: Verbs, write: Write) -> Steps[PutResult]:
+def put(verbs: Verbs, write: Write) -> PutResult:
     """Stores blocks. Of those after a part that was not stored whole it is said what became of the first that was not."""
     count = len(write.sources)
-    limit = yield from _limit(verbs, [write.group.namespace], count, write.deadline)
+    limit = _limit(verbs, [write.group.namespace], count, write.deadline)
     limit = _held(verbs, write.group.namespace, count, limit)
     if count <= limit:
-        return (yield from kept(verbs, write))
+        return kept(verbs, write)
     statuses = protocol.all_statuses(count, BlockStatus.FAILED)
     for first in range(0, count, limit):
         stop = min(first + limit, count)
         part = replace(write, group=write.group.part(first, stop), sources=write.sources[first:stop])
-        done = yield from verbs.shrunk(
+        done = verbs.shrunk(
             lambda part=part: kept(verbs, part),  # type: ignore[misc]
             lambda first=first, stop=stop: PutResult(statuses[first:stop]),  # type: ignore[misc]
         )
@@ -103,11 +102,11 @@ def put(verbs: Verbs, write: Write) -> Steps[PutResult]:
     return PutResult(statuses)
 
 
-def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline: float) -> Steps[int]:
+def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline: float) -> int:
     """Blocks that one call may have."""
     link = verbs.connector.link
     if link is None or count > link.batch_blocks:
-        link = yield from verbs.opened(spaces, deadline)
+        link = verbs.opened(spaces, deadline)
     return link.batch_blocks
 
 
@@ -123,7 +122,7 @@ def _held(verbs: Verbs, namespace: OpenedNamespace, count: int, limit: int) -> i
 
 def _parts(
     verbs: Verbs, groups: Sequence[Group], deadline: float, *, is_one: bool = False, is_held: bool = False
-) -> Steps[list[Sequence[Group]]]:
+) -> list[Sequence[Group]]:
     """The groups of each call, one after another. is_held: each call holds its blocks.
 
     is_one: the caller makes only the first call, of as many blocks as the daemon takes. Groups that need no prefix are
@@ -131,7 +130,7 @@ def _parts(
     """
     ranks = [max(1, len(group.ranks)) for group in groups]
     count = sum(len(group.hashes) * n for group, n in zip(groups, ranks, strict=True))
-    limit = yield from _limit(verbs, [group.namespace for group in groups], count, deadline)
+    limit = _limit(verbs, [group.namespace for group in groups], count, deadline)
     is_one = is_one or any(group.need != Need.PREFIX for group in groups)
     if not is_one:
         limit = _held(verbs, groups[0].namespace, count, limit) if is_held else min(limit, PART_BLOCKS)

@@ -3,7 +3,7 @@
     stop.around(verb), in its thread ──▶ a wait ──▶ ended_by(what ends it) ◀── stop.set(), in another
 
 Purpose: AsyncClient's verbs run in threads, and its caller may be cancelled. Non-purpose: threads (threads.py), what a verb gives back then (the verbs). Invariants: a verb is told once, by
-`Stopped` where it waits or at its next step, and what it does about that is not disturbed; where nobody can stop it, in every verb of Client, all of this costs one look.
+`Stopped` where it waits or before it goes on, and what it does about that is not disturbed; where nobody can stop it, in every verb of Client, all of this costs one look.
 """
 
 from __future__ import annotations
@@ -82,14 +82,8 @@ class _Mine(threading.local):
 _mine = _Mine()
 
 
-def told(error: BaseException) -> BaseException:
-    """What an error of a wait means: that it was stopped, if it was."""
-    stop = _mine.stop
-    return stop.tell() if stop is not None and stop.is_due else error
-
-
 def check() -> None:
-    """Between two steps. Raises Stopped."""
+    """Before what takes time. Raises Stopped."""
     stop = _mine.stop
     if stop is not None and stop.is_due:
         raise stop.tell()
@@ -98,12 +92,6 @@ def check() -> None:
 def is_possible() -> bool:
     """Whether this thread's verb is one that can be stopped."""
     return _mine.stop is not None
-
-
-def is_due() -> bool:
-    """Whether this thread's verb is to be told that nobody waits for it: what it was waiting for ended for that."""
-    stop = _mine.stop
-    return stop is not None and stop.is_due
 
 
 def pause(seconds: float) -> None:
@@ -117,7 +105,7 @@ def pause(seconds: float) -> None:
 
 
 def ended_by(end: Callable[[], Any]) -> AbstractContextManager[None]:
-    """Around a wait: `end` ends it, from another thread, and may be called before it has begun."""
+    """Around a wait: `end` ends it, from another thread, and may be called before it has begun. Whatever error that makes, it raises Stopped."""
     stop = _mine.stop
     return _NOTHING if stop is None else _ended_by(stop, end)
 
@@ -127,6 +115,10 @@ def _ended_by(stop: Stop, end: Callable[[], Any]) -> Iterator[None]:
     stop.begin_wait(end)
     try:
         yield
+    except BaseException:
+        if stop.is_due:
+            raise stop.tell() from None
+        raise
     finally:
         stop.end_wait()
 

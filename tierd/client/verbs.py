@@ -1,6 +1,6 @@
-"""The verbs: everything that a client does, once, as steps.
+"""The verbs: everything that a client does, once, in the caller's thread or in one of AsyncClient's.
 
-Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), waiting (steps.py). Invariants: every verb ends
+Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), transports (local.py, rpc.py). Invariants: every verb ends
 within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
 a daemon has gone (but a put, whose blocks either exist then or do not), and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, onesided, protocol, remote, splitting, writing
-from tierd.client.calls import called, left_s
+from tierd.client.calls import Deadline, called, due, left_s
 from tierd.client.complaints import PROBE_S, Complaints
 from tierd.client.connection import Connector, Link, Meanwhile
 from tierd.client.lease import Lease
@@ -26,7 +26,6 @@ from tierd.client.lines import LineLost
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
-from tierd.client.steps import Call, Do, Steps
 from tierd.client.target import RemoteTarget
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult, listed
 from tierd.core.block import NamespaceSpec
@@ -60,128 +59,134 @@ class Verbs:
         self.shrunk = self._complaints.shrunk
         self._probe_at = 0.0
 
+    def _verb(self, deadline: Deadline, work: Callable[[float], T], nothing: Callable[[], T]) -> T:
+        """What every verb is. nothing: what it comes to where it fails with best_effort."""
+        return self.shrunk(lambda: work(due(deadline)), nothing)
+
+    def connect(self, deadline: Deadline) -> None:
+        """Connects, where there is no connection."""
+        self._verb(deadline, lambda by: void(self.connected(by)), void)
+
     # -- namespaces
 
-    def open_namespace(self, spec: NamespaceSpec, deadline: float) -> Steps[OpenedNamespace]:
+    def open_namespace(self, spec: NamespaceSpec, deadline: Deadline) -> OpenedNamespace:
         """The namespace; with best_effort and no daemon an unopened one, which opens itself with the first call that gets through."""
         namespace = OpenedNamespace(spec)
-        yield from self.shrunk(lambda: self.opened([namespace], deadline), lambda: None)
+        self._verb(deadline, lambda by: void(self.opened([namespace], by)), void)
         return namespace
 
     # -- gets. asked: what `protocol.groups_of` makes groups of
 
-    def lookup(self, asked: Any, deadline: float) -> Steps[Found]:
+    def lookup(self, asked: Any, deadline: Deadline) -> Found:
         """What could be served."""
-        return self.shrunk(lambda: splitting.lookup(self, protocol.groups_of(*asked), deadline), Found)
+        return self._verb(deadline, lambda by: splitting.lookup(self, protocol.groups_of(*asked), by), Found)
 
-    def prefetch(self, asked: Any, tier: str, deadline: float) -> Steps[int]:
+    def prefetch(self, asked: Any, tier: str, deadline: Deadline) -> int:
         """Blocks that are on their way because of this."""
-        return self.shrunk(lambda: splitting.prefetch(self, protocol.groups_of(*asked), tier, deadline), int)
+        return self._verb(deadline, lambda by: splitting.prefetch(self, protocol.groups_of(*asked), tier, by), int)
 
-    def acquire(self, asked: Any, tier: str, deadline: float) -> Steps[Lease]:
+    def acquire(self, asked: Any, tier: str, deadline: Deadline) -> Lease:
         """A lease on the longest servable prefix, its segments mapped."""
-        return self.shrunk(
-            lambda: splitting.acquire(self, protocol.groups_of(*asked), tier, deadline), self._empty_lease
+        return self._verb(
+            deadline, lambda by: splitting.acquire(self, protocol.groups_of(*asked), tier, by), self._empty_lease
         )
 
-    def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> Steps[GetResult]:
+    def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: Deadline) -> GetResult:
         """The servable prefix of a sequence, as views or copied into out."""
-        return self.shrunk(lambda: self._get(namespace, what, out, deadline), GetResult)
+        return self._verb(deadline, lambda by: self._get(namespace, what, out, by), GetResult)
 
-    def report_attention(self, lease: Lease, mass: Any, group: int, deadline: float) -> Steps[None]:
+    def report_attention(self, lease: Lease, mass: Any, group: int, deadline: Deadline) -> None:
         """Attention mass per rank and block of a lease's group."""
 
-        def steps() -> Steps[None]:
+        def work(by: float) -> None:
             with np.errstate(all="ignore"):
                 data = np.ascontiguousarray(mass, dtype="<f4").tobytes()
             if lease.hold is not None:
                 request = pb.ReportAttentionRequest(lease=lease.id, group=group, mass=data)
-                yield from self._ask_holder(lease.hold, "ReportAttention", request, deadline)
+                self._ask_holder(lease.hold, "ReportAttention", request, by)
 
-        return self.shrunk(steps, lambda: None)
+        self._verb(deadline, work, void)
 
     # -- puts
 
-    def reserve(self, groups: Any, tier: str, deadline: float) -> Steps[ReservedPages]:
+    def reserve(self, groups: Any, tier: str, deadline: Deadline) -> ReservedPages:
         """Pages to write, their segments mapped."""
         wanted: list[PutGroup] = []
 
-        def steps() -> Steps[ReservedPages]:
+        def work(by: float) -> ReservedPages:
             wanted.extend(listed(groups, PutGroup))
-            return self.reserved(wanted, tier, deadline)
+            return self.reserved(wanted, tier, by)
 
-        return self.shrunk(steps, lambda: self._no_pages(wanted))
+        return self._verb(deadline, work, lambda: self._no_pages(wanted))
 
     def put(
-        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool
-    ) -> Steps[PutResult]:
+        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: Deadline, *, durable: bool
+    ) -> PutResult:
         """Stores blocks: reserve, copy, commit."""
-        return self.shrunk(
-            lambda: self._put(namespace, what, blocks, deadline, durable=durable), lambda: _dropped(blocks)
+        return self._verb(
+            deadline, lambda by: self._put(namespace, what, blocks, by, durable=durable), lambda: _dropped(blocks)
         )
 
-    def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: float) -> Steps[Committed]:
+    def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: Deadline) -> Committed:
         """Publishes a reservation's pages."""
-        return self.shrunk(lambda: self.committed(pages, make(), deadline), lambda: _not_committed(pages))
+        return self._verb(deadline, lambda by: self.committed(pages, make(), by), lambda: _not_committed(pages))
 
-    def abort(self, pages: ReservedPages, deadline: float) -> Steps[None]:
+    def abort(self, pages: ReservedPages, deadline: Deadline) -> None:
         """Gives a reservation's pages back."""
 
-        def steps() -> Steps[None]:
+        def work(by: float) -> None:
             hold = pages.hold
             if hold is None or hold.is_done:
                 return
             pages.seal()
             request = pb.AbortRequest(reservation=hold.reservation)
-            yield from self._ask_holder(hold, "Abort", request, deadline)
+            self._ask_holder(hold, "Abort", request, by)
             hold.settle()
 
-        return self.shrunk(steps, lambda: None)
+        self._verb(deadline, work, void)
 
     # -- inner steps: one call each
 
-    def found(self, groups: Sequence[Group], deadline: float) -> Steps[Found]:
+    def found(self, groups: Sequence[Group], deadline: float) -> Found:
         """What could be served, of as many blocks as go into a call."""
         if _is_empty(groups):
-            yield from self.opened(_spaces(groups), deadline)
+            self.opened(_spaces(groups), deadline)
             return Found()
-        _, reply = yield from self._ask(
+        _, reply = self._ask(
             lambda: ("Lookup", pb.LookupRequest(groups=protocol.groups_message(groups))), _spaces(groups), deadline
         )
         return protocol.found(reply, groups)
 
-    def begun(self, groups: Sequence[Group], tier: str, deadline: float) -> Steps[int]:
+    def begun(self, groups: Sequence[Group], tier: str, deadline: float) -> int:
         """How many of these blocks are on their way because of this call."""
         wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
             return 0
-        _, reply = yield from self._ask(
+        _, reply = self._ask(
             lambda: ("Prefetch", pb.PrefetchRequest(groups=protocol.groups_message(groups), **wanted)),
             _spaces(groups),
             deadline,
         )
         return int(reply.started)
 
-    def leased(
-        self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None
-    ) -> Steps[Lease]:
+    def leased(self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None) -> Lease:
         """A lease of the daemon's, its segments mapped. doubted: the caller copies, and sums what it copies; u64 generations of pages whose sums were wrong."""
         self._check_local("acquire")
         wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
-            yield from self.opened(_spaces(groups), deadline)
+            self.opened(_spaces(groups), deadline)
             return self._empty_lease()
-        yield from self._check_device(tier, deadline)
-        link, lease = yield from self._leased(groups, wanted, deadline, doubted=doubted)
-        if not lease.whole and (yield from self._without_spare(link, deadline)):
+        self._check_device(tier, deadline)
+        link, lease = self._leased(groups, wanted, deadline, doubted=doubted)
+        if not lease.whole and self._without_spare(link, deadline):
             with contextlib.suppress(StaleHandle):  # their epoch has ended since, and what was answered stands
-                link, lease = yield from self._leased(groups, wanted, deadline)  # pages of both leases count once
+                link, lease = self._leased(groups, wanted, deadline)  # pages of both leases count once
         if lease and link.session is not None and not link.session.has_mapped(place for place, _ in lease.parts):
             try:
-                yield from self._map(link, lease.handles, deadline)
+                self._map(link, lease.handles, deadline)
             except SessionLost:  # the daemon went after it had answered, and the lease with it
-                link, lease = yield from self._leased(groups, wanted, deadline)
-                yield from self._map(link, lease.handles, deadline)
+                link, lease = self._leased(groups, wanted, deadline)
+                self._map(link, lease.handles, deadline)
         return lease
 
     def _leased(
@@ -191,10 +196,10 @@ class Verbs:
         deadline: float,
         *,
         doubted: bytes | None = None,
-    ) -> Steps[tuple[Link, Lease]]:
+    ) -> tuple[Link, Lease]:
         if doubted is not None:
             wanted = wanted | {"copies": True, "doubted": doubted}
-        link, reply = yield from self._ask(
+        link, reply = self._ask(
             lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), **wanted)),
             _spaces(groups),
             deadline,
@@ -203,50 +208,47 @@ class Verbs:
         hold = Hold(link, lease=leased.lease) if leased.lease else None
         return link, Lease(hold, leased, is_acknowledged=self._is_acknowledged)
 
-    def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> Steps[GetResult]:
-        yield from self._named(namespace, deadline)
+    def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> GetResult:
+        self._named(namespace, deadline)
         group = protocol.sequence_group(namespace, what)
         if not len(group.hashes):
             return GetResult()
-        return (yield from splitting.get(self, group, out, deadline))
+        return splitting.get(self, group, out, deadline)
 
-    def got(self, group: Group, out: Any, deadline: float) -> Steps[tuple[GetResult, Any]]:
+    def got(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
         """The servable prefix of a group, and how long the blocks are that were copied."""
         if isinstance(self.connector.target, RemoteTarget):
-            _, (got, lengths) = yield from self._over(
+            _, (got, lengths) = self._over(
                 lambda link: remote.get(link, group, out, deadline), [group.namespace], deadline
             )
             return got, lengths
         if out is None:
-            return (yield from self._viewed(group, deadline)), ()
-        link = yield from self.connected(deadline)
+            return self._viewed(group, deadline), ()
+        link = self.connected(deadline)
         if link.session is not None and self.knows(group.namespace, link):
-            session = link.session
-            done: tuple[GetResult, Any] | None = yield Do(
-                lambda: onesided.get(session, group, out, timeout_s=left_s(deadline))
-            )
+            done = onesided.get(link.session, group, out, timeout_s=left_s(deadline))
             if done is not None:
                 return done
-        return (yield from self._copied(group, out, deadline))
+        return self._copied(group, out, deadline)
 
-    def _viewed(self, group: Group, deadline: float) -> Steps[GetResult]:
+    def _viewed(self, group: Group, deadline: float) -> GetResult:
         """As views, which hold a lease."""
-        lease = yield from self.leased([group], "host", deadline)
+        lease = self.leased([group], "host", deadline)
         try:
             views = tuple(lease.views()) if lease else ()
             return GetResult(lease.tokens, len(views), views, lease.tier_tokens) if lease else GetResult()
         finally:
             lease.detach()
 
-    def _copied(self, group: Group, out: Any, deadline: float) -> Steps[tuple[GetResult, Any]]:
+    def _copied(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
         """Copied under a lease. Where a page does not hold its block the daemon is asked once more, and told: a farther tier may have it whole."""
         doubted: Any = np.zeros(0, "<u8")
         while True:
-            lease = yield from self.leased([group], "host", deadline, doubted=doubted.tobytes())
+            lease = self.leased([group], "host", deadline, doubted=doubted.tobytes())
             if not lease:
                 return GetResult(), ()
             try:
-                good = yield Do(partial(lease.copied, out, trusted=doubted))
+                good = lease.copied(out, trusted=doubted)
                 bad, blocks = lease.handles["generation"][~good], protocol.valid_blocks(lease.groups, good)
                 if not len(bad) or len(doubted):
                     return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
@@ -256,11 +258,11 @@ class Verbs:
 
     def reserved(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
-    ) -> Steps[ReservedPages]:
+    ) -> ReservedPages:
         """The inner half of `reserve`: whatever fails is raised. durable: what the commit will ask for."""
         self._check_local("reserve")
-        yield from self._check_device(tier, deadline)
-        link, reply = yield from self._ask(
+        self._check_device(tier, deadline)
+        link, reply = self._ask(
             lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable, tells=self.tells_events)),
             _spaces(groups),
             deadline,
@@ -272,30 +274,28 @@ class Verbs:
         handles = protocol.joined(given)
         hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
         pages = self.pages(hold, handles)
-        if (handles["status"] == BlockStatus.NO_ROOM).any() and (yield from self._without_spare(link, deadline)):
-            yield from self.abort(pages, deadline)
-            return (yield from self.reserved(groups, tier, deadline, durable=durable))
-        yield from self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
+        if (handles["status"] == BlockStatus.NO_ROOM).any() and self._without_spare(link, deadline):
+            self.abort(pages, deadline)
+            return self.reserved(groups, tier, deadline, durable=durable)
+        self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
         return pages
 
-    def _put(
-        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool
-    ) -> Steps[PutResult]:
+    def _put(self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool) -> PutResult:
         sources = [buffers.flat(block) for block in blocks]
-        yield from self._named(namespace, deadline)
+        self._named(namespace, deadline)
         group = protocol.sequence_put(namespace, what, lengths=[len(source) for source in sources])
         lengths = protocol.put_lengths(group)
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
             return PutResult(protocol.all_statuses(0, BlockStatus.READY))
-        return (yield from splitting.put(self, writing.Write(group, sources, deadline, durable)))
+        return splitting.put(self, writing.Write(group, sources, deadline, durable))
 
-    def stored(self, write: writing.Write) -> Steps[PutResult]:
+    def stored(self, write: writing.Write) -> PutResult:
         """What became of the blocks of one call."""
         if isinstance(self.connector.target, RemoteTarget):
-            return (yield from self._over(partial(remote.put, write=write), [write.group.namespace], write.deadline))[1]
-        link = yield from self.connected(write.deadline)
-        return (yield from writing.put(self, link, write))
+            return self._over(partial(remote.put, write=write), [write.group.namespace], write.deadline)[1]
+        link = self.connected(write.deadline)
+        return writing.put(self, link, write)
 
     def committed(
         self,
@@ -304,11 +304,11 @@ class Verbs:
         deadline: float,
         *,
         meanwhile: Meanwhile | None = None,
-    ) -> Steps[Committed]:
+    ) -> Committed:
         """The inner half of `commit`: whatever fails is raised."""
         hold = pages.held()
         pages.seal(protocol.named_indices(request) if request.keep_open else None)
-        reply = yield from self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
+        reply = self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
         if not request.keep_open:
             hold.settle()
         handles = protocol.handles_of(reply.handles)
@@ -317,43 +317,43 @@ class Verbs:
             held = handles[handles["status"] != BlockStatus.FAILED]
             leased = Leased(reply.lease, int(held["tokens"].sum()), groups=(protocol.LeasedGroup(0, held[None]),))
             lease = Lease(Hold(hold.link, lease=reply.lease), leased, is_acknowledged=self._is_acknowledged)
-            yield from self._map(hold.link, held, deadline)
+            self._map(hold.link, held, deadline)
         return Committed(handles["status"].astype(np.uint16), handles, lease)
 
-    def _check_device(self, tier: str, deadline: float) -> Steps[None]:
+    def _check_device(self, tier: str, deadline: float) -> None:
         """Before anything is taken for a process that could not map it. Raises Unsupported."""
         if tier.startswith("device"):
-            session = (yield from self.connected(deadline)).session
+            session = self.connected(deadline).session
             if session is not None and session.gpus:
-                yield Do(lambda: session.check_gpus(tier))
+                session.check_gpus(tier)
 
     def knows(self, namespace: OpenedNamespace, link: Link) -> bool:
         """Whether its number is one that the link's daemon has given it."""
         return namespace.link == link.number and namespace.owner is self
 
-    def _without_spare(self, link: Link, deadline: float) -> Steps[bool]:
+    def _without_spare(self, link: Link, deadline: float) -> bool:
         """Gives pages back that were reserved for a put that may come, since they count as the session's; whether there were any."""
         spares, session = link.spares, link.session
         if spares is None or session is None:
             return False
-        numbers = yield Do(lambda: spares.reservations(deadline=deadline))
+        numbers = spares.reservations(deadline=deadline)
         try:
             if numbers:
-                yield Do(lambda: session.abort(numbers, timeout_s=left_s(deadline)))
+                session.abort(numbers, timeout_s=left_s(deadline))
         except BaseException:
             session.let_go(reservations=numbers)
             raise
         return bool(numbers)
 
-    def mapped(self, pages: ReservedPages, deadline: float) -> Steps[None]:
+    def mapped(self, pages: ReservedPages, deadline: float) -> None:
         """The segments of pages that are reserved."""
-        yield from self._map(pages.held().link, pages.handles, deadline)
+        self._map(pages.held().link, pages.handles, deadline)
 
-    def _map(self, link: Link, handles: StructArray, deadline: float) -> Steps[None]:
+    def _map(self, link: Link, handles: StructArray, deadline: float) -> None:
         session = link.session
         if session is not None and session.unmapped(handles):
             try:
-                yield Do(lambda: session.map(handles, timeout_s=left_s(deadline)))
+                session.map(handles, timeout_s=left_s(deadline))
             except SessionLost:
                 link.is_broken = True
                 raise
@@ -367,10 +367,10 @@ class Verbs:
         deadline: float,
         *,
         meanwhile: Meanwhile | None = None,
-    ) -> Steps[tuple[Link, Any]]:
+    ) -> tuple[Link, Any]:
         """One call. make: method and message, from namespaces that are open."""
 
-        def call(link: Link) -> Steps[Any]:
+        def call(link: Link) -> Any:
             method, request = make()
             return called(link, method, request, deadline, meanwhile=meanwhile)
 
@@ -378,18 +378,18 @@ class Verbs:
 
     def _over(
         self,
-        steps: Callable[[Link], Steps[T]],
+        work: Callable[[Link], T],
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
-    ) -> Steps[tuple[Link, T]]:
+    ) -> tuple[Link, T]:
         """What is done over the current link, its namespaces opened there; once more over a new link if the daemon has gone."""
         is_first = True
         while True:
-            link = yield from self.connected(deadline)
+            link = self.connected(deadline)
             try:
                 for namespace in namespaces:
-                    yield from self._open(namespace, link, deadline)
-                return link, (yield from steps(link))
+                    self._open(namespace, link, deadline)
+                return link, work(link)
             except SessionLost:
                 link.is_broken = True
                 if not is_first:
@@ -399,60 +399,59 @@ class Verbs:
                     raise
             is_first = False
 
-    def opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Steps[Link]:
+    def opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Link:
         """A usable link, over which they are open."""
-        return (yield from self._over(_nothing, namespaces, deadline))[0]
+        return self._over(void, namespaces, deadline)[0]
 
-    def _named(self, namespace: OpenedNamespace, deadline: float) -> Steps[None]:
+    def _named(self, namespace: OpenedNamespace, deadline: float) -> None:
         """A namespace that can hash. The call that follows opens it again where a new daemon is to know it."""
         if not namespace.is_open or isinstance(self.connector.target, RemoteTarget):
-            yield from self.opened([namespace], deadline)
+            self.opened([namespace], deadline)
 
     def _ask_holder(
         self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
-    ) -> Steps[Any]:
+    ) -> Any:
         """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
         hold.check()
         try:
-            return (yield from called(hold.link, method, request, deadline, meanwhile=meanwhile))
+            return called(hold.link, method, request, deadline, meanwhile=meanwhile)
         except (SessionLost, Unavailable) as error:
             if not isinstance(error, SessionLost) and hold.link.is_usable:
                 raise
             hold.link.is_broken = True
             raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
 
-    def connected(self, deadline: float) -> Steps[Link]:
+    def connected(self, deadline: float) -> Link:
         """A usable link, best effort or not."""
         link = self.connector.current()
         if link is None:
             seen = self.connector.link
-            link = yield Do(lambda: self.connector.connect(instead_of=seen, timeout_s=left_s(deadline)))
+            link = self.connector.connect(instead_of=seen, timeout_s=left_s(deadline))
         elif self.connector.forgettable:
-            yield Do(self.connector.forget)
+            self.connector.forget()
         if link.spares is not None and link.spares.is_stale:
-            spares = link.spares
-            yield Do(lambda: spares.give_back(deadline))
+            link.spares.give_back(deadline)
         if self._complaints.is_silent:
-            yield from self._probe(link)
+            self._probe(link)
         return link
 
-    def _probe(self, link: Link) -> Steps[None]:
+    def _probe(self, link: Link) -> None:
         """A daemon that hangs costs a deadline once, not with every call. Raises DeadlineExceeded while it does."""
         now = time.monotonic()
         if now < self._probe_at:
             raise DeadlineExceeded("daemon: it has not answered since a deadline passed; a miss until it does")
         self._probe_at = now + PROBE_PAUSE_S
         try:
-            yield Call(link, "Release", pb.ReleaseRequest(), PROBE_S)
+            link.transport.call("Release", pb.ReleaseRequest(), timeout_s=PROBE_S)
         except (DeadlineExceeded, Unavailable):
             raise
         except TierdError:
             pass  # a refusal is a sign of life
         self._complaints.is_silent = False
 
-    def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> Steps[None]:
+    def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> None:
         if not self.knows(namespace, link):
-            reply = yield from called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
+            reply = called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
             protocol.take_namespace(namespace, reply, link=link.number)
             link.codec = protocol.agreed_codec(self.connector.codec, reply)
             link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
@@ -482,8 +481,8 @@ class Verbs:
         return self.pages(None, handles)
 
 
-def _nothing(_link: Link) -> Steps[None]:
-    yield from ()
+def void(*_: object) -> None:
+    """Nothing, of whatever is worked out for it."""
 
 
 def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:

@@ -21,7 +21,6 @@ from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.reservation import ReservedPages
 from tierd.client.spares import Spares
-from tierd.client.steps import Do, Steps
 from tierd.client.values import PutGroup, PutResult, checked_hashes
 from tierd.core.block import size_class
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
@@ -61,48 +60,48 @@ class Write:
         return self.durable or says_more or is_odd
 
 
-def put(verbs: Verbs, link: Link, write: Write) -> Steps[PutResult]:
+def put(verbs: Verbs, link: Link, write: Write) -> PutResult:
     """Stores blocks."""
     group, spares = write.group, link.spares
     is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
     lengths = set(map(len, write.sources))
     if spares is None or not is_plain or len({size_class(length) for length in lengths}) != 1 or 0 in lengths:
-        return PutResult((yield from _into_reserved(verbs, write)))
+        return PutResult(_into_reserved(verbs, write))
     length = max(lengths)
-    pages = yield Do(lambda: _spare(verbs, link, spares, write))
-    statuses = (yield from _into_spare(verbs, pages, write)) if pages else None
+    pages = _spare(verbs, link, spares, write)
+    statuses = _into_spare(verbs, pages, write) if pages else None
     if statuses is None:
-        statuses = yield from _into_reserved(verbs, write)
+        statuses = _into_reserved(verbs, write)
     if protocol.every(statuses == BlockStatus.READY):
-        yield Do(lambda: spares.order(group, length=length, deadline=write.deadline))
+        spares.order(group, length=length, deadline=write.deadline)
     else:
-        yield Do(lambda: spares.pause(write.deadline))
+        spares.pause(write.deadline)
     return PutResult(statuses)
 
 
-def kept(verbs: Verbs, write: Write) -> Steps[PutResult]:
+def kept(verbs: Verbs, write: Write) -> PutResult:
     """A put; of a durable one again what is FAILED, while there is time: a block may have gone before it was on NVMe, and its bytes are here."""
-    done = yield from verbs.stored(write)
+    done = verbs.stored(write)
     for _ in range(MORE_TRIES if write.durable else 0):
         if not (done.statuses == BlockStatus.FAILED).any() or left_s(write.deadline) <= 0:
             break
-        done = yield from verbs.stored(write)
+        done = verbs.stored(write)
     return done
 
 
-def _into_reserved(verbs: Verbs, write: Write) -> Steps[Any]:
+def _into_reserved(verbs: Verbs, write: Write) -> Any:
     """u2 [n] of BlockStatus. Nobody has seen its handles, so that they have become stale is made good here."""
     try:
-        return (yield from _attempt(verbs, write))
+        return _attempt(verbs, write)
     except (StaleHandle, SessionLost):
-        return (yield from _attempt(verbs, write))
+        return _attempt(verbs, write)
 
 
-def _attempt(verbs: Verbs, write: Write) -> Steps[Any]:
-    pages = yield from verbs.reserved([write.group], "host", write.deadline, durable=write.durable)
+def _attempt(verbs: Verbs, write: Write) -> Any:
+    pages = verbs.reserved([write.group], "host", write.deadline, durable=write.durable)
     statuses = pages.statuses.copy()
     if pages:
-        statuses[statuses == BlockStatus.RESERVED] = yield from _written(verbs, pages, write, None)
+        statuses[statuses == BlockStatus.RESERVED] = _written(verbs, pages, write, None)
     return statuses
 
 
@@ -117,13 +116,13 @@ def _spare(verbs: Verbs, link: Link, spares: Spares, write: Write) -> ReservedPa
     return verbs.pages(Hold(link, reservation=taken[0]), handles)
 
 
-def _into_spare(verbs: Verbs, pages: ReservedPages, write: Write) -> Steps[Any]:
+def _into_spare(verbs: Verbs, pages: ReservedPages, write: Write) -> Any:
     """u2 [n] of BlockStatus; None: nothing was stored, for a reason that reserving tells."""
     try:
         names = _names(write)
         names["length"] = pages.handles["length"]
-        yield from verbs.mapped(pages, write.deadline)
-        statuses = yield from _written(verbs, pages, write, names)
+        verbs.mapped(pages, write.deadline)
+        statuses = _written(verbs, pages, write, names)
     except (NotFound, StaleHandle, SessionLost):
         pages.drop()
         return None
@@ -145,16 +144,16 @@ def _names(write: Write) -> StructArray:
     )
 
 
-def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArray | None) -> Steps[Any]:
+def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArray | None) -> Any:
     """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
     try:
         copy, request = Copy(pages, write), protocol.commit_request(pages.id, names, durable=write.durable)
         if write.bytes >= EARLY_BYTES:
             request.unwritten = True
-            return (yield from verbs.committed(pages, request, write.deadline, meanwhile=copy)).statuses
-        yield Do(copy.run)
+            return verbs.committed(pages, request, write.deadline, meanwhile=copy).statuses
+        copy.run()
         copy.complete(request)
-        return (yield from verbs.committed(pages, request, write.deadline)).statuses
+        return verbs.committed(pages, request, write.deadline).statuses
     except BaseException:
         pages.drop()
         raise

@@ -12,6 +12,7 @@ less full of two buckets is Azar et al., "Balanced Allocations", SIAM J. Comput.
 from __future__ import annotations
 
 import struct
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,7 @@ class Directory:
         buckets = 1 << (buckets.bit_length() - 1)
         table = words[: buckets * 2 * SLOTS].reshape(buckets, SLOTS, 2)
         self._keys, self._places = table[:, :, 0], table[:, :, 1]
-        self._table = memoryview(table).cast("B").cast("Q")
+        self._table = memoryview(cast("bytes", table)).cast("B").cast("Q")
         self._mask, self._turn = np.uint64(buckets - 1), 0
 
     def places(self, namespace: int, hashes: bytes) -> list[tuple[int, int]] | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from concurrent.futures import CancelledError as Cancelled
 
 import pytest
 
 from tierd.client.credits import TRIES, Credits, pause_s
-from tierd.client.stopping import Stop
+from tierd.client.stopping import Stop, Stopped
 from tierd.errors import Overloaded
 
 SOON_S = 10.0
@@ -81,7 +80,7 @@ def test_who_is_stopped_waits_no_longer() -> None:
         try:
             with own.turn("Lookup", timeout_s=SOON_S):
                 ended.put("had its turn")
-        except Cancelled:
+        except Stopped:
             ended.put("stopped")
 
     with own.turn("Lookup", timeout_s=SOON_S):

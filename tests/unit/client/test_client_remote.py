@@ -153,15 +153,16 @@ def test_no_remote_daemon(daemon, tmp_path):
 
 def test_one_transport_for_first_calls_at_once() -> None:
     """Threads that make the first calls of a link share one transport, however long it takes to load."""
-    link, both, made = Link(1, None, metadata=(), address="nowhere"), threading.Barrier(2), list[object]()
+    both, made = threading.Barrier(2), list[object]()
 
-    def open_transport(_link: Link, _address: str) -> Any:
+    def open_transport(_link: Link) -> Any:
         made.append(object())
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.2)  # for the other one, which must not come
         return made[-1]
 
+    link = Link(1, None, metadata=(), open_transport=open_transport)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: link.opened(open_transport), range(2))
+        first, second = pool.map(lambda _: link.transport, range(2))
     assert first is second
     assert len(made) == 1

@@ -5,34 +5,29 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tierd.client import copying, stopping, threads
-from tierd.client.steps import Do, Pause, run
+from tierd.client.calls import left_s
 from tierd.client.stopping import Stop, Stopped
 from tierd.client.threads import Threads
 from tierd.errors import DeadlineExceeded, Unavailable
 
 SOON_S = 10.0
-Verb = Generator[Any, Any, Any]
 
 
-def no_transport(*_: Any) -> Any:
-    """These verbs call nobody."""
-    raise AssertionError
-
-
-def stopped_in(verb: Verb, begun: threading.Event) -> BaseException | None:
+def stopped_in(verb: Callable[[], object], begun: threading.Event) -> BaseException | None:
     """Stops a verb when it says that it has begun; what it ended with."""
     stop, ended = Stop(), list[BaseException | None]()
 
     def work() -> None:
         try:
-            stop.around(lambda: run(verb, no_transport))
+            stop.around(verb)
             ended.append(None)
         except BaseException as error:
             ended.append(error)
@@ -49,30 +44,27 @@ def test_stopped_in_a_pause() -> None:
     """A pause ends at once."""
     begun = threading.Event()
 
-    def verb() -> Verb:
-        yield Do(begun.set)
-        yield Pause(60 * SOON_S)
+    def verb() -> None:
+        begun.set()
+        stopping.pause(60 * SOON_S)
 
-    assert isinstance(stopped_in(verb(), begun), Stopped)
+    assert isinstance(stopped_in(verb, begun), Stopped)
 
 
 def test_stopped_in_a_wait() -> None:
     """What ends a wait is called, and whatever error that makes, the verb hears that it was stopped."""
     begun, ended = threading.Event(), threading.Event()
 
-    def wait() -> None:
+    def verb() -> None:
         with stopping.ended_by(ended.set):
             begun.set()
             assert ended.wait(SOON_S)
-        raise Unavailable("the wait was ended")
+            raise Unavailable("the wait was ended")
 
-    def verb() -> Verb:
-        yield Do(wait)
-
-    assert isinstance(stopped_in(verb(), begun), Stopped)
+    assert isinstance(stopped_in(verb, begun), Stopped)
 
 
-def test_told_before_the_next_step() -> None:
+def test_told_before_it_goes_on() -> None:
     """Work that cannot be ended goes on to its end, and nothing follows it."""
     begun, stopped, done = threading.Event(), threading.Event(), list[str]()
     stop = Stop()
@@ -82,13 +74,14 @@ def test_told_before_the_next_step() -> None:
         assert stopped.wait(SOON_S)
         done.append("first")
 
-    def verb() -> Verb:
-        yield Do(first)
-        yield Do(lambda: done.append("second"))
+    def verb() -> None:
+        first()
+        left_s(time.monotonic() + SOON_S)
+        done.append("second")
 
     def work() -> None:
         with pytest.raises(Stopped):
-            stop.around(lambda: run(verb(), no_transport))
+            stop.around(verb)
         done.append("cancelled")
 
     thread = threading.Thread(target=work)
@@ -101,22 +94,23 @@ def test_told_before_the_next_step() -> None:
 
 
 def test_what_it_gives_back_is_not_disturbed() -> None:
-    """A verb is told once: the steps of what it does about it run, and wait, as ever."""
+    """A verb is told once: what it does about it runs, and waits, as ever."""
     begun, done, waited = threading.Event(), list[str](), list[str]()
 
     def wait() -> None:
         with stopping.ended_by(lambda: waited.append("ended")):
             done.append("given back")
 
-    def verb() -> Verb:
+    def verb() -> None:
         try:
-            yield Do(begun.set)
-            yield Pause(60 * SOON_S)
+            begun.set()
+            stopping.pause(60 * SOON_S)
         finally:
-            yield Pause(0.001)
-            yield Do(wait)
+            stopping.pause(0.001)
+            left_s(time.monotonic() + SOON_S)
+            wait()
 
-    assert isinstance(stopped_in(verb(), begun), Stopped)
+    assert isinstance(stopped_in(verb, begun), Stopped)
     assert (done, waited) == (["given back"], [])
 
 
