@@ -106,8 +106,8 @@ FOREIGN: dict[str, set[str]] = {
 GPU_TIERS = {"checksum", "mapping"}
 """The modules of tiers that the GPU process may use; they know nothing of it, nor of tiers."""
 
-CLIENT_CORE = {"block", "model", "layout", "versions", "words"}
-"""The modules of core that the SDK may use: identity, dtypes, and how a mapped segment is laid out and read."""
+CLIENT_CORE = {"block", "directory", "layout", "meta", "model", "versions", "words"}
+"""The modules of core that the SDK may use: identity, dtypes, and how what it maps is laid out and read."""
 
 
 def parts_imported(module: Module) -> set[str]:

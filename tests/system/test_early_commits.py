@@ -49,7 +49,7 @@ def summed(*block):
     return calls[-1]
 
 copying._summed = summed
-copying._HELPER._is_of_use = False
+copying._SECOND_THREAD._is_of_use = False
 writing.EARLY_BYTES = 0
 with Client(sys.argv[1]) as client:
     space, blocks = client.open_namespace(BIG), [np.full(BIG.block_bytes, 0xAB, np.uint8)] * {BLOCKS}

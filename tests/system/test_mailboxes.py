@@ -61,6 +61,13 @@ def get(client: Client, seed: int, blocks: int = BLOCKS) -> int:
     return found
 
 
+def leased(client: Client, seed: int) -> int:
+    """Acquired, and given back by mailbox; how many."""
+    lease = client.acquire(opened(client), chain(seed, BLOCKS))
+    lease.detach()
+    return len(lease)
+
+
 def session_of(client: Client) -> Session:
     link = client._connector.link
     assert link is not None and link.session is not None and link.session.mailbox.socket is not None
@@ -165,12 +172,12 @@ def test_a_lease_that_comes_late_into_the_mailbox_is_told_again(daemon: Daemon, 
 
 
 def test_what_was_given_back_is_room_for_another(daemon: Daemon, client: Client) -> None:
-    """A put finds the room that gets of other clients have given back by mailbox a moment before."""
+    """A put finds the room of leases that other clients have given back by mailbox a moment before."""
     with Client(daemon.target) as writer, Client(daemon.target) as other:
         put(writer, 0)
         put(writer, 1)
         for turn in range(ROUNDS):
-            assert get(client, turn) == get(other, turn + 1) == BLOCKS
+            assert leased(client, turn) == leased(other, turn + 1) == BLOCKS
             assert put(writer, turn + 2) == BLOCKS
 
 

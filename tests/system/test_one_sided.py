@@ -105,6 +105,7 @@ def test_a_part_of_a_sequence_is_got_without_a_call(daemon: Daemon, asked: Count
     with Client(daemon.target) as client:
         reader, names = Reader(client), chain(1, BLOCKS)
         reader.put(1)
+        client.lookup(reader.space, chain(2, 1))  # answered when what was put is in the directory
         asked.clear()
         for first, stop in ((0, 3), (2, BLOCKS), (5, 6)):
             out = np.zeros((stop - first, SPEC.block_bytes), np.uint8)
@@ -265,10 +266,10 @@ def test_a_namespace_that_another_daemon_has_numbered(daemon: Daemon) -> None:
 
 
 def test_long_sequences_are_told_of_too(asked: Counter[str]) -> None:
-    """A get whose name is longer than a word may be asks, so that the daemon hears of it."""
-    with Daemon('nvme = []\n[[host]]\ncapacity = "16 MiB"\n') as daemon, Client(daemon.target) as client:
-        space, blocks = client.open_namespace(SPEC), [bytes(SPEC.block_bytes)] * 200
-        for count_of, calls in ((100, 0), (200, 3)):
+    """Of 512 blocks a get is told of without a call; one whose names are more than a message holds asks, so that the daemon hears of it."""
+    with Daemon('nvme = []\n[[host]]\ncapacity = "32 MiB"\n') as daemon, Client(daemon.target) as client:
+        space, blocks = client.open_namespace(SPEC), [bytes(SPEC.block_bytes)] * 700
+        for count_of, calls in ((512, 0), (700, 3)):
             names, out = chain(count_of, count_of), bytearray(count_of * SPEC.block_bytes)
             client.put(space, names, blocks[:count_of])
             client.get(space, names, out=out)

@@ -13,12 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from tierd.cache.flights import Flights
-from tierd.clock import Clock
-from tierd.core.core import Core
+from tierd.cache.parts import Parts
 from tierd.core.plan import Plan
 from tierd.errors import DeadlineExceeded, TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.tier import Tier, is_stored
+from tierd.tiers.tier import is_stored
 
 log = structlog.get_logger(__name__)
 
@@ -36,14 +35,9 @@ PAUSE_S = 1.0
 class Background:
     """Runs while the daemon serves; `wake` tells it that pages were taken."""
 
-    def __init__(
-        self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock, sync_interval_s: float
-    ) -> None:
-        self._core = core
-        self._flights = flights
-        self._tiers = tiers
-        self._clock = clock
-        self._sync_interval_s = sync_interval_s
+    def __init__(self, parts: Parts, flights: Flights) -> None:
+        self._core, self._tiers, self._clock = parts.core, parts.tiers, parts.clock
+        self._flights, self._sync_interval_s = flights, parts.sync_interval_s
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import structlog
 
-from tierd.cache.at_once import done_at_once
 from tierd.cache.background import Background
 from tierd.cache.counting import count_reserved, count_served, count_used
 from tierd.cache.directories import Directories
 from tierd.cache.events import Event
-from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.holdings import STEP_PAGES, Holdings
 from tierd.cache.lease import NOTHING, Lease
@@ -31,11 +30,10 @@ from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
 from tierd.cache.publication import CommitQuery, Foresee, Publication, Written
 from tierd.cache.releases import LateReleases
-from tierd.cache.under_way import UnderWay
-from tierd.cache.verification import Generations, Verification
+from tierd.cache.verification import Generations, Verification, without
 from tierd.cache.watch import Watch
 from tierd.core.block import Namespace, NamespaceSpec
-from tierd.core.model import NO_PAGE, BlockStatus, Durability, Fault, StructArray, TierKind, Wanted
+from tierd.core.model import BlockStatus, Durability, Fault, StructArray, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
     Committed,
@@ -77,33 +75,18 @@ class Cache:
         self.parts = parts
         self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
         self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
-        layers_of, core, tiers, mover = parts.registry.layers_of, parts.core, parts.tiers, parts.mover
         self._holdings = Holdings(parts.holds)
-        self.flights = Flights(
-            parts.core,
-            tiers=parts.tiers,
-            mover=parts.mover,
-            clock=parts.clock,
-            events=parts.events,
-            metrics=parts.metrics,
-            layers_of=layers_of,
-            limits=parts.limits,
-        )
-        every_s = parts.sync_interval_s
-        self.background = Background(core, flights=self.flights, tiers=tiers, clock=self.clock, sync_interval_s=every_s)
-        examiner = Examiner(parts.core, tiers=parts.tiers, mover=parts.mover, layers_of=layers_of)
-        self.persistence = Persistence(core, flights=self.flights, tiers=tiers, clock=self.clock, examiner=examiner)
-        self.health = Watch(core, flights=self.flights, tiers=tiers, mover=mover, metrics=parts.metrics)
+        self.directories = Directories(parts.tiers, domains_of=parts.registry.domains_of)
+        for tier in filter(is_mapped, parts.tiers):
+            tier.on_published = self.directories.add
+        self.flights = Flights(parts, self.directories)
+        self.background = Background(parts, self.flights)
+        self.persistence = Persistence(parts, self.flights)
+        self.health = Watch(parts, self.flights)
         self._tenants: dict[int, str] = {}
         self._commits: set[asyncio.Future[Committed]] = set()
-        self._under_way = UnderWay()
-        how = (parts.verify, parts.seed)
-        self._verification = Verification(core, tiers, mover=mover, layers_of=layers_of, setting=how)
+        self._verification = Verification(parts)
         self._publication = Publication(parts, self.flights)
-        self.directories = Directories(tiers, domains_of=parts.registry.domains_of)
-        self.flights.directories = self.directories
-        for tier in filter(is_mapped, tiers):
-            tier.on_published = self.directories.add
         self.releases = LateReleases(self._give_back)
         self.is_draining = False
 
@@ -223,8 +206,8 @@ class Cache:
             again, served = await self._bring(session, groups, second, timeout_s=deadline - now(), doubted=doubted)
             got = replace(again, tokens=max(again.tokens, got.tokens))
         asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # when the answer is on its way
-        if doubted is not None:  # so the directory lacked something of it
-            asyncio.get_running_loop().call_soon(self._enter, served)
+        if doubted is not None and len(served.blocks):  # so the directory lacked something of it
+            self.directories.add(served.extents, self.core.metas(served.blocks))
         if not got.lease:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
         if not served.tokens:
@@ -322,10 +305,9 @@ class Cache:
         return reserved
 
     async def reserve_ahead(self, session: int, group: PutQuery, *, puts: int, kind: Wanted) -> ReservedAhead:
-        """Private pages for so many puts that may come, or for fewer; not before the session's commits that are under way have ended. Raises Unsupported in a replay, as `reserve` else."""
+        """Private pages for so many puts that may come, or for fewer. Raises Unsupported in a replay, as `reserve` else."""
         if self.clock.is_replay:
             raise Unsupported("ahead: a replay clock knows no meanwhile; reserve for a put")
-        await self._under_way.ended(session)
         self._check_puts(session, [group])
         reserved = self.core.reserve_ahead(session, group=group, puts=puts, kind=kind, now=self.clock.now())
         async with self._given(session, reserved.plan, dict(zip(reserved.reservations, reserved.extents, strict=True))):
@@ -338,26 +320,32 @@ class Cache:
         foresee: for who can be answered before this returns."""
         self.tenant_of(session)
         now = asyncio.get_running_loop().time
-        with self._under_way.one(session):
-            committing = self.core.begin_commit(
-                session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
-            )
-            written = await self._publication.await_written(committing, query, foresee)
-            keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, written)
-            # Not to be cut short: the pages are marked busy until it ends.
-            is_at_once = written.slices is not None and not query.lease
-            work = done_at_once(finish) if is_at_once else asyncio.ensure_future(finish)
-            self._commits.add(work)
-            work.add_done_callback(self._commits.discard)
+        committing = self.core.begin_commit(
+            session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
+        )
+        written = await self._publication.await_written(committing, query, foresee)
+        keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, written)
+        waits = written.slices is None or query.lease
+        committed = await (self._uncut(finish, session) if waits else finish)
+        if query.durability is Durability.DURABLE:
             try:
-                committed = await asyncio.shield(work)
-                if query.durability is Durability.DURABLE:
-                    await self.persistence.keep_committed(committed, committing.metas, timeout_s=keep_s - now())
+                await self.persistence.keep_committed(committed, committing.metas, timeout_s=keep_s - now())
             except BaseException:
-                work.add_done_callback(lambda done: self._disown(session, done))
+                self._give_back(session, [committed.lease])
                 raise
         self.background.wake()
         return committed
+
+    async def _uncut(self, finish: Coroutine[Any, Any, Committed], session: int) -> Committed:
+        """The end of a commit that waits for something: it goes on when its caller has gone, since its pages are marked busy until it has ended."""
+        work = asyncio.ensure_future(finish)
+        self._commits.add(work)
+        work.add_done_callback(self._commits.discard)
+        try:
+            return await asyncio.shield(work)
+        except BaseException:
+            work.add_done_callback(partial(self._disown, session))
+            raise
 
     async def commits_ended(self) -> None:
         """Waits until nothing is hashed any more: pages, catalogues and session table must outlast every commit."""
@@ -404,11 +392,6 @@ class Cache:
         self.core.catch_up()
         self.background.note(got.plan)
 
-    def _enter(self, served: Served) -> None:
-        """What a client was given because its directory did not have all of it."""
-        if len(served.blocks):
-            self.directories.add(served.extents, self.core.metas(served.blocks))
-
     async def _settle(self, got: Acquisition, doubted: Generations | None) -> Served:
         """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
         first = got.served
@@ -445,8 +428,7 @@ class Cache:
         return committed
 
     async def _without_bad(self, committed: Committed, session: int) -> Committed:
-        """A commit's lease is a hit where a block existed: pages of other writers are verified like those of any other. With bad ones
-        there is no lease, and these blocks are FAILED: not to be had, until somebody puts them again."""
+        """A commit's lease is a hit where a block existed: pages of other writers are verified like those of any other. With bad ones there is no lease."""
         exist = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
         found = await self._verification.find_bad(committed.extents[exist], committed.blocks[exist])
         bad = committed.extents[exist] if found is None else found
@@ -455,11 +437,7 @@ class Cache:
         if found is not None:
             self.flights.condemn(bad, Fault.READ)
         self._give_back(session, [committed.lease])
-        gone = exist[np.isin(committed.extents["generation"][exist], bad["generation"])]
-        committed.statuses[gone], committed.blocks[gone] = BlockStatus.FAILED, -1
-        committed.extents[gone] = 0
-        committed.extents["page"][gone] = NO_PAGE
-        return replace(committed, lease=0)
+        return without(committed, bad)
 
     def _disown(self, session: int, work: asyncio.Future[Committed]) -> None:
         """A commit whose caller has gone: its blocks stay, its lease does not."""

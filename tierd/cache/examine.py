@@ -8,29 +8,27 @@ are given up meanwhile get a verdict that means nothing, which their generation 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.core import Core
+from tierd.cache.parts import Parts
 from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Fault, StructArray
 from tierd.core.plan import PagesHeld
 from tierd.errors import TierFailed
-from tierd.mover import Mover
-from tierd.tiers.tier import StoredTier, Tier, is_shared, is_stored
+from tierd.tiers.tier import StoredTier, is_shared, is_stored
 
 Faults = NDArray[np.uint8]
 """Fault per page; IO: it could not be read."""
 
 
 class Examiner:
-    """Verifies batches, one at a time. layers_of: namespace ids to layers per block."""
+    """Verifies batches, one at a time."""
 
-    def __init__(
-        self, core: Core, *, tiers: Sequence[Tier], mover: Mover, layers_of: Callable[[StructArray], StructArray]
-    ) -> None:
-        self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
+    def __init__(self, parts: Parts) -> None:
+        self._core, self._tiers, self._mover = parts.core, parts.tiers, parts.mover
+        self._layers_of = parts.registry.layers_of
         self._scratch = memoryview(b"")
 
     async def examine(self, position: int, held: PagesHeld) -> Faults:

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import structlog
 
-from tierd.cache.admission import Admission, Limits
+from tierd.cache.admission import Admission
 from tierd.cache.directories import Directories
-from tierd.cache.events import EventKind, EventLog
-from tierd.clock import Clock
+from tierd.cache.events import EventKind
+from tierd.cache.parts import Parts
 from tierd.core.columns import runs
-from tierd.core.core import Core
 from tierd.core.meta import picked
 from tierd.core.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.core.sets import kinds, true_rows
 from tierd.failpoint import failpoint
-from tierd.metrics import Metrics
-from tierd.mover import Mover, link_of
+from tierd.mover import link_of
 from tierd.tiers.files import NO_SPACE
-from tierd.tiers.tier import Tier, is_stored
+from tierd.tiers.tier import is_stored
 
 log = structlog.get_logger(__name__)
 
@@ -40,33 +38,16 @@ Outcome = dict[int, int]
 
 
 class Flights:
-    """The transfers under way. layers_of: namespace ids to layers per block, for the slices."""
+    """The transfers under way. directories: hear of what leaves."""
 
-    def __init__(
-        self,
-        core: Core,
-        *,
-        tiers: Sequence[Tier],
-        mover: Mover,
-        clock: Clock,
-        events: EventLog,
-        metrics: Metrics,
-        layers_of: Callable[[StructArray], StructArray],
-        limits: Limits,
-    ) -> None:
-        self._core = core
-        self._tiers = tiers
-        self._mover = mover
-        self._clock = clock
-        self._events = events
-        self._metrics = metrics
-        self.layers_of = layers_of
-        self._batch_blocks = limits.batch_blocks
+    def __init__(self, parts: Parts, directories: Directories) -> None:
+        self._core, self._tiers, self._mover = parts.core, parts.tiers, parts.mover
+        self._clock, self._events, self._metrics = parts.clock, parts.events, parts.metrics
+        self._layers_of, self._directories = parts.registry.layers_of, directories
+        self._batch_blocks = parts.limits.batch_blocks
         # A replay gives the same answers every time, however long the disk takes.
-        stored = [] if clock.is_replay else [t.position for t in tiers if is_stored(t)]
-        self.admission = Admission(stored, now=_loop_time, limits=limits)
-        self.directories: Directories
-        """Those that hear of what leaves."""
+        stored = [] if parts.clock.is_replay else [t.position for t in parts.tiers if is_stored(t)]
+        self.admission = Admission(stored, now=_loop_time, limits=parts.limits)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.corrupt: Counter[int] = Counter()
@@ -90,7 +71,7 @@ class Flights:
             return
         for tier in self._tiers:
             tier.apply(plan)
-        self.directories.remove(plan.freed)
+        self._directories.remove(plan.freed)
         for segment in plan.segments:
             self._prepare(segment)
         self._announce_freed(plan.freed)
@@ -201,7 +182,7 @@ class Flights:
             await self.prepared(kinds(batch["target"]["segment"]))
             if ready.any():
                 metas = self._core.metas(batch["block"][ready])
-                metas["layers"] = self.layers_of(metas["namespace"])
+                metas["layers"] = self._layers_of(metas["namespace"])
                 statuses[ready] = await self._mover.copy(batch[ready], metas)
         except Exception:
             log.exception("transfer batch failed", count=len(batch))

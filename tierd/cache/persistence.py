@@ -17,8 +17,7 @@ import structlog
 
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
-from tierd.clock import Clock
-from tierd.core.core import Core
+from tierd.cache.parts import Parts
 from tierd.core.model import UNVERIFIED, BlockStatus, Fault, StructArray, TierKind
 from tierd.core.plan import Bools, Committed, Ids, PagesHeld, PutQuery, Reserved
 from tierd.errors import TierFailed
@@ -34,16 +33,12 @@ CONFIRM_BLOCKS = 64
 class Persistence:
     """See the module. examiner: its own, since it reads one batch at a time. loaded: set but while the blocks of a store are on their way into the books."""
 
-    def __init__(
-        self, core: Core, *, flights: Flights, tiers: Sequence[Tier], clock: Clock, examiner: Examiner
-    ) -> None:
+    def __init__(self, parts: Parts, flights: Flights) -> None:
         self.loaded = asyncio.Event()
         self.loaded.set()
-        self._examiner, self._examining = examiner, asyncio.Lock()
-        self._core = core
-        self._flights = flights
-        self._stored = [t for t in tiers if is_stored(t) and t.spec.kind is TierKind.NVME]
-        self._clock = clock
+        self._examiner, self._examining = Examiner(parts), asyncio.Lock()
+        self._core, self._clock, self._flights = parts.core, parts.clock, flights
+        self._stored = [t for t in parts.tiers if is_stored(t) and t.spec.kind is TierKind.NVME]
 
     async def keep_committed(self, committed: Committed, metas: StructArray, *, timeout_s: float) -> None:
         """Makes a commit's blocks, META [n], durable; those that could not be are FAILED in `statuses`."""

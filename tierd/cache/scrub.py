@@ -74,9 +74,7 @@ class Pass:
         self.tiers = [TierPass(tier) for tier in tiers]
         self.begun, self.finished = _now(), 0.0
         self._cache, self._core = cache, cache.core
-        self._examiner = Examiner(
-            cache.core, tiers=cache.tiers, mover=cache.parts.mover, layers_of=cache.flights.layers_of
-        )
+        self._examiner = Examiner(cache.parts)
 
     async def steps(self) -> AsyncGenerator[int]:
         """Verifies batch after batch; the bytes of each."""

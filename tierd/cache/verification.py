@@ -7,18 +7,17 @@ call, after the hit began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from tierd.core.core import Core
-from tierd.core.model import UNVERIFIED, StructArray
-from tierd.core.plan import Bools, Ids
+from tierd.cache.parts import Parts
+from tierd.core.model import NO_PAGE, UNVERIFIED, BlockStatus, StructArray
+from tierd.core.plan import Bools, Committed, Ids
 from tierd.errors import TierFailed
-from tierd.mover import Mover
-from tierd.tiers.tier import Tier, is_shared
+from tierd.tiers.tier import is_shared
 
 log = structlog.get_logger(__name__)
 
@@ -29,19 +28,12 @@ SAMPLED_SHARE = 1 / 256
 
 
 class Verification:
-    """verify: "first_hit", "sampled" or "always". layers_of: namespace ids to layers per block. seed: of what is sampled; None: by chance."""
+    """See the module."""
 
-    def __init__(
-        self,
-        core: Core,
-        tiers: Sequence[Tier],
-        *,
-        mover: Mover,
-        layers_of: Callable[[StructArray], StructArray],
-        setting: tuple[str, int | None],
-    ) -> None:
-        self._core, self._tiers, self._mover, self._layers_of = core, tiers, mover, layers_of
-        self._verify, self._sampling = setting[0], np.random.default_rng(setting[1])
+    def __init__(self, parts: Parts) -> None:
+        self._core, self._tiers, self._mover = parts.core, parts.tiers, parts.mover
+        self._layers_of = parts.registry.layers_of
+        self._verify, self._sampling = parts.verify, np.random.default_rng(parts.seed)
 
     async def find_bad(
         self, extents: StructArray, blocks: Ids, *, doubted: Generations | None = None
@@ -78,3 +70,12 @@ class Verification:
         if self._verify == "sampled":
             suspect |= self._sampling.random(len(extents)) < SAMPLED_SHARE
         return np.asarray(suspect)
+
+
+def without(committed: Committed, bad: StructArray) -> Committed:
+    """A commit whose lease has ended because blocks that existed had these bad pages: they are FAILED, not to be had until somebody puts them again."""
+    is_lost = (committed.statuses == BlockStatus.EXISTS) & np.isin(committed.extents["generation"], bad["generation"])
+    committed.statuses[is_lost], committed.blocks[is_lost] = BlockStatus.FAILED, -1
+    committed.extents[is_lost] = 0
+    committed.extents["page"][is_lost] = NO_PAGE
+    return replace(committed, lease=0)

@@ -8,16 +8,14 @@ a tier out of service, there is a look every LOOK_S, and while nothing happens t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from tierd.cache.breaker import Breaker, State, Tolerance
 from tierd.cache.flights import Flights
-from tierd.core.core import Core
+from tierd.cache.parts import Parts
 from tierd.errors import InvalidArgument, TierFailed
-from tierd.metrics import Metrics
-from tierd.mover import Mover
 from tierd.tiers.tier import Health, Tier, WatchedTier, is_device, is_watched
 
 log = structlog.get_logger(__name__)
@@ -31,9 +29,9 @@ Readings = list[tuple[Health, int]]
 class Watch:
     """Runs while the daemon serves. breakers: of the watched tiers, by position."""
 
-    def __init__(self, core: Core, *, flights: Flights, tiers: Sequence[Tier], mover: Mover, metrics: Metrics) -> None:
-        self._core, self._flights, self._mover, self._metrics = core, flights, mover, metrics
-        self._watched = {tier.position: tier for tier in tiers if is_watched(tier)}
+    def __init__(self, parts: Parts, flights: Flights) -> None:
+        self._core, self._flights, self._mover, self._metrics = parts.core, flights, parts.mover, parts.metrics
+        self._watched = {tier.position: tier for tier in parts.tiers if is_watched(tier)}
         self.breakers = {position: Breaker(Tolerance()) for position in self._watched}
         self._withheld: dict[int, Callable[[], str]] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import cast
 
 import xxhash
@@ -37,31 +37,30 @@ def piece_of(source: Bytes) -> Piece:
 def sum_and_copy(targets: Sequence[Bytes | None], sources: Sequence[Piece], *, layers: Sequence[int]) -> list[bytes]:
     """Copies each source that has a target. The slice table of each of these, xxh3-64 of its slices, u64 little-endian; of the others nothing. layers: of each block. Raises ValueError, Stopped."""
     rows = [i for i, target in enumerate(targets) if target is not None]
-    tables = [b""] * len(sources)
-    work, half = partial(_copy_rows, targets, sources, tables, layers), len(rows) // 2
+    copy, half = _Copy(targets, sources, layers), len(rows) // 2
     is_long = half and sum(len(sources[i][0]) for i in rows) >= HELPED_BYTES
-    with _HELPER.at(work, rows[half:]) if is_long else nullcontext(False) as is_helped:
-        work(rows[:half] if is_helped else rows, stopping.check)
-    return tables
+    with _SECOND_THREAD.at(copy, rows[half:]) if is_long else nullcontext(False) as is_helped:
+        copy.do(rows[:half] if is_helped else rows, stopping.check)
+    return copy.tables
 
 
-def _copy_rows(
-    targets: Sequence[Bytes | None],
-    sources: Sequence[Piece],
-    tables: list[bytes],
-    layers: Sequence[int],
-    rows: Sequence[int],
-    check: object,
-) -> None:
-    """check: called before each block; what it raises ends this."""
-    for row in rows:
-        check()  # type: ignore[operator]
-        target, (source, at) = targets[row], sources[row]
-        assert target is not None, "a row has a target"
-        if len(target) != len(source):
-            raise ValueError(f"copy {row}: {len(source)} bytes into {len(target)}")
-        tables[row] = _summed(source, layers[row])
-        STREAMING.copy_bytes(address_of(target, writable=True), at, len(source))
+class _Copy:
+    """What `sum_and_copy` says. tables: what it gives."""
+
+    def __init__(self, targets: Sequence[Bytes | None], sources: Sequence[Piece], layers: Sequence[int]) -> None:
+        self._targets, self._sources, self._layers = targets, sources, layers
+        self.tables = [b""] * len(sources)
+
+    def do(self, rows: Sequence[int], check: Callable[[], None]) -> None:
+        """A part. check: called before each block; what it raises ends this."""
+        for row in rows:
+            check()
+            target, (source, at) = self._targets[row], self._sources[row]
+            assert target is not None, "a row has a target"
+            if len(target) != len(source):
+                raise ValueError(f"copy {row}: {len(source)} bytes into {len(target)}")
+            self.tables[row] = _summed(source, self._layers[row])
+            STREAMING.copy_bytes(address_of(target, writable=True), at, len(source))
 
 
 def _summed(source: memoryview, layers: int) -> bytes:
@@ -76,8 +75,8 @@ def _summed(source: memoryview, layers: int) -> bytes:
     return struct.pack(f"<{len(sums)}Q", *sums)
 
 
-class _Helper:
-    """A second thread for the copies of this process, one at a time; who finds it at work copies alone."""
+class _SecondThread:
+    """For the copies of this process, one at a time; who finds it at work copies alone."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -86,8 +85,8 @@ class _Helper:
         forks.register(self)
 
     @contextmanager
-    def at(self, work: partial[None], rows: Sequence[int]) -> Iterator[bool]:
-        """Around one's own part: whether the helper does these rows. When this ends it has, or has let go of them."""
+    def at(self, copy: _Copy, rows: Sequence[int]) -> Iterator[bool]:
+        """Around one's own part: whether it does these rows. When this ends it has, or has let go of them."""
         if not self._is_of_use or not self._turn.acquire(blocking=False):
             yield False
             return
@@ -100,7 +99,7 @@ class _Helper:
         try:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
-            part = self._pool.submit(work, rows, check)
+            part = self._pool.submit(copy.do, rows, check)
             try:
                 yield True
             except BaseException:
@@ -117,4 +116,4 @@ class _Helper:
         self._pool, self._turn = None, threading.Lock()
 
 
-_HELPER = _Helper()
+_SECOND_THREAD = _SecondThread()

@@ -1,6 +1,6 @@
 """The client's end of a session's mailbox: what the daemon is to hear soon, and need not be woken for.
 
-Purpose: leases that end within a moment of a call, and gets that are made without one (early.py). Non-purpose: the daemon's end (tierd/server/mailboxes.py). Invariants: nothing here waits; what
+Purpose: leases that end within a moment of a call, and gets that are made without one (onesided.py). Non-purpose: the daemon's end (tierd/server/mailboxes.py). Invariants: nothing here waits; what
 cannot be said in time is told to the caller, who says it another way; after UNASKED_LIMIT gets, or MAILBOX_S, the daemon is called again.
 """
 
@@ -16,8 +16,8 @@ MAILBOX_S = 1.0
 IDS_PER_MESSAGE = 200
 UNASKED_LIMIT = 32
 """Gets that are made without a call, at most, before the next one is."""
-MESSAGE_MAX_BYTES = 4096
-"""What the daemon reads of one: 120 blocks' names."""
+MESSAGE_MAX_BYTES = 20 << 10
+"""What the daemon reads of one: the names of 512 blocks, and what else a Group says."""
 _USED = struct.pack("<Q", 0)
 
 

@@ -117,6 +117,12 @@ class ReservedPages(Bound):
         self.hold.check()
         return self.hold
 
+    def not_committed(self) -> Committed:
+        """What a commit comes to that has failed."""
+        handles = self.handles[self.statuses == BlockStatus.RESERVED].copy()
+        handles["status"] = BlockStatus.FAILED
+        return Committed(handles["status"].astype(np.uint16), handles)
+
     def drop(self) -> None:
         """Ends this handle: the pages go back with the last array over them."""
         if self.hold:

@@ -129,7 +129,7 @@ class Verbs:
 
     def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: Deadline) -> Committed:
         """Publishes a reservation's pages."""
-        return self._verb(deadline, lambda by: self.committed(pages, make(), by), lambda: _not_committed(pages))
+        return self._verb(deadline, lambda by: self.committed(pages, make(), by), pages.not_committed)
 
     def abort(self, pages: ReservedPages, deadline: Deadline) -> None:
         """Gives a reservation's pages back."""
@@ -496,9 +496,3 @@ def _is_empty(groups: Sequence[Group]) -> bool:
 
 def _dropped(blocks: Any) -> PutResult:
     return PutResult(protocol.all_statuses(operator.length_hint(blocks), BlockStatus.FAILED))
-
-
-def _not_committed(pages: ReservedPages) -> Committed:
-    handles = pages.handles[pages.statuses == BlockStatus.RESERVED].copy()
-    handles["status"] = BlockStatus.FAILED
-    return Committed(handles["status"].astype(np.uint16), handles)

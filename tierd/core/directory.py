@@ -12,7 +12,7 @@ less full of two buckets is Azar et al., "Balanced Allocations", SIAM J. Comput.
 from __future__ import annotations
 
 import struct
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,14 @@ def places_of(tiers: NDArray[np.uint16], segments: NDArray[np.uint32], slots: ND
     return high << np.uint64(SLOT_BITS) | slots.astype(np.uint64)
 
 
+class Places(NamedTuple):
+    """Of blocks: whether each has an entry, bool [n]; segments, with their tiers above SEGMENT_BITS, u64 [n], and slots, intp [n], of no meaning where it has none."""
+
+    are_known: NDArray[np.bool_]
+    segments: Keys
+    slots: NDArray[np.intp]
+
+
 class Directory:
     """A table over words of memory: of a length that `directory_bytes` gives, or shorter, then only a power of two of buckets of it counts."""
 
@@ -87,13 +95,13 @@ class Directory:
                 return None
         return out
 
-    def find(self, keys: Keys) -> tuple[NDArray[np.bool_], Keys, NDArray[np.intp]]:
-        """Where blocks may lie: whether each has an entry, bool [n]; then of each u64 [n], segments with their tiers, and slots, intp [n]; of no meaning where it has none."""
+    def find(self, keys: Keys) -> Places:
+        """Where blocks may lie."""
         both = self._buckets(keys)
         hits = (self._keys[both] == keys[:, None, None]).reshape(len(keys), 2 * SLOTS)
         rows, at = np.arange(len(keys)), hits.argmax(axis=1)
         places = self._places[both[rows, at // SLOTS], at % SLOTS]
-        return hits[rows, at], places >> np.uint64(SLOT_BITS), (places & _SLOT_MASK).astype(np.intp)
+        return Places(hits[rows, at], places >> np.uint64(SLOT_BITS), (places & _SLOT_MASK).astype(np.intp))
 
     def add(self, keys: Keys, places: Keys) -> None:
         """Enters blocks: over an older entry of theirs, or in the emptier bucket, or, where both are full, in place of others in turns. Of the writer alone."""

@@ -20,7 +20,7 @@ from tierd.errors import TierdError
 log = structlog.get_logger(__name__)
 
 SESSION_LIMIT, LIMIT = 64, 1024
-"""Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each of its threads, and of all: 4 KiB each."""
+"""Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each of its threads, and of all: 20 KiB each at most (`MAILBOX_MESSAGE_BYTES`)."""
 TIMES_LIMIT = 256
 """Alike ones that count; beyond, while they wait, they are heard as so many."""
 

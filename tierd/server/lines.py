@@ -63,7 +63,7 @@ class Answers:
     beyond its deadline, when the line is another call's), and from then on it takes no place, since its client may make another in its stead. place: the call's, when it has one."""
 
     def __init__(self, line: Line) -> None:
-        self._line, self._is_given = line, False
+        self.line, self._is_given = line, False
         self.place: Place | None = None
 
     def early(self, reply: Message) -> Callable[[], None]:
@@ -85,7 +85,7 @@ class Answers:
         self._is_given = True
         if self.place is not None:
             self.place.leave()
-        self._line.write(raw)
+        self.line.write(raw)
 
 
 class Lines:
@@ -198,7 +198,7 @@ class Lines:
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
             line.owes_more = ask.more
-            answers.give(await self._made(verb, ask, session, request, answers, line))
+            answers.give(await self._made(verb, ask, session, request, answers))
         except (TierdError, TimeoutError) as error:
             outcome = type(error).__name__
             answers.refuse(_refusal(error))
@@ -220,9 +220,7 @@ class Lines:
             raise InvalidArgument(f"ask.method: {name!r:.80} is none that a line takes; call it over gRPC")
         return verb
 
-    async def _made(
-        self, verb: Verb, ask: pb.Ask, session: Session, request: str, answers: Answers, line: Line
-    ) -> Message:
+    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, answers: Answers) -> Message:
         bind_contextvars(request=request, call=verb.name)
         who, deadline = session.identity, self._guard.deadline(ask.timeout_us / 1e6)
         caller = Caller(
@@ -232,7 +230,7 @@ class Lines:
             request,
             deadline,
             early=answers.early,
-            rest=partial(self._rest, line, session) if ask.more else None,
+            rest=partial(self._rest, answers.line, session) if ask.more else None,
         )
         answers.place = self._guard.place(verb.path, session.id)
         with answers.place:

@@ -52,8 +52,10 @@ ENGINE_WORDS, ENGINE_WORD_CHARS = 16, 128
 """What a hello may say of the engine that the client serves: so many pairs of text, so long."""
 HEARD_AT_ONCE = 1024
 """Messages: more than the kernel keeps for a socket."""
-MAILBOX_BYTES = 32 << 10
-"""Linux doubles it and counts its own bookkeeping: a mailbox holds 8 long messages, or 85 short ones. One read takes what it holds, so a client that fills it meanwhile delays nobody."""
+MAILBOX_MESSAGE_BYTES = 20 << 10
+"""Of one in a mailbox: the names of 512 blocks, and what else a Group says."""
+MAILBOX_BYTES = 64 << 10
+"""Linux doubles it and counts its own bookkeeping: a mailbox holds 4 of the longest messages, or 170 short ones. One read takes what it holds, so a client that fills it meanwhile delays nobody."""
 MAILBOX_HEARD_AT_ONCE = 128
 _LEASE = struct.Struct("<Q")
 USED = _LEASE.pack(0)
@@ -203,7 +205,7 @@ class Connection:
             if heard_bytes > 2 * MAILBOX_BYTES:
                 return
             try:
-                data = self._mailbox.recv(MESSAGE_MAX_BYTES)
+                data = self._mailbox.recv(MAILBOX_MESSAGE_BYTES)
             except OSError:
                 return
             if not data:

@@ -1,4 +1,4 @@
-"""Mutations of what decides who is served what: processes, epochs, rights, queues, former lives, the hash process, full disks."""
+"""Mutations of what decides who is served what: processes, epochs, rights, queues, former lives, full disks."""
 
 from __future__ import annotations
 
@@ -278,87 +278,6 @@ SERVED: tuple[Mutation, ...] = (
         "*leases)) and not self._is_late\n",
         "*leases))\n",
         ("tests/system/test_mailboxes.py",),
-    ),
-    # -- the hash process
-    Mutation(
-        "hash-process-gone",
-        "a commit that waits for sums of a process that has ended hears of it",
-        "tierd/hashing/process.py",
-        "each.took([None] * each.left)",
-        "pass",
-        ("tests/unit/cache/test_ahead.py",),
-    ),
-    Mutation(
-        "hash-process-memory",
-        "memory that has ended is not kept by the hash process",
-        "tierd/cache/flights.py",
-        "self._mover.hashing.detach(segment.replaces)",
-        "pass",
-        ("tests/unit/cache/test_ahead.py",),
-    ),
-    Mutation(
-        "hash-process-order",
-        "each page gets its own sums",
-        "tierd/cache/ahead.py",
-        "took = partial(self._take, job, iter(rows))",
-        "took = partial(self._take, job, reversed(rows))",
-        ("tests/unit/cache/test_ahead.py",),
-    ),
-    Mutation(
-        "hash-process-early",
-        "no page is hashed before its writer says that it is written",
-        "tierd/hashing/work.py",
-        "job.pages[-1].block < end",
-        "job.pages[-1].block <= end",
-        ("tests/unit/hashing/test_work.py",),
-    ),
-    Mutation(
-        "hash-process-told",
-        "a board that says nothing costs no put more than its hashing",
-        "tierd/cache/ahead.py",
-        "self._mover.hashing.tell_written(number)",
-        "pass",
-        ("tests/unit/cache/test_ahead.py", "-k", "decides_nothing"),
-    ),
-    Mutation(
-        "hash-process-board",
-        "a board that could not be mapped has nothing hashed too early",
-        "tierd/hashing/work.py",
-        "if board is not None else 0",
-        "if board is not None else wire.ALL",
-        ("tests/unit/hashing/test_work.py",),
-    ),
-    Mutation(
-        "hash-process-patience",
-        "who is behind is not killed for what has ended",
-        "tierd/hashing/process.py",
-        "asyncio.get_running_loop().add_writer(self._socket, self._tell_on)",
-        'self.end("does not take messages")',
-        ("tests/unit/hashing/test_process.py", "-k", "behind"),
-    ),
-    Mutation(
-        "hash-process-room",
-        "no session has all that the hash process may be asked for",
-        "tierd/cache/ahead.py",
-        "self._behind[job.session] < BEHIND_LIMIT_BYTES - self._behind.total()",
-        "self._behind.total() < BEHIND_LIMIT_BYTES",
-        ("tests/unit/cache/test_ahead.py", "-k", "others_room"),
-    ),
-    Mutation(
-        "word-given-up",
-        "a thread of a put that was given up writes on no other put's word",
-        "tierd/client/progress.py",
-        "if not self._is_over:",
-        "if True:",
-        ("tests/unit/client/test_progress.py",),
-    ),
-    Mutation(
-        "board-sealed",
-        "no client takes a board away under who reads it",
-        "tierd/cache/boards.py",
-        "fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)",
-        "pass",
-        ("tests/unit/cache/test_ahead.py", "-k", "board_cannot"),
     ),
     Mutation(
         "releases-overtaken",

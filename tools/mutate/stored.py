@@ -11,7 +11,6 @@ MOVER = ("tests/unit/test_mover.py",)
 CACHE = ("tests/unit/cache/test_cache.py",)
 SEALED = ("tests/unit/core/test_sealed.py",)
 SEALING = ("tests/unit/cache/test_sealing.py",)
-AHEAD = ("tests/unit/cache/test_ahead.py",)
 ONE_SIDED = ("tests/system/test_one_sided.py",)
 EARLY = ("tests/system/test_early_commits.py",)
 CORE = ("tests/unit/core/test_ends_of_ranges.py", "tests/unit/core/test_upkeep.py")
@@ -29,9 +28,9 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "one-sided-recheck",
         "a get that asks nobody reads the generation words again after its copy",
-        "tierd/client/early.py",
-        "if not all(every(still_hold(segment.words, those)) for segment, those in self._from):",
-        "if False:",
+        "tierd/client/onesided.py",
+        "mine == its and segment.generation(slot) & mask == generation",
+        "mine == its",
         (*ONE_SIDED, "-k", "reused_in_the_middle"),
     ),
     Mutation(
@@ -44,18 +43,68 @@ STORED: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one-sided-name",
-        "what was given is known by every hash of its sequence",
-        "tierd/client/early.py",
-        "group.tokens, group.hashes.tobytes()",
-        "group.tokens, group.hashes[-1].tobytes()",
-        (*ONE_SIDED, "-k", "all_of_its_hashes"),
+        "a page is its block only by the whole of its name",
+        "tierd/client/onesided.py",
+        """        if name != (namespace.id, tokens, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]):
+            return None
+""",
+        "",
+        (*ONE_SIDED, "-k", "directory_says"),
+    ),
+    Mutation(
+        "one-sided-sums",
+        "a copy that has not the sums of its block is no answer",
+        "tierd/client/onesided.py",
+        "mine == its and segment",
+        "segment",
+        (*ONE_SIDED, "-k", "every_byte"),
+    ),
+    Mutation(
+        "one-sided-bounds",
+        "no entry of a catalogue makes a client read beyond its page",
+        "tierd/client/onesided.py",
+        "if slices > segment.slice_words or not 0 < length <= segment.class_bytes:",
+        "if slices > segment.slice_words:",
+        (*ONE_SIDED, "-k", "catalogue_says"),
+    ),
+    Mutation(
+        "one-sided-slot",
+        "no entry of a directory makes a client look beyond a catalogue",
+        "tierd/client/mapping.py",
+        " if len(raw) == META_BYTES else None",
+        "",
+        (*ONE_SIDED, "-k", "directory_says"),
+    ),
+    Mutation(
+        "directory-left",
+        "a block that leaves its page leaves the directory",
+        "tierd/cache/flights.py",
+        "self._directories.remove(plan.freed)",
+        "pass",
+        ("tests/unit/cache/test_directories.py",),
+    ),
+    Mutation(
+        "directory-domain",
+        "a directory names blocks of its own domain alone",
+        "tierd/cache/directories.py",
+        'rows = (domains == domain) & (extents["tier"] == tier)',
+        'rows = extents["tier"] == tier',
+        ("tests/unit/cache/test_directories.py",),
+    ),
+    Mutation(
+        "doubted-page",
+        "a page whose sums were wrong at its reader is looked at by the daemon",
+        "tierd/cache/verification.py",
+        'np.isin(extents["generation"], doubted)',
+        "np.zeros(len(extents), np.bool_)",
+        (*ONE_SIDED, "-k", "every_byte or farther"),
     ),
     Mutation(
         "one-sided-number",
         "and by the number that this daemon has given its namespace",
         "tierd/client/verbs.py",
-        "link.known.find(group) if self.knows(group.namespace, link) else None",
-        "link.known.find(group)",
+        "if link.session is not None and self.knows(group.namespace, link):",
+        "if link.session is not None:",
         (*ONE_SIDED, "-k", "another_daemon"),
     ),
     Mutation(
@@ -65,14 +114,6 @@ STORED: tuple[Mutation, ...] = (
         "or not self._took(message):",
         "or (self._took(message) and False):",
         (*ONE_SIDED, "-k", "during_the_copy"),
-    ),
-    Mutation(
-        "one-sided-verify",
-        "where later hits are verified no get is made without the daemon",
-        "tierd/server/listeners.py",
-        'return cache.parts.verify == "first_hit" and',
-        "return",
-        (*ONE_SIDED, "-k", "verified"),
     ),
     Mutation(
         "verdict-generation",
@@ -253,12 +294,28 @@ STORED: tuple[Mutation, ...] = (
         CACHE,
     ),
     Mutation(
-        "early-daemon",
-        "what was copied from a daemon that has gone is no part of another one's answer",
-        "tierd/client/verbs.py",
-        "early.session is not lease.hold.link.session",
-        "False",
-        ("tests/system/test_early_copies.py",),
+        "writer-sums",
+        "the sums of a put are those of its source",
+        "tierd/client/copying.py",
+        "self.tables[row] = _summed(source, self._layers[row])",
+        "self.tables[row] = _summed(memoryview(bytes(len(source))), self._layers[row])",
+        ("tests/unit/client/test_copying.py",),
+    ),
+    Mutation(
+        "writer-sums-of-others",
+        "sums of a writer who cannot have written the page count for nothing",
+        "tierd/cache/publication.py",
+        'if some(committing.staging["page"] >= 0):',
+        "if False:",
+        ("tests/unit/cache/test_sealing.py",),
+    ),
+    Mutation(
+        "writer-sums-length",
+        "sums that are not those of the blocks are refused",
+        "tierd/cache/publication.py",
+        "if len(raw) != WORD_BYTES * sum(counts):",
+        "if False:",
+        ("tests/unit/cache/test_written.py",),
     ),
     Mutation(
         "sealed-hash",
@@ -343,20 +400,21 @@ STORED: tuple[Mutation, ...] = (
         (*EARLY, "-k", "stops"),
     ),
     Mutation(
-        "last-block-written",
-        "a commit waits for the last of its blocks to be written",
-        "tierd/cache/ahead.py",
-        "int(committing.indices.max()) + 1",
-        "int(committing.indices.max())",
-        AHEAD,
+        "second-thread",
+        "a put has ended when the second thread of its copy has",
+        "tierd/client/copying.py",
+        """            part.result()
+""",
+        "",
+        ("tests/unit/client/test_copying.py",),
     ),
     Mutation(
-        "last-word-heard",
-        "that all is written is said until it is heard",
-        "tierd/client/session.py",
-        "while not self._took(message):",
-        "while not self._took(message) and False:",
-        (*EARLY, "-k", "last_word"),
+        "rest-thrown-away",
+        "what follows a call that was refused is not taken for the next call",
+        "tierd/server/lines.py",
+        "if line.owes_more:",
+        "if False:",
+        ("tests/unit/server/test_lines.py", "-k", "thrown_away"),
     ),
     Mutation(
         "dropped-handle",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.cache.committed import NAMES, Counted, Late, named, sums_of
-from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, TOKENS, World, opened
+from tests.unit.cache.world import BLOCK_BYTES, CONFIG, TOKENS, World, opened
 from tierd.core.model import BlockStatus, TierKind
 from tierd.core.plan import Reserved
 from tierd.errors import InvalidArgument
@@ -120,20 +120,3 @@ async def test_a_reservation_that_ends_under_a_commit_that_waits(end: str) -> No
             await late.commit
         assert (world.pins, world.cache.core.tier_stats()[0].pages_reserved) == (0, 0)
         world.cache.core.check()
-
-
-async def test_what_is_reserved_ahead_stands_back_for_commits() -> None:
-    """Pages for puts that may come are looked for when the session's commits have ended, and not for ever after: for others that begin meanwhile nobody waits."""
-    async with opened() as world:
-        reserved, later = await world.reserve(NAMES), await world.reserve(chain(2, 4))
-        first = await Late(world, reserved.reservation).begun()
-        group = world.put_query(np.zeros((2, 32), np.uint8))
-        ahead = asyncio.ensure_future(world.cache.reserve_ahead(world.session, group, puts=1, kind=TierKind.HOST))
-        await asyncio.sleep(0)
-        last = await Late(world, later.reservation).begun()
-        assert not ahead.done()
-        async with asyncio.timeout(SOON_S):
-            await first.end()
-            assert len((await ahead).reservations) == 1
-        assert not last.commit.done()
-        last.commit.cancel()

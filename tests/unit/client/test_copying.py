@@ -60,7 +60,7 @@ def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
         return inner(source, layers)
 
     monkeypatch.setattr(copying, "_summed", summed)
-    monkeypatch.setattr(copying._HELPER, "_is_of_use", True)
+    monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
     sources, mine = blocks(8, copying.HELPED_BYTES // 8), threading.current_thread().name
 
     def copy(count: int) -> list[bool]:
@@ -71,24 +71,24 @@ def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert copy(8) == [True, True]
     assert copy(7) == [True, False]
-    with copying._HELPER._turn:
+    with copying._SECOND_THREAD._turn:
         assert copy(8) == [True, False]
     assert copy(8) == [True, True]
 
 
-@pytest.mark.parametrize("at", [1, 6], ids=["its own part", "the helper's"])
+@pytest.mark.parametrize("at", [1, 6], ids=["its own part", "the other's"])
 def test_a_target_of_another_length_fails_the_copy(at: int) -> None:
     """In whichever thread: ValueError, when neither copies any more."""
     sources = blocks(8, MIB)
     targets: list[np.ndarray | None] = [np.zeros(MIB - (row == at), np.uint8) for row in range(8)]
     with pytest.raises(ValueError, match=f"copy {at}: {MIB} bytes into {MIB - 1}"):
         copied(targets, sources)
-    assert not copying._HELPER._turn.locked()
+    assert not copying._SECOND_THREAD._turn.locked()
 
 
 def test_a_child_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child has a helper of its own, also where its parent's was at work."""
-    monkeypatch.setattr(copying._HELPER, "_is_of_use", True)
+    """A forked child has a second thread of its own, also where its parent's was at work."""
+    monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
     sources = blocks(8, MIB)
 
     def is_right() -> bool:
@@ -96,7 +96,7 @@ def test_a_child_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         return copied(targets, sources) == tables(sources, 0)
 
     assert is_right()
-    with copying._HELPER._turn:
+    with copying._SECOND_THREAD._turn:
         assert _in_child(is_right)
 
 

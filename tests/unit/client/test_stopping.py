@@ -202,7 +202,7 @@ async def test_cancelled_twice_when_it_has_ended() -> None:
     own.close()
 
 
-@pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with the helper"])
+@pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
 def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody waits for any more is copied to the end of a block, and when the put has been told nobody copies any more of it."""
     stop, begun, inner = Stop(), list[int](), copying._summed
@@ -218,7 +218,7 @@ def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest
         stop.around(lambda: copying.sum_and_copy(targets, [*map(copying.piece_of, sources)], layers=[0] * 8))
     copied = [int(target[0]) for target in targets]
     assert sum(copied) == len(begun) < 8
-    assert not copying._HELPER._turn.locked()
+    assert not copying._SECOND_THREAD._turn.locked()
 
 
 def test_a_copy_does_not_begin_for_nobody() -> None:
