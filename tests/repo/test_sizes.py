@@ -15,7 +15,6 @@ PARAMETERS = 5
 POSITIONAL = 5
 
 WIDE: dict[str, int] = {
-    "cache/flights.py:Flights.__init__": 8,
     "core/commits.py:Commits.finish": 6,
     "core/core.py:Core.finish_commit": 6,
     "server/guard.py:Guard.__init__": 7,

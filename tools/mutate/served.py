@@ -31,7 +31,7 @@ SERVED: tuple[Mutation, ...] = (
         "put-once-more",
         "a put in the midst of which its daemon restarts is made once more",
         "tierd/client/writing.py",
-        "    except (StaleHandle, SessionLost):\n        return (yield from _attempt(verbs, write))",
+        "    except (StaleHandle, SessionLost):\n        return _attempt(verbs, write)",
         "    except (StaleHandle, SessionLost):\n        raise",
         ("tests/system/test_client.py", "-k", "midst"),
     ),

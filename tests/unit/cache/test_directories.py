@@ -1,0 +1,95 @@
+"""Directories of trust domains: each names what its domain has near, and nothing of another's."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from tests.unit.cache.world import BLOCK_BYTES, TOKENS, World, opened
+from tierd.core.block import NamespaceSpec
+from tierd.core.directory import Directory
+from tierd.core.model import TierKind
+from tierd.core.words import words_of
+from tierd.testing import chain
+
+NAMES = chain(1, 4)
+
+
+class Reader:
+    """A client's mapping of its domain's directory."""
+
+    def __init__(self, world: World, tenant: str) -> None:
+        domain = world.cache.registry.domain_of(tenant)
+        self.fd, length = world.cache.directories.give(domain)
+        self.memory = mmap.mmap(self.fd, length, prot=mmap.PROT_READ)
+        self.directory = Directory(words_of(self.memory, count=length // 8))
+
+    async def places(self, namespace: int, names: np.ndarray = NAMES) -> list[tuple[int, int]]:
+        """Of those of the blocks that are entered, when what was told before is."""
+        await asyncio.sleep(0)
+        found = (self.directory.places(namespace, name.tobytes()) for name in names)
+        return [place for each in found if each is not None for place in each]
+
+
+async def test_what_is_published_is_entered_and_what_leaves_is_not() -> None:
+    """Blocks stand in their domain's directory where they lie, from their publication on and until their pages are freed."""
+    async with opened() as world:
+        reader = Reader(world, "t")
+        reserved = await world.reserve(NAMES)
+        assert await reader.places(world.namespace.id) == []
+        await world.commit(reserved.reservation)
+        lie = [
+            (int(extent["tier"]) << 32 | int(extent["segment"]), int(extent["slot"])) for extent in reserved.extents[0]
+        ]
+        assert await reader.places(world.namespace.id) == lie
+        assert await world.end_epoch() == 4
+        assert await reader.places(world.namespace.id) == []
+
+
+async def test_what_comes_near_is_entered_too() -> None:
+    """Blocks that were in the tiers before the domain's first session came are entered when a client that lacks them has asked."""
+    async with opened() as world:
+        await world.put(NAMES)
+        reader = Reader(world, "t")
+        assert await reader.places(world.namespace.id) == []
+        query = [world.query(NAMES)]
+        await world.cache.acquire(
+            world.session, query, kind=TierKind.HOST, timeout_s=1.0, doubted=np.zeros(0, np.uint64)
+        )
+        assert len(await reader.places(world.namespace.id)) == 4
+
+
+async def test_another_domain_sees_nothing_of_it() -> None:
+    """Blocks of two tenants that come near in one batch stand each in its own tenant's directory and in no other."""
+    async with opened() as world:
+        world.cache.open_session(12, tenant="u")
+        spec = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
+        other = World(world.daemon, world.cache.open_namespace(12, spec), session=12)
+        both = [await world.put(NAMES), await other.put(chain(2, 3))]
+        mine, theirs = Reader(world, "t"), Reader(world, "u")
+        world.cache.directories.add(
+            np.concatenate([its.extents for its in both]),
+            world.cache.core.metas(np.concatenate([its.blocks for its in both])),
+        )
+        assert len(await mine.places(world.namespace.id)) == 4
+        assert len(await theirs.places(other.namespace.id, chain(2, 3))) == 3
+        assert await mine.places(other.namespace.id, chain(2, 3)) == await theirs.places(world.namespace.id) == []
+
+
+async def test_a_client_can_change_nothing_of_it() -> None:
+    """The descriptor that it is given can neither be mapped for writing nor made longer or shorter, and is no way to one that can."""
+    async with opened() as world:
+        reader = Reader(world, "t")
+        again = os.open(f"/proc/self/fd/{reader.fd}", os.O_RDWR)  # as a client of the daemon's own user can
+        for fd in (reader.fd, again):
+            with pytest.raises(PermissionError):
+                mmap.mmap(fd, mmap.PAGESIZE)
+        with pytest.raises(PermissionError):
+            os.pwrite(again, b"x", 0)
+        for change in (0, 1 << 30):
+            with pytest.raises(OSError, match="."):
+                os.ftruncate(again, change)
