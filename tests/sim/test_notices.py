@@ -16,6 +16,7 @@ from tierd import mover
 from tierd.cache.flights import Flights
 from tierd.cache.persistence import Persistence
 from tierd.cache.verification import Verification
+from tierd.client import onesided
 from tierd.core.model import BlockStatus
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.pages import Pages
@@ -115,6 +116,15 @@ def writes_no_session_table(patch: Patch) -> None:
     patch.setattr(HoldTable, "append", unwritten)
 
 
+def serves_copies_unchecked(patch: Patch) -> None:
+    copy_to = onesided.Pages.copy_to
+
+    def unchecked(self: onesided.Pages, *args: Any, **options: Any) -> list[bool]:
+        return [True] * len(copy_to(self, *args, **options))
+
+    patch.setattr(onesided.Pages, "copy_to", unchecked)
+
+
 BREAKS: dict[Callable[[Patch], None], str] = {
     trusts_what_it_finds: "bytes changed by a writer",
     verifies_no_hit: "bytes changed by a writer",
@@ -126,6 +136,7 @@ BREAKS: dict[Callable[[Patch], None], str] = {
     waits_for_its_own_only: "missed by a failed transfer",
     serves_old_epochs: "after its epoch had ended",
     writes_no_session_table: "are not in the session table",
+    serves_copies_unchecked: "wrong bytes in a copy",
 }
 """A fault in the code, and what the simulation must say of it."""
 CHANGES, ENDS = {"client_scribbles", "host_rots"}, {"restart", "crash", "crash_at_point"}

@@ -137,7 +137,11 @@ def map_segment(
 
 def map_catalogue(segment: int, catalogue: tuple[int, int]) -> Catalogue:
     """A segment's catalogue. catalogue: (descriptor, bytes). Raises TierFailed, VersionMismatch."""
-    table = map_file(*catalogue, writable=False)
+    return catalogue_of(segment, map_file(*catalogue, writable=False))
+
+
+def catalogue_of(segment: int, table: NDArray[np.uint8]) -> Catalogue:
+    """What a catalogue's bytes are. Raises TierFailed, VersionMismatch."""
     head = table[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)[0]
     if head["magic"] != CATALOGUE_MAGIC or int(head["segment"]) != segment:
         raise TierFailed(f"segment {segment}: the daemon sent a catalogue that is not its own; see the daemon's log")

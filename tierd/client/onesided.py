@@ -54,6 +54,15 @@ class Pages:
         self.held.append((segment, slot, entry.generation))
         return True
 
+    def take_unknown(self, segment: Segment, slot: int, *, length: int, generation: int) -> None:
+        """A page that is held and has no entry of its own: whatever it holds, its copy is not good."""
+        at = slot * segment.class_bytes
+        self.sources.append((segment.memory[at : at + length], segment.address + at))
+        self.sums.append(b"")
+        self.lengths.append(length)
+        self.layers.append(0)
+        self.held.append((segment, slot, generation))
+
     def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> list[bool]:
         """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds them any more."""
         made = copying.sum_and_copy(targets, self.sources, layers=self.layers)
@@ -70,9 +79,13 @@ def get(session: Session, group: Group, out: Any, *, timeout_s: float) -> tuple[
     if not session.mailbox.takes_gets:
         return None
     found = find(session, group, timeout_s=timeout_s)
-    if found is None:
-        return None
-    pages, tier_tokens = found
+    return None if found is None else served(session, group, out, *found)
+
+
+def served(
+    session: Session, group: Group, out: Any, pages: Pages, tier_tokens: list[int]
+) -> tuple[GetResult, list[int]] | None:
+    """The second half of `get`: copies what was found, and tells the daemon."""
     try:
         targets = buffers.pieces(out, pages.lengths, writable=True)
     except InvalidArgument:  # the answer may be shorter, and fit
@@ -113,16 +126,17 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
 
 
 def pages_of(session: Session, handles: StructArray) -> Pages | None:
-    """Pages that are held, of HANDLE [n]; None: one is not of memory that is mapped, or has no entry."""
+    """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped."""
     pages = Pages()
-    columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation"))
-    for tier, number, slot, generation in zip(*columns, strict=True):
+    columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
+    for tier, number, slot, generation, length in zip(*columns, strict=True):
         segment = session.segment((tier, number))
-        entry = segment.entry(slot) if isinstance(segment, Segment) else None
-        if not isinstance(segment, Segment) or entry is None or entry.generation != generation:
+        if not isinstance(segment, Segment):
             return None
-        if not pages.take(segment, slot, entry):
-            return None
+        entry = segment.entry(slot)
+        is_its = entry is not None and (entry.generation, entry.length) == (generation, length)
+        if entry is None or not is_its or not pages.take(segment, slot, entry):
+            pages.take_unknown(segment, slot, length=length, generation=generation)
     return pages
 
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +19,7 @@ import numpy as np
 
 from tierd.cache.lease import Lease
 from tierd.cache.publication import CommitQuery
+from tierd.cache.verification import Generations
 from tierd.core.block import Namespace, NamespaceSpec, slice_lengths
 from tierd.core.model import (
     BlockStatus,
@@ -26,16 +27,18 @@ from tierd.core.model import (
     StructArray,
     TierKind,
 )
-from tierd.core.plan import Committed, Reserved
-from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavailable
+from tierd.core.plan import Committed, GroupQuery, Reserved
+from tierd.errors import NotFound, RetryError, StaleHandle, TierdError, TierFailed, Unavailable
 from tierd.server import wire
 from tierd.server.assembly import Assembly
 from tierd.testing.sim.arena import Segment
 from tierd.testing.sim.blocks import CHAINS, TOKENS, Blocks, Page
+from tierd.testing.sim.copies import Copies
 from tierd.testing.sim.daemon import SimDaemon
 from tierd.testing.sim.oracle import Key, bytes_of
 from tierd.tiers.checksum import raw_tables, slice_sums
 from tierd.tiers.holds import Holder, read_boot_id
+from tierd.tiers.tier import Descriptor
 
 if TYPE_CHECKING:
     from tierd.testing.sim.world import World
@@ -47,13 +50,16 @@ EXPECTED = (RetryError, StaleHandle, TierFailed, NotFound)
 
 
 @dataclass
-class _Held:
+class Held:
     """What a session holds of a daemon's life. uses: gets and puts that still touch its pages."""
 
     daemon: SimDaemon
     session: int
     uses: int = 0
     has_left: bool = False
+    answered_s: float = 0.0
+    """When it was asked what was answered last."""
+    copies: Copies | None = None
 
 
 class Client:
@@ -66,6 +72,8 @@ class Client:
         self.stalled_until = 0.0
         self.gives_up = 0
         """So many of its next calls it will not wait for."""
+        self.lies = self.unheard = 0
+        """So many of its next puts have wrong sums; so many of its next words about copies do not arrive."""
         self.written: list[Page] = []
         """Committed pages that it can still write to."""
         self.writing: list[Page] = []
@@ -75,19 +83,21 @@ class Client:
         self.counts: Counter[str] = Counter()
         self.seen: list[Page] = []
         """Pages that it read last."""
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._namespaces: dict[str, Namespace] = {}
-        self._maps: dict[tuple[int, int], Segment] = {}
+        self._specs: dict[int, NamespaceSpec] = {}
+        self.maps: dict[tuple[int, int], Segment] = {}
+        """Segments, by tier and number."""
         self._requests = 0
 
     # -- talking to the daemon
 
-    async def session(self) -> _Held:
+    async def session(self) -> Held:
         """Connects where it isn't connected to this life of the daemon. Raises Unavailable, and what open_session raises."""
         daemon = self.world.serving()
         held = self._held
         if held is None or held.daemon is not daemon or held.has_left:
-            held = _Held(daemon, self.world.new_session(self.pid))
+            held = Held(daemon, self.world.new_session(self.pid))
             self._held = held
             self._namespaces.clear()
             holder = Holder(
@@ -96,10 +106,12 @@ class Client:
             await self.ask(
                 held, lambda a: a.cache.open_session(held.session, tenant=self.tenant, holder=holder), timeout_s=1.0
             )
+        if held.copies is None:
+            held.copies = Copies(self, held, await self.ask(held, self._directory, timeout_s=1.0))
         return held
 
     async def ask(
-        self, held: _Held, work: Callable[[Assembly], Awaitable[T] | T], *, timeout_s: float, request: str = ""
+        self, held: Held, work: Callable[[Assembly], Awaitable[T] | T], *, timeout_s: float, request: str = ""
     ) -> T:
         """A verb of the session. Raises what the daemon raises."""
         if held.daemon is not self.world.daemon:
@@ -113,7 +125,9 @@ class Client:
         if name is not None and self.gives_up:
             self.gives_up -= 1
             self.loop.call_later(self.world.rng.expovariate(1 / 1e-3), self.give_up, held.daemon, name)
+        asked_s = self.loop.time()
         result = await held.daemon.call(run, timeout_s=timeout_s, name=name)
+        held.answered_s = max(held.answered_s, asked_s)
         await self.awake()
         return result
 
@@ -128,7 +142,7 @@ class Client:
         while self.stalled_until > self.loop.time():  # noqa: ASYNC110  # it may be stopped again meanwhile
             await asyncio.sleep(self.stalled_until - self.loop.time())
 
-    async def namespace(self, held: _Held, model: str) -> Namespace:
+    async def namespace(self, held: Held, model: str) -> Namespace:
         """Opened where it isn't."""
         if model not in self._namespaces:
             spec = NamespaceSpec(model, TOKENS, self.world.machine.block_bytes)
@@ -139,9 +153,10 @@ class Client:
                 return namespace
 
             self._namespaces[model] = await self.ask(held, opening, timeout_s=3.0)
+            self._specs[self._namespaces[model].id] = spec
         return self._namespaces[model]
 
-    async def choose(self, held: _Held, rng: random.Random, *, whole: bool) -> Blocks:
+    async def choose(self, held: Held, rng: random.Random, *, whole: bool) -> Blocks:
         """Some blocks of some chain. whole: from its beginning on."""
         namespace = await self.namespace(held, rng.choice(("m0", "m0", "m1")))
         first = 0 if whole else rng.choice((0, 0, 0, 2, 4))
@@ -176,7 +191,7 @@ class Client:
             if lease.lease:
                 await self.use(held, lease, wanted, rng, began_s=began_s)
 
-    async def use(self, held: _Held, lease: Lease, wanted: Blocks, rng: random.Random, *, began_s: float) -> None:
+    async def use(self, held: Held, lease: Lease, wanted: Blocks, rng: random.Random, *, began_s: float) -> None:
         """Reads what a get's lease holds, twice, and releases it."""
         extents = lease.served.groups[0].extents[0]
         generations = extents["generation"].tolist()
@@ -190,12 +205,38 @@ class Client:
             self.holds.subtract(generations)
             self.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
 
-    async def acquire(self, held: _Held, wanted: Blocks, *, kind: TierKind, timeout_s: float) -> Lease:
+    async def copy(self, rng: random.Random) -> None:
+        """A get or two into memory of its own, mostly of what was put last."""
+        held = await self.session()
+        with self.using(held):
+            wanted = await self.choose(held, rng, whole=rng.random() < 0.7)
+            last = [put for put in self.world.puts if put.namespace == wanted.namespace]
+            wanted = rng.choice(last) if last and rng.random() < 0.7 else wanted
+            self.world.oracle.asks([wanted.key(i) for i in wanted.numbers])
+            if rng.random() < 0.8:
+                await self.ask(held, lambda a: a.cache.lookup(held.session, [wanted.query()]), timeout_s=1.0)
+            assert held.copies is not None, "it has said hello"
+            for _ in range(rng.choice((1, 2))):
+                await held.copies.get(wanted, self._specs[wanted.namespace], rng)
+
+    def hears_of(self, held: Held, query: list[GroupQuery]) -> None:
+        """In the daemon: a copy that asked nobody."""
+        with suppress(TierdError):
+            held.daemon.assembly.cache.note_used(held.session, query, times=1)
+
+    def _directory(self, assembly: Assembly) -> Descriptor:
+        """As the hello gives it."""
+        return assembly.cache.directories.give(self.world.domain(self.tenant))
+
+    async def acquire(
+        self, held: Held, wanted: Blocks, *, kind: TierKind, timeout_s: float, doubted: Generations | None = None
+    ) -> Lease:
         """A lease, which a client that gives up takes back by its request's name."""
         request = self.new_request()
 
         async def work(assembly: Assembly) -> Lease:
-            lease = await assembly.cache.acquire(held.session, [wanted.query()], kind=kind, timeout_s=timeout_s * 0.8)
+            query, wait_s = [wanted.query()], timeout_s * 0.8
+            lease = await assembly.cache.acquire(held.session, query, kind=kind, timeout_s=wait_s, doubted=doubted)
             self.world.check_calm(assembly)
             return held.daemon.grants.give((held.session, request), lease, lease=lease.lease)
 
@@ -228,7 +269,7 @@ class Client:
         await asyncio.sleep(rng.choice((0.0, rng.expovariate(5.0), rng.uniform(0, 4.0))))
         await self.awake()
 
-    async def pages(self, held: _Held, extents: StructArray, keys: Sequence[Key]) -> list[Page]:
+    async def pages(self, held: Held, extents: StructArray, keys: Sequence[Key]) -> list[Page]:
         """Maps what extents lie in."""
         return [
             Page(
@@ -242,16 +283,16 @@ class Client:
             for row, key in zip(extents, keys, strict=True)
         ]
 
-    async def segment(self, held: _Held, tier: int, segment: int) -> Segment:
+    async def segment(self, held: Held, tier: int, segment: int) -> Segment:
         """As the session socket maps it; once."""
-        if (tier, segment) not in self._maps:
+        if (tier, segment) not in self.maps:
             work = lambda _assembly: held.daemon.map(tier, segment, session=held.session)  # noqa: E731
             try:
-                self._maps[tier, segment] = await self.ask(held, work, timeout_s=1.0)
+                self.maps[tier, segment] = await self.ask(held, work, timeout_s=1.0)
             except NotFound:
                 self.world.fail(f"segment {segment} of tier {tier} cannot be mapped, though pages of it are held")
                 raise
-        return self._maps[tier, segment]
+        return self.maps[tier, segment]
 
     # -- puts
 
@@ -267,7 +308,7 @@ class Client:
                 ways = _Commit(wanted, reserved.reservation, given.tolist(), durability, private)
                 await self.fill(held, ways, reserved.extents[0][given], rng)
 
-    async def fill(self, held: _Held, ways: _Commit, extents: StructArray, rng: random.Random) -> None:
+    async def fill(self, held: Held, ways: _Commit, extents: StructArray, rng: random.Random) -> None:
         """Writes reserved pages and commits them, or gives them back."""
         pages: list[Page] = []
         try:
@@ -282,6 +323,7 @@ class Client:
             self.let_go(held, lambda _assembly: written.set())
             if commit is not None or rng.random() < 0.9:
                 await (commit or self.commit(held, ways, rng))
+                self.world.puts.append(ways.wanted)
                 self.written = [*self.written[-16:], *pages]
                 return
         finally:
@@ -290,7 +332,7 @@ class Client:
             self.let_go(held, lambda a: a.cache.abort(held.session, ways.reservation))
 
     async def reserve(
-        self, held: _Held, wanted: Blocks, *, durability: Durability, private: bool, kind: TierKind
+        self, held: Held, wanted: Blocks, *, durability: Durability, private: bool, kind: TierKind
     ) -> Reserved:
         """Pages; what exists already is durable if that was asked for."""
         request = self.new_request()
@@ -316,7 +358,7 @@ class Client:
         for page in pages:
             page.write(page.length // 2, page.length)
 
-    async def commit(self, held: _Held, ways: _Commit, rng: random.Random) -> None:
+    async def commit(self, held: Held, ways: _Commit, rng: random.Random) -> None:
         """At once, or in two parts; with a lease, or without."""
         parts, timeout_s = [ways.given], rng.choice((0.5, 2.0, 5.0))
         if len(ways.given) > 1 and rng.random() < 0.3:
@@ -331,7 +373,7 @@ class Client:
                 keys = [ways.wanted.key(ways.wanted.first + i) for i in part]
                 await self.read_committed(held, committed, keys, began_s)
 
-    async def _commit(self, held: _Held, ways: _Commit, part: _Part, *, timeout_s: float) -> Committed:
+    async def _commit(self, held: Held, ways: _Commit, part: _Part, *, timeout_s: float) -> Committed:
         request, keys = self.new_request(), [ways.wanted.key(ways.wanted.first + i) for i in part.given]
         sums = self.sums(ways, part.given)
         self.world.oracle.commit_begins(keys)
@@ -379,9 +421,14 @@ class Client:
             return b""
         numbers = [ways.wanted.first + i for i in given]
         blocks = [bytes_of(ways.wanted.key(number), ways.wanted.length(number)) for number in numbers]
-        return b"".join(raw_tables([slice_sums(block, slice_lengths(len(block), 0)) for block in blocks]))
+        sums = b"".join(raw_tables([slice_sums(block, slice_lengths(len(block), 0)) for block in blocks]))
+        if self.lies:
+            self.lies -= 1
+            self.world.happenings.struck["client_lies"] += 1
+            return bytes([sums[0] ^ 1]) + sums[1:]
+        return sums
 
-    async def read_committed(self, held: _Held, committed: Committed, keys: list[Key], began_s: float) -> None:
+    async def read_committed(self, held: Held, committed: Committed, keys: list[Key], began_s: float) -> None:
         """Reads what a commit's lease holds, another writer's pages perhaps, and releases it."""
         good = np.flatnonzero(committed.extents["page"] >= 0)
         try:
@@ -392,7 +439,7 @@ class Client:
 
     # -- letting go
 
-    def let_go(self, held: _Held, work: Callable[[Assembly], object]) -> None:
+    def let_go(self, held: Held, work: Callable[[Assembly], object]) -> None:
         """Tells the daemon that gave it, if that lives; else the session of a former life, when nothing of it is used any more."""
         if self.loop.is_ended():
             return
@@ -400,7 +447,7 @@ class Client:
             held.daemon.post(lambda: work(held.daemon.assembly))
 
     @contextmanager
-    def using(self, held: _Held) -> Iterator[None]:
+    def using(self, held: Held) -> Iterator[None]:
         """Something of the session is in use."""
         held.uses += 1
         try:
@@ -409,7 +456,7 @@ class Client:
             held.uses -= 1
             self.forget(held)
 
-    def forget(self, held: _Held) -> None:
+    def forget(self, held: Held) -> None:
         """After a restart: once the last page of the former session is unused."""
         daemon = self.world.daemon
         if held.uses or daemon is None or daemon is held.daemon or not daemon.is_serving or self.loop.is_ended():

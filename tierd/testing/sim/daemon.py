@@ -22,7 +22,7 @@ from tierd.config import Config
 from tierd.core.model import StructArray, TierKind
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.plan import Plan
-from tierd.errors import DeadlineExceeded, NotFound, TierdError, Unavailable
+from tierd.errors import DeadlineExceeded, NotFound, NotPermitted, TierdError, Unavailable
 from tierd.mover import Mover
 from tierd.server.assembly import Assembly, Opened, put_together, spec_of
 from tierd.server.grants import Grants
@@ -248,6 +248,11 @@ class SimDaemon:
             return True
         return False
 
+    def close(self) -> None:
+        """The process is gone, and its descriptors with it."""
+        if hasattr(self, "assembly"):
+            self.assembly.cache.directories.close()
+
     def fail_calls(self) -> None:
         """The process is gone, and its sockets with it."""
         for reply in [*self._calls]:
@@ -285,10 +290,14 @@ class SimDaemon:
     # -- what the session socket does
 
     def map(self, tier: int, segment: int, *, session: int) -> Segment:
-        """As the listeners' `_map_segment`. Raises NotFound, TierFailed."""
-        core, arena = self.assembly.cache.core, self.assembly.tiers[tier]
-        if not isinstance(arena, SimArena) or not any(s.segment == segment for s in core.segments(tier)):
+        """As the listeners' `_map_segment`. Raises NotFound, NotPermitted, TierFailed."""
+        cache, arena = self.assembly.cache, self.assembly.tiers[tier]
+        core = cache.core
+        found = [s for s in core.segments(tier) if s.segment == segment] if isinstance(arena, SimArena) else []
+        if not found or not isinstance(arena, SimArena):
             raise NotFound(f"segment {segment} of tier {tier}: it does not exist (any more)")
+        if found[0].domain != cache.registry.domain_of(cache.tenant_of(session)):
+            raise NotPermitted(f"segment {segment} of tier {tier}: belongs to another trust domain")
         core.note_attached(session, tier=tier, segment=segment)
         return arena.map(segment, session=session)
 

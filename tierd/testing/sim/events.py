@@ -10,6 +10,8 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tierd.cache.operator import Operator
 from tierd.core.model import TierKind
 from tierd.errors import TierdError
@@ -138,6 +140,26 @@ class Happenings:
             page = rng.choice(pages)
             page.spoil(rng.getrandbits(16))
             self._world.oracle.spoils(page.generation, page.key)
+
+    def _client_lies(self, client: Client, rng: random.Random) -> None:
+        """The sums of some of its next puts are not those of what it writes."""
+        client.lies = rng.randint(1, 4)
+
+    def _words_are_lost(self, client: Client, rng: random.Random) -> None:
+        """What it tells of its next copies does not arrive."""
+        client.unheard = rng.randint(1, 8)
+
+    def _directory_errs(self, _client: Client, rng: random.Random) -> None:
+        """Entries lead to other blocks, to where nothing is, or nowhere."""
+        daemon = self._world.daemon
+        if daemon is None or not daemon.is_serving:
+            return
+        for directory in daemon.assembly.cache.directories._written.values():
+            used = np.argwhere(directory._keys != 0).tolist()
+            places = [int(directory._places[bucket, slot]) for bucket, slot in used]
+            for bucket, slot in used:
+                self.struck["directory_errs"] += 1
+                directory._places[bucket, slot] = rng.choice((*places, rng.getrandbits(rng.choice((8, 24, 64)))))
 
     def _host_rots(self, _client: Client, rng: random.Random) -> None:
         """A bit of a block in mapped memory."""

@@ -134,6 +134,21 @@ class Oracle:
             self.counts["unguarded reads"] += 1
         return False
 
+    def read_copy(
+        self, key: Key, found: bytes, *, generation: int, began_s: float, looked_s: float | None = None
+    ) -> None:
+        """Checks a copy that was served, whose reader has summed it. looked_s: it was served whatever its sums, since the daemon had looked at the page for this get, which asked then."""
+        self.counts["blocks copied"] += 1
+        if key not in self._begun:
+            self._fail(f"{_named(key)}: copied, and nobody has committed it")
+        if began_s > self._ended.get(key[0], began_s):
+            self._fail(f"{_named(key)}: copied by a get that began after its epoch had ended")
+        if found != bytes_of(key, len(found)):
+            spoilt = self._spoilt.get(generation)
+            if looked_s is None or spoilt is None or spoilt.at_s < looked_s:
+                self._fail(f"{_named(key)}: wrong bytes in a copy, generation {generation}: {_difference(key, found)}")
+            self.counts["unguarded reads"] += 1
+
 
 def _named(key: Key) -> str:
     return f"block {key[1].hex()[:8]} of namespace {key[0]}"

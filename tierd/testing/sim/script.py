@@ -23,7 +23,8 @@ BURST_PER_S = 500.0
 """Events of a burst follow each other at this rate: close enough to meet in one transfer."""
 
 VERBS: Mapping[str, float] = {
-    "get": 10,
+    "get": 6,
+    "copy": 8,
     "herd": 1,
     "put": 12,
     "lookup": 2,
@@ -46,6 +47,9 @@ FAULTS: Mapping[str, float] = {
     "client_gives_up": 1,
     "client_stalls": 1,
     "client_scribbles": 2,
+    "client_lies": 1,
+    "words_are_lost": 1,
+    "directory_errs": 1,
     "host_rots": 1,
     "memory_short": 1,
     "disk_slow": 1,

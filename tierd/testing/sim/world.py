@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from tierd.core.plan import Plan
 from tierd.errors import ConfigError, TierdError, TierFailed, Unavailable, VersionMismatch
 from tierd.server.assembly import Assembly
 from tierd.testing.sim.arena import Memory, Watch
+from tierd.testing.sim.blocks import Blocks
 from tierd.testing.sim.client import Client
 from tierd.testing.sim.daemon import Ground, SimDaemon, Survivors
 from tierd.testing.sim.disk import SimDisk
@@ -75,6 +76,8 @@ class World:
         self.first_s = 0.0
         self.daemon: SimDaemon | None = None
         self.clients: list[Client] = []
+        self.puts: deque[Blocks] = deque(maxlen=8)
+        """What was put last, by whomever."""
         self.counts: Counter[str] = Counter()
         self.restarts_wanted = True
         self._trace = hashlib.blake2b(digest_size=16)
@@ -219,6 +222,7 @@ class World:
             self.disk.end_process()
             self.oracle.daemon_restarted()
             daemon.fail_calls()
+            daemon.close()
             daemon.ended.set_result(None)
         while self._dead_clients:
             self.loop.bury(self._dead_clients.pop().life)

@@ -1,0 +1,184 @@
+"""Gets into a client's own memory: the SDK's own code (`tierd.client.onesided`) over simulated memory, with turns of others between its steps.
+
+    directory and catalogue ──▶ time passes ──▶ summed and copied ──▶ told; where that is no answer: asked for, and summed and copied under a lease
+
+Purpose: `Copies`, in whose place the SDK has its session. Non-purpose: what must hold of a copy (oracle.py). Invariant: whatever stands in memory, catalogues or the directory, an answer is
+the committed bytes; but for bytes that are spoilt after the daemon has looked at them for this very get.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from tierd.cache.lease import Lease
+from tierd.client import mapping, onesided
+from tierd.client.mailbox import MAILBOX_S
+from tierd.client.session import Session
+from tierd.client.values import Group, OpenedNamespace
+from tierd.core.block import NamespaceSpec
+from tierd.core.directory import SEGMENT_BITS, Directory
+from tierd.core.model import StructArray, TierKind
+from tierd.core.words import words_of
+from tierd.errors import NotFound, NotPermitted, TierFailed, Unavailable
+from tierd.server import wire
+from tierd.testing.sim.blocks import Blocks, Page
+from tierd.testing.sim.oracle import Key
+from tierd.tiers.tier import Descriptor
+
+if TYPE_CHECKING:
+    from tierd.testing.sim.client import Client, Held
+
+SPOILT_ENTRIES = 0.3
+"""Share of a directory's entries that one fault changes."""
+
+
+class Copies:
+    """Of one session. What is public here is what `onesided` asks of the SDK's session and its mailbox."""
+
+    def __init__(self, client: Client, held: Held, directory: Descriptor) -> None:
+        """Maps the directory, and closes its descriptor."""
+        self._client, self._held = client, held
+        memory = mmap.mmap(directory.fd, directory.bytes, prot=mmap.PROT_READ)
+        os.close(directory.fd)
+        self.directory = Directory(words_of(memory, count=directory.bytes // 8))
+        self.tiers = [tier.spec.name for tier in held.daemon.assembly.tiers]
+        self.mailbox = self
+        self._mapped: dict[tuple[int, int], tuple[object, mapping.Segment]] = {}
+
+    # -- as the SDK's session
+
+    def segment(self, place: tuple[int, int]) -> mapping.Segment | None:
+        """A segment that this client has mapped."""
+        files = self._client.maps.get(place)
+        if files is None or files.data is None:
+            return None
+        known = self._mapped.get(place)
+        if known is None or known[0] is not files:
+            catalogue = mapping.catalogue_of(place[1], np.frombuffer(files.table, np.uint8))
+            data = np.frombuffer(files.data, np.uint8)
+            known = self._mapped[place] = (
+                files,
+                mapping.Segment(place[1], place[0], data, *catalogue, is_writable=False),
+            )
+        return known[1]
+
+    def mapped(self, place: tuple[int, int], *, timeout_s: float) -> mapping.Segment:
+        """Those that can be were mapped before: a simulated call cannot be waited for here."""
+        raise Unavailable(f"segment {place}: not mapped")
+
+    # -- as its mailbox
+
+    @property
+    def takes_gets(self) -> bool:
+        """Whether the daemon has answered a moment ago."""
+        held, world = self._held, self._client.world
+        return (
+            held.daemon is world.daemon and held.daemon.is_serving and world.loop.time() - held.answered_s < MAILBOX_S
+        )
+
+    def tell_used(self, _group: bytes) -> bool:
+        """Unless the daemon has gone, it hears of it, or of nothing."""
+        held, client = self._held, self._client
+        if not self.takes_gets:
+            return False
+        if client.unheard:
+            client.unheard -= 1
+            client.world.happenings.struck["words_are_lost"] += 1
+        else:
+            query = [self._wanted.query()]
+            held.daemon.post(lambda: client.hears_of(held, query))
+        return True
+
+    # -- a get
+
+    async def get(self, wanted: Blocks, spec: NamespaceSpec, rng: random.Random) -> None:
+        """One get of blocks, to its end."""
+        client, self._wanted = self._client, wanted
+        first, stop = wanted.first, wanted.stop
+        namespace = OpenedNamespace(spec, wanted.namespace)
+        group = Group(namespace, wanted.hashes[first:stop], sum(map(wanted.tokens, wanted.numbers)))
+        began_s = client.loop.time()
+        await self._map(wanted)
+        found = onesided.find(cast("Session", self), group, timeout_s=1.0) if self.takes_gets else None
+        if found is not None:
+            keys = [wanted.key(number) for number in wanted.numbers]
+            client.seen = [*client.seen[-16:], *self._pages(found[0], keys)]
+            await client.hold(rng)
+            out = [bytearray(length) for length in found[0].lengths]
+            if onesided.served(cast("Session", self), group, out, *found) is not None:
+                client.counts["copies that asked nobody"] += 1
+                for key, block, (_, _, generation) in zip(keys, out, found[0].held, strict=True):
+                    client.world.oracle.read_copy(key, bytes(block), generation=generation, began_s=began_s)
+                return
+        if not first:
+            await self._ask(wanted, rng, began_s)
+
+    async def _map(self, wanted: Blocks) -> None:
+        """The segments that the directory names, as far as they are there."""
+        client, raw = self._client, wanted.hashes[wanted.first : wanted.stop].tobytes()
+        for place, _ in self.directory.places(wanted.namespace, raw) or ():
+            where = place >> SEGMENT_BITS, place & (1 << SEGMENT_BITS) - 1
+            if where not in client.maps and where[0] < len(self.tiers):
+                try:
+                    work = lambda _assembly, where=where: self._held.daemon.map(*where, session=self._held.session)  # noqa: E731
+                    client.maps[where] = await client.ask(self._held, work, timeout_s=1.0)
+                except (NotFound, NotPermitted, TierFailed):
+                    client.counts["hints to no segment"] += 1
+
+    async def _ask(self, wanted: Blocks, rng: random.Random, began_s: float) -> None:
+        """By a lease; once more where pages do not hold their blocks, as the SDK's `Verbs._copied`."""
+        doubted = np.zeros(0, np.uint64)
+        for _ in range(2):
+            looked_s, client = self._client.loop.time(), self._client
+            timeout_s = rng.choice((0.2, 1.0, 4.0))
+            lease = await client.acquire(self._held, wanted, kind=TierKind.HOST, timeout_s=timeout_s, doubted=doubted)
+            if not lease.lease:
+                return
+            bad = await self._copied(lease, wanted, rng, (began_s, looked_s), doubted)
+            if not len(bad) or len(doubted):
+                return
+            client.counts["copies that doubted a page"] += 1
+            doubted = bad
+
+    async def _copied(
+        self, lease: Lease, wanted: Blocks, rng: random.Random, times: tuple[float, float], doubted: StructArray
+    ) -> StructArray:
+        """Copies what is held, and lets go of it. Generations of pages that were not good."""
+        client, held, extents = self._client, self._held, lease.served.groups[0].extents[0]
+        generations = extents["generation"].tolist()
+        client.holds.update(generations)
+        try:
+            keys = [wanted.key(i) for i in range(len(extents))]
+            client.seen = [*client.seen[-16:], *await client.pages(held, extents, keys)]
+            await client.hold(rng)
+            given = wire.handles(extents, status=1, tokens=np.zeros(len(extents), np.uint32), epoch=0)
+            pages = onesided.pages_of(cast("Session", self), given)
+            assert pages is not None, "host memory that is mapped"
+            out: list[Any] = [bytearray(length) for length in pages.lengths]
+            good = np.array(pages.copy_to(out, is_leased=True), np.bool_)
+            trusted = np.isin(extents["generation"], doubted)
+            for row in range(int((good | trusted).argmin()) if not (good | trusted).all() else len(good)):
+                client.world.oracle.read_copy(
+                    keys[row],
+                    bytes(out[row]),
+                    generation=generations[row],
+                    began_s=times[0],
+                    looked_s=times[1] if trusted[row] else None,
+                )
+            return np.asarray(extents["generation"][~good], np.uint64)
+        finally:
+            client.holds.subtract(generations)
+            client.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
+
+    def _pages(self, found: onesided.Pages, keys: Sequence[Key]) -> list[Page]:
+        """For faults that change what lies there."""
+        return [
+            Page(key, self._client.maps[segment.tier, segment.id], slot, slot * segment.class_bytes, length, generation)
+            for key, length, (segment, slot, generation) in zip(keys, found.lengths, found.held, strict=True)
+        ]
