@@ -1,4 +1,4 @@
-"""Processes that a daemon starts for itself and that end with it: the GPU process, the hash process.
+"""Processes that a daemon starts for itself and that end with it: the GPU process.
 
 Purpose: how one is started, and what it does first. Non-purpose: what it is for. Invariants: it ends with its parent, whatever its threads wait for; signals that a terminal or a
 supervisor sends to all processes of a daemon are the daemon's to answer; other processes of the user cannot reach its memory or its descriptors through /proc; its Python

@@ -106,7 +106,7 @@ FOREIGN: dict[str, set[str]] = {
 GPU_TIERS = {"checksum", "mapping"}
 """The modules of tiers that the GPU process may use; they know nothing of it, nor of tiers."""
 
-CLIENT_CORE = {"block", "directory", "layout", "meta", "model", "versions", "words"}
+CLIENT_CORE = {"block", "directory", "layout", "meta", "model", "sets", "versions", "words"}
 """The modules of core that the SDK may use: identity, dtypes, and how what it maps is laid out and read."""
 
 

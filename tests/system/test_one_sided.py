@@ -25,11 +25,14 @@ from tierd.client.mailbox import UNASKED_LIMIT, Mailbox
 from tierd.core.directory import MIN_BLOCKS, Directory, directory_bytes, keys_of
 from tierd.core.meta import META_BYTES
 from tierd.errors import StaleHandle, TierdError
+from tierd.server.hearsay import LOOKED_UP, USED
 from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="one-sided", tokens_per_block=16, block_bytes=8192)
 TIGHT = 'nvme = []\n[[host]]\ncapacity = "1 MiB"\nsegment = "256 KiB"\neviction = "lru"\n'
 BLOCKS, SEQUENCES = 8, 40
+NOWHERE = chain(1 << 20, 1)
+"""A lookup of it asks the daemon, which hears then what it was told before."""
 TOKENS = BLOCKS * SPEC.tokens_per_block
 HELD = (1 << 20) // (BLOCKS * SPEC.block_bytes)
 """Sequences that the tier has room for."""
@@ -70,7 +73,7 @@ class Reader:
 
     def put(self, number: int) -> None:
         self.client.put(self.space, chain(number, BLOCKS), blocks_of(number))
-        self.client.lookup(self.space, chain(1 << 20, 1))  # answered when what was put is in the directory
+        self.client.lookup(self.space, NOWHERE)  # answered when what was put is in the directory
 
     def get(self, number: int) -> int:
         """How many blocks were served, each of which is the one asked for."""
@@ -92,13 +95,42 @@ def test_what_is_near_is_got_without_a_call(daemon: Daemon, asked: Counter[str])
         reader, out = Reader(client), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
         Reader(other).put(1)
         asked.clear()
-        client.lookup(reader.space, chain(1, BLOCKS))
+        client.lookup(reader.space, NOWHERE)
         alone = [client.get(reader.space, chain(1, BLOCKS), out=out) for _ in range(UNASKED_LIMIT)]
         assert asked == {"Lookup": 1}
         assert [(out[i] == block).all() for i, block in enumerate(blocks_of(1))] == [True] * BLOCKS
         assert alone == [client.get(reader.space, chain(1, BLOCKS), out=out)] * UNASKED_LIMIT
         assert asked == {"Lookup": 1, "Acquire": 1}
         await_nothing_held(daemon, after="gets that ask nobody")
+
+
+def test_what_is_near_is_looked_up_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
+    """A lookup of what lies near as a whole asks nobody and says what one that asks does; of more than that it asks."""
+    with Client(daemon.target) as client, Client(daemon.target) as other:
+        reader = Reader(client)
+        Reader(other).put(1)
+        said = [client.lookup(reader.space, chain(1, BLOCKS + more)) for more in (1, 0, 0, 0)]
+        assert asked["Lookup"] == 2
+        assert [found.tokens for found in said] == [TOKENS] * 4
+        assert all(found.tier_tokens == said[0].tier_tokens for found in said)
+        assert all((found.tier_of[0][:, :BLOCKS] == said[0].tier_of[0][:, :BLOCKS]).all() for found in said)
+
+
+def test_lookups_without_a_call_are_counted_and_recorded(daemon: Daemon) -> None:
+    """As those that ask, and as no get."""
+    with Client(daemon.target) as client, connect(daemon.target) as operator:
+        reader = Reader(client)
+        reader.put(1)
+        operator.ask(pb.RecordStartRequest(name="looked"))
+        before = _counted(operator)
+        for _ in range(3):
+            assert client.lookup(reader.space, chain(1, BLOCKS)).tokens == TOKENS
+        client.lookup(reader.space, NOWHERE)
+        await_true(
+            lambda: _counted(operator)["tierd_lookups_total"] == before["tierd_lookups_total"] + 4, "all heard of"
+        )
+        assert _counted(operator)["tierd_gets_one_sided_total"] == before["tierd_gets_one_sided_total"]
+        assert operator.ask(pb.RecordStopRequest()).requests == 4
 
 
 def test_a_part_of_a_sequence_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
@@ -147,7 +179,7 @@ def test_the_daemon_counts_them(daemon: Daemon) -> None:
         before = _counted(operator)
         for _ in range(5):
             assert reader.get(1) == BLOCKS
-        client.lookup(reader.space, chain(2, 1))
+        client.lookup(reader.space, NOWHERE)
         name, hits = "tierd_gets_one_sided_total", 'tierd_tokens_hit_total{tier="host.0"}'
         await_true(lambda: _counted(operator)[name] == before[name] + 5, "all of them heard of")
         assert _counted(operator)[hits] - before[hits] == 5 * TOKENS
@@ -160,7 +192,7 @@ def test_they_keep_what_they_read_in_memory(daemon: Daemon) -> None:
         reader.known(1)
         for number in range(2, 2 + 2 * HELD):
             assert reader.get(1) == BLOCKS
-            client.lookup(reader.space, chain(1, 1))
+            client.lookup(reader.space, NOWHERE)
             writer.put(number)
         assert reader.get(1) == BLOCKS
 
@@ -184,7 +216,7 @@ def test_they_are_recorded(daemon: Daemon) -> None:
         operator.ask(pb.RecordStartRequest(name="alone"))
         for _ in range(3):
             reader.get(1)
-        client.lookup(reader.space, chain(2, 1))
+        client.lookup(reader.space, NOWHERE)
         await_true(lambda: _counted(operator)["tierd_gets_one_sided_total"] == 3, "all of them heard of")
         assert operator.ask(pb.RecordStopRequest()).requests == 3 + 1
 
@@ -315,15 +347,16 @@ def test_a_mailbox_that_is_full(daemon: Daemon, asked: Counter[str], monkeypatch
 
 
 @pytest.mark.parametrize("word", [b"", b"\x01", bytes(100), b"\xff" * 64, b"\x08\xff\xff\xff\xff\x0f"])
-def test_words_about_nothing(daemon: Daemon, word: bytes) -> None:
+@pytest.mark.parametrize("kind", [USED, LOOKED_UP], ids=["used", "looked up"])
+def test_words_about_nothing(daemon: Daemon, kind: bytes, word: bytes) -> None:
     """What is no group, or of a namespace that is not the session's, says nothing and ends nothing."""
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
         link = client._connector.link
         assert link is not None and link.session is not None and link.session.mailbox.socket is not None
-        link.session.mailbox.socket.send(bytes(8) + word)
-        client.lookup(reader.space, chain(1, 1))
+        link.session.mailbox.socket.send(kind + word)
+        client.lookup(reader.space, NOWHERE)
         assert reader.get(1) == BLOCKS and "Traceback" not in daemon.log
 
 

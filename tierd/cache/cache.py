@@ -250,9 +250,12 @@ class Cache:
             raise
         return got, served
 
-    def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int) -> None:
-        """A session has made a get by itself, so often a moment ago, from pages that it was given before (tierd/client/early.py). Raises what a get raises."""
+    def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
+        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/onesided.py). Raises what they raise."""
         self._check_groups(session, groups)
+        if is_lookup:
+            self.metrics.lookups.inc(times)
+            return
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
         count_used(self.metrics, self.tiers, found, times=times)
 

@@ -1,6 +1,6 @@
 """The client's end of a session's mailbox: what the daemon is to hear soon, and need not be woken for.
 
-Purpose: leases that end within a moment of a call, and gets that are made without one (onesided.py). Non-purpose: the daemon's end (tierd/server/mailboxes.py). Invariants: nothing here waits; what
+Purpose: leases that end within a moment of a call, and gets and lookups that are made without one (onesided.py). Non-purpose: the daemon's end (tierd/server/mailboxes.py). Invariants: nothing here waits; what
 cannot be said in time is told to the caller, who says it another way; after UNASKED_LIMIT gets, or MAILBOX_S, the daemon is called again.
 """
 
@@ -15,10 +15,10 @@ MAILBOX_S = 1.0
 """For so long after a call that was answered was asked the mailbox is used: the daemon looks into it for a little longer."""
 IDS_PER_MESSAGE = 200
 UNASKED_LIMIT = 32
-"""Gets that are made without a call, at most, before the next one is."""
+"""Gets and lookups that are made without a call, at most, before the next one is."""
 MESSAGE_MAX_BYTES = 20 << 10
 """What the daemon reads of one: the names of 512 blocks, and what else a Group says."""
-_USED = struct.pack("<Q", 0)
+_USED, _LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
 
 
 class Mailbox:
@@ -46,9 +46,9 @@ class Mailbox:
         """Whether a get may be made without a call: the daemon has answered one a moment ago, and is about to read what it is told."""
         return self._is_told_of_gets and self._unasked < UNASKED_LIMIT and not self._is_late
 
-    def tell_used(self, group: bytes) -> bool:
-        """Tells of a get that was made without a call, of a Group, as a call says it. False where it cannot be told so: then call."""
-        message = _USED + group
+    def tell_used(self, group: bytes, *, is_lookup: bool = False) -> bool:
+        """Tells of a get, or a lookup, that was made without a call, of a Group, as a call says it. False where it cannot be told so: then call."""
+        message = (_LOOKED_UP if is_lookup else _USED) + group
         if not self.takes_gets or len(message) > MESSAGE_MAX_BYTES or not self._took(message):
             return False
         self._unasked += 1

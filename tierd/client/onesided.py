@@ -20,12 +20,13 @@ from tierd.client.buffers import Bytes
 from tierd.client.mapping import Segment
 from tierd.client.protocol import groups_message
 from tierd.client.session import Session
-from tierd.client.values import GetResult, Group
+from tierd.client.values import Found, GetResult, Group, checked_hashes
 from tierd.core.block import slice_cut
-from tierd.core.directory import SEGMENT_BITS
+from tierd.core.directory import SEGMENT_BITS, keys_of
 from tierd.core.layout import GENERATION, WORD_BYTES
 from tierd.core.meta import Entry
 from tierd.core.model import HASH_BYTES, Need, StructArray
+from tierd.core.sets import kinds
 from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError
 
@@ -97,10 +98,37 @@ def served(
     return GetResult(sum(tier_tokens), len(targets), (), tuple(tier_tokens)), pages.lengths
 
 
+def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
+    """What could be served of a group that lies near as a whole; None: the daemon is to be asked. Entries' checksums are left to who copies."""
+    count, namespace = len(group.hashes), group.namespace
+    if not _is_plain(group) or session.directory is None or not session.mailbox.takes_gets:
+        return None
+    hashes = checked_hashes(group.hashes)
+    covered = namespace.block_tokens(count, tokens=group.tokens)
+    places = session.directory.find(keys_of(namespace.id, hashes))
+    if not places.are_known.all():
+        return None
+    tier_of, tier_tokens = np.zeros((1, count), np.int8), [0] * len(session.tiers)
+    for place in kinds(places.segments):
+        rows, segment = np.flatnonzero(places.segments == place), _segment(session, place, timeout_s)
+        if segment is None or not segment.hold(places.slots[rows], namespace.id, hashes[rows], covered[rows]):
+            return None
+        tier_of[0, rows] = segment.tier
+        tier_tokens[segment.tier] += int(covered[rows].sum())
+    if not session.mailbox.tell_used(groups_message([group])[0].SerializeToString(), is_lookup=True):
+        return None
+    return Found(sum(tier_tokens), (tier_of,), tuple(tier_tokens))
+
+
+def _is_plain(group: Group) -> bool:
+    """Whether it is of one that answers without a call: a prefix, of rank 0 alone."""
+    return bool(len(group.hashes)) and group.need is Need.PREFIX and tuple(group.ranks) == (0,)
+
+
 def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
     """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps segments that are not."""
     count, namespace = len(group.hashes), group.namespace
-    if not count or group.need is not Need.PREFIX or tuple(group.ranks) != (0,) or session.directory is None:
+    if not _is_plain(group) or session.directory is None:
         return None
     hashes = np.ascontiguousarray(group.hashes).tobytes()
     places = session.directory.places(namespace.id, hashes)

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import math
 import os
-import select
 import socket
 import sys
 import threading
@@ -313,17 +312,6 @@ class Session:
         except BlockingIOError:
             return False
         return True
-
-    def _await_room(self, deadline: float) -> None:
-        """Until the socket takes something, perhaps. Raises DeadlineExceeded, OSError."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineExceeded(
-                "session socket: full, and the daemon did not read from it until the deadline; see `tierctl status` and its log"
-            )
-        poll = select.poll()
-        poll.register(self._glance, select.POLLOUT)
-        poll.poll(left_s * 1000)
 
     def _tell(self, request: Mapping[str, Any]) -> None:
         self._glance.send(msgpack.packb(request), socket.MSG_NOSIGNAL)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -19,45 +18,38 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, onesided, protocol, remote, splitting, writing
 from tierd.client.calls import Deadline, called, due, left_s
-from tierd.client.complaints import PROBE_S, Complaints
 from tierd.client.connection import Connector, Link, Meanwhile
 from tierd.client.lease import Lease
-from tierd.client.lines import LineLost
+from tierd.client.links import Links, void
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
+from tierd.client.session import Session
 from tierd.client.target import RemoteTarget
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult, listed
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import HANDLE, BlockStatus, StructArray
 from tierd.errors import (
-    DeadlineExceeded,
     SessionLost,
     StaleHandle,
-    TierdError,
     Unavailable,
     Unsupported,
 )
 
 T = TypeVar("T")
 
-PROBE_PAUSE_S = 1.0
-"""With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life so often."""
 
-
-class Verbs:
+class Verbs(Links):
     """One client's verbs. Values in, values out; deadlines are of time.monotonic()."""
 
     def __init__(
         self, connector: Connector, *, best_effort: bool, is_acknowledged: bool, pages: Callable[..., ReservedPages]
     ) -> None:
         """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a reservation's face."""
-        self.connector = connector
+        super().__init__(connector, best_effort=best_effort)
         self._is_acknowledged = is_acknowledged
         self.pages = pages
-        self._complaints = Complaints(str(connector.target), best_effort=best_effort)
         self.shrunk = self._complaints.shrunk
-        self._probe_at = 0.0
 
     def _verb(self, deadline: Deadline, work: Callable[[float], T], nothing: Callable[[], T]) -> T:
         """What every verb is. nothing: what it comes to where it fails with best_effort."""
@@ -152,6 +144,10 @@ class Verbs:
         if _is_empty(groups):
             self.opened(_spaces(groups), deadline)
             return Found()
+        session = self._session_for(groups[0], deadline) if len(groups) == 1 else None
+        near = onesided.lookup(session, groups[0], timeout_s=left_s(deadline)) if session is not None else None
+        if near is not None:
+            return near
         _, reply = self._ask(
             lambda: ("Lookup", pb.LookupRequest(groups=protocol.groups_message(groups))), _spaces(groups), deadline
         )
@@ -224,12 +220,14 @@ class Verbs:
             return got, lengths
         if out is None:
             return self._viewed(group, deadline), ()
+        session = self._session_for(group, deadline)
+        done = onesided.get(session, group, out, timeout_s=left_s(deadline)) if session is not None else None
+        return self._copied(group, out, deadline) if done is None else done
+
+    def _session_for(self, group: Group, deadline: float) -> Session | None:
+        """Over which a group may be had without a call."""
         link = self.connected(deadline)
-        if link.session is not None and self.knows(group.namespace, link):
-            done = onesided.get(link.session, group, out, timeout_s=left_s(deadline))
-            if done is not None:
-                return done
-        return self._copied(group, out, deadline)
+        return link.session if self.knows(group.namespace, link) else None
 
     def _viewed(self, group: Group, deadline: float) -> GetResult:
         """As views, which hold a lease."""
@@ -327,10 +325,6 @@ class Verbs:
             if session is not None and session.gpus:
                 session.check_gpus(tier)
 
-    def knows(self, namespace: OpenedNamespace, link: Link) -> bool:
-        """Whether its number is one that the link's daemon has given it."""
-        return namespace.link == link.number and namespace.owner is self
-
     def _without_spare(self, link: Link, deadline: float) -> bool:
         """Gives pages back that were reserved for a put that may come, since they count as the session's; whether there were any."""
         spares, session = link.spares, link.session
@@ -358,7 +352,7 @@ class Verbs:
                 link.is_broken = True
                 raise
 
-    # -- links
+    # -- calls
 
     def _ask(
         self,
@@ -376,38 +370,6 @@ class Verbs:
 
         return self._over(call, namespaces, deadline)
 
-    def _over(
-        self,
-        work: Callable[[Link], T],
-        namespaces: Sequence[OpenedNamespace],
-        deadline: float,
-    ) -> tuple[Link, T]:
-        """What is done over the current link, its namespaces opened there; once more over a new link if the daemon has gone."""
-        is_first = True
-        while True:
-            link = self.connected(deadline)
-            try:
-                for namespace in namespaces:
-                    self._open(namespace, link, deadline)
-                return link, work(link)
-            except SessionLost:
-                link.is_broken = True
-                if not is_first:
-                    raise
-            except Unavailable as error:
-                if not is_first or (link.is_usable and not isinstance(error, LineLost)):
-                    raise
-            is_first = False
-
-    def opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Link:
-        """A usable link, over which they are open."""
-        return self._over(void, namespaces, deadline)[0]
-
-    def _named(self, namespace: OpenedNamespace, deadline: float) -> None:
-        """A namespace that can hash. The call that follows opens it again where a new daemon is to know it."""
-        if not namespace.is_open or isinstance(self.connector.target, RemoteTarget):
-            self.opened([namespace], deadline)
-
     def _ask_holder(
         self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
     ) -> Any:
@@ -420,43 +382,6 @@ class Verbs:
                 raise
             hold.link.is_broken = True
             raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
-
-    def connected(self, deadline: float) -> Link:
-        """A usable link, best effort or not."""
-        link = self.connector.current()
-        if link is None:
-            seen = self.connector.link
-            link = self.connector.connect(instead_of=seen, timeout_s=left_s(deadline))
-        elif self.connector.forgettable:
-            self.connector.forget()
-        if link.spares is not None and link.spares.is_stale:
-            link.spares.give_back(deadline)
-        if self._complaints.is_silent:
-            self._probe(link)
-        return link
-
-    def _probe(self, link: Link) -> None:
-        """A daemon that hangs costs a deadline once, not with every call. Raises DeadlineExceeded while it does."""
-        now = time.monotonic()
-        if now < self._probe_at:
-            raise DeadlineExceeded("daemon: it has not answered since a deadline passed; a miss until it does")
-        self._probe_at = now + PROBE_PAUSE_S
-        try:
-            link.transport.call("Release", pb.ReleaseRequest(), timeout_s=PROBE_S)
-        except (DeadlineExceeded, Unavailable):
-            raise
-        except TierdError:
-            pass  # a refusal is a sign of life
-        self._complaints.is_silent = False
-
-    def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> None:
-        if not self.knows(namespace, link):
-            reply = called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
-            protocol.take_namespace(namespace, reply, link=link.number)
-            link.codec = protocol.agreed_codec(self.connector.codec, reply)
-            link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
-            link.share_bytes = reply.share_bytes
-            namespace.owner = self
 
     # -- failures
 
@@ -479,10 +404,6 @@ class Verbs:
         handles = np.zeros(sum(len(group.hashes) for group in groups), dtype=HANDLE)
         handles["status"] = BlockStatus.NO_ROOM
         return self.pages(None, handles)
-
-
-def void(*_: object) -> None:
-    """Nothing, of whatever is worked out for it."""
 
 
 def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:

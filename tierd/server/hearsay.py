@@ -1,4 +1,4 @@
-"""What clients tell of gets that they made by themselves: heard one at a time, between whatever else there is to do.
+"""What clients tell of gets and lookups that they made by themselves: heard one at a time, between whatever else there is to do.
 
     mailbox ──▶ add ──▶ waiting, alike ones as one ──▶ hear, in a step of the loop each
 
@@ -10,6 +10,7 @@ is heard before that.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from tierd.errors import TierdError
 
 log = structlog.get_logger(__name__)
 
+USED, LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
+"""What begins a message of the mailbox that is about no leases; a Group follows, which its client has got, or looked up, by itself."""
 SESSION_LIMIT, LIMIT = 64, 1024
 """Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each of its threads, and of all: 20 KiB each at most (`MAILBOX_MESSAGE_BYTES`)."""
 TIMES_LIMIT = 256
@@ -26,9 +29,9 @@ TIMES_LIMIT = 256
 
 
 class Hear(Protocol):
-    """A session has made a get of this Group by itself, so often. Raises what it raises."""
+    """A session has told this, so often. Raises what it raises."""
 
-    def __call__(self, session: int, group: bytes, *, times: int) -> None:
+    def __call__(self, session: int, told: bytes, *, times: int) -> None:
         """So it has."""
         ...
 
@@ -42,9 +45,9 @@ class Hearsay:
         self._counts: Counter[int] = Counter()
         self._is_due = False
 
-    def add(self, session: int, group: bytes) -> None:
+    def add(self, session: int, told: bytes) -> None:
         """To be heard soon, after those that wait."""
-        key = (session, group)
+        key = (session, told)
         times = self._waiting.get(key, 0)
         if not times:
             if self._counts[session] >= SESSION_LIMIT or len(self._waiting) >= LIMIT:
@@ -57,8 +60,8 @@ class Hearsay:
 
     def finish(self, session: int) -> None:
         """The session ends: what it has told is heard now."""
-        for its, group in [key for key in self._waiting if key[0] == session]:
-            self._hear_one(its, group)
+        for its, told in [key for key in self._waiting if key[0] == session]:
+            self._hear_one(its, told)
 
     def _next(self) -> None:
         self._is_due = len(self._waiting) > 1
@@ -67,13 +70,13 @@ class Hearsay:
         if self._waiting:
             self._hear_one(*next(iter(self._waiting)))
 
-    def _hear_one(self, session: int, group: bytes) -> None:
-        times = self._waiting.pop((session, group))
+    def _hear_one(self, session: int, told: bytes) -> None:
+        times = self._waiting.pop((session, told))
         self._counts[session] -= 1
         if not self._counts[session]:
             del self._counts[session]
         try:
-            self._hear(session, group, times=times)
+            self._hear(session, told, times=times)
         except TierdError:  # of a client that has gone, or says what is none
             log.debug("a get that was told of is none", session=session, exc_info=True)
         except Exception:

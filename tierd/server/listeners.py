@@ -74,7 +74,7 @@ class Listeners:
             now=asyncio.get_running_loop().time,
             cut_off=self._cut_off,
         )
-        self._hearsay = Hearsay(self._service.note_used)
+        self._hearsay = Hearsay(self._service.note_told)
         calls = SessionCalls(
             self._opened,
             self._stopped,

@@ -25,6 +25,7 @@ from tierd.events.told import Names
 from tierd.server import streams, wire
 from tierd.server.grants import Grants
 from tierd.server.guard import CALLER, parsed
+from tierd.server.hearsay import LOOKED_UP, USED
 from tierd.server.openings import Openings
 from tierd.tiers.tier import is_device
 from tierd.wire_codecs import WIRE_CODECS
@@ -181,16 +182,17 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 ]
             )
 
-    def note_used(self, session: int, group: bytes, *, times: int) -> None:
-        """A session has made a get by itself, so often: of a Group. Raises TierdErrors."""
-        told, mine = parsed(pb.Group.FromString, group), partial(self._cache.namespace_for, session)
-        if len(told.ranks) > 1 or told.need != pb.NEED_PREFIX:
+    def note_told(self, session: int, told: bytes, *, times: int) -> None:
+        """A session has made a get or a lookup by itself, so often: a message of its mailbox. Raises TierdErrors."""
+        is_lookup, group = told.startswith(LOOKED_UP), parsed(pb.Group.FromString, told[len(USED) :])
+        mine = partial(self._cache.namespace_for, session)
+        if len(group.ranks) > 1 or group.need != pb.NEED_PREFIX:
             raise InvalidArgument("group: of several ranks, or of no prefix; no client gets that by itself")
-        found = wire.queries([told], namespace_of=mine, batch_limit=self._batch_limit)
+        found = wire.queries([group], namespace_of=mine, batch_limit=self._batch_limit)
         if self.note_asked:
             for _ in range(times):
-                self.note_asked(found, is_lookup=False)
-        self._cache.note_used(session, found, times=times)
+                self.note_asked(found, is_lookup=is_lookup)
+        self._cache.note_used(session, found, times=times, is_lookup=is_lookup)
 
     def _asked(self, groups: Any, *, is_lookup: bool = False) -> list[GroupQuery]:
         """As _queries; what is recorded is the question, whatever the answer."""

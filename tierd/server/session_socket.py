@@ -6,7 +6,7 @@ AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
            where hello's row of the tier has gpu: {ordinal, uuid}
     line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (lines.py). With mailbox, for who has none, another: SEQPACKET, each message u8 numbers,
-           little-endian, of leases that end, or a 0 and a Group that its client has got by itself, where hello says `one_sided`; nobody is woken by it (mailboxes.py)
+           little-endian, of leases that end, or a 0 and a Group that its client has got by itself (2^64 - 1: looked up), where hello says `one_sided`; nobody is woken by it (mailboxes.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
     revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
@@ -36,6 +36,7 @@ import tierd
 from tierd.errors import ConfigError, InvalidArgument, Overloaded, TierdError, Unavailable, VersionMismatch
 from tierd.failpoint import failpoint
 from tierd.server import peers
+from tierd.server.hearsay import LOOKED_UP, USED
 from tierd.server.identity import Identity, Peer
 from tierd.server.sessions import Session, Sessions
 
@@ -58,8 +59,6 @@ MAILBOX_BYTES = 64 << 10
 """Linux doubles it and counts its own bookkeeping: a mailbox holds 4 of the longest messages, or 170 short ones. One read takes what it holds, so a client that fills it meanwhile delays nobody."""
 MAILBOX_HEARD_AT_ONCE = 128
 _LEASE = struct.Struct("<Q")
-USED = _LEASE.pack(0)
-"""Begins a message of the mailbox that is about no leases: a Group follows, which its client has copied by itself."""
 ACCEPT_PAUSE_S = 0.2
 """Before the next try to accept when the process is out of descriptors."""
 
@@ -211,8 +210,8 @@ class Connection:
             if not data:
                 return
             heard_bytes += len(data)
-            if data.startswith(USED):
-                self._owner.sessions.note_used(self.session, data[len(USED) :])
+            if data.startswith((USED, LOOKED_UP)):
+                self._owner.sessions.note_told(self.session, data)
                 continue
             leases = [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]
             with contextlib.suppress(TierdError):

@@ -109,7 +109,7 @@ class SessionCalls:
     on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
     one call gave or is still to give.
     on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
-    on_used(session id, a Group): it has made a get by itself. directory(session): of its domain. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
+    on_told(session id, a message of its mailbox): it has made a get or a lookup by itself. directory(session): of its domain. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
 
@@ -122,7 +122,7 @@ class SessionCalls:
     on_leave: Callable[[int], None] = lambda _session: None
     on_revoke: Callable[[int, str], None] = lambda _session, _request: None
     on_join: Callable[..., None] = lambda _session, **_into: None
-    on_used: Callable[[int, bytes], None] = lambda _session, _group: None
+    on_told: Callable[[int, bytes], None] = lambda _session, _told: None
     directory: Callable[[Session], tuple[int, int] | None] = lambda _session: None
 
 
@@ -272,9 +272,9 @@ class Sessions:
         """The client has given up a call: what that gave comes back."""
         self._calls.on_revoke(session.id, request)
 
-    def note_used(self, session: Session, group: bytes) -> None:
-        """The client has made a get by itself: of a Group, as in its calls."""
-        self._calls.on_used(session.id, group)
+    def note_told(self, session: Session, told: bytes) -> None:
+        """The client has made a get or a lookup by itself: a message of its mailbox."""
+        self._calls.on_told(session.id, told)
 
     def directory(self, session: Session) -> tuple[int, int] | None:
         """The directory of its trust domain: a descriptor, which the session socket closes after sending, and its length; None where none can be had."""

@@ -1,0 +1,112 @@
+"""The link that verbs go over: usable, with namespaces open, once more where its daemon has gone.
+
+Purpose: connecting again, opening again, a sign of life of a daemon that was silent. Non-purpose: how a link is made (connection.py), what goes over it (verbs.py). Invariant: what is done over a
+link is done once more over another at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tierd._proto import cache_pb2 as pb
+from tierd.client import protocol
+from tierd.client.calls import called, left_s
+from tierd.client.complaints import PROBE_S, Complaints
+from tierd.client.connection import Connector, Link
+from tierd.client.lines import LineLost
+from tierd.client.target import RemoteTarget
+from tierd.client.values import OpenedNamespace
+from tierd.errors import DeadlineExceeded, SessionLost, TierdError, Unavailable
+
+T = TypeVar("T")
+
+PROBE_PAUSE_S = 1.0
+"""With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life so often."""
+
+
+class Links:
+    """Those of one client, one after another."""
+
+    def __init__(self, connector: Connector, *, best_effort: bool) -> None:
+        self.connector = connector
+        self._complaints = Complaints(str(connector.target), best_effort=best_effort)
+        self._probe_at = 0.0
+
+    def _over(
+        self,
+        work: Callable[[Link], T],
+        namespaces: Sequence[OpenedNamespace],
+        deadline: float,
+    ) -> tuple[Link, T]:
+        """What is done over the current link, its namespaces opened there; once more over a new link if the daemon has gone."""
+        is_first = True
+        while True:
+            link = self.connected(deadline)
+            try:
+                for namespace in namespaces:
+                    self._open(namespace, link, deadline)
+                return link, work(link)
+            except SessionLost:
+                link.is_broken = True
+                if not is_first:
+                    raise
+            except Unavailable as error:
+                if not is_first or (link.is_usable and not isinstance(error, LineLost)):
+                    raise
+            is_first = False
+
+    def opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Link:
+        """A usable link, over which they are open."""
+        return self._over(void, namespaces, deadline)[0]
+
+    def _named(self, namespace: OpenedNamespace, deadline: float) -> None:
+        """A namespace that can hash. The call that follows opens it again where a new daemon is to know it."""
+        if not namespace.is_open or isinstance(self.connector.target, RemoteTarget):
+            self.opened([namespace], deadline)
+
+    def connected(self, deadline: float) -> Link:
+        """A usable link, best effort or not."""
+        link = self.connector.current()
+        if link is None:
+            seen = self.connector.link
+            link = self.connector.connect(instead_of=seen, timeout_s=left_s(deadline))
+        elif self.connector.forgettable:
+            self.connector.forget()
+        if link.spares is not None and link.spares.is_stale:
+            link.spares.give_back(deadline)
+        if self._complaints.is_silent:
+            self._probe(link)
+        return link
+
+    def _probe(self, link: Link) -> None:
+        """A daemon that hangs costs a deadline once, not with every call. Raises DeadlineExceeded while it does."""
+        now = time.monotonic()
+        if now < self._probe_at:
+            raise DeadlineExceeded("daemon: it has not answered since a deadline passed; a miss until it does")
+        self._probe_at = now + PROBE_PAUSE_S
+        try:
+            link.transport.call("Release", pb.ReleaseRequest(), timeout_s=PROBE_S)
+        except (DeadlineExceeded, Unavailable):
+            raise
+        except TierdError:
+            pass  # a refusal is a sign of life
+        self._complaints.is_silent = False
+
+    def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> None:
+        if not self.knows(namespace, link):
+            reply = called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
+            protocol.take_namespace(namespace, reply, link=link.number)
+            link.codec = protocol.agreed_codec(self.connector.codec, reply)
+            link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
+            link.share_bytes = reply.share_bytes
+            namespace.owner = self
+
+    def knows(self, namespace: OpenedNamespace, link: Link) -> bool:
+        """Whether its number is one that the link's daemon has given it."""
+        return namespace.link == link.number and namespace.owner is self
+
+
+def void(*_: object) -> None:
+    """Nothing, of whatever is worked out for it."""
